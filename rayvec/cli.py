@@ -37,9 +37,7 @@ from rayvec.training.stop_signals import Interrupts, Terminated
 __all__ = ["main"]
 
 _RESUME_HELP = (
-    "Resume the run in this directory from its last checkpoint, with its own settings; you may change only "
-    + ", ".join(name.replace("_", "-") for name in ADJUSTABLE)
-    + "."
+    "Resume the run in this directory from its last checkpoint, with its own settings; you may change only {}."
 )
 _SEEDS_HELP = (
     "Train once with each of these seeds, as many side by side as there are cores for, in seed1, seed2 and so on below "
@@ -76,7 +74,8 @@ def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
         (item.name, Annotated[types[item.name], tyro.conf.arg(help=docs[item.name])], copy.copy(item))
         for item in dataclasses.fields(cls)
     ]
-    resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=_RESUME_HELP)], field(default=None))
+    help_text = _RESUME_HELP.format(", ".join(name.replace("_", "-") for name in cls.adjustable()))
+    resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=help_text)], field(default=None))
     seeds = ("seeds", Annotated[tuple[int, ...], tyro.conf.arg(help=_SEEDS_HELP)], field(default=()))
     namespace = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
     return dataclasses.make_dataclass(

@@ -48,7 +48,8 @@ class Collector:
 
     Args:
         env: The environments.
-        policy: A callable from observations to actions, or a :class:`rayvec.Policy`.
+        policy: A callable from observations to actions, or a :class:`rayvec.Policy`. New weights go through
+            :meth:`set_weights`: what the policy object itself loads later does not reach the workers.
         inference: Where the policy acts: ``"worker"``, over each worker's slice; ``"node"``, in the process that owns
             the workers of a node, over all of them; or ``"driver"``, in this process. See :meth:`RayVecEnv.rollout`.
         prefetch: Whether the workers take the next chunk while the caller consumes this one. ``collect(n_step)``

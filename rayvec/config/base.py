@@ -366,28 +366,35 @@ class TrainConfig(metaclass=PresetMeta):
         limit: int | None = self.env_kwargs.get("max_episode_steps", registered)  # type: ignore[assignment]
         return None if limit == -1 else limit
 
+    @classmethod
+    def adjustable(cls) -> list[str]:
+        """Returns which of the settings in `ADJUSTABLE` this algorithm has."""
+        names = field_names(cls)
+        return [name for name in ADJUSTABLE if name in names]
+
     def adjusted(self, **changes: Any) -> TrainConfig:
         """Returns the settings of the same run with changes of where and how fast it executes.
 
         Args:
-            changes: Some of the settings in `ADJUSTABLE`. Others, and `algorithm`, may only have their value.
+            changes: Some of the settings that `adjustable` names. Others, and `algorithm`, may only have their value.
 
         Raises:
             ConfigError: A change is of a setting that decides what is learned.
         """
-        decisive = [name for name in changes if name not in ADJUSTABLE or not hasattr(self, name)]
+        adjustable = type(self).adjustable()
+        decisive = [name for name in changes if name not in adjustable]
         before = {name: getattr(self, name, "no such setting") for name in decisive}
         fixed = [name for name in decisive if changes[name] != before[name]]
         if fixed:
             raise ConfigError(
                 "On resume you may change where and how fast a run executes, not what it learns.",
-                expected=f"only changes of {', '.join(ADJUSTABLE)}",
+                expected=f"only changes of {', '.join(adjustable)}",
                 got=", ".join(f"{name}={changes[name]!r} after {before[name]!r}" for name in fixed),
                 remedy="Leave these out, or start a new run.",
             )
         if changes.get("num_nodes") == 0:
             changes = {"workers_per_node": None, **changes}  # the run's own was for nodes of Ray
-        return replace(self, **{name: changes[name] for name in changes if name in ADJUSTABLE})
+        return replace(self, **{name: changes[name] for name in changes if name in adjustable})
 
     def to_yaml(self) -> str:
         """Returns the settings as commented YAML, from which `from_yaml` makes an equal object."""

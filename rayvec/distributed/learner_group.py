@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rayvec.data import Batch, Chunk
+from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
-from rayvec.distributed.shards import RemoteShard, fetch_shard, split_batch, split_refs
+from rayvec.distributed.shards import RemoteShard, copy_batch, cut_batch, fetch_shard, rank_bounds, split_refs
 from rayvec.errors import LearnerError, check_count
 from rayvec.learners.base import Learner, MeasuresObservations
 from rayvec.learners.ranks import Ranks
@@ -141,13 +142,17 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
     def _run(self, name: str, batch: Batch, *, keep: bool = False) -> Any:
         """Gives each rank its part of a batch; returns the result of rank 0."""
         self._weights = None
-        shards: list[Any]
+        args: list[tuple[Any, ...]]
         if batch.chunk_refs:
-            shards = list(split_refs(batch, self.num_learners))
+            args = [(shard,) for shard in split_refs(batch, self.num_learners)]
             keep = True  # a node may be lost with its chunks, so that the call can't be repeated
+        elif self.num_learners == 1 or self._group.reads_memory:
+            whole = MemoryFile(batch)
+            args = [(whole, *bounds) for bounds in rank_bounds(batch, self.num_learners)]
         else:
-            shards = [self._group.put(shard) for shard in split_batch(batch, self.num_learners)]
-        return self._group.run(name, [(shard,) for shard in shards], keep=keep)[0]
+            shards = [cut_batch(batch, *bounds) for bounds in rank_bounds(batch, self.num_learners)]
+            args = [(MemoryFile(copy_batch(shard)),) for shard in shards]
+        return self._group.run(name, args, keep=keep)[0]
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the weights, flat, in the form that ``Policy.load_weights`` takes."""
@@ -194,14 +199,20 @@ class _RankLearner:
         self._ranks = ranks
         give_ranks(self._learner, ranks)
 
-    def update(self, shard: Batch | RemoteShard) -> tuple[dict[str, float], NDArray[np.float32] | None]:
-        """Learns; returns metrics, and on rank 0 the weights, which saves the driver a call."""
-        metrics = self._learner.update(_fetched(shard))
+    def update(self, batch: Batch | RemoteShard, *bounds: int) -> tuple[dict[str, float], NDArray[np.float32] | None]:
+        """Learns; returns metrics, and on rank 0 the weights, which saves the driver a call.
+
+        Args:
+            batch: This rank's part, or the whole batch.
+            bounds: The first environment of this rank's part of the whole batch, and one after its last.
+        """
+        metrics = self._learner.update(_own_part(batch, *bounds))
         return metrics, self._learner.weights() if self._ranks.rank == 0 else None
 
-    def measure(self, shard: Batch | RemoteShard) -> None:
+    def measure(self, batch: Batch | RemoteShard, *bounds: int) -> None:
+        """Adds observations to the moments of the learner, if it has some; arguments as of `update`."""
         if isinstance(self._learner, MeasuresObservations):
-            self._learner.measure(_fetched(shard))
+            self._learner.measure(_own_part(batch, *bounds))
 
     def weights(self) -> NDArray[np.float32]:
         return self._learner.weights()
@@ -226,8 +237,10 @@ class _RankLearner:
         self._learner.load_state_dict(state)
 
 
-def _fetched(shard: Batch | RemoteShard) -> Batch:
-    return fetch_shard(shard, _fetch) if isinstance(shard, RemoteShard) else shard
+def _own_part(batch: Batch | RemoteShard, *bounds: int) -> Batch:
+    if isinstance(batch, RemoteShard):
+        return fetch_shard(batch, _fetch)
+    return cut_batch(batch, *bounds) if bounds else batch
 
 
 def _fetch(ref: Any) -> Chunk:

@@ -20,6 +20,7 @@ import cloudpickle
 import numpy as np
 import psutil
 
+from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.errors import ConfigError
 from rayvec.node.fork_server import ForkServer
@@ -41,16 +42,6 @@ class _Ref:
     rank: RunningRank
     has_ended: bool = False
     result: Any = None
-
-
-@dataclass(slots=True, frozen=True)
-class _Packed:
-    """A value as bytes, which arrives at a rank as the value."""
-
-    data: bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pickle.loads, (self.data,)
 
 
 @dataclass(slots=True)
@@ -97,6 +88,10 @@ class ProcessHost:
             raise lost(RunningRank(placement, None), f"its process could not start ({error})") from error
         return RunningRank(placement, _Process(MessagePipe(ours, watch), watch), pid)
 
+    def is_here(self, placement: RankPlacement) -> bool:
+        """Returns True: all ranks are on this machine."""
+        return True
+
     def call(self, rank: RunningRank, method: str, *args: Any) -> _Ref:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
         values = [self.result(arg) if isinstance(arg, _Ref) else arg for arg in args]
@@ -104,10 +99,6 @@ class ProcessHost:
         handle.pipe.send(cloudpickle.dumps((method, values)))
         handle.calls.append(_Ref(rank))
         return handle.calls[-1]
-
-    def put(self, value: Any) -> Any:
-        """Returns a copy of the value as it is now, packed once for all ranks; each call carries it."""
-        return _Packed(cloudpickle.dumps(value))
 
     def wait(self, refs: Sequence[_Ref], num_results: int, timeout_s: float | None) -> list[_Ref]:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
@@ -140,10 +131,10 @@ class ProcessHost:
                 call.result, call.has_ended = pickle.loads(data), True
             each.has_ended |= has_ended
 
-    def result(self, ref: _Ref | _Packed) -> Any:
+    def result(self, ref: _Ref | MemoryFile) -> Any:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        if isinstance(ref, _Packed):
-            return pickle.loads(ref.data)
+        if isinstance(ref, MemoryFile):
+            return ref.value()
         self.wait([ref], 1, None)
         if not ref.has_ended:
             raise lost(ref.rank, "its process has ended (killed, out of memory, or its own exit)")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks, can_share_memory
 from rayvec.distributed.allreduce_torch import check_device
 from rayvec.distributed.choose_allreduce import open_ranks
+from rayvec.distributed.memory_file import can_open
 from rayvec.distributed.rank_host import MakeStore, RankPlacement
 from rayvec.errors import RemoteFailure
 from rayvec.learners.ranks import ALONE, ClosableRanks
@@ -33,11 +33,13 @@ class RankOffer:
         pid: Process of the rank.
         shares_memory: Whether its machine lets ranks share memory.
         path: Of the shared memory that the first rank of a node holds for the others.
+        reads_memory: Whether it can open the memory files of the driver.
     """
 
     pid: int
     shares_memory: bool
     path: str | None
+    reads_memory: bool
 
 
 def _returning_failures(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,13 +76,19 @@ class RankActor:
         torch.set_num_threads(threads)
 
     @_returning_failures
-    def offer(self) -> RankOffer:
-        """Prepares what the other ranks will need from this one."""
+    def offer(self, probe: str = "", content: bytes = b"") -> RankOffer:
+        """Prepares what the other ranks will need from this one.
+
+        Args:
+            probe: Path of a memory file of the driver, if this rank is on the driver's node.
+            content: The bytes in it.
+        """
         check_device(self._device)
         place = self._placement
         if place.node_rank == 0 and place.node_size > 1 and self._device == "cpu" and can_share_memory():
             self._block = SharedMemoryRanks(0, place.node_size, timeout_s=self._timeout_s)
-        return RankOffer(os.getpid(), can_share_memory(), self._block.path if self._block else None)
+        path = self._block.path if self._block else None
+        return RankOffer(os.getpid(), can_share_memory(), path, bool(probe) and can_open(probe, content))
 
     @_returning_failures
     def join(self, make_store: MakeStore, path: str | None, share_memory: bool, make: bytes) -> None:
@@ -106,19 +114,6 @@ class RankActor:
     def call(self, name: str, *args: Any) -> Any:
         """Calls a method of the object."""
         return getattr(self._object, name)(*args)
-
-    @_returning_failures
-    def join_and_call(self, method: str, counts: Sequence[int], *args: Any) -> Any:
-        """Calls a method of this actor, some of whose arguments come as bytes in pieces.
-
-        Args:
-            method: Its name.
-            counts: For each argument the number of its pieces; 0 where it comes as it is.
-            args: Arguments and pieces.
-        """
-        each = iter(args)
-        values = [pickle.loads(b"".join(itertools.islice(each, count))) if count else next(each) for count in counts]
-        return getattr(self, method)(*values)
 
     @_returning_failures
     def state_dict(self) -> Any:

@@ -17,8 +17,10 @@ The objects keep these rules:
     Rank-local state is left out of ``state_dict()`` and is lost with the ranks; only `load_state_dict` restores it.
 *   The same call from the same state gives the same result, so that it may be repeated.
 
-An argument that is a Ray object reference is fetched by the rank that gets it. A reference inside a list or tuple
-stays a reference, which the object may fetch itself.
+An argument that is a :class:`~rayvec.distributed.memory_file.MemoryFile` arrives as its value: a rank on the driver's
+node opens the file, and another one gets the value through Ray's object store. An argument that is a Ray object
+reference is fetched by the rank that gets it. A reference inside a list or tuple stays a reference, which the object
+may fetch itself.
 
 The group keeps rank 0's state outside the ranks, as its checkpoint, while the caller continues: after every `run`,
 or, where the next call has to wait for that, so rarely that waiting takes at most 2 % of the time. When a rank is
@@ -39,6 +41,7 @@ from typing import Any, Literal, TypeVar
 
 import cloudpickle
 
+from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_host import RankHost, RankPlacement
@@ -151,9 +154,10 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
         """Processes of the ranks, each on its own node."""
         return tuple(rank.pid for rank in self._set.ranks)
 
-    def put(self, value: Any) -> Any:
-        """Returns what stands for a value in the arguments of several ranks."""
-        return self._host.put(value)
+    @property
+    def reads_memory(self) -> bool:
+        """Whether all ranks can open memory files of the driver."""
+        return all(rank.reads_memory for rank in self._set.ranks)
 
     def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None, *, keep: bool = False) -> list[Any]:
         """Calls a method on all ranks together, which may change what they hold; returns each rank's result.
@@ -202,8 +206,8 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
 
     def load_state_dict(self, state: Mapping[str, Any], rank_local: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Gives all ranks the same state, and each rank its entry of `rank_local` besides. Raises as `run` does."""
-        shared = self._host.put(pack(state))
-        local = [self._host.put(pack(each)) for each in rank_local or [{}] * self.num_ranks]
+        shared = MemoryFile(pack(state))
+        local = [MemoryFile(pack(each)) for each in rank_local or [{}] * self.num_ranks]
 
         def load() -> None:
             pairs = zip(self._set.ranks, local, strict=True)

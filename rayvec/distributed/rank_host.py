@@ -67,11 +67,13 @@ class RunningRank:
         placement: Where it runs.
         handle: Its actor or process.
         pid: Its process, on its own node; 0 until it has answered.
+        reads_memory: Whether it can open the memory files of the driver.
     """
 
     placement: RankPlacement
     handle: Any
     pid: int = 0
+    reads_memory: bool = False
 
 
 class VitalSigns(NamedTuple):
@@ -112,15 +114,16 @@ class RankHost(Protocol):
         """Starts a rank; the arguments are those of its :class:`~rayvec.distributed.rank_actor.RankActor`."""
         ...
 
+    def is_here(self, placement: RankPlacement) -> bool:
+        """Says whether a rank is on the driver's node."""
+        ...
+
     def call(self, rank: RunningRank, method: str, *args: Any) -> Any:
         """Calls a method of a rank's actor, after the calls before; returns a reference to the result.
 
-        A reference among `args` stands for its result.
+        A reference among `args` stands for its result, a :class:`~rayvec.distributed.memory_file.MemoryFile` for its
+        value.
         """
-        ...
-
-    def put(self, value: Any) -> Any:
-        """Returns a reference to a value, for arguments of several calls."""
         ...
 
     def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
@@ -128,7 +131,7 @@ class RankHost(Protocol):
         ...
 
     def result(self, ref: Any) -> Any:
-        """Waits for the result of a call.
+        """Waits for the result of a call; of a `MemoryFile` it returns the value.
 
         Raises:
             RankLostError: The rank's process has ended.

@@ -20,7 +20,7 @@ __all__ = ["NodeCapacity", "RankNodes", "ResourceRequest", "capacities", "find_p
 
 _PLACE_S = 10.0
 _LOOK_AGAIN_S = 0.25
-_SHOWN_S = 3.0
+_JOIN_TIMEOUT_S = 3.0
 """How long a node that has just joined may take to answer, or to have its cores shown as free."""
 _LOOK_S = 1.0
 """How often nodes that joined or leave are looked for."""
@@ -158,7 +158,7 @@ def rank_share(
             claimed count as free.
 
     Raises:
-        ConfigError: There are still fewer nodes after three seconds.
+        ConfigError: After three seconds there are still fewer than `num_nodes` nodes with free cores, or none.
     """
     request = ResourceRequest(0 if is_restart else 1, 0)  # with 0, all cores of a node count
     needed = 1 if is_restart else num_nodes or 1
@@ -166,7 +166,7 @@ def rank_share(
     def look() -> list[int]:
         return sorted((node.capacity for node in capacities(request) if node.capacity), reverse=True)
 
-    free = look_until(look, lambda free: len(free) >= needed, _SHOWN_S)
+    free = look_until(look, lambda free: len(free) >= needed, _JOIN_TIMEOUT_S)
     count = min(num_ranks, num_nodes or len(free), len(free))
     if len(free) < needed:
         raise ConfigError(

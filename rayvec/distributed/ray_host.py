@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import pickle
 import time
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.cluster.ray_session import RaySession
 from rayvec.cluster.reachability import NodeWatch, can_call_ray
+from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_actor import RankActor
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
@@ -27,17 +25,6 @@ from rayvec.pools.base import deadline_in, seconds_until
 __all__ = ["RayHost"]
 
 _LOOK_S = 2.0
-_MOST_INLINE_BYTES = 512 << 10
-"""Larger values reach a rank through the object store. Smaller ones travel with its call, which is faster."""
-_PIECE_BYTES = 95_000
-"""Ray sends an argument with the call only if it is smaller than 100 KiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """A pickled value in pieces, each of which Ray sends with a call."""
-
-    parts: tuple[bytes, ...]
 
 
 class RayHost:
@@ -52,6 +39,7 @@ class RayHost:
         self._request = request
         self._watch = NodeWatch()
         self._session = RaySession(address)
+        self._in_store: weakref.WeakKeyDictionary[MemoryFile, ray.ObjectRef[Any]] = weakref.WeakKeyDictionary()
 
     def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
         """Looks for room for 10 s; see :class:`~rayvec.distributed.rank_host.RankHost`."""
@@ -69,23 +57,20 @@ class RayHost:
         actor = ray.remote(RankActor).options(**options)
         return RunningRank(placement, actor.remote(placement, device, threads, timeout_s))
 
+    def is_here(self, placement: RankPlacement) -> bool:
+        """Says whether a rank is on the driver's node of Ray, which may be one of several simulated on a machine."""
+        return placement.node_id == ray.get_runtime_context().get_node_id()
+
     def call(self, rank: RunningRank, method: str, *args: Any) -> Any:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        if any(isinstance(arg, _Pieces) for arg in args):
-            split = [arg.parts if isinstance(arg, _Pieces) else (_ref(arg),) for arg in args]
-            counts = [len(arg.parts) if isinstance(arg, _Pieces) else 0 for arg in args]
-            return rank, rank.handle.join_and_call.remote(method, counts, *itertools.chain(*split))
-        return rank, getattr(rank.handle, method).remote(*map(_ref, args))
+        sent = [self._stored(arg) if isinstance(arg, MemoryFile) and not rank.reads_memory else arg for arg in args]
+        return rank, getattr(rank.handle, method).remote(*map(_ref, sent))
 
-    def put(self, value: Any) -> Any:
-        """Packs a value now; a large one into the object store."""
-        buffers: list[pickle.PickleBuffer] = []  # arrays, which are not copied to learn their size
-        data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-        if len(data) + sum(buffer.raw().nbytes for buffer in buffers) > _MOST_INLINE_BYTES:
-            return ray.put(value)
-        if buffers:
-            data = cloudpickle.dumps(value)
-        return _Pieces(tuple(data[at : at + _PIECE_BYTES] for at in range(0, len(data), _PIECE_BYTES)))
+    def _stored(self, file: MemoryFile) -> Any:
+        """Puts the value of a file into the object store, once for all ranks that can't open the file."""
+        if file not in self._in_store:
+            self._in_store[file] = ray.put(file.value())
+        return self._in_store[file]
 
     def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
@@ -94,8 +79,8 @@ class RayHost:
 
     def result(self, ref: Any) -> Any:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        if isinstance(ref, _Pieces):
-            return cloudpickle.loads(b"".join(ref.parts))
+        if isinstance(ref, MemoryFile):
+            return ref.value()
         try:
             return ray.get(_ref(ref))
         except ray.exceptions.RayError as error:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_host import RankHost, RankPlacement, RunningRank, lost
 from rayvec.errors import ConfigError, LearnerError, RankLostError, RayvecError, RemoteFailure
 
@@ -65,7 +69,11 @@ class RankSet:
     def _await_offers(self, late: type[RayvecError]) -> list[Any]:
         """Waits until all ranks run; Ray waits without a limit for cores that another program claimed meanwhile."""
         limit_s = max(self._timeout_s, _START_S)
-        pending = [self._host.call(rank, "offer") for rank in self.ranks]
+        probe = MemoryFile(secrets.token_bytes())
+        at = probe.path, Path(probe.path).read_bytes()
+        pending = [
+            self._host.call(rank, "offer", *(at if self._host.is_here(rank.placement) else ())) for rank in self.ranks
+        ]
         done = self._host.wait(pending, len(pending), limit_s)
         missing = [str(rank.placement) for rank, each in zip(self.ranks, pending, strict=True) if each not in done]
         if missing:
@@ -77,7 +85,7 @@ class RankSet:
             )
         offers = self.gather(pending)
         for rank, offer in zip(self.ranks, offers, strict=True):
-            rank.pid = offer.pid
+            rank.pid, rank.reads_memory = offer.pid, offer.reads_memory
         self._host.watch(self.ranks)
         return offers
 
@@ -119,23 +127,25 @@ class RankSet:
             RankLostError: A rank exited, hangs, or did not return in time.
             Exception: What was raised on a rank.
         """
+        outcome = functools.cache(self._outcome)  # each result is fetched once
+
+        def has_failed(done: Sequence[Any]) -> bool:
+            return any(isinstance(outcome(each)[1], Exception) for each in done)
+
         done = self._await(refs, 1) if limit_s is None else self._host.wait(refs, 1, limit_s)
         if not done:
             raise lost(self.ranks[0], f"no answer within {limit_s:g} s")
-        while self._may_idle and limit_s is None and len(done) < len(refs) and not self._has_failed(done):
+        while self._may_idle and limit_s is None and len(done) < len(refs) and not has_failed(done):
             done = self._await(refs, len(done) + 1)
-        done = self._host.wait(refs, len(refs), _GRACE_S if self._has_failed(done) else self._timeout_s)
+        done = self._host.wait(refs, len(refs), _GRACE_S if has_failed(done) else self._timeout_s)
         outcomes = [
-            self._outcome(ref) if ref in done else (2, lost(rank, "it did not return in time"))
+            outcome(ref) if ref in done else (2, lost(rank, "it did not return in time"))
             for rank, ref in zip(self.ranks, refs, strict=False)
         ]
         errors = [outcome for outcome in outcomes if isinstance(outcome[1], Exception)]
         if errors:
             raise min(errors, key=lambda outcome: outcome[0])[1]
         return [value for _, value in outcomes]
-
-    def _has_failed(self, done: Sequence[Any]) -> bool:
-        return any(isinstance(self._outcome(each)[1], Exception) for each in done)
 
     def _await(self, refs: Sequence[Any], num_results: int) -> list[Any]:
         """Waits for so many results as long as no rank hangs."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from rayvec.data import Batch, Chunk, ChunkRef
 from rayvec.data.join_chunks import join_chunks
 from rayvec.data.partition import even_bounds
 
-__all__ = ["ChunkPart", "RemoteShard", "fetch_shard", "split_batch", "split_refs"]
+__all__ = ["ChunkPart", "RemoteShard", "copy_batch", "cut_batch", "fetch_shard", "rank_bounds", "split_refs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +42,23 @@ class RemoteShard:
     stats: Any
 
 
-def split_batch(batch: Batch, num_ranks: int) -> list[Batch]:
-    """Divides a batch by environments, ascending with rank, as evenly as possible; a rank may get none.
+def rank_bounds(batch: Batch, num_ranks: int) -> list[tuple[int, int]]:
+    """Divides the environments of a batch, ascending with rank, as evenly as possible; a rank may get none."""
+    return list(pairwise(even_bounds(batch.chunks[0].num_envs, num_ranks)))
 
-    Every rank gets copies, since the arrays of a range of environments are scattered in memory.
-    """
-    bounds = even_bounds(batch.chunks[0].num_envs, num_ranks)
 
-    def shard(rank: int) -> Batch:
-        start, stop = bounds[rank : rank + 2]
-        return replace(batch, chunks=tuple(join_chunks([chunk.columns(start, stop)]) for chunk in batch.chunks))
+def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
+    """Returns the environments `start` to ``stop - 1`` of a batch; its arrays are views."""
+    return replace(batch, chunks=tuple(chunk.columns(start, stop) for chunk in batch.chunks))
 
-    return [batch] if num_ranks == 1 else [shard(rank) for rank in range(num_ranks)]
+
+def copy_batch(batch: Batch) -> Batch:
+    """Returns a batch whose arrays lie in one piece each: those of a range of environments are scattered in memory."""
+    return replace(batch, chunks=tuple(join_chunks([chunk]) for chunk in batch.chunks))
 
 
 def split_refs(batch: Batch, num_ranks: int) -> list[RemoteShard]:
-    """Divides a batch in the object store as `split_batch` does; each rank gets the references that it needs."""
+    """Divides a batch in the object store as `rank_bounds` does; each rank gets the references that it needs."""
     bounds = even_bounds(sum(len(ref.env_ids) for ref in batch.chunk_refs[0]), num_ranks)
     return [
         RemoteShard(tuple(overlap(refs, *bounds[rank : rank + 2]) for refs in batch.chunk_refs), batch.stats)

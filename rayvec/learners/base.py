@@ -117,11 +117,11 @@ def check_gpu() -> None:
         torch_device("cuda")
 
 
-def explains_memory(settings: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Lets a function say which settings to lower where memory runs out, of a GPU or of the machine.
+def explains_memory(remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Lets a function say what to do where memory runs out, of a GPU or of the machine.
 
     Args:
-        settings: Those that what the function allocates depends on.
+        remedy: Names the settings that the function's memory depends on.
     """
 
     def explaining(function: Callable[P, R]) -> Callable[P, R]:
@@ -134,10 +134,10 @@ def explains_memory(settings: str) -> Callable[[Callable[P, R]], Callable[P, R]]
                     raise
                 asked = " ".join(str(error).split())[:300]
                 raise LearnerError(
-                    "An update fits into the memory of its device.",
+                    "What a learner needs fits into the memory of its device.",
                     expected="enough free memory",
                     got=asked or type(error).__name__,
-                    remedy=f"Lower {settings}, end other programs that use the device, or learn on several ranks",
+                    remedy=f"{remedy}, or end other programs that use the memory",
                 ) from error
 
         return explained

@@ -135,7 +135,7 @@ class IMPALALearner(ActorCriticLearner):
         parts = self._network, self._loss_of_rows, self._optimizer, self.config.max_grad_norm
         return CompiledStep(*parts, num_statistics=len(_SUMMED) + 5)
 
-    @explains_memory("num_envs or num_steps, or raise num_minibatches")
+    @explains_memory("Lower num_envs or num_steps, raise num_minibatches")
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from each chunk once; no trace goes from one chunk into the next.
 

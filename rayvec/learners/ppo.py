@@ -133,7 +133,7 @@ class PPOLearner(ActorCriticLearner):
         is_joining = self._recurrent is None
         self._compiled = CompiledStep(*parts, is_joining=is_joining) if config.compile is True else None
 
-    @explains_memory("minibatch_size, or num_envs and num_steps")
+    @explains_memory("Lower minibatch_size, num_envs or num_steps")
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from a batch: values and advantages once, then several epochs of minibatches.
 

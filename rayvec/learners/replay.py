@@ -50,9 +50,9 @@ class ReplayBuffer:
     the first observation of a chunk is not the one that the chunk before ended with (a new episode began, or the
     environment restarted), the transition before it keeps the observation that it really led to.
 
-    Observations and actions keep the dtype that they have after `encode_obs` and `encode_act`, such as uint8 for
-    images, but float64 becomes float32. Memory is allocated by the first chunk; on a CPU it is touched as it fills.
-    Row numbers stay in the host's memory, so sampling on another device needs one upload.
+    Observations and actions keep the dtype that they have after `encode_obs` and `encode_act`, but float64 becomes
+    float32. Memory is allocated by the first chunk; on a CPU it is touched as it fills. Which slots are filled is known
+    in the host's memory, so sampling on another device uploads row numbers once and reads nothing back.
 
     Args:
         capacity_steps: Steps of each environment that are kept.

@@ -6,10 +6,11 @@ What one minibatch does is in :mod:`rayvec.learners.sac_math`; this module says 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -81,7 +82,7 @@ class SACLearner:
     minibatch: N ranks compute what one does.
 
     Args:
-        observation_space: Of one environment; without images.
+        observation_space: Of one environment; images only with networks of your own.
         action_space: Of one environment: a bounded floating-point Box, or a Discrete.
         config: Settings.
         dtype: Of parameters and their arithmetic.
@@ -130,7 +131,7 @@ class SACLearner:
         self._sizes = np.zeros(0, np.int64)
         self._update = SACUpdate(self._math, config, self._device)
 
-    @explains_memory("replay_size or batch_size, leave replay_on_device out")
+    @explains_memory("Lower batch_size or replay_size, set replay_on_device=False")
     def update(self, batch: Batch) -> dict[str, float]:
         """Stores the steps of a batch, and makes the updates that are owed.
 
@@ -141,7 +142,8 @@ class SACLearner:
 
         Raises:
             LearnerError: A reward is not finite, and nothing of the batch was stored; or a gradient is not finite, and
-                the weights are those before the failed step.
+                the weights are those before the failed step; or memory has run out. If that happens while the batch is
+                stored, the replay refills.
         """
         check_minibatch(self.ranks, self.config.batch_size)
         self._store(batch)
@@ -168,8 +170,9 @@ class SACLearner:
             self._refuse(bad)
         if num_foreign:
             self._refill("it holds steps of other environments than this rank's")
-        for chunk in batch.chunks:
-            self._replay.add(chunk)
+        with self._changing_replay():
+            for chunk in batch.chunks:
+                self._replay.add(chunk)
         before, after = self._num_filled, self._num_filled + num_steps
         self._num_credited += max(0, after - max(before, self.config.learning_starts))
         self._num_filled = after
@@ -342,7 +345,7 @@ class SACLearner:
             nets["actor"][0, -1] = own["actor"][0, -1]
         return {**own, **nets, "target": other["target"]}
 
-    @explains_memory("replay_size, leave replay_on_device out")
+    @explains_memory("Resume with replay_on_device=False, or where more memory is free")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where the learner was when `state` was taken: exactly, if the replay is part of it.
 
@@ -351,7 +354,7 @@ class SACLearner:
 
         Raises:
             CheckpointError: `state` is not that of a SAC learner, or of other nets.
-            LearnerError: Memory for the replay has run out.
+            LearnerError: Memory for the replay has run out. The learner then continues as from a state without one.
         """
         shapes = {name: tuple(getattr(state.get(name), "shape", ())) for name in ("critic", "target", "actor")}
         critic, actor = self._nets.critic.param.numel(), self._nets.actor.param.numel()
@@ -372,9 +375,19 @@ class SACLearner:
             setattr(self, f"_{name}", int(state[name]))
         self._replay = self._empty_replay()
         if state.get("replay") is not None:
-            self._replay.load_state_dict(state["replay"])
+            with self._changing_replay():
+                self._replay.load_state_dict(state["replay"])
         elif self._num_filled:
             self._refill("the state that was loaded does not contain it")
+
+    @contextlib.contextmanager
+    def _changing_replay(self) -> Iterator[None]:
+        """Empties the replay where an error leaves a change half made: its transitions might never have happened."""
+        try:
+            yield
+        except BaseException:
+            self._refill("an error has left it incomplete")
+            raise
 
     def _refill(self, reason: str) -> None:
         """Empties the replay, and waits for `learning_starts` steps again."""

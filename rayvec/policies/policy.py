@@ -161,14 +161,15 @@ class Policy:
         self._random = False
         if self._keeps_weights:
             self._loaded_weights = np.array(weights, np.float32)
+            self._loaded_weights.setflags(write=False)
 
-    def loaded_weights(self) -> Float | None:
-        """Returns the weights that were loaded last, ``float32 [P]``; None if none were loaded after the first call.
-
-        From the first call on, the policy keeps a copy of the weights that it loads. `RayVecEnv.rollout` sends the copy
-        to workers. A pickled policy does not contain it.
-        """
+    def keep_loaded_weights(self) -> None:
+        """Lets `load_weights` keep a copy of what it loads from now on. A pickled policy does not contain it."""
         self._keeps_weights = True
+
+    @property
+    def loaded_weights(self) -> Float | None:
+        """The weights that were loaded last since `keep_loaded_weights` was called, ``float32 [P]``; read-only."""
         return self._loaded_weights
 
     def __getstate__(self) -> Any:

@@ -11,14 +11,11 @@ from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn, Self, TypeVar
 
-import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
-from numpy.typing import NDArray
 
 from rayvec.data import ChunkRequest, Rollout, Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
-from rayvec.policies.policy import Policy
 from rayvec.pools.base import ActingPool, Cut, NotReady
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.rollout.loop import as_policy
@@ -49,23 +46,6 @@ class PendingCall:
     timed_out: bool = False
 
 
-@dataclass(slots=True)
-class _SentPolicy:
-    """The policy that `rollout` was given last.
-
-    Attributes:
-        policy: The policy.
-        on_node: Whether it acts in the processes that own the workers.
-        store: The store through which it gets its weights.
-        loaded: The weights that it had loaded last, ``float32 [P]``.
-    """
-
-    policy: Any
-    on_node: bool
-    store: WeightStore
-    loaded: NDArray[np.float32] | None
-
-
 class _Overtaken(Exception):
     """Another thread has started or ended a call since this one was checked."""
 
@@ -82,7 +62,6 @@ class PoolAdapter:
     _creator: int
     _pending: PendingCall | None = None
     _thread: int | None = None  # which thread calls the pool
-    _sent: _SentPolicy | None = None
     close: Any  # a method of the library's own base class
 
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
@@ -125,25 +104,6 @@ class PoolAdapter:
         guarded = partial(self._guarded, fatal=LOSSES)
         acting = as_policy(policy)
         return WeightStore(self._pool, acting, first_version, guarded, on_node=on_node)  # a policy's error is no loss
-
-    def _sent_policy(self, policy: Any, *, on_node: bool) -> WeightStore:
-        """Sends a policy to every worker; returns the store through which it gets its weights.
-
-        A policy that was sent last is not sent again. If it is a :class:`rayvec.Policy`, this method publishes the
-        weights that it has loaded since.
-        """
-        loaded = policy.loaded_weights() if isinstance(policy, Policy) else None
-        sent = self._sent
-        if sent is not None and (sent.policy is not policy or sent.on_node != on_node):
-            sent.store.drop()
-            sent = self._sent = None
-        if sent is None:
-            sent = self._sent = _SentPolicy(policy, on_node, self.publish(policy, on_node=on_node), loaded)
-        elif loaded is not sent.loaded:
-            assert loaded is not None
-            sent.store.publish(loaded)
-            sent.loaded = loaded
-        return sent.store
 
     def rollout_async(
         self,

@@ -34,6 +34,7 @@ from rayvec.vector.batching import (
 )
 from rayvec.vector.driver_inference import DriverInference
 from rayvec.vector.pool_adapter import LOSSES, PoolAdapter, Wait
+from rayvec.vector.rollout_policy import RolloutPolicy
 
 __all__ = ["RayVecEnv"]
 
@@ -141,6 +142,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._done = np.zeros(self.num_envs, bool)  # whose episode has ended, if the caller resets
         self._chunk_steps = 0
         self._noise_seed = secrets.randbits(63)
+        self._rollout_policy = RolloutPolicy()
 
     def _take_spaces(self, spaces: PoolSpaces, mode: str | tuple[Space[Any], Space[Any]]) -> None:
         self.metadata = {**spaces.metadata, "autoreset_mode": self.autoreset_mode}
@@ -308,8 +310,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         Environments are reset within the step that ends their episode, whatever `autoreset_mode` is.
 
         Args:
-            policy: A callable from observations to actions, or a :class:`rayvec.Policy`. Where the policy of the last
-                call is passed again, only the weights that it has loaded since are sent, and no other change.
+            policy: A callable from observations to actions, or a :class:`rayvec.Policy`. If the workers have
+                this policy already, they get only the weights that it has loaded since, and no other change.
             num_steps: T.
             inference: Where the policy acts: ``"worker"``, in every worker over its own slice; ``"node"``, in the
                 process that owns the workers of a node (with ``num_nodes=0`` this one), over all of them in two groups,
@@ -322,7 +324,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         if seed is not None:
             self.reset(seed=seed)
         if inference != "driver":
-            weights = self._sent_policy(policy, on_node=inference == "node")
+            weights = self._rollout_policy.send(self.publish, policy, on_node=inference == "node")
             taken = self.rollout_workers(weights, num_steps, self._chunk_steps, self._noise_seed)
         else:
             taken = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)

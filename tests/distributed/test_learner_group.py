@@ -22,9 +22,9 @@ from hypothesis import given, strategies as st
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rayvec
-from rayvec.data import Batch, Chunk, ChunkRef
+from rayvec.data import Batch, Chunk, ChunkRef, tree_leaves
 from rayvec.distributed.learner_group import _RankLearner
-from rayvec.distributed.shards import fetch_shard, split_batch, split_refs
+from rayvec.distributed.shards import copy_batch, cut_batch, fetch_shard, rank_bounds, split_refs
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.testing import assert_identical
 
@@ -75,7 +75,7 @@ class TestShards:
     batch = make_batches(DISCRETE, 1)[0]
 
     @given(cuts=st.lists(st.integers(0, N), max_size=3).map(sorted), num_ranks=st.integers(1, 10))
-    def test_both_ways_give_every_rank_the_same(self, cuts: list[int], num_ranks: int) -> None:
+    def test_all_ways_give_every_rank_the_same(self, cuts: list[int], num_ranks: int) -> None:
         batch = self.batch
         store: list[Any] = []
 
@@ -85,9 +85,12 @@ class TestShards:
 
         remote = split_refs(by_reference(batch, [0, *cuts, N], put), num_ranks)
         fetched = [fetch_shard(shard, store.__getitem__) for shard in remote]
-        split = split_batch(batch, num_ranks)
-        assert_identical(*([list(map(fields_of, shard.chunks)) for shard in shards] for shards in (fetched, split)))
-        widths = [shard.chunks[0].num_envs for shard in split]
+        views = [cut_batch(batch, *bounds) for bounds in rank_bounds(batch, num_ranks)]
+        copies = [copy_batch(shard) for shard in views]
+        for others in (views, copies):
+            assert_identical(*([list(map(fields_of, shard.chunks)) for shard in each] for each in (fetched, others)))
+        assert all(leaf.flags.c_contiguous for shard in copies for leaf in tree_leaves(shard.chunks[0].obs))
+        widths = [shard.chunks[0].num_envs for shard in copies]
         assert sum(widths) == N and max(widths) - min(widths) <= 1
 
     def test_a_rank_fetches_only_what_it_needs(self) -> None:

@@ -16,6 +16,7 @@ from helpers.rank_objects import Adder, Owner, StopsOnce
 from helpers.sockets import listening_ports, stores_at
 from ray.experimental import internal_kv
 
+from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.errors import ConfigError, LearnerError
 
@@ -165,7 +166,7 @@ def test_calls_since_the_checkpoint_are_repeated(
     amount = torch.ones(())
     for _ in range(num_calls):
         amount.fill_(1.0)
-        group.run("add", [(group.put(amount),)] * 2)
+        group.run("add", [(MemoryFile(amount),)] * 2)
         amount.fill_(5.0)  # the caller fills its array again, which a repeated call must not see
     os.kill(group.pids[1], 9)
     assert group.run("add", [(1.0,)] * 2) == [[2.0 * (num_calls + 1)] * 3] * 2
@@ -173,18 +174,39 @@ def test_calls_since_the_checkpoint_are_repeated(
     assert group.num_starts == 2
 
 
-@pytest.mark.parametrize("size", [0, 1, 94_000, 95_000, 190_000, 600_000])
+SIZES = [0, 1, 94_000, 95_000, 190_000, 600_000]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_values_of_any_size_arrive_between_other_arguments(group: RankGroup, size: int) -> None:
+    check_that_values_arrive(group, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_values_of_any_size_arrive_on_another_node(two_nodes: RankGroup, size: int) -> None:
+    check_that_values_arrive(two_nodes, size)
+
+
+def check_that_values_arrive(group: RankGroup, size: int) -> None:
     begin(group)
     value = np.random.default_rng(size).integers(256, size=size).astype(np.uint8)
     expected = value.copy()
-    packed = group.put(value)
+    file = MemoryFile(value)
     value += 1  # the caller fills its array again, which a later call must not see
-    results = group.run("returned", [("before", packed, rank) for rank in range(3)])
-    assert [(first, third) for first, _, third in results] == [("before", rank) for rank in range(3)]
+    ranks = range(group.num_ranks)
+    results = group.run("returned", [("before", file, rank) for rank in ranks])
+    assert [(first, third) for first, _, third in results] == [("before", rank) for rank in ranks]
     assert all(np.array_equal(each, expected) and each.dtype == np.uint8 for _, each, _ in results)
-    results = group.run("returned", [(packed, packed)] * 3)
+    results = group.run("returned", [(file, file)] * group.num_ranks)
     assert all(np.array_equal(each, expected) for pair in results for each in pair)
+
+
+def test_only_ranks_on_the_node_of_the_driver_open_its_files(two_nodes: RankGroup) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    assert [rank.reads_memory for rank in two_nodes._set.ranks] == [
+        placement.node_id == here for placement in two_nodes.placements
+    ]
+    assert not all(rank.reads_memory for rank in two_nodes._set.ranks)
 
 
 def test_a_state_that_was_loaded_is_the_state(make_group: MakeGroup) -> None:

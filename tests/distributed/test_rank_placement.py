@@ -12,7 +12,14 @@ from helpers.rank_objects import Adder, Holder
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.distributed.rank_group import RankGroup
-from rayvec.distributed.rank_placement import NodeCapacity, ResourceRequest, capacities, find_placements, place_ranks
+from rayvec.distributed.rank_placement import (
+    NodeCapacity,
+    ResourceRequest,
+    capacities,
+    find_placements,
+    place_ranks,
+    rank_share,
+)
 from rayvec.errors import ConfigError
 
 
@@ -51,6 +58,30 @@ def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without
             RankGroup(Adder, 1, nodes=[there], timeout_s=1.0)
     finally:
         ray.kill(taken[0])
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "is_restart", "expected"),
+    [(None, False, (1, 2)), (2, False, (2, 4)), (2, True, (1, 2))],
+    ids=["nodes with free cores", "a number of nodes", "restart"],
+)
+def test_a_number_of_nodes_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int | None, is_restart: bool, expected: tuple[int, int]
+) -> None:
+    """The second node joins after the first look."""
+    nodes = [NodeCapacity("a", "10.0.0.1", 4), NodeCapacity("b", "10.0.0.2", 4)]
+    looks: list[ResourceRequest] = []
+
+    def look(request: ResourceRequest) -> list[NodeCapacity]:
+        looks.append(request)
+        return nodes[: len(looks)]
+
+    monkeypatch.setattr("rayvec.distributed.rank_placement.capacities", look)
+    monkeypatch.setattr("rayvec.cluster.placement._LOOK_AGAIN_S", 0.0)
+    assert rank_share(2, num_nodes, None, is_restart=is_restart) == expected
+    monkeypatch.setattr("rayvec.distributed.rank_placement._JOIN_TIMEOUT_S", 0.0)
+    with pytest.raises(ConfigError, match=r"free cores. Expected: 3 such node\(s\). Got: 2"):
+        rank_share(3, 3, None)
 
 
 def test_ranks_can_be_kept_off_nodes(ray_cluster: object) -> None:

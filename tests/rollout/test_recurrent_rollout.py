@@ -182,15 +182,37 @@ def test_a_policy_is_pickled_without_the_copy_of_its_weights_and_with_what_a_sub
     policy = WithSlots(make_module())
     policy.name = "mine"
     size, weights = len(pickle.dumps(policy)), flat_weights(make_module(seed=1))
-    assert policy.loaded_weights() is None
     policy.load_weights(weights)
-    np.testing.assert_array_equal(policy.loaded_weights(), weights)
+    assert policy.loaded_weights is None, "without a worker no copy is needed"
+    policy.keep_loaded_weights()
+    policy.load_weights(weights)
+    np.testing.assert_array_equal(policy.loaded_weights, weights)
     assert len(pickle.dumps(policy)) < size + weights.nbytes / 2
     sent = pickle.loads(pickle.dumps(policy))
     assert sent.name == "mine"
     sent.load_weights(2 * weights)
-    assert sent._loaded_weights is None, "a worker keeps no second copy"
-    assert sent.loaded_weights() is None
+    assert sent.loaded_weights is None, "a worker keeps no second copy"
+
+
+class Halving(Policy):
+    """A subclass that changes what it loads."""
+
+    def load_weights(self, weights: Any) -> None:
+        super().load_weights(0.5 * weights)
+
+
+def test_a_policy_that_changes_what_it_loads_acts_alike_everywhere(make: Make) -> None:
+    weights = flat_weights(make_module(seed=1))
+    chunks = []
+    for inference in ("driver", "worker", "node"):
+        policy, env = Halving(make_module()), make([DriftEnv] * N, **WORKERS)
+        env.rollout(policy, 2, inference, seed=3)
+        policy.load_weights(weights)
+        env.reset(seed=5)
+        chunks.append(env.rollout(policy, 8, inference))
+    for chunk in chunks[1:]:
+        np.testing.assert_array_equal(chunk.act, chunks[0].act)
+        np.testing.assert_allclose(chunk.extras["logp"], chunks[0].extras["logp"], atol=2e-6)
 
 
 class HasWeightsOfItsOwn:

@@ -17,6 +17,7 @@ from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, Trai
 from tianshou.algorithm.modelfree.sac import AutoAlpha, FixedAlpha
 from tianshou.data import ReplayBuffer
 
+from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank
@@ -200,8 +201,11 @@ class DataParallel:
         if not self._state.is_at(self._on_ranks):  # weights or optimizers were changed between updates
             self._group.load_state_dict(self._state.capture())
             self._on_ranks = copy.deepcopy(self._state.capture())
-        sent = self._group.put(update) if isinstance(update, OnPolicyUpdate) else update  # which is small
-        return self._take(batch, self._group.run("update", [(sent, shard) for shard in shards], keep=True))
+        args: list[tuple[Any, Any]] = [(update, shard) for shard in shards]
+        if isinstance(self, OnPolicyAlgorithm):  # a minibatch of the others is small
+            whole = MemoryFile(update)
+            args = [(whole, MemoryFile(shard)) for shard in shards]
+        return self._take(batch, self._group.run("update", args, keep=True))
 
     def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
         """Loads what an update changed."""
