@@ -156,10 +156,12 @@ class LearnerBench:
     algorithm: tuple[Literal["ppo", "sac", "impala"], ...] = ("ppo", "sac", "impala")
     """Whose updates."""
 
-    way: tuple[Literal["ranks", "shared-memory", "gloo", "threads", "ddp", "share"], ...] = ("ranks", "threads", "ddp")
-    """ranks: rayvec's LearnerGroup; shared-memory, gloo: its learner on processes without Ray, with sums by either;
-    threads: one process; ddp: DistributedDataParallel, written by hand; share: one rank's share of the batch without
-    the other ranks, which bounds what ranks can gain."""
+    way: tuple[Literal["ranks", "processes", "shared-memory", "gloo", "threads", "ddp", "share"], ...] = (
+        "ranks", "threads", "ddp"
+    )  # fmt: skip
+    """ranks, processes: rayvec's LearnerGroup, on Ray and without it; shared-memory, gloo: its learner on processes
+    that hold their part of the batch already, with sums by either; threads: one process; ddp: DistributedDataParallel,
+    written by hand; share: one rank's share of the batch without the other ranks, which bounds what ranks can gain."""
 
     minibatch_size: tuple[Count, ...] = (1024,)
     """Rows of a minibatch, of one rank where the scaling is weak."""

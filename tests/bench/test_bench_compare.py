@@ -86,7 +86,7 @@ def test_a_policy_net_acts(tmp_path: Path) -> None:
         assert row["steps_per_s"] > 0 and not row["split"] and "undivided" not in row
 
 
-WAYS = ("threads", "ranks", "shared-memory", "gloo", "ddp", "share")
+WAYS = ("threads", "ranks", "processes", "shared-memory", "gloo", "ddp", "share")
 
 
 @pytest.mark.timeout(600)

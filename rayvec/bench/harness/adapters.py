@@ -17,6 +17,7 @@ ADAPTERS = {
     "process-pool": f"{_HERE}.rayvec_adapters:BarePool",
     "gymnasium-sync": f"{_HERE}.vectors:SyncVector",
     "gymnasium-async": f"{_HERE}.vectors:AsyncVector",
+    "processes": f"{_HERE}.learners:ProcessGroup",
     "ranks": f"{_HERE}.learners:Group",
     "threads": f"{_HERE}.learners:Threads",
     "share": f"{_HERE}.learners:OneShare",

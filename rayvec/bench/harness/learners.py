@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -24,7 +24,7 @@ from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
 from rayvec.distributed.allreduce_torch import CollectiveRanks
 from rayvec.training.runs import LEARNERS
 
-__all__ = ["DDP", "Gloo", "Group", "LearnerTask", "OneShare", "SharedMemory", "Threads"]
+__all__ = ["DDP", "Gloo", "Group", "LearnerTask", "OneShare", "ProcessGroup", "SharedMemory", "Threads"]
 
 _STEPS = {"ppo": 64, "sac": 4, "impala": 64}
 
@@ -180,10 +180,11 @@ class Threads:
 
 
 class Group(Threads):
-    """A :class:`rayvec.LearnerGroup`."""
+    """A :class:`rayvec.LearnerGroup` on Ray, or with ``num_nodes=0`` without it."""
 
-    def __init__(self, task: LearnerTask) -> None:
-        self._learner = rayvec.LearnerGroup(task.learner(), task.num_learners, task.device, address=task.address)
+    def __init__(self, task: LearnerTask, num_nodes: Literal[0] | None = None) -> None:
+        where: dict[str, Any] = {"address": task.address} if num_nodes is None else {"num_nodes": num_nodes}
+        self._learner = rayvec.LearnerGroup(task.learner(), task.num_learners, task.device, **where)
         self._batch, self._samples = task.batch(self._learner), task.samples
 
     def close(self) -> None:
@@ -191,13 +192,21 @@ class Group(Threads):
         self._learner.close()
 
 
+ProcessGroup = functools.partial(Group, num_nodes=0)
+
+
 class OneShare(Threads):
     """One rank's share of the rows, learned from without the other ranks; samples count as if all had learned."""
 
     def __init__(self, task: LearnerTask) -> None:
         torch.set_num_threads(1)
-        small = replace(task, minibatch_size=max(1, task.minibatch_size // task.num_learners), weak=False)
-        self._learner = small.learner()()
+        n = task.num_learners
+        smaller: dict[str, dict[str, Any]] = {  # as many minibatches, each of one share
+            "ppo": {"minibatch_size": max(1, task.minibatch // n)},
+            "sac": {"batch_size": max(1, task.minibatch_size * task.factor // n), "update_to_data": float(n)},
+            "impala": {},
+        }
+        self._learner = task.learner(**smaller[task.algorithm])()
         self._batch, self._samples = task.share(self._learner, 0), task.samples
 
 
