@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rayvec.learners.adam import ADAM_BETAS, fused_adam_
+from rayvec.learners.products import bmm, linear
 from rayvec.policies.distributions import NOT_ALLOWED, mean_and_log_std
 
 __all__ = ["AdamState", "MLPLayout", "Minibatch", "NetLayout", "Nets", "SACMath"]
@@ -150,12 +151,12 @@ class _EagerMLP(torch.autograd.Function):
         inputs = [rows]
         layers = layout.layers(flat)
         for weight, bias in layers[:-1]:
-            rows = torch.bmm(rows, weight.mT).add_(bias.unsqueeze(1)).relu_()
+            rows = linear(rows, weight, bias, relu=True)
             inputs.append(rows)
         weight, bias = layers[-1]
         ctx.layout = layout
         ctx.save_for_backward(flat, *inputs)
-        return torch.bmm(rows, weight.mT).add_(bias.unsqueeze(1))
+        return linear(rows, weight, bias, relu=False)
 
     @staticmethod
     @once_differentiable
@@ -169,10 +170,10 @@ class _EagerMLP(torch.autograd.Function):
         layer_grads = layers if flat_grad is None else ctx.layout.layers(flat_grad)
         for k in reversed(range(len(layers))):
             if needs_flat:
-                torch.bmm(grad.mT, inputs[k], out=layer_grads[k][0])
+                bmm(grad.mT, inputs[k], out=layer_grads[k][0])
                 torch.sum(grad, 1, out=layer_grads[k][1])
             if k or needs_rows:
-                grad = torch.bmm(grad, layers[k][0])
+                grad = bmm(grad, layers[k][0])
             if k:
                 torch.ops.aten.threshold_backward.grad_input(grad, inputs[k], 0, grad_input=grad)
         return flat_grad, grad.sum(0) if needs_rows else None, None

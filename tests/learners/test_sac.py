@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rayvec.data import Batch
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
-from rayvec.learners import replay
+from rayvec.learners import products, replay
 from rayvec.learners.base import Learner
 from rayvec.learners.compiling import Compiled
 from rayvec.learners.sac import SACLearner
@@ -251,10 +251,21 @@ def shard(batch: Batch, bounds: tuple[int, int]) -> Batch:
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7])
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)], ids=["nets", "rows", "both"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "by_onednn"),
+    [(torch.float32, 1e-5, False), (torch.float32, 1e-5, True), (torch.float64, 1e-12, False)],
+    ids=["float32", "float32 by oneDNN", "float64"],
+)
 def test_uncompiled_nets_have_the_gradients_of_autograd(
-    num_rows: int, needs: tuple[bool, bool], dtype: torch.dtype, tolerance: float
+    num_rows: int,
+    needs: tuple[bool, bool],
+    dtype: torch.dtype,
+    tolerance: float,
+    by_onednn: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(products, "_is_half_used", lambda: by_onednn)
+    monkeypatch.setattr(products, "_FEWEST", 0)
     layout, generator = MLPLayout(2, (5, 8, 8, 3)), torch.Generator().manual_seed(1)
     tensors = [torch.randn(shape, generator=generator, dtype=dtype) for shape in ((layout.num_params,), (num_rows, 5))]
     weights = torch.randn(2, num_rows, 3, generator=generator, dtype=dtype)
