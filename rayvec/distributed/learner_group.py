@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rayvec.data import Batch, Chunk
-from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
@@ -147,11 +146,11 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
             args = [(shard,) for shard in split_refs(batch, self.num_learners)]
             keep = True  # a node may be lost with its chunks, so that the call can't be repeated
         elif self.num_learners == 1 or self._group.reads_memory:
-            whole = MemoryFile(batch)
+            whole = self._group.put(batch)
             args = [(whole, *bounds) for bounds in rank_bounds(batch, self.num_learners)]
         else:
             shards = [cut_batch(batch, *bounds) for bounds in rank_bounds(batch, self.num_learners)]
-            args = [(MemoryFile(copy_batch(shard)),) for shard in shards]
+            args = [(self._group.put(copy_batch(shard)),) for shard in shards]
         return self._group.run(name, args, keep=keep)[0]
 
     def weights(self) -> NDArray[np.float32]:

@@ -22,10 +22,11 @@ class MemoryFile:
     """A value as it is now, pickled once into an anonymous file, for the processes of this machine.
 
     A process that unpickles this object gets the value. It opens the file, whose pages its arrays then share until it
-    writes to them. The kernel frees the file after this object and the last of those arrays.
+    writes to them. The kernel frees the file after this object and the last of those arrays. A child that this process
+    forks does not keep the file.
 
     Args:
-        value: Anything that cloudpickle takes; arrays are copied into the file as they are.
+        value: Anything that cloudpickle takes. Readers share the memory of contiguous arrays, and copy others.
 
     Attributes:
         path: Of the file, for processes of the same user, as long as this object lives.
@@ -36,27 +37,48 @@ class MemoryFile:
         pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         parts = [memoryview(pickled), *(buffer.raw() for buffer in buffers)]
         self._sizes = tuple(part.nbytes for part in parts)
-        fd = os.memfd_create("rayvec-value", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, fd)
-        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        self._fd = os.memfd_create("rayvec-value", os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False
+        _all_open.add(self)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         for start, part in zip(_starts(self._sizes), parts, strict=True):
-            _write(fd, part, start)
+            _write(self._fd, part, start)
+
+    def content(self) -> bytes:
+        """Returns the bytes of the file."""
+        return os.pread(self._fd, os.fstat(self._fd).st_size, 0)
 
     def value(self) -> Any:
         """Returns a copy of the value."""
-        return _load(self.path, self._sizes)
+        return _read(self._fd, self._sizes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load, (self.path, self._sizes)
 
 
+_all_open: weakref.WeakSet[MemoryFile] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for file in list(_all_open):
+        file._close()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
 def _load(path: str, sizes: Sequence[int]) -> Any:
-    """Returns the value in a file; writing to its arrays changes copies of the pages."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+        return _read(fd, sizes)
     finally:
         os.close(fd)
+
+
+def _read(fd: int, sizes: Sequence[int]) -> Any:
+    """Returns the value in a file; writing to its arrays changes copies of the pages."""
+    content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
     pickled, *buffers = (content[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True))
     return pickle.loads(pickled, buffers=buffers)
 

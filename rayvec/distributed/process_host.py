@@ -94,11 +94,20 @@ class ProcessHost:
 
     def call(self, rank: RunningRank, method: str, *args: Any) -> _Ref:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        values = [self.result(arg) if isinstance(arg, _Ref) else arg for arg in args]
+        values = [self._sent(arg, rank) for arg in args]
         handle: _Process = rank.handle
         handle.pipe.send(cloudpickle.dumps((method, values)))
         handle.calls.append(_Ref(rank))
         return handle.calls[-1]
+
+    def _sent(self, arg: Any, rank: RunningRank) -> Any:
+        if isinstance(arg, MemoryFile) and not rank.reads_memory:
+            return arg.value()
+        return self.result(arg) if isinstance(arg, _Ref) else arg
+
+    def put(self, value: Any) -> MemoryFile:
+        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        return MemoryFile(value)
 
     def wait(self, refs: Sequence[_Ref], num_results: int, timeout_s: float | None) -> list[_Ref]:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
@@ -131,10 +140,8 @@ class ProcessHost:
                 call.result, call.has_ended = pickle.loads(data), True
             each.has_ended |= has_ended
 
-    def result(self, ref: _Ref | MemoryFile) -> Any:
+    def result(self, ref: _Ref) -> Any:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        if isinstance(ref, MemoryFile):
-            return ref.value()
         self.wait([ref], 1, None)
         if not ref.has_ended:
             raise lost(ref.rank, "its process has ended (killed, out of memory, or its own exit)")

@@ -157,7 +157,11 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
     @property
     def reads_memory(self) -> bool:
         """Whether all ranks can open memory files of the driver."""
-        return all(rank.reads_memory for rank in self._set.ranks)
+        return bool(self._set.ranks) and all(rank.reads_memory for rank in self._set.ranks)
+
+    def put(self, value: Any) -> Any:
+        """Returns what stands for a value, as it is now, in the arguments of several ranks."""
+        return MemoryFile(value) if self.reads_memory else self._host.put(value)
 
     def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None, *, keep: bool = False) -> list[Any]:
         """Calls a method on all ranks together, which may change what they hold; returns each rank's result.
@@ -200,14 +204,15 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
             if self._calls_since_checkpoint:
                 self._pending_checkpoint = self._state_of_rank_0()
                 self._finish_checkpoint()
-            return unpack(self._host.result(self._checkpoint))
+            kept = self._checkpoint
+            return unpack(kept.value() if isinstance(kept, MemoryFile) else self._host.result(kept))
 
         return self._retry_on_rank_loss(work)
 
     def load_state_dict(self, state: Mapping[str, Any], rank_local: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Gives all ranks the same state, and each rank its entry of `rank_local` besides. Raises as `run` does."""
-        shared = MemoryFile(pack(state))
-        local = [MemoryFile(pack(each)) for each in rank_local or [{}] * self.num_ranks]
+        shared = self.put(pack(state))
+        local = [self.put(pack(each)) for each in rank_local] if rank_local else [self.put(pack({}))] * self.num_ranks
 
         def load() -> None:
             pairs = zip(self._set.ranks, local, strict=True)

@@ -114,6 +114,10 @@ class RankHost(Protocol):
         """Starts a rank; the arguments are those of its :class:`~rayvec.distributed.rank_actor.RankActor`."""
         ...
 
+    def put(self, value: Any) -> Any:
+        """Returns a reference to a value as it is now, for arguments of ranks not all of which open memory files."""
+        ...
+
     def is_here(self, placement: RankPlacement) -> bool:
         """Says whether a rank is on the driver's node."""
         ...
@@ -131,7 +135,7 @@ class RankHost(Protocol):
         ...
 
     def result(self, ref: Any) -> Any:
-        """Waits for the result of a call; of a `MemoryFile` it returns the value.
+        """Waits for the result of a call.
 
         Raises:
             RankLostError: The rank's process has ended.

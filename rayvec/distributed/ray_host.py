@@ -6,7 +6,6 @@ import contextlib
 import functools
 import time
 import uuid
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,7 +38,6 @@ class RayHost:
         self._request = request
         self._watch = NodeWatch()
         self._session = RaySession(address)
-        self._in_store: weakref.WeakKeyDictionary[MemoryFile, ray.ObjectRef[Any]] = weakref.WeakKeyDictionary()
 
     def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
         """Looks for room for 10 s; see :class:`~rayvec.distributed.rank_host.RankHost`."""
@@ -63,14 +61,12 @@ class RayHost:
 
     def call(self, rank: RunningRank, method: str, *args: Any) -> Any:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        sent = [self._stored(arg) if isinstance(arg, MemoryFile) and not rank.reads_memory else arg for arg in args]
+        sent = [ray.put(arg.value()) if isinstance(arg, MemoryFile) and not rank.reads_memory else arg for arg in args]
         return rank, getattr(rank.handle, method).remote(*map(_ref, sent))
 
-    def _stored(self, file: MemoryFile) -> Any:
-        """Puts the value of a file into the object store, once for all ranks that can't open the file."""
-        if file not in self._in_store:
-            self._in_store[file] = ray.put(file.value())
-        return self._in_store[file]
+    def put(self, value: Any) -> Any:
+        """Puts a value into the object store."""
+        return ray.put(value)
 
     def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
@@ -79,8 +75,6 @@ class RayHost:
 
     def result(self, ref: Any) -> Any:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        if isinstance(ref, MemoryFile):
-            return ref.value()
         try:
             return ray.get(_ref(ref))
         except ray.exceptions.RayError as error:

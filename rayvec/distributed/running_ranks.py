@@ -6,7 +6,6 @@ import functools
 import secrets
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rayvec.distributed.memory_file import MemoryFile
@@ -70,9 +69,11 @@ class RankSet:
         """Waits until all ranks run; Ray waits without a limit for cores that another program claimed meanwhile."""
         limit_s = max(self._timeout_s, _START_S)
         probe = MemoryFile(secrets.token_bytes())
-        at = probe.path, Path(probe.path).read_bytes()
         pending = [
-            self._host.call(rank, "offer", *(at if self._host.is_here(rank.placement) else ())) for rank in self.ranks
+            self._host.call(rank, "offer", probe.path, probe.content())
+            if self._host.is_here(rank.placement)
+            else self._host.call(rank, "offer")
+            for rank in self.ranks
         ]
         done = self._host.wait(pending, len(pending), limit_s)
         missing = [str(rank.placement) for rank, each in zip(self.ranks, pending, strict=True) if each not in done]
@@ -127,10 +128,10 @@ class RankSet:
             RankLostError: A rank exited, hangs, or did not return in time.
             Exception: What was raised on a rank.
         """
-        outcome = functools.cache(self._outcome)  # each result is fetched once
+        outcome_of = functools.cache(self._outcome)  # each result is fetched once
 
         def has_failed(done: Sequence[Any]) -> bool:
-            return any(isinstance(outcome(each)[1], Exception) for each in done)
+            return any(isinstance(outcome_of(each)[1], Exception) for each in done)
 
         done = self._await(refs, 1) if limit_s is None else self._host.wait(refs, 1, limit_s)
         if not done:
@@ -139,7 +140,7 @@ class RankSet:
             done = self._await(refs, len(done) + 1)
         done = self._host.wait(refs, len(refs), _GRACE_S if has_failed(done) else self._timeout_s)
         outcomes = [
-            outcome(ref) if ref in done else (2, lost(rank, "it did not return in time"))
+            outcome_of(ref) if ref in done else (2, lost(rank, "it did not return in time"))
             for rank, ref in zip(self.ranks, refs, strict=False)
         ]
         errors = [outcome for outcome in outcomes if isinstance(outcome[1], Exception)]

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = ["bmm", "linear"]
 
-_FEWEST = 1 << 20
-"""Products of fewer numbers than this are as fast by MKL: 256 rows by 64 columns, by 64 columns."""
+_MOST_BY_MKL = 1 << 22
+"""Up to so many multiply-adds MKL is as fast: 256 rows by 128 columns, by 128 columns."""
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
@@ -34,8 +35,8 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
     if not _is_for_onednn(rows, weight.shape[1]):
         outputs = torch.bmm(rows, weight.mT).add_(bias.unsqueeze(1))
         return outputs.relu_() if relu else outputs
-    then = "relu" if relu else "none"
-    return _stacked([_onednn(*each, then) for each in zip(rows, weight, bias, strict=True)])
+    activation = "relu" if relu else "none"
+    return _stacked([_onednn(*each, activation) for each in zip(rows, weight, bias, strict=True)])
 
 
 def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -50,8 +51,8 @@ def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None, then: str) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, then, [], "")
+def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, activation, [], "")
     return product
 
 
@@ -60,16 +61,33 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def _is_for_onednn(rows: Tensor, columns: int) -> bool:
-    is_large = rows.shape[1] * rows.shape[2] * columns > _FEWEST
-    return is_large and rows.dtype == torch.float32 and rows.device.type == "cpu" and _is_half_used()
+    is_large = rows.shape[1] * rows.shape[2] * columns > _MOST_BY_MKL
+    is_float = rows.dtype == torch.float32 and rows.device.type == "cpu"
+    return is_large and is_float and _is_faster() and torch._C._get_mkldnn_enabled()
 
 
 @functools.cache
-def _is_half_used() -> bool:
-    """Says whether MKL uses half of this processor's vectors, and oneDNN's operator is there."""
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):  # type: ignore[no-untyped-call]
-        return False
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+def _is_faster() -> bool:
+    """Says whether oneDNN's operator is there, and faster than MKL on this processor."""
+    libraries: Any = torch.backends
+    if not (libraries.mkl.is_available() and libraries.mkldnn.is_available()):
         return False
     cpu = Path("/proc/cpuinfo")
-    return cpu.exists() and "AuthenticAMD" in cpu.read_text() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    described = cpu.read_text() if cpu.exists() else ""
+    is_there = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return is_there and mkl_uses_half(libraries.cpu.get_cpu_capability(), described)
+
+
+def mkl_uses_half(capability: str, cpuinfo: str) -> bool:
+    """Says whether MKL uses half of a processor's vectors.
+
+    Args:
+        capability: What ``torch.backends.cpu.get_cpu_capability()`` returns.
+        cpuinfo: What ``/proc/cpuinfo`` says.
+
+    >>> mkl_uses_half("AVX512", "vendor_id : AuthenticAMD"), mkl_uses_half("AVX2", "vendor_id : AuthenticAMD")
+    (True, False)
+    >>> mkl_uses_half("AVX512", "vendor_id : GenuineIntel")
+    False
+    """
+    return capability.startswith("AVX512") and "AuthenticAMD" in cpuinfo

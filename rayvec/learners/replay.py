@@ -99,11 +99,24 @@ class ReplayBuffer:
     def add(self, chunk: Chunk) -> None:
         """Stores the steps of a chunk that happened, over the oldest ones.
 
+        Where it is interrupted, or memory runs out, while it writes, the buffer is empty afterwards.
+
         Raises:
             ConfigError: The chunk is of other environments than those before.
         """
+        self._check_envs(chunk)
         obs, last_obs = _float32(self._encode_obs(chunk.obs)), _float32(self._encode_obs(chunk.last_obs))
         finals, act = _float32(self._encode_obs(chunk.final_obs)), _float32(self._encode_act(chunk.act))
+        try:
+            self._add(chunk, obs, act, last_obs, finals)
+        except BaseException:  # some arrays may have changed and others not
+            self._empty()
+            raise
+
+    def _add(
+        self, chunk: Chunk, obs: NDArray[Any], act: NDArray[Any], last_obs: NDArray[Any], finals: NDArray[Any]
+    ) -> None:
+        """Stores the steps of a chunk, whose observations and actions are encoded."""
         self._allocate(chunk, obs, act)
         if not chunk.valid.any():
             return
@@ -141,15 +154,22 @@ class ReplayBuffer:
         obs, act, rew, terminated = (each.index_select(0, at) for each in (obs, act, rew, terminated))
         return Transitions(obs, act, rew, next_obs, terminated)
 
+    def _check_envs(self, chunk: Chunk) -> None:
+        if self.env_ids is not None and not np.array_equal(chunk.env_ids, self.env_ids):
+            raise ConfigError(
+                "A replay holds the steps of one set of environments.",
+                expected=f"environments {self.env_ids.tolist()}",
+                got=chunk.env_ids.tolist(),
+                remedy="Use one replay for each set of environments.",
+            )
+
+    def _empty(self) -> None:
+        for name in (*_TENSORS, "_finals"):
+            self.__dict__.pop(name, None)
+        self.env_ids, self.sizes, self._heads = None, np.zeros(0, np.int64), np.zeros(0, np.int64)
+
     def _allocate(self, chunk: Chunk, obs: NDArray[Any], act: NDArray[Any]) -> None:
         if self.env_ids is not None:
-            if not np.array_equal(chunk.env_ids, self.env_ids):
-                raise ConfigError(
-                    "A replay holds the steps of one set of environments.",
-                    expected=f"environments {self.env_ids.tolist()}",
-                    got=chunk.env_ids.tolist(),
-                    remedy="Use one replay for each set of environments.",
-                )
             return
         lead = (self.capacity_steps + 1, chunk.num_envs)
         self.obs = _zeros((*lead, *obs.shape[2:]), obs.dtype, self._device)
@@ -160,7 +180,7 @@ class ReplayBuffer:
         self.sizes = np.zeros(chunk.num_envs, np.int64)
         self._heads = np.zeros(chunk.num_envs, np.int64)
         self._finals = _FinalTable(self.obs.new_zeros(0, *obs.shape[2:]), np.zeros(0, np.int32))
-        self.env_ids = chunk.env_ids.copy()  # last: memory may have run out
+        self.env_ids = chunk.env_ids.copy()
 
     def _cut_heads(self, valid: NDArray[np.bool_], obs: NDArray[Any]) -> None:
         """Stores the observation after the last transition of each environment whose episode does not continue."""
@@ -231,7 +251,7 @@ class ReplayBuffer:
                 some have been overwritten.
         """
         if not state:
-            self.env_ids, self.sizes, self._heads = None, np.zeros(0, np.int64), np.zeros(0, np.int64)
+            self._empty()
             return
         final_row, env_ids, sizes, heads, free = (
             state[name].numpy().copy() for name in ("final_row", "env_ids", "sizes", "heads", "free")

@@ -382,11 +382,12 @@ class SACLearner:
 
     @contextlib.contextmanager
     def _changing_replay(self) -> Iterator[None]:
-        """Empties the replay where an error leaves a change half made: its transitions might never have happened."""
+        """Lets the replay refill where an error has emptied it."""
         try:
             yield
         except BaseException:
-            self._refill("an error has left it incomplete")
+            if self._num_filled and not len(self._replay):
+                self._refill("an error has interrupted a change of it")
             raise
 
     def _refill(self, reason: str) -> None:

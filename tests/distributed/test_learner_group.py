@@ -108,7 +108,13 @@ def check_equal(group: rayvec.LearnerGroup, learner: Any, num_updates: int = 4, 
         assert distance(group.weights(), learner.weights()) < 1e-6
 
 
-def test_two_ranks_of_ppo_equal_a_learner(ppo_group: rayvec.LearnerGroup) -> None:
+@pytest.mark.parametrize("reads_memory", [True, False])
+def test_two_ranks_of_ppo_equal_a_learner(
+    ppo_group: rayvec.LearnerGroup, reads_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the ranks can't open files of the driver, and each is sent its part."""
+    for rank in ppo_group.group._set.ranks:
+        monkeypatch.setattr(rank, "reads_memory", reads_memory)
     check_equal(ppo_group, new_learner(ppo_group))
 
 

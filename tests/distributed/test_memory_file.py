@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rayvec.distributed.memory_file import MemoryFile, can_open
 
@@ -63,9 +64,19 @@ def test_another_process_reads_it_and_the_file_ends_with_its_owner() -> None:
     assert open_files() == before
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_keep_the_file() -> None:
+    file = MemoryFile(np.arange(1000))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(open_files())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert file.value().sum() == 499_500
+
+
 def test_a_reader_knows_the_file_by_its_bytes(tmp_path: Path) -> None:
     file = MemoryFile(b"secret")
-    content = Path(file.path).read_bytes()
+    content = file.content()
     assert can_open(file.path, content)
     assert not can_open(file.path, content[:-1] + b"?")
     assert not can_open(file.path, content[:-1])

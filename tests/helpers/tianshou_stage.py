@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayvec.distributed.memory_file import MemoryFile
 from rayvec.learners.ranks import Ranks
 from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank
 
@@ -51,6 +50,8 @@ class OneRank:
         self.state_dict = self._rank.state_dict
         self.load_state_dict = self._rank.load_state_dict
 
+    def put(self, value: Any) -> Any:
+        return value
+
     def run(self, name: str, arguments: list[tuple[Any, Any]], *, keep: bool) -> list[Any]:
-        values = [arg.value() if isinstance(arg, MemoryFile) else arg for arg in arguments[0]]
-        return [getattr(self._rank, name)(*values)]
+        return [getattr(self._rank, name)(*arguments[0])]

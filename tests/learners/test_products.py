@@ -15,8 +15,8 @@ from rayvec.learners import products
 def uses_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     if request.param and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch was built without oneDNN's operator")
-    monkeypatch.setattr(products, "_is_half_used", lambda: request.param)
-    monkeypatch.setattr(products, "_FEWEST", 0)
+    monkeypatch.setattr(products, "_is_faster", lambda: request.param)
+    monkeypatch.setattr(products, "_MOST_BY_MKL", 0)
     calls: list[int] = []
     used = products._onednn
     monkeypatch.setattr(products, "_onednn", lambda *args: calls.append(1) or used(*args))
@@ -51,7 +51,7 @@ def test_products(uses_onednn: bool, num_nets: int, is_transposed: bool, has_out
 
 
 def test_what_onednn_can_not_do_or_would_not_speed_up_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_is_half_used", lambda: True)
+    monkeypatch.setattr(products, "_is_faster", lambda: True)
     monkeypatch.setattr(products, "_onednn", None)
     for rows, columns, dtype, device in [
         (256, 64, torch.float32, "cpu"),

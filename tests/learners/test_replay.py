@@ -210,6 +210,22 @@ def test_what_can_not_work_is_refused() -> None:
         ReplayBuffer(16).load_state_dict(replay.state_dict())
 
 
+def test_an_error_before_anything_is_written_leaves_the_buffer_as_it_is() -> None:
+    def encode(obs: Any) -> Any:
+        if is_failing:
+            raise MemoryError
+        return obs
+
+    is_failing = False
+    replay = ReplayBuffer(8, encode)
+    world = World(1)
+    replay.add(world.chunk(3, np.zeros((3, 1), np.int64)))
+    is_failing = True
+    with pytest.raises(MemoryError):
+        replay.add(world.chunk(3, np.zeros((3, 1), np.int64)))
+    assert len(replay) == 3
+
+
 def test_a_buffer_for_which_memory_ran_out_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = World(1).chunk(3, np.zeros((3, 1), np.int64))
     replay = ReplayBuffer(8)
@@ -225,6 +241,6 @@ def test_a_buffer_for_which_memory_ran_out_is_as_before(monkeypatch: pytest.Monk
         patch.setattr("rayvec.learners.replay._zeros", runs_out)
         with pytest.raises(torch.OutOfMemoryError):
             replay.add(chunk)
-    assert replay.state_dict() == {} and len(replay) == 0
+    assert replay.state_dict() == {} and len(replay) == 0 and not hasattr(replay, "obs")
     replay.add(chunk)
     assert len(replay) == 3

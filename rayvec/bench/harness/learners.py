@@ -200,10 +200,13 @@ class OneShare(Threads):
 
     def __init__(self, task: LearnerTask) -> None:
         torch.set_num_threads(1)
-        n = task.num_learners
+        n, columns = task.num_learners, even_bounds(task.columns, task.num_learners)[1]
         smaller: dict[str, dict[str, Any]] = {  # as many minibatches, each of one share
             "ppo": {"minibatch_size": max(1, task.minibatch // n)},
-            "sac": {"batch_size": max(1, task.minibatch_size * task.factor // n), "update_to_data": float(n)},
+            "sac": {
+                "batch_size": max(1, task.minibatch_size * task.factor // n),
+                "update_to_data": task.columns / columns,
+            },
             "impala": {},
         }
         self._learner = task.learner(**smaller[task.algorithm])()

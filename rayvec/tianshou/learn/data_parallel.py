@@ -17,7 +17,6 @@ from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, Trai
 from tianshou.algorithm.modelfree.sac import AutoAlpha, FixedAlpha
 from tianshou.data import ReplayBuffer
 
-from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank
@@ -202,9 +201,9 @@ class DataParallel:
             self._group.load_state_dict(self._state.capture())
             self._on_ranks = copy.deepcopy(self._state.capture())
         args: list[tuple[Any, Any]] = [(update, shard) for shard in shards]
-        if isinstance(self, OnPolicyAlgorithm):  # a minibatch of the others is small
-            whole = MemoryFile(update)
-            args = [(whole, MemoryFile(shard)) for shard in shards]
+        if isinstance(self, OnPolicyAlgorithm):  # others divide a single minibatch, which travels with the call
+            whole = self._group.put(update)
+            args = [(whole, self._group.put(shard)) for shard in shards]
         return self._take(batch, self._group.run("update", args, keep=True))
 
     def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
