@@ -145,7 +145,9 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         if batch.chunk_refs:
             args = [(shard,) for shard in split_refs(batch, self.num_learners)]
             keep = True  # a node may be lost with its chunks, so that the call can't be repeated
-        elif self.num_learners == 1 or self._group.reads_memory:
+        elif self.num_learners == 1:  # chunks of a batch with max_staleness may differ in their environments
+            args = [(self._group.put(batch),)]
+        elif self._group.reads_memory:
             whole = self._group.put(batch)
             args = [(whole, *bounds) for bounds in rank_bounds(batch, self.num_learners)]
         else:

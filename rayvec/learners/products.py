@@ -61,9 +61,10 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def _is_for_onednn(rows: Tensor, columns: int) -> bool:
+    backends: Any = torch.backends.mkldnn  # a user may have disabled it
     is_large = rows.shape[1] * rows.shape[2] * columns > _MOST_BY_MKL
     is_float = rows.dtype == torch.float32 and rows.device.type == "cpu"
-    return is_large and is_float and _is_faster() and torch._C._get_mkldnn_enabled()
+    return is_large and is_float and _is_faster() and bool(backends.enabled)
 
 
 @functools.cache

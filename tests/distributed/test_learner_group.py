@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ray
 from helpers.actor_critic_kit import DISCRETE, distance
-from helpers.rank_objects import Owner
+from helpers.rank_objects import CountsColumns, Owner
 from helpers.ranks_kit import STATS, N, make_batches, make_falling_learner, make_impala, make_learner, make_lonely
 from helpers.thread_ranks import on_ranks
 from helpers.waiting import alive, wait_until
@@ -130,6 +130,13 @@ def test_two_ranks_without_ray_equal_a_learner_also_when_one_is_killed(make_grou
         assert group.update(batch) == pytest.approx(learner.update(batch), rel=1e-3, abs=1e-5)
         assert distance(group.weights(), learner.weights()) < 1e-6
     assert group.group.num_starts == 2
+
+
+def test_one_rank_gets_chunks_of_different_environments_whole() -> None:
+    (batch,) = make_batches(DISCRETE, 1)
+    chunks = [batch.chunks[0].columns(start, N) for start in (1, 0)]
+    with rayvec.LearnerGroup(CountsColumns, num_nodes=0) as group:
+        assert group.update(Batch(tuple(chunks), batch.stats)) == {"0": N - 1, "1": N}
 
 
 @pytest.mark.slow

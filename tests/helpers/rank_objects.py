@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from rayvec.data import Batch
 from rayvec.learners.ranks import Ranks
 
 
@@ -88,6 +91,23 @@ class StopsOnce(Adder):
         if self._ranks.rank == 0 and self._mark.exists() and self._mark.read_text() == name:
             self._mark.write_text("stopped")
             fall("SIGSTOP")
+
+
+class CountsColumns:
+    """A learner that says how many environments each chunk of a batch has."""
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Returns the numbers."""
+        return {str(place): chunk.num_envs for place, chunk in enumerate(batch.chunks)}
+
+    def weights(self) -> NDArray[np.float32]:
+        return np.zeros(1, np.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """There is none."""
 
 
 class Owner:
