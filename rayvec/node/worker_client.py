@@ -76,10 +76,10 @@ class Reports:
 
 def pack_call(name: str, *args: Any) -> bytes:
     """Returns the message that calls a method of a worker."""
-    return _packed((name, args))
+    return packed((name, args))
 
 
-def _packed(value: Any) -> bytes:
+def packed(value: Any) -> bytes:
     """Pickles what a worker gets.
 
     Raises:
@@ -159,7 +159,7 @@ class WorkerClient:
         command[AUTORESET] = autoreset
         command[COUNT] = len(rows)
         command[ROWS_AT] = self._write_rows(rows)
-        return self._post(_STEP if payload is None else _Posted(payload=_packed(payload)))
+        return self._post(_STEP if payload is None else _Posted(payload=packed(payload)))
 
     def post_step(self, part: Part, autoreset: int, dtypes: Sequence[int]) -> int:
         """Posts a step whose actions the pool has written into the shared block. Returns the command's number."""

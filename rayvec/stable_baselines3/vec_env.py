@@ -122,6 +122,8 @@ class RayVecEnv(PoolAdapter, VecEnv):
         if self._pending is not None and self._pending.name == "step":
             self._wait("step", None)
         self._assert_idle("reset")
+        for options in self._options:
+            self._check_options(options)
         obs = self._guarded(self._reset)
         self._reset_seeds()
         self._reset_options()

@@ -16,6 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from rayvec.data import ChunkRequest, Rollout, Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
+from rayvec.node.worker_client import packed
 from rayvec.pools.base import ActingPool, Cut, NotReady
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.rollout.loop import as_policy
@@ -292,6 +293,11 @@ class PoolAdapter:
                     self._pending = None
 
         return self._guarded(finish, fatal)
+
+    def _check_options(self, options: Any) -> None:
+        """Raises a `TypeError` for options that workers can't get, before any environment begins its reset."""
+        if options and not self._pool.steps_here:
+            packed(options)
 
     def _assert_same_process(self) -> None:
         if os.getpid() != self._creator:

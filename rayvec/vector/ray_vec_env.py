@@ -194,6 +194,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         ids = self._everyone
         if options and "reset_mask" in options:
             ids = np.flatnonzero(checked_mask(options.pop("reset_mask"), self.num_envs))
+        self._check_options(options)
 
         def start() -> Wait:
             self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options)

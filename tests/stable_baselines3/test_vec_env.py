@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
+from threading import Lock
 from typing import Any, ClassVar
 
 import gymnasium
@@ -256,6 +257,14 @@ class TestBadInput:
     def test_too_few_or_too_many_options(self, optional: RayVecEnv, count: int) -> None:
         with pytest.raises(ConfigError, match=rf"one for each.*list of 5.*list of {count}"):
             optional.set_options([{"level": 1}] * count)
+
+    def test_options_that_workers_can_not_get(self, optional: RayVecEnv) -> None:
+        lock = Lock()
+        optional.set_options([{}, {}, {"lock": lambda: lock}, {}, {}])
+        with pytest.raises(TypeError, match="cannot pickle"):
+            optional.reset()
+        optional.set_options()
+        assert len(optional.reset()) == 5
 
     def test_a_missing_package(self) -> None:
         program = (

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import gymnasium
@@ -238,6 +239,9 @@ class TestInterface:
             assert both(ours, theirs, mistake) is None
         with pytest.raises(ConfigError, match="each id once"):
             ours.step([1, 1], [0, 0])
+        if lines.transports != ("local",):
+            with pytest.raises(TypeError, match="cannot pickle"):
+                ours.reset(options={"lock": Lock()})
         both(ours, theirs, lambda v: v.step(np.zeros(2, int), [-1, 0]))
 
     @pytest.mark.parametrize("arguments", [{"wait_num": 3}, {"wait_num": -1}, {"timeout": 0}, {"timeout": -1.0}])

@@ -199,6 +199,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             if len(set(seeds)) == 1:  # one seed for all would be the same for every sub-batch
                 seeds = [None if seeds[0] is None else seeds[0] + env_id for env_id in ids.tolist()]
             options = (options or {}).get("kwargs", {}).get("options")
+        self._check_options(options)
         return self._exchange(ids, lambda: self._pool.reset(ids, seeds, options))
 
     def step(self, action: Any, id: Ids = None) -> StepResult:
