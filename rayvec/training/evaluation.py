@@ -17,9 +17,12 @@ from numpy.typing import NDArray
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.policies.policy import Policy
+from rayvec.training import checkpoint as checkpoints
 from rayvec.training.own_env_and_network import with_own_parts
-from rayvec.training.run_dir import load_weights
+from rayvec.training.run_dir import load_config
+from rayvec.training.run_state import acting_weights
 from rayvec.training.runs import choose_engine, make_env, make_learner, open_env
+from rayvec.training.space_checks import check_kept_spaces
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Evaluation", "Evaluator", "evaluate", "evaluate_run", "greedy_policy", "open_evaluator", "time_limit"]
@@ -187,15 +190,16 @@ def evaluate_run(
         changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own.
 
     Raises:
-        ConfigError: `run_dir` is not the directory of a run.
+        ConfigError: `run_dir` is not the directory of a run, or the environments have other spaces than in training.
         CheckpointError: Its checkpoint is missing or damaged.
     """
-    config, weights = load_weights(run_dir, checkpoint)
+    config, state = load_config(run_dir), checkpoints.load(run_dir / checkpoint)
     config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
     config = config if seed is None else replace(config, seed=seed)
     with open_env(config) as envs:
+        check_kept_spaces((envs.single_observation_space, envs.single_action_space), state)
         module = make_learner(replace(config, learner_device="cpu"), envs).module
-        policy = greedy_policy(module, weights)
+        policy = greedy_policy(module, acting_weights(state))
         max_len = config.longest_eval_episode(time_limit(envs))
         seed = config.eval_seed()
         return evaluate(envs, policy, num_episodes, seed=seed, inference=config.inference, max_len=max_len)

@@ -40,7 +40,7 @@ from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.atomic_files import is_of, written_whole
 from rayvec.training.own_env_and_network import resume_command
-from rayvec.training.run_state import Progress, acting_weights, check_state
+from rayvec.training.run_state import Progress, check_state
 
 __all__ = [
     "begin_run_dir",
@@ -48,7 +48,6 @@ __all__ = [
     "load_config",
     "load_result",
     "load_run",
-    "load_weights",
     "locked",
     "save_best",
     "save_checkpoint",
@@ -194,17 +193,6 @@ def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
     config, state = load_config(run_dir), checkpoint.load(run_dir / "checkpoint.pt")
     check_state(state)
     return config, state
-
-
-def load_weights(run_dir: Path, name: str) -> tuple[TrainConfig, NDArray[np.float32]]:
-    """Returns the settings of a run and the acting weights of one of its checkpoints, such as ``best.pt``.
-
-    Raises:
-        ConfigError: `run_dir` is not the directory of a run.
-        CheckpointError: There is no such checkpoint, or it is damaged.
-    """
-    config, state = load_config(run_dir), checkpoint.load(run_dir / name)
-    return config, acting_weights(state)
 
 
 def load_config(run_dir: Path) -> TrainConfig:

@@ -58,13 +58,13 @@ def check_same_spaces(found: Sequence[tuple[spaces.Space[Any], spaces.Space[Any]
 
 
 def check_kept_spaces(found: Sequence[spaces.Space[Any]], state: Mapping[str, Any]) -> None:
-    """Raises a ConfigError where the environments have other spaces than the run whose state is continued."""
+    """Raises a ConfigError where the environments have other spaces than the run whose state is given."""
     described = state.get("spaces")
     kept = () if described is None else spaces_from_plain(described)
     for name, ours, theirs in zip(("observations", "actions"), found, kept, strict=False):
         if parts_of(ours) != parts_of(theirs):
             raise ConfigError(
-                "A resumed run has the spaces that it began with.",
+                "A run is resumed and evaluated with the spaces that it began with.",
                 expected=f"{name} of {theirs}",
                 got=f"{name} of {ours}",
                 remedy="Undo the change of the environment, or start a new run.",

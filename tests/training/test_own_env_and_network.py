@@ -191,6 +191,8 @@ def test_a_run_whose_environment_has_changed(tmp_path: Path) -> None:
     for env in (lambda: Line(width=5), lambda: ReshapeObservation(Line(), (2, 1))):
         with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
             rayvec.resume(tmp_path / "a", env=env)
+        with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
+            evaluate_run(tmp_path / "a", env=env)
     ranks = {"num_learners": 2, "learners": "decentralized"}
     with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
         rayvec.resume(tmp_path / "a", env=lambda: ReshapeObservation(Line(), (2, 1)), **ranks)
