@@ -18,6 +18,8 @@ _GRACE_S = 5.0
 _START_S = 60.0
 _ANSWER_S = 60.0
 _LOOK_S = 2.0
+_ENDED, _OF_OTHERS = 1, 2
+"""Kinds of errors: a process has ended; a rank misses another one. 0 is what an object raised, the cause of others."""
 
 
 class RankSet:
@@ -118,7 +120,8 @@ class RankSet:
         """Waits for one result of each of the first ranks.
 
         Ranks that only compute do so together: once one has returned, the others do within the time that ranks wait for
-        each other. Once one has failed, the others do soon.
+        each other. Once one has failed, the others do soon, and one of them may know why. Once a process has ended, all
+        ranks have to be restarted, and the others are not waited for.
 
         Args:
             refs: Of the results.
@@ -130,17 +133,18 @@ class RankSet:
         """
         outcome_of = functools.cache(self._outcome)  # each result is fetched once
 
-        def has_failed(done: Sequence[Any]) -> bool:
-            return any(isinstance(outcome_of(each)[1], Exception) for each in done)
+        def failure(done: Sequence[Any]) -> int | None:
+            return min((kind for kind, value in map(outcome_of, done) if isinstance(value, Exception)), default=None)
 
         done = self._await(refs, 1) if limit_s is None else self._host.wait(refs, 1, limit_s)
         if not done:
             raise lost(self.ranks[0], f"no answer within {limit_s:g} s")
-        while self._may_idle and limit_s is None and len(done) < len(refs) and not has_failed(done):
+        while self._may_idle and limit_s is None and len(done) < len(refs) and failure(done) is None:
             done = self._await(refs, len(done) + 1)
-        done = self._host.wait(refs, len(refs), _GRACE_S if has_failed(done) else self._timeout_s)
+        if (found := failure(done)) != _ENDED:
+            done = self._host.wait(refs, len(refs), self._timeout_s if found is None else _GRACE_S)
         outcomes = [
-            outcome_of(ref) if ref in done else (2, lost(rank, "it did not return in time"))
+            outcome_of(ref) if ref in done else (_OF_OTHERS, lost(rank, "it did not return in time"))
             for rank, ref in zip(self.ranks, refs, strict=False)
         ]
         errors = [outcome for outcome in outcomes if isinstance(outcome[1], Exception)]
@@ -177,11 +181,11 @@ class RankSet:
         try:
             result = self._host.result(ref)
         except RankLostError as error:
-            return 1, error
+            return _ENDED, error
         if not isinstance(result, RemoteFailure):
             return 0, result
         rebuilt = result.rebuild(LearnerError)
-        return (2 if isinstance(rebuilt, RankLostError) else 0), rebuilt
+        return (_OF_OTHERS if isinstance(rebuilt, RankLostError) else 0), rebuilt
 
     def end(self) -> None:
         """Ends all ranks, also those that hang."""

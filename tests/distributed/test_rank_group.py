@@ -139,6 +139,17 @@ def test_a_rank_that_dies_changes_nothing(group: RankGroup, tmp_path: Path, who:
     check_fall(group, tmp_path / "fallen", who, how)
 
 
+def test_when_a_rank_has_died_those_that_compute_are_not_waited_for(
+    group: RankGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would notice in their next sum only."""
+    monkeypatch.setattr("rayvec.distributed.running_ranks._GRACE_S", 1000.0)
+    begin(group)
+    num_starts = group.num_starts
+    assert group.run("fall_while_others_compute", [(str(tmp_path),)] * 3) == [None] * 3
+    assert group.num_starts == num_starts + 1
+
+
 @pytest.mark.slow
 def test_a_rank_that_stops_on_one_of_two_nodes_changes_nothing(make_group: MakeGroup, tmp_path: Path) -> None:
     check_fall(make_group(3, ranks_per_node=2, timeout_s=TIMEOUT_S), tmp_path / "fallen", 2, "SIGSTOP")

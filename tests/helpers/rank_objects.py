@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -39,6 +40,18 @@ class Adder:
                 Path(mark).touch()
             fall(how)
         return self.add(value)
+
+    def fall_while_others_compute(self, directory: str) -> None:
+        """Kills the process of rank 0 while the other ranks compute without end; a repeated call returns at once."""
+        own = Path(directory) / str(self._ranks.rank)
+        if own.exists():
+            return
+        own.touch()
+        if self._ranks.rank == 0:
+            while len(list(Path(directory).iterdir())) < self._ranks.size:
+                time.sleep(0.01)
+            fall("SIGKILL")
+        self.compute(math.inf)
 
     def compute(self, duration_s: float) -> list[float]:
         """Computes for a while; returns the total."""
