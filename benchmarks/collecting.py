@@ -4,11 +4,11 @@
     python benchmarks/collecting.py --hidden-sizes 256 256 --peer-venv rllib=VENVS/rllib
     python benchmarks/collecting.py --env-id HalfCheetah-v5 --num-envs 32
 
-This is ``rayvec bench compare`` with a policy net: its options are the same. The floor is independent processes, one
-for each of rayvec's workers, that step their share of the environments in a plain loop with a policy and a value net in
-torch, as learners usually act, and write [T, k] arrays, which are not collected. `rayvec-worker` is the Collector with
-the next chunk prefetched. Tianshou's Collector steps at most 64 environments by SubprocVectorEnv, RLlib's EnvRunner its
-environments in one process.
+This is ``rayvec bench compare`` with a policy net: its options are the same. The upper bound is independent processes,
+one for each of rayvec's workers, that step their share of the environments in a plain loop with a policy and a value
+net in torch, as learners usually act, and write [T, k] arrays, which are not collected. `rayvec-worker` is the
+Collector with the next chunk prefetched. Tianshou's Collector steps at most 64 environments by SubprocVectorEnv,
+RLlib's EnvRunner its environments in one process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import gymnasium
 import numpy as np
 
 from rayvec.bench.harness.task import Adapter, Task
-from rayvec.bench.harness.upper_bound import Counted, Floor
+from rayvec.bench.harness.upper_bound import Counted, UpperBound
 
 
 def collecting(task: Task) -> Callable[[tuple[float, float | None]], Counted]:
@@ -78,7 +78,7 @@ def collecting(task: Task) -> Callable[[tuple[float, float | None]], Counted]:
     return collect
 
 
-class Processes(Floor):
+class Processes(UpperBound):
     """Independent processes with policy and value nets in torch."""
 
     make = staticmethod(collecting)

@@ -93,7 +93,7 @@ def _measured(settings: Compare, way: str, task: dict[str, Any], python: str) ->
 def _rates(
     settings: Compare, peer: str, task: dict[str, Any], environment: dict[str, str], python: str
 ) -> dict[str, Any]:
-    """Returns rates beside the reference; of the floor also where the time goes, which it measures itself."""
+    """Returns rates beside the reference; of the upper bound also where the time goes, which it measures itself."""
     with ExitStack() as stack:
         process, started = stack.enter_context(peer_process(peer, environment, task, python))
         if "missing" in started:
@@ -180,6 +180,6 @@ def _texts(row: dict[str, Any], best: float) -> tuple[str, ...]:
         str(row["num_envs"]),
         row["transport"],
         spread(row["steps_per_s_all"]) + ("*" if row["steps_per_s"] == best else ""),
-        spread(row["of_floor_all"], ".2f"),
+        spread(row["of_bound_all"], ".2f"),
         f"{row['steps_per_cpu_s']:,.0f}",
     )

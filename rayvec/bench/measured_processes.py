@@ -34,7 +34,7 @@ __all__ = [
     "venvs",
 ]
 
-SCALING_PEERS = ("floor", "gymnasium-sync", "gymnasium-async")
+SCALING_PEERS = ("upper-bound", "gymnasium-sync", "gymnasium-async")
 COMPARE_PEERS = (*SCALING_PEERS, "process-pool", "rayvec-tcp")
 NOT_INSTALLED = "not installed"
 _TASK = "rayvec.bench.harness.task:Task"
@@ -62,8 +62,8 @@ def check_peers(names: tuple[str, ...], known: tuple[str, ...]) -> None:
 def short_name(peer: str) -> str:
     """Returns the name of a peer in tables.
 
-    >>> short_name("peers:tianshou_ray"), short_name("floor")
-    ('tianshou-ray', 'floor')
+    >>> short_name("peers:tianshou_ray"), short_name("upper-bound")
+    ('tianshou-ray', 'upper-bound')
     """
     return peer.rpartition(":")[2].replace("_", "-")
 
@@ -180,7 +180,7 @@ def rates(windows: Sequence[dict[str, Any]], references: Sequence[dict[str, Any]
     """Returns the rates of a row from its windows and, one for each, those of its reference."""
     found = {
         "steps_per_s": [each["steps_per_s"] for each in windows],
-        "of_floor": [a["steps_per_s"] / b["steps_per_s"] for a, b in zip(windows, references, strict=True)],
+        "of_bound": [a["steps_per_s"] / b["steps_per_s"] for a, b in zip(windows, references, strict=True)],
         "steps_per_cpu_s": [each["steps"] / max(each["cpu_s"], 0.01) for each in windows],
     }
     medians = {name: statistics.median(values) for name, values in found.items()}

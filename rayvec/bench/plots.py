@@ -26,7 +26,7 @@ _COLORS = {
     "tianshou-shmem": "#b8860b",
     "gymnasium-async": "#7b3294",
     "gymnasium-sync": "#c2a5cf",
-    "floor": "#444444",
+    "upper-bound": "#444444",
     "old design": "#c23b22",
 }
 _STATE_COLORS = ("#2a9d55", "#8fd694", "#f2c14e", "#56a3dd", "#c23b22", "#7b3294", "#bbbbbb")
@@ -43,7 +43,7 @@ def plot_scaling(rows: Sequence[Row], directory: Path) -> list[Path]:
     hollow = "; hollow: more cores than this machine can emulate" if any(row["marked"] for row in rows) else ""
     most = max(row["nodes"] for row in rows)
     at_most = [row for row in rows if row["nodes"] == most]
-    ways = sorted({series(row) for row in at_most if row["way"] != "floor"}) or ["floor"]
+    ways = sorted({series(row) for row in at_most if row["way"] != "upper-bound"}) or ["upper-bound"]
     figures: dict[str, tuple[str, float, Callable[[Any, float], None]]] = {
         "efficiency": (f"Efficiency: steps/s / (cores / step duration){hollow}", 3.6, partial(_efficiency, rows)),
         "steps": (f"Steps/s over nodes{hollow}", 3.6, partial(_steps, rows)),
@@ -68,17 +68,17 @@ def plot_scaling(rows: Sequence[Row], directory: Path) -> list[Path]:
 
 
 def _over_nodes(rows: Sequence[Row], axis: Any, step_s: float, value: str, scale: float) -> None:
-    """Draws a value of each way over nodes; the floor is the same on hosts."""
+    """Draws a value of each way over nodes; the upper bound is the same on hosts."""
     for name in dict.fromkeys(map(series, rows)):
         way, _, on_hosts = name.partition(", ")
-        if way == "floor" and on_hosts:
+        if way == "upper-bound" and on_hosts:
             continue
         mine = [row for row in rows if series(row) == name and row["step_duration_s"] == step_s]
         mine, color = sorted(mine, key=lambda row: row["nodes"]), _COLORS.get(way, "#888888")
         points = [row["nodes"] for row in mine], [scale * row[value] for row in mine]
-        axis.plot(*points, "--" if way == "floor" else "-." if on_hosts else "-", label=name, color=color)
+        axis.plot(*points, "--" if way == "upper-bound" else "-." if on_hosts else "-", label=name, color=color)
         faces, marker = ["white" if row["marked"] else color for row in mine], "s" if on_hosts else "o"
-        size = 0 if way == "floor" else 16
+        size = 0 if way == "upper-bound" else 16
         axis.scatter(*points, s=size, marker=marker, facecolors=faces, edgecolors=color, zorder=3)
     axis.set(xlabel="nodes")
     axis.set_xscale("log", base=2)

@@ -44,7 +44,7 @@ def run(given: Scaling, mentioned: frozenset[str] = frozenset()) -> None:
     places = _places(settings)
     if settings.address is None:
         most = max(settings.nodes)
-        check_memory(most, ("rayvec", "floor", *settings.peer), most * settings.cores_per_node)
+        check_memory(most, ("rayvec", "upper-bound", *settings.peer), most * settings.cores_per_node)
     done = {(row.get("place", places[0]), row["nodes"], row["way"], row["step_duration_s"]) for row in results.rows}
     todo = {
         place: [cell for cell in cells(settings) if (place, cell[0], short_name(cell[1]), cell[2]) not in done]
@@ -112,13 +112,13 @@ def _begin(given: Scaling, mentioned: frozenset[str]) -> tuple[Scaling, Results]
 
 
 def cells(settings: Scaling) -> Iterator[Cell]:
-    """Yields nodes, way and step duration of each row; the floor's come last for each number of nodes."""
+    """Yields nodes, way and step duration of each row; the upper bound's come last for each number of nodes."""
     learners = settings.learners or (("driver", "decentralized") if settings.hosts else ("driver",))
     ways = [f"rayvec-{where}" for where in settings.inference if "driver" in learners]
     ways += ["rayvec-decentralized"] * ("decentralized" in learners)
-    ways += [name for name in settings.peer if name != "floor"]
+    ways += [name for name in settings.peer if name != "upper-bound"]
     for count in sorted(set(settings.nodes)):
-        for way in [*ways, "floor"]:
+        for way in [*ways, "upper-bound"]:
             for step_s in sorted(set(settings.step_duration), reverse=True):
                 yield count, way, step_s
 
@@ -142,7 +142,7 @@ def _window_s(settings: Scaling, step_s: float) -> float:
 def _expected_s(settings: Scaling, cell: Cell) -> float:
     """Returns about how long a cell takes, without its peer's start."""
     _, way, step_s = cell
-    if way == "floor":  # its windows are those beside all others
+    if way == "upper-bound":  # its windows are those beside all others
         return 0.0
     call_s = chunk_length(settings, way, step_s) * step_s
     own_s = max(_window_s(settings, step_s), 2.0 * call_s) + 1.5 * call_s  # the last calls end after the window
@@ -188,29 +188,29 @@ class _Stepper:
     ) -> None:
         self._settings, self._nodes, self._results, self._tick = settings, nodes, results, tick
         self._num_nodes, self._cores = num_nodes, num_nodes * settings.cores_per_node
-        self._floors: dict[float, list[dict[str, Any]]] = {}
+        self._bounds: dict[float, list[dict[str, Any]]] = {}
 
     def measure(self, todo: list[Cell]) -> None:
         """Measures cells."""
-        which = "floor" if self._nodes.share_machine else "cluster-floor"
-        with self._started(which, "floor") as (floor, _):
-            for way in dict.fromkeys(way for _, way, _ in todo if way != "floor"):
+        which = "upper-bound" if self._nodes.share_machine else "cluster-upper-bound"
+        with self._started(which, "upper-bound") as (bound, _):
+            for way in dict.fromkeys(way for _, way, _ in todo if way != "upper-bound"):
                 try:
-                    self._measure_way(floor, way, [cell for cell in todo if cell[1] == way])
+                    self._measure_way(bound, way, [cell for cell in todo if cell[1] == way])
                 except RayvecError as error:
                     self._note(f"{short_name(way)} on {self._num_nodes} nodes could not be measured: {error}")
             for _, way, step_s in todo:
-                if way == "floor":
+                if way == "upper-bound":
                     repeats = range(self._settings.repeats)
-                    own = self._floors.get(step_s) or [self._window(floor, way, step_s) for _ in repeats]
+                    own = self._bounds.get(step_s) or [self._window(bound, way, step_s) for _ in repeats]
                     self._add(way, step_s, own, own, {"transport": "none", "start_s": None})
 
     def _started(self, peer: str, way: str) -> AbstractContextManager[tuple[PeerProcess, dict[str, Any]]]:
         self._tick(f"{self._num_nodes} nodes, starting {short_name(way)}", _start_s(self._settings, self._num_nodes))
-        enter = () if way == "floor" else self._nodes.enter
+        enter = () if way == "upper-bound" else self._nodes.enter
         return peer_process(peer, self._nodes.environment, self._task(way), record=True, enter=enter)
 
-    def _measure_way(self, floor: PeerProcess, way: str, todo: list[Cell]) -> None:
+    def _measure_way(self, bound: PeerProcess, way: str, todo: list[Cell]) -> None:
         settings = self._settings
         with self._started(_ADAPTERS.get(way, way), way) as (process, started):
             if "missing" in started:
@@ -222,12 +222,12 @@ class _Stepper:
                 step_s = cell[2]
                 self._tick(f"{self._num_nodes} nodes, {short_name(way)}, steps of {step_s:g} s", 0.0)
                 process.do("set_step", step_s=step_s, chunk_steps=chunk_length(settings, way, step_s))
-                own, floors = [], []
+                own, bounds = [], []
                 for _ in range(settings.repeats):
-                    floors.append(self._window(floor, "floor", step_s))
+                    bounds.append(self._window(bound, "upper-bound", step_s))
                     own.append(self._window(process, way, step_s))
-                self._floors.setdefault(step_s, []).extend(floors)
-                self._add(way, step_s, own, floors, started)
+                self._bounds.setdefault(step_s, []).extend(bounds)
+                self._add(way, step_s, own, bounds, started)
                 self._tick("", _expected_s(settings, cell))
 
     def _task(self, way: str) -> dict[str, Any]:
@@ -248,11 +248,11 @@ class _Stepper:
         }
 
     def _window(self, process: PeerProcess, way: str, step_s: float) -> dict[str, Any]:
-        if way == "floor":
+        if way == "upper-bound":
             process.do("set_step", step_s=step_s, chunk_steps=1)
         length = chunk_length(self._settings, way, step_s)
         seconds = max(_window_s(self._settings, step_s), 2.0 * length * step_s)
-        return process.do("measure", seconds=seconds, with_split=way != "floor")
+        return process.do("measure", seconds=seconds, with_split=way != "upper-bound")
 
     def _note(self, text: str) -> None:
         self._results.notes.append(text)
@@ -263,11 +263,11 @@ class _Stepper:
         way: str,
         step_s: float,
         windows: list[dict[str, Any]],
-        floors: list[dict[str, Any]],
+        bounds: list[dict[str, Any]],
         started: dict[str, Any],
     ) -> None:
-        ideal, row = self._cores / step_s, rates(windows, floors)
-        floor_efficiency = statistics.median(floor["steps_per_s"] for floor in floors) / ideal
+        ideal, row = self._cores / step_s, rates(windows, bounds)
+        bound_efficiency = statistics.median(bound["steps_per_s"] for bound in bounds) / ideal
         splits = [window["split"] or {"unattributed": 1.0} for window in windows]
         self._results.add(
             {
@@ -281,8 +281,8 @@ class _Stepper:
                 "steps_per_s_per_core": row["steps_per_s"] / self._cores,
                 "ideal_steps_per_s": ideal,
                 "efficiency": row["steps_per_s"] / ideal,
-                "floor_efficiency": floor_efficiency,
-                "marked": floor_efficiency < ENOUGH,
+                "bound_efficiency": bound_efficiency,
+                "marked": bound_efficiency < ENOUGH,
                 "network_bytes_per_step": windows[-1].get("network_bytes_per_step", 0.0),
                 "split": {state: statistics.fmean(split.get(state, 0.0) for split in splits) for state in STATES},
                 "start_s": started["start_s"],
@@ -296,12 +296,13 @@ def _show(settings: Scaling, results: Results) -> None:
     """Prints the table of the rows so far, and draws the plots."""
     order = {short_name(way): place for place, (_, way, _) in enumerate(cells(settings))}
     rows = sorted(results.rows, key=lambda r: (r["nodes"], -r["step_duration_s"], order.get(r["way"], len(order))))
-    ours = [row for row in rows if row["way"] != "floor"]
+    ours = [row for row in rows if row["way"] != "upper-bound"]
     work = "sleep" if settings.work == "sleep" else "use CPU time"
     jitter = f", jitter {settings.jitter}" if settings.jitter else ""
     show_table(
         f"Environments that {work}, one for each core{jitter}; efficiency = steps/s over (cores / step duration),\n"
-        "floor = independent processes, T = steps of chunks, prefetched; B/step = bytes between nodes for each step",
+        "bound = upper bound: independent processes; T = steps of chunks, prefetched; "
+        "B/step = bytes between nodes for each step",
         (
             "nodes x cores",
             "step, s",
@@ -312,7 +313,7 @@ def _show(settings: Scaling, results: Results) -> None:
             "ideal",
             "efficiency",
             "B/step",
-            "of floor",
+            "of bound",
         ),
         [_texts(row) for row in rows],
     )
@@ -324,7 +325,7 @@ def _show(settings: Scaling, results: Results) -> None:
     if pairs := list(_pairs(ours)):
         show_table(
             "Hosts in network namespaces beside simulated nodes; overhead = time per step less the step's duration",
-            ("nodes", "step, s", "", "of floor, simulated", "of floor, hosts", "overhead, ms, simulated", "hosts"),
+            ("nodes", "step, s", "", "of bound, simulated", "of bound, hosts", "overhead, ms, simulated", "hosts"),
             pairs,
         )
     if any(row["marked"] for row in rows):
@@ -343,7 +344,7 @@ def _pairs(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     for row in rows:
         if series(row) != row["way"] and (other := simulated.get(_cell(row))):
             overheads = (1e3 * (each["cores"] / each["steps_per_s"] - each["step_duration_s"]) for each in (other, row))
-            shares = (spread(each["of_floor_all"], ".3f") for each in (other, row))
+            shares = (spread(each["of_bound_all"], ".3f") for each in (other, row))
             times = (f"{overhead:.3f}" for overhead in overheads)
             yield str(row["nodes"]), f"{row['step_duration_s']:g}", row["way"], *shares, *times
 
@@ -363,5 +364,5 @@ def _texts(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['ideal_steps_per_s']:,.0f}",
         f"{100 * row['efficiency']:.1f}%" + ("*" if row["marked"] else ""),
         f"{row.get('network_bytes_per_step', 0.0):.1f}",
-        "" if row["way"] == "floor" else spread(row["of_floor_all"], ".3f"),
+        "" if row["way"] == "upper-bound" else spread(row["of_bound_all"], ".3f"),
     )

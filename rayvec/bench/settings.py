@@ -55,7 +55,7 @@ class Scaling(_Emulated):
 
     peer: tuple[str, ...] = ("gymnasium-async",)
     """Measured beside rayvec: gymnasium-sync, gymnasium-async, or module:name of an adapter that Python can import.
-    The floor (independent processes) is always measured."""
+    The upper bound (independent processes) is always measured."""
 
     work: Literal["sleep", "busy"] = "sleep"
     """Whether a step sleeps, like a core of its own, or uses that much CPU time."""
@@ -64,7 +64,7 @@ class Scaling(_Emulated):
     """Steps of a chunk; unset: about two seconds' worth, at most 128."""
 
     repeats: Count = 3
-    """Windows of each cell, alternating with windows of the floor."""
+    """Windows of each cell, alternating with windows of the upper bound."""
 
     window: Positive = 1.5
     """Shortest window in seconds; a window holds at least 20 steps, or 6 where a step takes half a second or more."""
@@ -107,15 +107,15 @@ class Compare:
     env_id: tuple[str, ...] = ("CartPole-v1",)
     """Gymnasium ids, such as CartPole-v1 HalfCheetah-v5 ale_py:ALE/Breakout-v5."""
 
-    peer: tuple[str, ...] = ("floor", "gymnasium-sync", "gymnasium-async")
-    """Measured beside rayvec: floor (independent processes, one per core), gymnasium-sync, gymnasium-async,
+    peer: tuple[str, ...] = ("upper-bound", "gymnasium-sync", "gymnasium-async")
+    """Measured beside rayvec: upper-bound (independent processes, one per core), gymnasium-sync, gymnasium-async,
     process-pool (rayvec's pool of one node, without Ray), rayvec-tcp (rayvec on a simulated node that is not the
     driver's), or module:name of an adapter that Python can import."""
 
     peer_venv: tuple[str, ...] = ()
     """Virtual environments of peers, each name=path; those in RAYVEC_BENCH_VENVS, separated by colons, count too."""
 
-    reference: str = "floor"
+    reference: str = "upper-bound"
     """The peer that each row is divided by; its windows alternate with the row's."""
 
     num_envs: tuple[Count, ...] = (8, 64)

@@ -40,7 +40,7 @@ print(json.dumps([node["Resources"].get("CPU", 0) for node in ray.nodes() if nod
 _END_S = 15.0
 _NODE_MIB = 260.0
 """Memory of a simulated node's own processes."""
-_ENV_MIB = {"rayvec": 14.0, "floor": 9.0, "gymnasium-sync": 1.0, "gymnasium-async": 30.0}
+_ENV_MIB = {"rayvec": 14.0, "upper-bound": 9.0, "gymnasium-sync": 1.0, "gymnasium-async": 30.0}
 _OTHER_ENV_MIB = 130.0
 """Memory of the process of each environment, by peer; a Ray actor for each takes the most."""
 _SHM_MIB, _STORE_MIB = 1024, 512
@@ -217,15 +217,15 @@ def check_memory(num_nodes: int, peers: Sequence[str], num_envs: int) -> None:
 
     Args:
         num_nodes: Simulated.
-        peers: Which are measured, one after another; the floor runs beside each of the others.
+        peers: Which are measured, one after another; the upper bound runs beside each of the others.
         num_envs: Processes of a peer at most.
 
     Raises:
         ConfigError: There is not enough.
     """
     needs = {name: _ENV_MIB.get(name, _OTHER_ENV_MIB) for name in peers}
-    peer = max((name for name in needs if name != "floor"), key=lambda name: needs[name])
-    each_mib = needs[peer] + needs.get("floor", 0.0)
+    peer = max((name for name in needs if name != "upper-bound"), key=lambda name: needs[name])
+    each_mib = needs[peer] + needs.get("upper-bound", 0.0)
     needed = (num_nodes + 1) * _NODE_MIB + num_envs * each_mib
     available = psutil.virtual_memory().available / 2**20
     if needed > available:

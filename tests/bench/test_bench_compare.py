@@ -48,7 +48,7 @@ def compared(peers: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
 
 def assert_measured(row: dict[str, Any]) -> None:
     assert row["steps_per_s"] > 0 and row["steps_per_cpu_s"] > 0 and row["num_envs"] == 2
-    assert row["of_floor"] > 0 and len(row["of_floor_all"]) == 1
+    assert row["of_bound"] > 0 and len(row["of_bound_all"]) == 1
     shares = row["split"]
     assert sum(shares.values()) == pytest.approx(1.0) and shares["environment"] > 0
     assert shares["unattributed"] <= 0.05 and min(shares.values()) >= 0
@@ -59,11 +59,11 @@ def test_rayvec_beside_peers(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "OURS", ("rayvec-worker",))
-    assert main([*COMPARE, "floor", "no_such_library:no_such_peer"]) == 0
+    assert main([*COMPARE, "upper-bound", "no_such_library:no_such_peer"]) == 0
     printed = capsys.readouterr().out
     rows = {row["way"]: row for row in json.loads(Path("out/compare.json").read_text())["rows"]}
-    assert list(rows) == ["rayvec-worker", "floor", "no-such-peer"]
-    for way in ("rayvec-worker", "floor"):
+    assert list(rows) == ["rayvec-worker", "upper-bound", "no-such-peer"]
+    for way in ("rayvec-worker", "upper-bound"):
         assert_measured(rows[way])
     assert rows["rayvec-worker"]["transport"] == "shm x 1"
     assert "no_such_library" in rows["no-such-peer"]["missing"] and "not installed" in printed
@@ -73,7 +73,7 @@ def test_rayvec_beside_peers(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_peers_of_the_package(tmp_path: Path) -> None:
-    rows, _ = compared("floor gymnasium-sync gymnasium-async process-pool rayvec-tcp", tmp_path)
+    rows, _ = compared("upper-bound gymnasium-sync gymnasium-async process-pool rayvec-tcp", tmp_path)
     assert len(rows) == 7 and rows["rayvec-tcp"]["transport"] == "tcp x 1"
     for row in rows.values():
         assert_measured(row)
@@ -81,7 +81,7 @@ def test_all_peers_of_the_package(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_policy_net_acts(tmp_path: Path) -> None:
-    rows, _ = compared("floor --hidden-sizes 8", tmp_path)
+    rows, _ = compared("upper-bound --hidden-sizes 8", tmp_path)
     for row in rows.values():
         assert row["steps_per_s"] > 0 and not row["split"] and "undivided" not in row
 
@@ -135,9 +135,9 @@ def test_an_environment_that_fails_fails_its_rows_and_no_more(tmp_path: Path, mo
     )
     (tmp_path / "bench_failing.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    content, printed = ran([*arguments, "--peer", "floor", "gymnasium-sync"], tmp_path)
+    content, printed = ran([*arguments, "--peer", "upper-bound", "gymnasium-sync"], tmp_path)
     rows = content["rows"]
-    assert [row["way"] for row in rows] == ["rayvec-driver", "rayvec-worker", "floor", "gymnasium-sync"]
+    assert [row["way"] for row in rows] == ["rayvec-driver", "rayvec-worker", "upper-bound", "gymnasium-sync"]
     assert all("no such step" in row["failed"] for row in rows) and "failed, see below" in printed
 
 

@@ -41,8 +41,8 @@ ROW = {
     "steps_per_s": float,
     "ideal_steps_per_s": float,
     "efficiency": float,
-    "of_floor": float,
-    "floor_efficiency": float,
+    "of_bound": float,
+    "bound_efficiency": float,
     "marked": bool,
     "split": dict,
     "simulated": bool,
@@ -81,7 +81,7 @@ def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
     assert_schema(content)
     assert content["rows"][: len(before)] == before and "--step-duration 0.002" in content["command"]
     ways = {row["way"]: row for row in content["rows"]}
-    assert sorted(ways) == ["floor", "gymnasium-sync", "rayvec-decentralized", "rayvec-driver", "rayvec-worker"]
+    assert sorted(ways) == ["upper-bound", "gymnasium-sync", "rayvec-decentralized", "rayvec-driver", "rayvec-worker"]
     assert ways["rayvec-driver"]["transport"] == "tcp x 1"
     assert all(row["split"]["unattributed"] <= 0.05 for row in ways.values())
     assert ways["rayvec-worker"]["split"]["inference"] > 0
@@ -102,8 +102,8 @@ def test_a_finished_table_is_shown_again(tmp_path: Path, capsys: pytest.CaptureF
         {
             **{"nodes": count, "cores": 8 * count, "step_duration_s": step_s, "way": way, "transport": "tcp x 1"},
             **{"chunk_steps": 20 if way == "rayvec-worker" else None, "steps_per_s": 70.0 * count},
-            **{"steps_per_s_per_core": 8.75, "ideal_steps_per_s": 80.0 * count, "efficiency": 0.875, "of_floor": 0.9},
-            **{"of_floor_all": [0.9, 0.9], "marked": count == 2, "split": {"environment": 0.9, "unattributed": 0.1}},
+            **{"steps_per_s_per_core": 8.75, "ideal_steps_per_s": 80.0 * count, "efficiency": 0.875, "of_bound": 0.9},
+            **{"of_bound_all": [0.9, 0.9], "marked": count == 2, "split": {"environment": 0.9, "unattributed": 0.1}},
         }
         for count, way, step_s in cells(settings)
     ]
@@ -154,12 +154,12 @@ def test_hosts_need_root(command: str, assert_refused: AssertRefused, monkeypatc
 def test_hosts_are_shown_beside_simulated_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = Scaling(nodes=(2,), step_duration=(0.1,), hosts=True, peer=())
     ways = [way for _, way, _ in cells(settings)]
-    assert ways == ["rayvec-driver", "rayvec-worker", "rayvec-decentralized", "floor"]
+    assert ways == ["rayvec-driver", "rayvec-worker", "rayvec-decentralized", "upper-bound"]
     rows = [
         {
             **{"nodes": 2, "cores": 16, "step_duration_s": 0.1, "way": way, "place": place, "transport": "tcp x 2"},
             **{"chunk_steps": None, "steps_per_s": 16 / (0.1 + late_s), "steps_per_s_per_core": 8.0, "marked": False},
-            **{"ideal_steps_per_s": 160.0, "efficiency": 0.9, "of_floor": 0.9, "of_floor_all": [0.9 - late_s]},
+            **{"ideal_steps_per_s": 160.0, "efficiency": 0.9, "of_bound": 0.9, "of_bound_all": [0.9 - late_s]},
             "split": {"environment": 1.0},
         }
         for place, late_s in (("simulated", 0.002), ("hosts", 0.003))
@@ -182,8 +182,8 @@ def test_on_a_cluster_its_nodes_are_used(tmp_path: Path, ray_cluster: Any) -> No
     assert done.returncode == 0, done.stderr
     assert f"the cluster at {ray_cluster.address}" in done.stdout and "simulated" not in done.stdout
     rows = {row["way"]: row for row in json.loads((tmp_path / "scaling.json").read_text())["rows"]}
-    assert list(rows) == ["rayvec-driver", "gymnasium-sync", "floor"]
-    assert not any(row["simulated"] for row in rows.values()) and rows["floor"]["efficiency"] > 0
+    assert list(rows) == ["rayvec-driver", "gymnasium-sync", "upper-bound"]
+    assert not any(row["simulated"] for row in rows.values()) and rows["upper-bound"]["efficiency"] > 0
     assert "driver's machine alone" in rows["gymnasium-sync"]["transport"]
 
 
@@ -220,13 +220,13 @@ def test_a_cluster_has_the_nodes_that_it_has() -> None:
         cluster.check(3, 8)
 
 
-def test_the_floor_beside_a_peer_needs_memory_too() -> None:
+def test_the_upper_bound_beside_a_peer_needs_memory_too() -> None:
     room = psutil.virtual_memory().available / 2**20
     check_memory(0, ("rayvec",), int(room / 20))
     with pytest.raises(ConfigError, match="GiB"):
-        check_memory(0, ("rayvec", "floor"), int(room / 20))
+        check_memory(0, ("rayvec", "upper-bound"), int(room / 20))
     with pytest.raises(ConfigError, match="leave peers:tianshou_ray out"):
-        check_memory(0, ("rayvec", "floor", "peers:tianshou_ray"), int(room / 60))
+        check_memory(0, ("rayvec", "upper-bound", "peers:tianshou_ray"), int(room / 60))
 
 
 def test_a_policy_alternates_between_its_actions() -> None:
@@ -256,7 +256,7 @@ def test_the_time_that_tables_are_expected_to_take() -> None:
 def test_chunks_are_of_at_least_one_step() -> None:
     settings, way = Scaling(), "rayvec-worker"
     assert chunk_length(settings, way, 100.0) == 1 and chunk_length(settings, way, 1e-6) == 128
-    assert chunk_length(Scaling(chunk_steps=7), way, 0.1) == 7 and chunk_length(settings, "floor", 0.1) == 1
+    assert chunk_length(Scaling(chunk_steps=7), way, 0.1) == 7 and chunk_length(settings, "upper-bound", 0.1) == 1
 
 
 def test_the_old_design_is_what_was_published() -> None:

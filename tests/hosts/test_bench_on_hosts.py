@@ -54,7 +54,7 @@ def test_the_table_on_hosts_beside_simulated_nodes(tmp_path: Path) -> None:
         assert not any(each.exists() for each in used)
         printed = command.stdout.read_text()
     simulated, hosts = (rows_on(place, out / "scaling.json") for place in ("simulated", "hosts"))
-    assert list(simulated) == [*OURS, "gymnasium-sync", "floor"] and list(hosts)[:3] == OURS
+    assert list(simulated) == [*OURS, "gymnasium-sync", "upper-bound"] and list(hosts)[:3] == OURS
     for way in OURS:
         assert hosts[way]["steps_per_s"] > 0 and hosts[way]["split"]["unattributed"] <= 0.05, way
         assert hosts[way]["transport"] == simulated[way]["transport"]

@@ -9,8 +9,8 @@ __all__ = ["ADAPTERS", "make_adapter"]
 
 _HERE = "rayvec.bench.harness"
 ADAPTERS = {
-    "floor": f"{_HERE}.upper_bound:Floor",
-    "cluster-floor": f"{_HERE}.upper_bound:ClusterFloor",
+    "upper-bound": f"{_HERE}.upper_bound:UpperBound",
+    "cluster-upper-bound": f"{_HERE}.upper_bound:ClusterUpperBound",
     "rayvec": f"{_HERE}.rayvec_adapters:Ours",
     "decentralized": f"{_HERE}.decentralized:Decentralized",
     "simulated-nodes": f"{_HERE}.simulated:SimulatedNodes",

@@ -23,7 +23,7 @@ from rayvec.bench.harness.adapters import make_adapter
 from rayvec.bench.harness.machines import Machines, machine_cpu_s, marked, started_cpu_s
 from rayvec.bench.harness.task import Adapter
 from rayvec.bench.harness.time_split import STATES, split, split_ahead
-from rayvec.bench.harness.upper_bound import ClusterFloor, Floor
+from rayvec.bench.harness.upper_bound import ClusterUpperBound, UpperBound
 
 __all__ = ["MARK", "main"]
 
@@ -87,7 +87,7 @@ class Host:
     def measure(self, seconds: float, with_split: bool) -> dict[str, Any]:
         """Steps for at least so many seconds; only whole calls inside the window count, over their own time."""
         adapter = self._adapter
-        if isinstance(adapter, Floor | ClusterFloor):
+        if isinstance(adapter, UpperBound | ClusterUpperBound):
             before_s = started_cpu_s(self._pids)
             steps, elapsed, rate, inside = adapter.measure(seconds)
             shares = dict.fromkeys(STATES, 0.0) | {"environment": inside, "driver": 1.0 - inside}

@@ -1,4 +1,4 @@
-"""Processes of a benchmark that answer requests, all at once: the floor's, and ranks without Ray."""
+"""Processes of a benchmark that answer requests, all at once: the upper bound's, and ranks without Ray."""
 
 from __future__ import annotations
 

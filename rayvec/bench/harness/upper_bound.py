@@ -1,4 +1,4 @@
-"""The floor, an upper bound of steps/s: independent processes that step the same environments."""
+"""The upper bound of steps/s: independent processes that step the same environments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from rayvec.bench.harness.processes import Processes
 from rayvec.bench.harness.task import ACTION_BATCHES, Task
 
-__all__ = ["ClusterFloor", "Floor"]
+__all__ = ["ClusterUpperBound", "UpperBound"]
 
 Counted = tuple[int, float, float]
 """Steps, seconds, and of them those inside ``step``."""
@@ -46,7 +46,7 @@ def stepping(task: Task) -> Callable[[tuple[float, float | None]], Counted]:
     return step
 
 
-class Floor:
+class UpperBound:
     """Independent processes that step environments in the same loop.
 
     Args:
@@ -80,8 +80,8 @@ class Floor:
         self._processes.close()
 
 
-class ClusterFloor:
-    """The floor on the nodes of a Ray cluster: an actor on each node starts the independent processes there."""
+class ClusterUpperBound:
+    """The upper bound on the nodes of a Ray cluster: an actor on each node starts the independent processes there."""
 
     transport = "none"
     spans_nodes = True
@@ -95,9 +95,9 @@ class ClusterFloor:
         nodes, cores = task.nodes or 1, task.workers_per_node or 1
         if len(found) < nodes:
             raise ValueError(f"{nodes} nodes with cores are needed, the cluster has {len(found)}")
-        actor: Any = ray.remote(num_cpus=0)(Floor)
+        actor: Any = ray.remote(num_cpus=0)(UpperBound)
         self._ray, self.num_envs = ray, nodes * cores
-        self._floors = [
+        self._bounds = [
             actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(
                 replace(task, num_envs=cores, workers=cores)
             )
@@ -106,15 +106,15 @@ class ClusterFloor:
 
     def set_step(self, step_s: float, chunk_steps: int, inference: str | None) -> None:
         """Sets how long emulated environments take."""
-        self._ray.get([floor.set_step.remote(step_s, chunk_steps, inference) for floor in self._floors])
+        self._ray.get([bound.set_step.remote(step_s, chunk_steps, inference) for bound in self._bounds])
 
     def measure(self, seconds: float) -> tuple[int, float, float, float]:
-        """As in :class:`Floor`, over all nodes."""
-        parts = self._ray.get([floor.measure.remote(seconds) for floor in self._floors])
+        """As in :class:`UpperBound`, over all nodes."""
+        parts = self._ray.get([bound.measure.remote(seconds) for bound in self._bounds])
         counts, elapsed, rates, inside = zip(*parts, strict=True)
         return sum(counts), float(np.mean(elapsed)), sum(rates), float(np.mean(inside))
 
     def close(self) -> None:
         """Ends them."""
-        self._ray.get([floor.close.remote() for floor in self._floors])
+        self._ray.get([bound.close.remote() for bound in self._bounds])
         self._ray.shutdown()
