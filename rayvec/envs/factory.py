@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -165,7 +166,7 @@ class EnvFactory:
             count = check_count("num_envs", 1 if num_envs is None else num_envs)
             made_by = _named(env) if isinstance(env, str) else env
             spec = made_by if isinstance(made_by, EnvSpec) else None
-            make: EnvFn = partial(gymnasium.make, spec) if spec else _Made(made_by)  # type: ignore[arg-type]
+            make: EnvFn = partial(gymnasium.make, _portable(spec)) if spec else _Made(made_by)  # type: ignore[arg-type]
             env_fns: tuple[EnvFn, ...] = (partial(make, **env_kwargs) if env_kwargs else make,) * count
         else:
             spec, env_fns = None, _checked_env_fns(env, None if native else num_envs, env_kwargs)
@@ -273,13 +274,29 @@ def _named(name: str) -> EnvSpec | EnvFn:
     try:
         return _spec_of(name)
     except EnvIdError:
-        module, _, attribute = name.partition(":")
-        found: Any = sys.modules.get(module)
-        for part in attribute.split("."):
-            found = getattr(found, part, None)
+        found = _imported(name)
         if not callable(found):
             raise
         return cast("EnvFn", found)
+
+
+def _imported(name: str) -> Any:
+    """Returns what "module:name" names in a module that has been imported; None if there is no such thing."""
+    module, _, attribute = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _portable(spec: EnvSpec) -> EnvSpec:
+    """Returns a spec that other processes understand: with classes of the script, whose names only this one knows."""
+    changed = copy(spec)
+    for name in ("entry_point", "vector_entry_point"):
+        made_by = getattr(spec, name)
+        if isinstance(made_by, str) and made_by.startswith("__main__:"):
+            setattr(changed, name, _imported(made_by) or made_by)
+    return changed
 
 
 def _spec_of(env_id: str) -> EnvSpec:
@@ -311,6 +328,6 @@ def registered_specs() -> tuple[EnvSpec, ...]:
         if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium.envs."):
             continue
         with contextlib.suppress(Exception):
-            cloudpickle.dumps(spec)
-            found.append(spec)
+            cloudpickle.dumps(portable := _portable(spec))
+            found.append(portable)
     return tuple(found)

@@ -34,6 +34,7 @@ from typing import Any, ClassVar, Self
 from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.pools.base import NotReady
+from rayvec.pools.owner_signals import leave_to_owner, restore_in_children
 
 __all__ = ["ForkServer", "end_with_parent", "python_command", "serve"]
 
@@ -201,10 +202,9 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
         except Exception as error:  # workers that need the module raise it
             got = f"{type(error).__name__}: {error}"
             print(f"rayvec: preload can't import {name!r}: {got}. Workers start without it.", file=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if is_root:  # processes that it forks do the same in _run()
-        os.register_at_fork(after_in_child=_default_sigterm)
-        _leave_sigterm_to_owner()
+        restore_in_children()
+        leave_to_owner(signal.SIGINT, signal.SIGTERM)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _Server(socket.socket(fileno=fd), owner, is_root).run()
 
@@ -290,24 +290,6 @@ class _Server:
         return pid
 
 
-def _leave_sigterm_to_owner() -> None:
-    """Makes this process ignore SIGTERM, which schedulers send to every process of a job: the owner decides.
-
-    A handler that does nothing, and not SIG_IGN, which programs that an environment starts would inherit.
-    """
-    signal.signal(signal.SIGTERM, _do_nothing)
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    pass
-
-
-def _default_sigterm() -> None:
-    """Gives a forked process the default again: an environment ends its own processes by SIGTERM."""
-    if signal.getsignal(signal.SIGTERM) is _do_nothing:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _tell(pipe: MessagePipe, pid: int) -> None:
     """Sends a process id and a file descriptor of that process to the owner, or the negative number of an error."""
     pidfds: list[int] = []
@@ -377,12 +359,13 @@ def _run(server: int, target: Callable[[], None]) -> None:
     try:
         if end_with_parent(server, signal.SIGKILL):
             os.setsid()
-            _leave_sigterm_to_owner()
+            leave_to_owner(signal.SIGINT, signal.SIGTERM)
             target()
             code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # an environment may have closed or replaced it
+                stream.flush()
         os._exit(code)

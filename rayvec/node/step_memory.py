@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from rayvec.data import Tree
 from rayvec.pools.restart_state import ENV_ARRAYS
 from rayvec.pools.shared_memory import ArrayLayout, Field, Semaphore, SharedBlock
 
-__all__ = ["ActionRows", "BlockShape", "NodeBlock", "action_leaves"]
+__all__ = ["ActionRows", "BlockShape", "NodeBlock", "Unknown", "action_leaves"]
 
 _ITEM_BYTES = 8
 OP, AUTORESET, COUNT, ROWS_AT, DTYPES = 0, 1, 2, 3, 4
@@ -32,6 +33,12 @@ FIRST_ROWS = -1
 
 CHUNK_STEP_BITS = 32
 """``chunk_step`` holds the number of a worker's chunk and, in this many low bits, the steps that it has taken."""
+
+
+class Unknown(Enum):
+    """What stands for observations that are objects, in a worker that has not reset its environments."""
+
+    OBS = "obs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +194,7 @@ class NodeBlock:
         """Returns the arrays, restricted to `rows`, into which a worker writes its results."""
         arrays = {name: self.arrays[name][rows] for name in ENV_ARRAYS}
         if self.layout is None:
-            return arrays | {"obs": np.full(len(arrays["rew"]), None, dtype=object)}
+            return arrays | {"obs": np.full(len(arrays["rew"]), Unknown.OBS, dtype=object)}
         leaves: Sequence[Tree] = [self.arrays[f"obs.{i}"][rows] for i in range(len(self.layout.leaves))]
         return arrays | {"obs": self.layout.tree(leaves)}
 

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 STACK_SIGNAL = signal.SIGRTMAX - 1
 """The signal on which a worker writes its stack to a file that its owner reads."""
+_WITH_MESSAGE = (Op.CALL, Op.RESET, Op.STEP_OBJECTS)
+"""Commands that come with a message through the pipe."""
 _LOOK_S = 1.0
 """The interval at which an idle worker checks whether its owner has closed the pipe, in seconds."""
 
@@ -73,7 +75,6 @@ def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
         spec: The parameters of the worker.
         fds: File descriptors of the pipe to the owner and of the file for the worker's stack.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C and closes its workers
     faulthandler.register(STACK_SIGNAL, file=fds[1])
     np.random.seed()  # else every worker inherits the fork server's state
     worker: Worker | None = None
@@ -130,19 +131,19 @@ class Worker:
     def _say(self, value: Any) -> None:
         self._pipe.send(dumps(value))
 
-    def _hear(self) -> Any:
+    def _receive(self) -> bytes:
         """Reads a message and stores its file descriptors for later use."""
         data, fds = self._pipe.receive()
         self._fds += fds
-        return pickle.loads(data)
+        return data
 
     def _take_setup(self) -> None:
-        self._setup: Setup = self._hear()
+        self._setup: Setup = pickle.loads(self._receive())
         fds, self._fds = self._fds, []
         self._block = NodeBlock(self._setup.shape, (fds[0], fds[1]))
         self._memory = ChunkMemory(fds[2:])
         for _ in range(self._setup.num_policies):
-            key, policy = self._hear()
+            key, policy = pickle.loads(self._receive())
             self.load_policy(key, policy)
 
     def run(self) -> None:
@@ -181,24 +182,26 @@ class Worker:
             slot = (slot + 1) % block.depth
 
     def _serve(self, command: list[int]) -> Reply | None:
+        message = self._receive() if command[OP] in _WITH_MESSAGE else b""
         if command[OP] == Op.CALL:
-            name, args = self._hear()
-            return self._call(name, args)
+            return self._call(message)
         at, count = command[ROWS_AT], command[COUNT]
         rows = self._all_rows[:count] if at == FIRST_ROWS else self._rows_of_commands[at : at + count].tolist()
         failures: tuple[tuple[int, RemoteFailure], ...] = ()
         infos: Sequence[RawInfo | SubBatchInfo] = ()
         try:
-            infos = self._act(command, rows)
+            infos = self._act(command, rows, message)
         except EnvsFailed as failed:
             failures = failed.failures
+        except FAILURES as error:  # such as a message whose modules can't be imported here
+            failures = ((-1, captured(error, self._where)),)
         objects = self._objects(rows)
         if not (infos or failures or objects is not None or self.pool.notes):
             return None
         notes, self.pool.notes = tuple(self.pool.notes), []
         return Reply(tuple(infos), failures, objects, notes)
 
-    def _act(self, command: list[int], rows: list[int]) -> Sequence[RawInfo | SubBatchInfo]:
+    def _act(self, command: list[int], rows: list[int], message: bytes) -> Sequence[RawInfo | SubBatchInfo]:
         """Executes a step, a reset or an observation and returns raw infos."""
         op, pool = command[OP], self.pool
         if op in (Op.STEP, Op.STEP_OBJECTS):
@@ -210,7 +213,7 @@ class Worker:
             return []
         if op == Op.BEGIN:
             return pool.begin_rows(rows)
-        payload = self._hear()
+        payload = pickle.loads(message)
         if op == Op.RESET:
             self._inference.note_reset(payload[0])
             return pool.reset_rows(*payload)
@@ -225,8 +228,9 @@ class Worker:
             data = dumps(Reply(failures=((-1, captured(error, where)),)))
         self._pipe.send(data)
 
-    def _call(self, name: str, args: tuple[Any, ...]) -> Reply:
+    def _call(self, message: bytes) -> Reply:
         try:
+            name, args = pickle.loads(message)
             value = getattr(self, name)(*args)
             notes, self.pool.notes = tuple(self.pool.notes), []
             return Reply(value, notes=notes)

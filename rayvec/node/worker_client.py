@@ -18,7 +18,7 @@ from rayvec.errors import RemoteFailure, WorkerLostError, message
 from rayvec.node.chunk_memory import dumps
 from rayvec.node.pipe import LOOK_S
 from rayvec.node.protocol import Op, Reply
-from rayvec.node.step_memory import AUTORESET, COUNT, FIRST_ROWS, OP, ROWS_AT, NodeBlock
+from rayvec.node.step_memory import AUTORESET, COUNT, FIRST_ROWS, OP, ROWS_AT, NodeBlock, Unknown
 from rayvec.node.worker_processes import WorkerProcess
 from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.ids_by_owner import Part
@@ -65,12 +65,11 @@ class Reports:
     def add(self, infos: Sequence[RawInfo], indices: Sequence[int], objects: Sequence[Any] | None) -> None:
         """Stores the infos and the observations of some environments, given by index on the node."""
         for info in infos:
-            if objects is not None and info.final_info is not None and info.final_obs is None:
-                # a replacement worker does not know the last observation of an episode that was cut
+            if objects is not None and info.final_obs is Unknown.OBS:  # of an episode that was cut
                 info = info._replace(final_obs=self.objects.get(info.env_id - self.first_id))
             self.infos[info.env_id] = info
         for index, obs in zip(indices, objects or (), strict=False):
-            if obs is not None:  # a replacement worker has no last observation
+            if obs is not Unknown.OBS:
                 self.objects[index] = obs
 
 
@@ -332,9 +331,14 @@ class WorkerClient:
             WorkerLostError: The worker exited, or did not send the whole reply in time.
         """
         try:
-            reply: Reply = pickle.loads(self._process.pipe.receive(time.monotonic() + _REPLY_S)[0])
+            data, _ = self._process.pipe.receive(time.monotonic() + _REPLY_S)
         except (EOFError, NotReady) as error:
             raise self.lost() from error
+        try:
+            reply: Reply = pickle.loads(data)
+        except Exception as error:  # a class that this process can't import, or whose constructor takes other arguments
+            where = f"the process that gets it from {self.where}"
+            reply = Reply(failures=((-1, RemoteFailure.capture(error, where)),))
         for note in reply.notes:
             logger.warning(note)
         command = self._ring[slot]

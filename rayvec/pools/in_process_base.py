@@ -17,6 +17,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, RestartPolicy
 from rayvec.pools.ids_by_owner import Keys
+from rayvec.pools.owner_signals import is_left_to_owner
 from rayvec.pools.restart_state import ENV_ARRAYS, RestartBudget, restart_seed, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, split_actions
 
@@ -33,9 +34,9 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
     process that gets them.
 
     Raises:
-        KeyboardInterrupt: The error is Ctrl-C, which is no failure. In a process that ignores Ctrl-C it is one.
+        KeyboardInterrupt: The error is Ctrl-C, which is no failure, except where a process leaves Ctrl-C to its owner.
     """
-    if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    if isinstance(error, KeyboardInterrupt) and not is_left_to_owner(signal.SIGINT):
         raise error
     if not isinstance(error, Exception):
         exits = isinstance(error, SystemExit)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
 from rayvec.data import StepBatch, Tree, tree_map
-from rayvec.envs.factory import EnvFactory
+from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.restart_state import RESTARTED
@@ -122,6 +122,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
         if self._pending is not None and self._pending.name == "step":
             self._wait("step", None)
         self._assert_idle("reset")
+        self._seeds = env_seeds(self._seeds, self.num_envs)
         for options in self._options:
             self._check_options(options)
         obs = self._guarded(self._reset)

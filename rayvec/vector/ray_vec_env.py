@@ -67,8 +67,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             for debuggers and for environments whose step takes microseconds; ``step_timeout_s`` is an error then.
         groups: 1, or 2 so that the policy acts on one half while the other half steps. ``"auto"`` tries both,
             alternately, in the first four chunks for which the policy acts in the driver, and keeps the faster.
-        step_timeout_s: How long a worker may take for one step of its environments, in seconds, also within a chunk.
-            A worker that takes longer is killed. By default there is no limit.
+        step_timeout_s: How long a worker may take for one step of its environments, also within a chunk, for a reset
+            or a call, in seconds. A worker that takes longer is killed. By default there is no limit.
         start_timeout_s: How long a worker may take to make its environments, or to load a policy, in seconds. A worker
             that takes longer is killed, and the error shows the stack where it hung.
         on_env_error: What happens to an environment that raises, and to those of a worker that dies or hangs.
@@ -318,12 +318,14 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
                 process that owns the workers of a node (with ``num_nodes=0`` this one), over all of them in two groups,
                 of which one steps while the policy acts on the other; ``"driver"``, in this process, step by step.
             seed: Resets all environments first, with base + index, and is the seed of the noise, as a call of
-                :meth:`reset` with one int is; without either, the noise can't be repeated.
+                :meth:`reset` with one int is; without either, the noise can't be repeated. Only :meth:`reset` returns
+                the infos of that reset.
         """
         self._assert_idle("rollout")
         check_choice("inference", inference, ("worker", "driver", "node"))
         if seed is not None:
-            self.reset(seed=seed)
+            self.reset_async(seed)
+            self._wait("reset", None)
         if inference != "driver":
             weights = self._rollout_policy.send(self.publish, policy, on_node=inference == "node")
             taken = self.rollout_workers(weights, num_steps, self._chunk_steps, self._noise_seed)

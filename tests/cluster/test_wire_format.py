@@ -86,7 +86,12 @@ def test_an_answer_arrives_as_it_was_sent_in_memory_of_its_own(kind: str, infos:
     space.seed(0)
     obs = tree_map(np.asarray, space.sample())
     final = tree_map(lambda leaf: leaf[0], obs)
-    info = (RawInfo(0, {"a": 1.5}, final, {"b": (1,)}), RawInfo(9, {"c": np.arange(3)})) if infos else ()
+    odd = {"debug": 1, "last": final}  # an environment may return what is not of its space
+    info = (
+        RawInfo(0, {"a": 1.5}, final, {"b": (1,)}),
+        RawInfo(9, {"c": np.arange(3)}),
+        RawInfo(3, {}, odd, {}),
+    )[: 3 if infos else 0]
     batch = StepBatch(
         np.array([0, 9, 3]),
         obs,

@@ -67,6 +67,21 @@ class Unpicklable(CountingEnv):
         return threading.Lock()
 
 
+class Unloadable:
+    """Can be pickled; unpickling raises."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+class Returns(CountingEnv):
+    def back(self, value: Any) -> Any:
+        return value
+
+    def unloadable(self) -> Any:
+        return Unloadable()
+
+
 class OwnError(Exception):
     """Can't be built anew from its message alone."""
 

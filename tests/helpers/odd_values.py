@@ -49,6 +49,26 @@ class OddValues(gymnasium.Env[Any, Any]):
         return {}
 
 
+class MaybeSpace(spaces.Space[Any]):
+    """None, or a number."""
+
+    def sample(self, mask: Any = None, probability: Any = None) -> Any:
+        return None
+
+    def contains(self, x: Any) -> bool:
+        return x is None or isinstance(x, int)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MaybeSpace)
+
+
+class SometimesNone(OddValues):
+    observation_space = MaybeSpace()  # type: ignore[assignment]
+
+    def obs(self, numbers: NDArray[np.float64]) -> Any:
+        return None if numbers[0] > 0 else int(numbers[1] * 100)
+
+
 class DoublePrecision(OddValues):
     def obs(self, numbers: NDArray[np.float64]) -> Any:
         return numbers

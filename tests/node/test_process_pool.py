@@ -43,7 +43,9 @@ from helpers.odd_envs import (
     LargeInfo,
     OwnError,
     Parent,
+    Returns,
     SlowCall,
+    Unloadable,
     Unpicklable,
     WritesWhenClosed,
 )
@@ -356,6 +358,23 @@ class TestFailures:
                 pool.call("get", (threading.Lock(),), {}, ids)
             with pytest.raises(TypeError, match=r"by pickling.*cannot pickle"):
                 pool.reset(ids, [0, 1], {"lock": threading.Lock()})
+
+    def test_what_the_other_process_can_not_unpickle_leaves_the_pool_open(self) -> None:
+        """Such as an exception whose constructor takes other arguments, or a class of a module that only one finds."""
+        with closing(process_pool([Returns] * 2)) as pool:
+            ids = np.arange(2)
+            for call in (
+                partial(pool.call, "back", (Unloadable(),), {}, ids),
+                partial(pool.call, "unloadable", (), {}, ids),
+            ):
+                with pytest.raises(ValueError, match="no number"):
+                    within(DEADLINE_S, lambda call=call: call()(None))
+                assert pool.call("back", (3,), {}, ids)(None) == [3, 3]
+            with pytest.raises(ValueError, match="no number"):
+                pool.reset(ids, [0, 1], {"value": Unloadable()})
+                within(DEADLINE_S, partial(pool.recv, ids))
+            pool.reset(ids, [0, 1])
+            within(DEADLINE_S, partial(pool.recv, ids))
 
     @pytest.mark.parametrize("fault", ["kill", "exit"])
     @pytest.mark.parametrize("when", ["init", "reset", "step"])

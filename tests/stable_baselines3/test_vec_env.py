@@ -258,6 +258,15 @@ class TestBadInput:
         with pytest.raises(ConfigError, match=rf"one for each.*list of 5.*list of {count}"):
             optional.set_options([{"level": 1}] * count)
 
+    def test_seeds_that_are_no_python_ints(self, optional: RayVecEnv) -> None:
+        optional.seed(np.int64(30))  # type: ignore[arg-type]
+        assert optional.reset()[:, 0].tolist() == [30, 31, 32, 33, 34]
+        optional.seed(0.5)  # type: ignore[arg-type]
+        with pytest.raises(gymnasium.error.Error, match=r"whole number.*0\.5"):
+            optional.reset()
+        optional.seed(30)
+        assert optional.reset()[:, 0].tolist() == [30, 31, 32, 33, 34]
+
     def test_options_that_workers_can_not_get(self, optional: RayVecEnv) -> None:
         lock = Lock()
         optional.set_options([{}, {}, {"lock": lambda: lock}, {}, {}])

@@ -187,7 +187,7 @@ class TestInterface:
         second.set_env_attr("size", 9)
         assert venv.get_env_attr("size") == [4, 4, 9]
         second.set_env_attr("size", first.get_env_attr("size"))
-        assert first.action_space == Line.action_space
+        assert first.action_space == Line.action_space and first.action_space is venv.workers[0].action_space
         obs, info = second.reset(seed=3, options={"a": 1})
         assert_same((obs, info), Line().reset(seed=3, options={"a": 1}))
         first.send(None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -27,6 +29,7 @@ from helpers.odd_values import (
     ReservedKeys,
     SharesConnection,
     SharesSimulation,
+    SometimesNone,
 )
 from helpers.vector_kit import TOPOLOGIES, assert_explained
 
@@ -72,6 +75,46 @@ def test_chunks(workers: int, inference: Any) -> None:
         assert_identical(chunk.last_obs, obs)
         assert_identical(chunk.final_obs, np.stack(ends, dtype=np.float32))
     assert chunk.valid.all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_none_is_an_observation_of_a_custom_space(workers: int, mode: AutoresetMode) -> None:
+    fns = [SometimesNone] * 3
+    with here(fns, workers, autoreset_mode=mode) as env, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
+        assert in_lockstep(env, sync, 12) > 9
+
+
+def test_none_is_an_observation_in_chunks() -> None:
+    chunks = []
+    for workers, inference in ((0, "worker"), (2, "worker"), (2, "node"), (2, "driver")):
+        with here([SometimesNone] * 3, workers) as env:
+            chunks.append(env.rollout(lambda obs: np.ones(len(obs), int), 12, inference, seed=3))  # type: ignore[arg-type]
+    for chunk in chunks[1:]:
+        assert_identical([chunk.obs, chunk.final_obs], [chunks[0].obs, chunks[0].final_obs])
+    assert any(obs is None for obs in chunks[0].final_obs)
+
+
+OF_THE_SCRIPT = """
+import gymnasium, rayvec
+from rayvec.testing import CountingEnv
+
+class Mine(CountingEnv):
+    def __init__(self, start=0):
+        super().__init__()
+        self.start = start
+
+gymnasium.register("Mine-v0", "__main__:Mine", kwargs={"start": 3})
+for env in ("Mine-v0", [lambda: gymnasium.make("Mine-v0")] * 2):
+    with rayvec.RayVecEnv(env, 2, num_nodes=0, workers_per_node=1) as envs:
+        print(envs.get_attr("start"))
+"""
+
+
+def test_a_class_that_the_script_has_registered_by_its_name() -> None:
+    assert subprocess.check_output([sys.executable, "-c", OF_THE_SCRIPT], text=True).split("\n") == ["(3, 3)"] * 2 + [
+        ""
+    ]
 
 
 WORDS = spaces.Sequence(spaces.Text(3))

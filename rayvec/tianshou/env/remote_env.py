@@ -31,8 +31,11 @@ class RemoteEnv(EnvWorker):
 
     @property
     def action_space(self) -> Any:
-        """The space of its actions."""
-        return self.get_env_attr("action_space")
+        """The space of its actions, always the same object, which continues its random numbers."""
+        known = self._venv.action_spaces_of_workers
+        if self._index not in known:
+            known[self._index] = self.get_env_attr("action_space")
+        return known[self._index]
 
     def get_env_attr(self, key: str) -> Any:
         """Returns an attribute."""

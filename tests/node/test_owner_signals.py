@@ -1,0 +1,74 @@
+"""SIGINT and SIGTERM, which may be sent to every process of a job: workers leave them to their owner."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayvec import RayVecEnv
+from rayvec.testing import CountingEnv
+
+
+def _sleep(runs: Any) -> None:
+    runs.set()
+    time.sleep(60)
+
+
+class EndsProcesses(CountingEnv):
+    def exit_codes(self, number: int) -> list[int | None]:
+        """How a signal ends a process that the environment forks, and a program that it starts."""
+        context = multiprocessing.get_context("fork")
+        runs = context.Event()
+        forked = context.Process(target=_sleep, args=(runs,))
+        forked.start()
+        runs.wait(20)
+        program = subprocess.Popen(["sleep", "60"])
+        for process in (forked, program):
+            assert process.pid
+            os.kill(process.pid, number)
+        forked.join(20)
+        return [forked.exitcode, program.wait(20)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_and_their_fork_server_stay(number: int) -> None:
+    with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=2) as env:
+        env.reset(seed=0)
+        (pids,) = env.worker_pids().values()
+        for pid in pids:
+            os.kill(pid, number)
+        env.step(np.zeros(2, np.int64))
+        assert env.worker_pids() == dict.fromkeys(env.worker_pids(), pids)
+
+
+def test_processes_of_environments_end_by_them() -> None:
+    with RayVecEnv([EndsProcesses], num_nodes=0, workers_per_node=1) as env:
+        assert env.call("exit_codes", signal.SIGTERM) == ([-signal.SIGTERM, -signal.SIGTERM],)
+        assert env.call("exit_codes", signal.SIGINT) == ([1, -signal.SIGINT],)  # Python ends by KeyboardInterrupt
+
+
+WITH_CLOSED_OUTPUT = """
+import os, sys
+from rayvec.node.fork_server import _run
+
+pid = os.fork()
+if pid == 0:
+    try:
+        sys.stdout.close()
+        _run(os.getppid(), lambda: None)
+    finally:
+        os._exit(7)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_worker_whose_environment_has_closed_its_output_ends_as_others_do() -> None:
+    assert subprocess.run([sys.executable, "-c", WITH_CLOSED_OUTPUT], check=False).returncode == 0
