@@ -7,6 +7,7 @@ numbers of environments that suit a few cores.
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from typing import Any
 
 __all__ = ["PRESETS", "PresetMeta", "preset_of", "with_env_id"]
@@ -128,5 +129,13 @@ class PresetMeta(type):
 
 
 def with_env_id(settings: Any, env_id: str) -> Any:
-    """Returns settings for another environment: with its preset in place of that of the environment before."""
-    return type(settings)(**{**settings._given, "env_id": env_id})
+    """Returns settings for another environment: with its preset in place of that of the environment before.
+
+    Of a copy, by ``dataclasses.replace`` or from YAML, which was given every setting, those count as given that differ
+    from the preset before.
+    """
+    kind, given = type(settings), settings._given
+    if given.keys() >= {each.name for each in fields(kind) if each.init}:
+        before = kind(env_id=settings.env_id)
+        given = {name: value for name, value in given.items() if value != getattr(before, name)}
+    return kind(**{**given, "env_id": env_id})

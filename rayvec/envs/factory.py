@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from numbers import Integral
+from pathlib import Path
 from typing import Any, cast
 
 import cloudpickle
@@ -274,10 +276,17 @@ def _named(name: str) -> EnvSpec | EnvFn:
     try:
         return _spec_of(name)
     except EnvIdError:
-        found = _imported(name)
-        if not callable(found):
+        found, module = _imported(name), name.partition(":")[0]
+        if callable(found):
+            return cast("EnvFn", found)
+        if module == name or module not in sys.modules or re.search(r"-v\d+$", name):
             raise
-        return cast("EnvFn", found)
+        raise EnvIdError(
+            "'module:name' is an id that is registered when the module is imported, or a class or function in it.",
+            expected=f"one of them in the module {module!r}",
+            got=repr(name),
+            remedy="Check the spelling, or let the module register the id when it is imported.",
+        ) from None
 
 
 def _imported(name: str) -> Any:
@@ -307,9 +316,7 @@ def _spec_of(env_id: str) -> EnvSpec:
             "An environment id must be registered with Gymnasium.",
             expected="a registered id, 'module:Id-v0' with the module that registers it, or 'module:Class'",
             got=f"{env_id!r} ({error})",
-            remedy="Check the spelling, or set PYTHONPATH to the directory of the module."
-            if ":" in env_id
-            else "Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'.",
+            remedy=_remedy(env_id),
         ) from error
     except (Exception, SystemExit) as error:
         module = env_id.partition(":")[0]
@@ -317,8 +324,18 @@ def _spec_of(env_id: str) -> EnvSpec:
             f"The environment id {env_id!r} imports the module {module!r}, which registers the environment.",
             expected="a module that can be imported",
             got=f"{type(error).__name__}: {error}",
-            remedy=f"Fix the module; `python -c 'import {module}'` shows where it raises.",
+            remedy=_remedy(env_id, f"Fix the module; `python -c 'import {module}'` shows where it raises."),
         ) from error
+
+
+def _remedy(env_id: str, remedy: str = "Check the spelling, or set PYTHONPATH to the directory of the module.") -> str:
+    """Returns what to do about an id that is not found; `remedy`, if the name of its module is not the cause."""
+    module, _, rest = env_id.partition(":")
+    if not rest:
+        return "Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'."
+    if module.endswith(".py") or "/" in module:
+        return f"Name the module, not its file: {Path(module).stem}:{rest}, with its directory in PYTHONPATH."
+    return remedy
 
 
 def registered_specs() -> tuple[EnvSpec, ...]:

@@ -296,7 +296,7 @@ class IMPALALearner(ActorCriticLearner):
         value_loss = 0.5 * (value - target).square()
         loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
         ratio, error = log_ratio.exp(), target - value.detach()
-        is_clipped = (ratio > config.rho_bar).to(ratio)
+        is_clipped = (ratio > config.rho_bar * (1 + 1e-5)).to(ratio)  # rounding of two equal probabilities is no clip
         terms = [policy_loss.detach(), value_loss.detach(), entropy.detach()]
         terms += [ratio, is_clipped, ratio - 1 - log_ratio, target, target.square(), error, error.square()]
         count = (weight > 0).sum(dtype=torch.float64).reshape(1)

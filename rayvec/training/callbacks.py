@@ -173,7 +173,8 @@ class CheckpointHistory:
     """Keeps checkpoints beside the last one: ``checkpoints/<steps>.pt``, to load or to begin another run with.
 
     Args:
-        interval_steps: Environment steps between two of them, rounded up to whole iterations.
+        interval_steps: Environment steps between two of them, rounded up to whole iterations. The first iteration of a
+            run is not kept.
         keep: How many of the newest are kept; unset: all.
     """
 

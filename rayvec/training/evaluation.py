@@ -169,7 +169,7 @@ def open_evaluator(config: TrainConfig, steps: int) -> Iterator[Evaluator | None
 
 
 def evaluate_run(
-    run_dir: Path,
+    run_dir: Path | str,
     *,
     num_episodes: int = 100,
     seed: int | None = None,
@@ -193,6 +193,7 @@ def evaluate_run(
         ConfigError: `run_dir` is not the directory of a run, or the environments have other spaces than in training.
         CheckpointError: Its checkpoint is missing or damaged.
     """
+    run_dir = Path(run_dir)
     config, state = load_config(run_dir), checkpoints.load(run_dir / checkpoint)
     config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
     config = config if seed is None else replace(config, seed=seed)

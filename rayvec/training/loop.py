@@ -325,7 +325,9 @@ class _Run:
                 remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
             ) from error
         before = self.context.progress.steps
+        best_return = self.context.progress.best_return  # of the weights in best.pt
         self.context.progress = Progress(**self.state["progress"]) if self.state else Progress()
+        self.context.progress.best_return = best_return
         logger.warning("restarting all ranks at step %d of %d: %s", self.context.progress.steps, before, error)
         time.sleep(min(_MOST_PAUSE_S, self.num_losses - 1))  # Ray lists a node for a while after it is gone
 

@@ -36,7 +36,7 @@ import torch
 from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
-from rayvec.errors import ConfigError
+from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.atomic_files import is_of, written_whole
 from rayvec.training.own_env_and_network import resume_command
@@ -184,7 +184,7 @@ def versions() -> dict[str, str]:
 
 
 def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
-    """Returns the settings of a run and the state of its last checkpoint.
+    """Returns the settings of a run and the state of its last checkpoint, with the return of its best evaluation.
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run.
@@ -192,6 +192,10 @@ def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
     """
     config, state = load_config(run_dir), checkpoint.load(run_dir / "checkpoint.pt")
     check_state(state)
+    with contextlib.suppress(CheckpointError, KeyError, TypeError):  # of an evaluation after the checkpoint
+        best: float = checkpoint.load(run_dir / "best.pt")["progress"]["best_return"]
+        known = state["progress"].get("best_return")
+        state["progress"]["best_return"] = best if known is None else max(best, known)
     return config, state
 
 

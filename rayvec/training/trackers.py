@@ -52,6 +52,7 @@ class WandbTracker:
                 resume="allow",
                 dir=os.fspath(run_dir.parent),
                 config=config.to_plain(),
+                reinit=None if wandb.run is None else "create_new",  # that one belongs to someone else
                 settings=wandb.Settings(init_timeout=_ANSWER_S, silent=True),
             )
         except (wandb.errors.Error, OSError) as error:
@@ -67,7 +68,7 @@ class WandbTracker:
 
     def close(self, *, failed: bool, interrupted: bool = False) -> None:
         """See :class:`rayvec.training.loggers.Tracker`."""
-        self._run.finish(exit_code=130 if interrupted else int(failed), quiet=True)
+        self._run.finish(exit_code=130 if interrupted else int(failed))
 
 
 class MLflowTracker:

@@ -74,6 +74,14 @@ def test_every_preset_is_valid_and_goes_through_yaml_pickle_and_replace(kind: An
         assert replace(config, env_id="CartPole-v1").preset == preset
 
 
+def test_a_copy_of_settings_leaves_the_preset_with_its_environment_too() -> None:
+    for given in ({}, {"learning_rate": 1e-5, "num_envs": 16}, {"preset": "none"}, {"env_id": "HalfCheetah-v5"}):
+        config = PPOConfig(**given)  # type: ignore[arg-type]
+        for each in (replace(config, seed=config.seed), TrainConfig.from_yaml(config.to_yaml())):
+            ours, theirs = (with_own_parts(some, "Maze-v0", None) for some in (config, each))
+            assert ours == theirs and ours.preset == "none"
+
+
 def test_an_algorithm_of_ones_own_has_no_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Own(TrainConfig):

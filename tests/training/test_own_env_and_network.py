@@ -56,7 +56,7 @@ def test_an_environment_that_has_a_name_is_found_again(tmp_path: Path, env: Any,
     config, _ = load_run(result.run_dir)
     assert config.env_id == name
     assert rayvec.resume(result.run_dir).eval_return_mean == result.eval_return_mean
-    assert evaluate_run(result.run_dir, num_episodes=6).return_mean == result.eval_return_mean
+    assert evaluate_run(str(result.run_dir), num_episodes=6).return_mean == result.eval_return_mean
 
 
 def test_env_kwargs_reach_a_class(tmp_path: Path) -> None:
@@ -210,9 +210,11 @@ def test_a_wide_range_is_warned_of(tmp_path: Path, high: float, settings: dict[s
     assert ["±500" in str(each.message) for each in caught] == ([True] if warned else [])
 
 
-@pytest.mark.parametrize("env", ["helpers.own_envs:Nothing", "helpers.own_parts:__name__", "helpers.nowhere:Line"])
+@pytest.mark.parametrize(
+    "env", ["helpers.own_envs:Nothing", "helpers.own_parts:__name__", "./own_envs.py:Line", "helpers.nowhere:Line"]
+)
 def test_a_name_that_names_nothing(tmp_path: Path, env: str) -> None:
-    with pytest.raises(ConfigError, match="registered"):
+    with pytest.raises(ConfigError, match="registered|Name the module, not its file: own_envs:Line"):
         rayvec.train(tiny(tmp_path / "a"), env=env)
 
 

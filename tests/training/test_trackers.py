@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,11 +90,13 @@ def test_a_run_that_ctrl_c_ends_was_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("failed", "interrupted", "code"), [(False, False, 0), (True, False, 1), (True, True, 130)])
 def test_wandb_gets_the_exit_code_of_the_run(failed: bool, interrupted: bool, code: int) -> None:
     """Its process and its server are left out."""
-    codes: list[int] = []
+    from wandb import Run
+
+    calls = []
     tracker = trackers.WandbTracker.__new__(trackers.WandbTracker)
-    tracker._run = SimpleNamespace(finish=lambda exit_code, quiet: codes.append(exit_code))
+    tracker._run = SimpleNamespace(finish=lambda **kwargs: calls.append(signature(Run.finish).bind(None, **kwargs)))
     tracker.close(failed=failed, interrupted=interrupted)
-    assert codes == [code]
+    assert [call.arguments["exit_code"] for call in calls] == [code]
 
 
 @pytest.mark.usefixtures("without_tracker_settings")
@@ -126,7 +129,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = options({**SMALL, **HERE, "eval_episodes": 2, "total_steps": 128})
     first = ["train", "ppo", *small, "--track=wandb", f"--run-dir={tmp_path / 'a'}"]
     for arguments in (first, ["train", "ppo", f"--resume={tmp_path / 'a'}"]):
-        subprocess.run([sys.executable, "-c", OFFLINE, *arguments], check=True, capture_output=True, cwd=tmp_path)
+        command = [sys.executable, "-c", OFFLINE, *arguments]
+        printed = subprocess.run(command, check=True, capture_output=True, cwd=tmp_path, text=True)
+        assert "tracking ends" not in printed.stderr
         lengthen(tmp_path / "a", 128, 192) if arguments is first else None
     name, run_id = load_run(tmp_path / "a")[1]["progress"]["tracker_run"].split("/")
     assert name == "wandb"
@@ -134,6 +139,30 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(written) in (1, 2)  # of one run; both sittings may begin in the same second
     assert b"return_mean" in b"".join(path.read_bytes() for path in written)
     assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == len(written)
+
+
+BESIDE_A_RUN = """
+import rayvec, wandb
+from helpers.training_kit import tiny
+
+mine = wandb.init(project="mine")
+for name in ("a", "b"):
+    rayvec.train(tiny(name, total_steps=64, eval_episodes=0, track="wandb"))
+    assert wandb.run is mine
+mine.log({"alive": 1})
+mine.finish()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_tracker_settings")
+def test_runs_of_wandb_in_one_process_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("CACHE_DIR", str(tmp_path / "cache"))):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    subprocess.run([sys.executable, "-c", BESIDE_A_RUN], check=True, cwd=tmp_path)
+    ids = {load_run(tmp_path / name)[1]["progress"]["tracker_run"] for name in ("a", "b")}
+    assert len(ids) == 2 and len(list((tmp_path / "wandb").glob("offline-run-*"))) == 3
 
 
 def closed_port() -> int:
