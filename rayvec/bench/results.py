@@ -23,7 +23,7 @@ from rayvec.training.atomic_files import written_whole
 
 __all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design", "versions"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _PACKAGES = ("rayvec", "gymnasium", "ray", "tianshou", "torch", "numpy")
 _WRITTEN = ("schema", "schema_version", "time", "machine", "versions")
 """What every file begins with; each write replaces it."""

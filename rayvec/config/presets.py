@@ -7,7 +7,7 @@ numbers of environments that suit a few cores.
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 __all__ = ["PRESETS", "PresetMeta", "preset_of", "with_env_id"]
@@ -131,11 +131,15 @@ class PresetMeta(type):
 def with_env_id(settings: Any, env_id: str) -> Any:
     """Returns settings for another environment: with its preset in place of that of the environment before.
 
-    Of a copy, by ``dataclasses.replace`` or from YAML, which was given every setting, those count as given that differ
-    from the preset before.
+    A copy (``dataclasses.replace``, YAML) was given every setting. Then only settings without a default, and those that
+    differ from the preset before, count as given.
     """
     kind, given = type(settings), settings._given
-    if given.keys() >= {each.name for each in fields(kind) if each.init}:
-        before = kind(env_id=settings.env_id)
-        given = {name: value for name, value in given.items() if value != getattr(before, name)}
+    own = [each for each in fields(kind) if each.init]
+    if given.keys() >= {each.name for each in own}:
+        needed = {each.name: given[each.name] for each in own if each.default is each.default_factory is MISSING}
+        before = kind(**{**needed, "env_id": settings.env_id, "preset": settings.preset})
+        given = needed | {name: value for name, value in given.items() if value != getattr(before, name)}
+        if settings.preset != preset_of(settings.env_id, kind.algorithm):
+            given["preset"] = settings.preset
     return kind(**{**given, "env_id": env_id})

@@ -93,7 +93,7 @@ def bad_obs_error(bad: BadObs) -> EnvError:
         "Observations and rewards must be finite.",
         expected="finite numbers in every observation and reward",
         got=bad.first,
-        remedy="Correct the environment. A rayvec.Collector of your own leaves such episodes out: on_bad_obs='drop'.",
+        remedy="Correct the environment. rayvec.Collector(..., on_bad_obs='drop') leaves such episodes out.",
     )
 
 

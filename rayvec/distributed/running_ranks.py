@@ -6,11 +6,13 @@ import functools
 import secrets
 import time
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_host import RankHost, RankPlacement, RunningRank, lost
 from rayvec.errors import ConfigError, LearnerError, RankLostError, RayvecError, RemoteFailure
+from rayvec.pools.base import deadline_in, seconds_until
 
 __all__ = ["RankSet"]
 
@@ -18,8 +20,17 @@ _GRACE_S = 5.0
 _START_S = 60.0
 _ANSWER_S = 60.0
 _LOOK_S = 2.0
-_ENDED, _OF_OTHERS = 1, 2
-"""Kinds of errors: a process has ended; a rank misses another one. 0 is what an object raised, the cause of others."""
+
+
+class _Failure(IntEnum):
+    """How a call failed. The least is raised: it is the cause of the others."""
+
+    RAISED = 0
+    """The object raised."""
+    ENDED = 1
+    """The process has ended."""
+    PEER_LOST = 2
+    """The rank waited for another rank in vain."""
 
 
 class RankSet:
@@ -120,8 +131,8 @@ class RankSet:
         """Waits for one result of each of the first ranks.
 
         Ranks that only compute do so together: once one has returned, the others do within the time that ranks wait for
-        each other. Once one has failed, the others do soon, and one of them may know why. Once a process has ended, all
-        ranks have to be restarted, and the others are not waited for.
+        each other. After a failure, the others fail soon too. This waits 5 s for them, because one of them may hold the
+        cause, but not once a process has ended: then all ranks are restarted anyway.
 
         Args:
             refs: Of the results.
@@ -133,18 +144,21 @@ class RankSet:
         """
         outcome_of = functools.cache(self._outcome)  # each result is fetched once
 
-        def failure(done: Sequence[Any]) -> int | None:
-            return min((kind for kind, value in map(outcome_of, done) if isinstance(value, Exception)), default=None)
+        def failure(done: Sequence[Any]) -> _Failure | None:
+            return min((how for how, value in map(outcome_of, done) if isinstance(value, Exception)), default=None)
 
         done = self._await(refs, 1) if limit_s is None else self._host.wait(refs, 1, limit_s)
         if not done:
             raise lost(self.ranks[0], f"no answer within {limit_s:g} s")
         while self._may_idle and limit_s is None and len(done) < len(refs) and failure(done) is None:
             done = self._await(refs, len(done) + 1)
-        if (found := failure(done)) != _ENDED:
-            done = self._host.wait(refs, len(refs), self._timeout_s if found is None else _GRACE_S)
+        if failure(done) is None:
+            done = self._host.wait(refs, len(refs), self._timeout_s)
+        deadline = deadline_in(_GRACE_S)
+        while len(done) < len(refs) and failure(done) not in (None, _Failure.ENDED) and seconds_until(deadline):
+            done = self._host.wait(refs, len(done) + 1, seconds_until(deadline))
         outcomes = [
-            outcome_of(ref) if ref in done else (_OF_OTHERS, lost(rank, "it did not return in time"))
+            outcome_of(ref) if ref in done else (_Failure.PEER_LOST, lost(rank, "it did not return in time"))
             for rank, ref in zip(self.ranks, refs, strict=False)
         ]
         errors = [outcome for outcome in outcomes if isinstance(outcome[1], Exception)]
@@ -173,19 +187,16 @@ class RankSet:
             before, look_at_s = signs, time.monotonic() + pause_s
         return done
 
-    def _outcome(self, ref: Any) -> tuple[int, Any]:
-        """Returns the result of a call that has ended, or the exception that it ended with.
-
-        Errors of one call are ordered, since what an object raised and what ended a process make other ranks fail.
-        """
+    def _outcome(self, ref: Any) -> tuple[_Failure, Any]:
+        """Returns the result of a call that has ended, or the exception that it ended with and how it failed."""
         try:
             result = self._host.result(ref)
         except RankLostError as error:
-            return _ENDED, error
+            return _Failure.ENDED, error
         if not isinstance(result, RemoteFailure):
-            return 0, result
+            return _Failure.RAISED, result
         rebuilt = result.rebuild(LearnerError)
-        return (_OF_OTHERS if isinstance(rebuilt, RankLostError) else 0), rebuilt
+        return (_Failure.PEER_LOST if isinstance(rebuilt, RankLostError) else _Failure.RAISED), rebuilt
 
     def end(self) -> None:
         """Ends all ranks, also those that hang."""

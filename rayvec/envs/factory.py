@@ -87,6 +87,19 @@ class _Wrapped:
 
 
 @dataclass(frozen=True, slots=True)
+class _Registered:
+    """Makes an environment of a spec. Other processes get the spec in a form that they understand."""
+
+    spec: EnvSpec
+
+    def __call__(self, **kwargs: Any) -> gymnasium.Env[Any, Any]:
+        return gymnasium.make(self.spec, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Registered, (_portable(self.spec),)
+
+
+@dataclass(frozen=True, slots=True)
 class _Made:
     """Makes an environment by a user's class or function."""
 
@@ -168,7 +181,7 @@ class EnvFactory:
             count = check_count("num_envs", 1 if num_envs is None else num_envs)
             made_by = _named(env) if isinstance(env, str) else env
             spec = made_by if isinstance(made_by, EnvSpec) else None
-            make: EnvFn = partial(gymnasium.make, _portable(spec)) if spec else _Made(made_by)  # type: ignore[arg-type]
+            make: EnvFn = _Registered(spec) if spec else _Made(made_by)  # type: ignore[arg-type]
             env_fns: tuple[EnvFn, ...] = (partial(make, **env_kwargs) if env_kwargs else make,) * count
         else:
             spec, env_fns = None, _checked_env_fns(env, None if native else num_envs, env_kwargs)
@@ -282,8 +295,8 @@ def _named(name: str) -> EnvSpec | EnvFn:
         if module == name or module not in sys.modules or re.search(r"-v\d+$", name):
             raise
         raise EnvIdError(
-            "'module:name' is an id that is registered when the module is imported, or a class or function in it.",
-            expected=f"one of them in the module {module!r}",
+            "'module:name' must name a registered id, or a class or function in the module.",
+            expected=f"one of them in {module!r}",
             got=repr(name),
             remedy="Check the spelling, or let the module register the id when it is imported.",
         ) from None
@@ -316,7 +329,7 @@ def _spec_of(env_id: str) -> EnvSpec:
             "An environment id must be registered with Gymnasium.",
             expected="a registered id, 'module:Id-v0' with the module that registers it, or 'module:Class'",
             got=f"{env_id!r} ({error})",
-            remedy=_remedy(env_id),
+            remedy=_remedy(env_id, "Check the spelling, or set PYTHONPATH to the directory of the module."),
         ) from error
     except (Exception, SystemExit) as error:
         module = env_id.partition(":")[0]
@@ -328,14 +341,14 @@ def _spec_of(env_id: str) -> EnvSpec:
         ) from error
 
 
-def _remedy(env_id: str, remedy: str = "Check the spelling, or set PYTHONPATH to the directory of the module.") -> str:
-    """Returns what to do about an id that is not found; `remedy`, if the name of its module is not the cause."""
+def _remedy(env_id: str, otherwise: str) -> str:
+    """Returns the remedy for an id that is not found: a hint on its form, or `otherwise`."""
     module, _, rest = env_id.partition(":")
     if not rest:
         return "Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'."
     if module.endswith(".py") or "/" in module:
         return f"Name the module, not its file: {Path(module).stem}:{rest}, with its directory in PYTHONPATH."
-    return remedy
+    return otherwise
 
 
 def registered_specs() -> tuple[EnvSpec, ...]:

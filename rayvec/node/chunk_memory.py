@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, ChunkInfos, RolloutTimes, tree_leaves
+from rayvec.errors import message
 from rayvec.pools.base import MOST_CHUNKS
 from rayvec.pools.shared_memory import aligned
 
-__all__ = ["ChunkMemory", "Packed", "PackedChunk", "dumps"]
+__all__ = ["ChunkMemory", "Packed", "PackedChunk", "dumps", "packed"]
 
 _IN_BAND_BYTES = 1 << 15
 
@@ -46,6 +47,25 @@ def dumps(
     start_again()
     by_value: bytes = cloudpickle.dumps(value, 5, buffer_callback=buffer_callback)
     return by_value
+
+
+def packed(value: Any) -> bytes:
+    """Pickles what a worker gets.
+
+    Raises:
+        TypeError: A part of it can't be pickled.
+    """
+    try:
+        return dumps(value)
+    except Exception as error:
+        raise TypeError(
+            message(
+                "Workers get actions, options and arguments by pickling.",
+                expected="objects that can be pickled",
+                got=f"{type(error).__name__}: {error}",
+                remedy="Pass other values, or step in this process: num_nodes=0, workers_per_node=0.",
+            )
+        ) from error
 
 
 class Packed(NamedTuple):

@@ -34,7 +34,7 @@ from typing import Any, ClassVar, Self
 from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.pools.base import NotReady
-from rayvec.pools.owner_signals import leave_to_owner, restore_in_children
+from rayvec.pools.owner_signals import fork_with_signals_blocked, leave_to_owner, restore_in_children
 
 __all__ = ["ForkServer", "end_with_parent", "python_command", "serve"]
 
@@ -277,7 +277,7 @@ class _Server:
         """Forks a worker or a branch. Returns its process id, or the negative number of an error."""
         server = os.getpid()
         try:
-            pid = os.fork()
+            pid = fork_with_signals_blocked(signal.SIGINT, signal.SIGTERM)
         except OSError as error:
             return -error.errno  # type: ignore[operator]
         if pid == 0:
@@ -357,9 +357,9 @@ def _run(server: int, target: Callable[[], None]) -> None:
     """
     code = 1
     try:
+        leave_to_owner(signal.SIGINT, signal.SIGTERM)
         if end_with_parent(server, signal.SIGKILL):
             os.setsid()
-            leave_to_owner(signal.SIGINT, signal.SIGTERM)
             target()
             code = 0
     except BaseException:

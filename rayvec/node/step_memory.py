@@ -36,7 +36,7 @@ CHUNK_STEP_BITS = 32
 
 
 class Unknown(Enum):
-    """What stands for observations that are objects, in a worker that has not reset its environments."""
+    """Stands for an observation that a worker does not know yet, where observations are objects."""
 
     OBS = "obs"
 

@@ -182,26 +182,31 @@ class Worker:
             slot = (slot + 1) % block.depth
 
     def _serve(self, command: list[int]) -> Reply | None:
-        message = self._receive() if command[OP] in _WITH_MESSAGE else b""
+        content: Any = None
+        if command[OP] in _WITH_MESSAGE:
+            message = self._receive()
+            try:
+                content = pickle.loads(message)
+            except FAILURES as error:  # such as a class of a module that this process can't import
+                where = f"{self._where}, which unpickles what the driver has sent"
+                return Reply(failures=((-1, captured(error, where)),))
         if command[OP] == Op.CALL:
-            return self._call(message)
+            return self._call(*content)
         at, count = command[ROWS_AT], command[COUNT]
         rows = self._all_rows[:count] if at == FIRST_ROWS else self._rows_of_commands[at : at + count].tolist()
         failures: tuple[tuple[int, RemoteFailure], ...] = ()
         infos: Sequence[RawInfo | SubBatchInfo] = ()
         try:
-            infos = self._act(command, rows, message)
+            infos = self._act(command, rows, content)
         except EnvsFailed as failed:
             failures = failed.failures
-        except FAILURES as error:  # such as a message whose modules can't be imported here
-            failures = ((-1, captured(error, self._where)),)
         objects = self._objects(rows)
         if not (infos or failures or objects is not None or self.pool.notes):
             return None
         notes, self.pool.notes = tuple(self.pool.notes), []
         return Reply(tuple(infos), failures, objects, notes)
 
-    def _act(self, command: list[int], rows: list[int], message: bytes) -> Sequence[RawInfo | SubBatchInfo]:
+    def _act(self, command: list[int], rows: list[int], content: Any) -> Sequence[RawInfo | SubBatchInfo]:
         """Executes a step, a reset or an observation and returns raw infos."""
         op, pool = command[OP], self.pool
         if op in (Op.STEP, Op.STEP_OBJECTS):
@@ -213,11 +218,10 @@ class Worker:
             return []
         if op == Op.BEGIN:
             return pool.begin_rows(rows)
-        payload = pickle.loads(message)
         if op == Op.RESET:
-            self._inference.note_reset(payload[0])
-            return pool.reset_rows(*payload)
-        return pool.step_rows(rows, payload, Autoreset(command[AUTORESET]))
+            self._inference.note_reset(content[0])
+            return pool.reset_rows(*content)
+        return pool.step_rows(rows, content, Autoreset(command[AUTORESET]))
 
     def _send(self, reply: Reply) -> None:
         """Sends a reply. If the reply can't be pickled, it sends that failure instead."""
@@ -228,9 +232,8 @@ class Worker:
             data = dumps(Reply(failures=((-1, captured(error, where)),)))
         self._pipe.send(data)
 
-    def _call(self, message: bytes) -> Reply:
+    def _call(self, name: str, args: tuple[Any, ...]) -> Reply:
         try:
-            name, args = pickle.loads(message)
             value = getattr(self, name)(*args)
             notes, self.pool.notes = tuple(self.pool.notes), []
             return Reply(value, notes=notes)

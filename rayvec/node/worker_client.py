@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import RawInfo
-from rayvec.errors import RemoteFailure, WorkerLostError, message
-from rayvec.node.chunk_memory import dumps
+from rayvec.errors import RemoteFailure, WorkerLostError
+from rayvec.node.chunk_memory import packed
 from rayvec.node.pipe import LOOK_S
 from rayvec.node.protocol import Op, Reply
 from rayvec.node.step_memory import AUTORESET, COUNT, FIRST_ROWS, OP, ROWS_AT, NodeBlock, Unknown
@@ -76,25 +76,6 @@ class Reports:
 def pack_call(name: str, *args: Any) -> bytes:
     """Returns the message that calls a method of a worker."""
     return packed((name, args))
-
-
-def packed(value: Any) -> bytes:
-    """Pickles what a worker gets.
-
-    Raises:
-        TypeError: A part of it can't be pickled.
-    """
-    try:
-        return dumps(value)
-    except Exception as error:
-        raise TypeError(
-            message(
-                "Workers get actions, options and arguments by pickling.",
-                expected="objects that can be pickled",
-                got=f"{type(error).__name__}: {error}",
-                remedy="Pass other values, or step in this process: num_nodes=0, workers_per_node=0.",
-            )
-        ) from error
 
 
 class WorkerClient:
@@ -337,7 +318,7 @@ class WorkerClient:
         try:
             reply: Reply = pickle.loads(data)
         except Exception as error:  # a class that this process can't import, or whose constructor takes other arguments
-            where = f"the process that gets it from {self.where}"
+            where = f"the process that unpickles a reply of {self.where}"
             reply = Reply(failures=((-1, RemoteFailure.capture(error, where)),))
         for note in reply.notes:
             logger.warning(note)

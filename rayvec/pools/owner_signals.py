@@ -5,21 +5,36 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["is_left_to_owner", "leave_to_owner", "restore_in_children"]
+__all__ = ["fork_with_signals_blocked", "is_left_to_owner", "leave_to_owner", "restore_in_children"]
 
 
 def leave_to_owner(*numbers: signal.Signals) -> None:
     """Makes this process ignore signals that reach every process of a job: the owner decides.
 
-    A handler that does nothing, and not SIG_IGN, which programs that an environment starts would inherit.
+    A handler that does nothing, and not SIG_IGN, which programs that an environment starts would inherit. As under
+    SIG_IGN, calls in native code are not interrupted.
     """
     for number in numbers:
         signal.signal(number, _do_nothing)
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def is_left_to_owner(number: signal.Signals) -> bool:
     """Whether this process ignores a signal in that way."""
     return signal.getsignal(number) is _do_nothing
+
+
+def fork_with_signals_blocked(*numbers: signal.Signals) -> int:
+    """Forks as ``os.fork`` does. In the child the signals stay blocked until it calls :func:`leave_to_owner`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid != 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    return pid
 
 
 def restore_in_children() -> None:

@@ -123,7 +123,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
             self._wait("step", None)
         self._assert_idle("reset")
         self._seeds = env_seeds(self._seeds, self.num_envs)
-        for options in self._options:
+        for options in {id(each): each for each in self._options}.values():
             self._check_options(options)
         obs = self._guarded(self._reset)
         self._reset_seeds()

@@ -18,10 +18,9 @@ from rayvec.policies.encoders import leaf_spaces
 from rayvec.policies.networks import load_flat_weights
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
-from rayvec.training import checkpoint as checkpoints
 from rayvec.training.export import export
 from rayvec.training.own_env_and_network import with_own_parts
-from rayvec.training.run_dir import load_config
+from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.run_state import acting_weights
 from rayvec.training.runs import LEARNERS, make_env
 from rayvec.training.saved_spaces import spaces_from_plain
@@ -54,9 +53,8 @@ def load(
     """
     run_dir = Path(run_dir)
     config = with_own_parts(load_config(run_dir), env, network, begun=True)
-    state = checkpoints.load(run_dir / checkpoint)
-    described = state.get("spaces") or checkpoints.load(run_dir / "checkpoint.pt").get("spaces")
-    observation_space, action_space = load_spaces(config, described)
+    state = load_checkpoint(run_dir, checkpoint)
+    observation_space, action_space = load_spaces(config, state["spaces"])
     return Agent(config, observation_space, action_space, acting_weights(state), seed=seed)
 
 

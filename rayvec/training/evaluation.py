@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.policies.policy import Policy
-from rayvec.training import checkpoint as checkpoints
 from rayvec.training.own_env_and_network import with_own_parts
-from rayvec.training.run_dir import load_config
+from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.run_state import acting_weights
 from rayvec.training.runs import choose_engine, make_env, make_learner, open_env
 from rayvec.training.space_checks import check_kept_spaces
@@ -194,7 +193,7 @@ def evaluate_run(
         CheckpointError: Its checkpoint is missing or damaged.
     """
     run_dir = Path(run_dir)
-    config, state = load_config(run_dir), checkpoints.load(run_dir / checkpoint)
+    config, state = load_config(run_dir), load_checkpoint(run_dir, checkpoint)
     config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
     config = config if seed is None else replace(config, seed=seed)
     with open_env(config) as envs:

@@ -26,7 +26,15 @@ from rayvec.training.loggers import RunLogger, Tracker
 from rayvec.training.monitor import Monitor
 from rayvec.training.open_trainer import open_trainer
 from rayvec.training.own_env_and_network import resume_command, with_own_parts
-from rayvec.training.run_dir import begin_run_dir, free_run_dir, load_run, locked, save_checkpoint, save_result
+from rayvec.training.run_dir import (
+    begin_run_dir,
+    best_return,
+    free_run_dir,
+    load_run,
+    locked,
+    save_checkpoint,
+    save_result,
+)
 from rayvec.training.run_state import Progress
 from rayvec.training.stop_signals import Interrupts
 from rayvec.training.trackers import check_tracker, open_tracker
@@ -127,6 +135,9 @@ def resume(
     run_dir = Path(run_dir)
     with locked(run_dir):
         config, state = load_run(run_dir)
+        progress = state["progress"]
+        known = (progress.get("best_return"), best_return(run_dir))  # the checkpoint may be older than best.pt
+        progress["best_return"] = max((each for each in known if each is not None), default=None)
         config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
         return _run(config, run_dir, state, callbacks)
 
@@ -325,9 +336,9 @@ class _Run:
                 remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
             ) from error
         before = self.context.progress.steps
-        best_return = self.context.progress.best_return  # of the weights in best.pt
+        best = self.context.progress.best_return  # of the weights in best.pt
         self.context.progress = Progress(**self.state["progress"]) if self.state else Progress()
-        self.context.progress.best_return = best_return
+        self.context.progress.best_return = best
         logger.warning("restarting all ranks at step %d of %d: %s", self.context.progress.steps, before, error)
         time.sleep(min(_MOST_PAUSE_S, self.num_losses - 1))  # Ray lists a node for a while after it is gone
 

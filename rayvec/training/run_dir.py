@@ -44,7 +44,9 @@ from rayvec.training.run_state import Progress, check_state
 
 __all__ = [
     "begin_run_dir",
+    "best_return",
     "free_run_dir",
+    "load_checkpoint",
     "load_config",
     "load_result",
     "load_run",
@@ -184,7 +186,7 @@ def versions() -> dict[str, str]:
 
 
 def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
-    """Returns the settings of a run and the state of its last checkpoint, with the return of its best evaluation.
+    """Returns the settings of a run and the state of its last checkpoint.
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run.
@@ -192,11 +194,28 @@ def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
     """
     config, state = load_config(run_dir), checkpoint.load(run_dir / "checkpoint.pt")
     check_state(state)
-    with contextlib.suppress(CheckpointError, KeyError, TypeError):  # of an evaluation after the checkpoint
-        best: float = checkpoint.load(run_dir / "best.pt")["progress"]["best_return"]
-        known = state["progress"].get("best_return")
-        state["progress"]["best_return"] = best if known is None else max(best, known)
     return config, state
+
+
+def load_checkpoint(run_dir: Path, name: str) -> dict[str, Any]:
+    """Returns the state in a checkpoint of a run, with the spaces, which ``best.pt`` leaves to ``checkpoint.pt``.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
+    """
+    state = checkpoint.load(run_dir / name)
+    if not state.get("spaces"):
+        state["spaces"] = checkpoint.load(run_dir / "checkpoint.pt").get("spaces")
+    return state
+
+
+def best_return(run_dir: Path) -> float | None:
+    """Returns the mean return of the evaluation whose weights ``best.pt`` holds; None without one."""
+    progress: Any = None
+    with contextlib.suppress(CheckpointError):
+        progress = checkpoint.load(run_dir / "best.pt").get("progress")
+    found = progress.get("best_return") if isinstance(progress, Mapping) else None
+    return float(found) if isinstance(found, int | float) else None
 
 
 def load_config(run_dir: Path) -> TrainConfig:

@@ -52,7 +52,7 @@ class WandbTracker:
                 resume="allow",
                 dir=os.fspath(run_dir.parent),
                 config=config.to_plain(),
-                reinit=None if wandb.run is None else "create_new",  # that one belongs to someone else
+                reinit=None if wandb.run is None else "create_new",  # the caller's own run stays as it is
                 settings=wandb.Settings(init_timeout=_ANSWER_S, silent=True),
             )
         except (wandb.errors.Error, OSError) as error:

@@ -16,7 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from rayvec.data import ChunkRequest, Rollout, Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
-from rayvec.node.worker_client import packed
+from rayvec.node.chunk_memory import packed
 from rayvec.pools.base import ActingPool, Cut, NotReady
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.rollout.loop import as_policy

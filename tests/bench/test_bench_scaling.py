@@ -81,7 +81,7 @@ def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
     assert_schema(content)
     assert content["rows"][: len(before)] == before and "--step-duration 0.002" in content["command"]
     ways = {row["way"]: row for row in content["rows"]}
-    assert sorted(ways) == ["upper-bound", "gymnasium-sync", "rayvec-decentralized", "rayvec-driver", "rayvec-worker"]
+    assert sorted(ways) == ["gymnasium-sync", "rayvec-decentralized", "rayvec-driver", "rayvec-worker", "upper-bound"]
     assert ways["rayvec-driver"]["transport"] == "tcp x 1"
     assert all(row["split"]["unattributed"] <= 0.05 for row in ways.values())
     assert ways["rayvec-worker"]["split"]["inference"] > 0
@@ -192,9 +192,9 @@ def test_files_of_another_schema_are_refused(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "results.json"
     Results("scaling", {"nodes": [1]}, path, [{"nodes": 1}]).write()
     assert Results.read(path, "scaling").rows == [{"nodes": 1}]
-    with pytest.raises(ConfigError, match=r"rayvec-bench-compare, version 1\. Got: rayvec-bench-scaling"):
+    with pytest.raises(ConfigError, match=r"rayvec-bench-compare, version 2\. Got: rayvec-bench-scaling"):
         Results.read(path, "compare")
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 99'))
+    path.write_text(path.read_text().replace(f'"schema_version": {SCHEMA_VERSION}', '"schema_version": 99'))
     with pytest.raises(ConfigError, match="version 99"):
         Results.read(path, "scaling")
     path.write_text('{"schema": "rayvec-bench-scaling", "schema_version": 1}')

@@ -10,7 +10,7 @@ import pytest
 
 from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config import CONFIGS
-from rayvec.config.presets import PRESETS
+from rayvec.config.presets import PRESETS, with_env_id
 from rayvec.errors import ConfigError
 from rayvec.training.own_env_and_network import with_own_parts
 
@@ -75,11 +75,28 @@ def test_every_preset_is_valid_and_goes_through_yaml_pickle_and_replace(kind: An
 
 
 def test_a_copy_of_settings_leaves_the_preset_with_its_environment_too() -> None:
-    for given in ({}, {"learning_rate": 1e-5, "num_envs": 16}, {"preset": "none"}, {"env_id": "HalfCheetah-v5"}):
+    for given in (
+        {},
+        {"learning_rate": 1e-5, "num_envs": 16},
+        {"preset": "none"},
+        {"preset": "none", "learning_rate": 8e-3},
+        {"preset": "none", "env_id": "HalfCheetah-v5", "num_envs": 8},
+        {"preset": "mujoco", "env_id": "Maze-v1", "num_epochs": 4},
+        {"env_id": "HalfCheetah-v5"},
+    ):
         config = PPOConfig(**given)  # type: ignore[arg-type]
         for each in (replace(config, seed=config.seed), TrainConfig.from_yaml(config.to_yaml())):
-            ours, theirs = (with_own_parts(some, "Maze-v0", None) for some in (config, each))
-            assert ours == theirs and ours.preset == "none"
+            ours, theirs = (with_own_parts(some, "Maze-v0") for some in (config, each))
+            assert ours == theirs and ours.preset == given.get("preset", "none")
+
+
+def test_a_copy_of_settings_keeps_those_without_a_default() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(TrainConfig):
+        algorithm: ClassVar[str] = "own"
+        depth: int
+
+    assert with_env_id(replace(Own(depth=3), seed=2), "Maze-v0") == Own(depth=3, seed=2, env_id="Maze-v0")
 
 
 def test_an_algorithm_of_ones_own_has_no_presets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,9 @@ class Unpicklable(CountingEnv):
 class Unloadable:
     """Can be pickled; unpickling raises."""
 
+    def __deepcopy__(self, memo: Any) -> Unloadable:
+        return self
+
     def __reduce__(self) -> Any:
         return int, ("no number",)
 
@@ -80,6 +83,18 @@ class Returns(CountingEnv):
 
     def unloadable(self) -> Any:
         return Unloadable()
+
+
+class UnloadableInfo(CountingEnv):
+    """The info of each step, and with an option of that name also of the reset, can't be unpickled."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        obs, info = super().reset(seed=seed, options=options)
+        return obs, info | ({"odd": Unloadable()} if options else {})
+
+    def step(self, action: Any) -> Any:
+        *result, info = super().step(action)
+        return *result, info | {"odd": Unloadable()}
 
 
 class OwnError(Exception):

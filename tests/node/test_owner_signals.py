@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from rayvec import RayVecEnv
@@ -39,14 +40,24 @@ class EndsProcesses(CountingEnv):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_workers_and_their_fork_server_stay(number: int) -> None:
-    with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=2) as env:
+def test_workers_and_their_fork_servers_stay(number: int) -> None:
+    """The first process of those listed forks workers; its parent forks such processes."""
+    with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=2, on_env_error="restart") as env:
         env.reset(seed=0)
         (pids,) = env.worker_pids().values()
-        for pid in pids:
+        root = psutil.Process(pids[0]).parent()
+        assert root is not None and root.pid != os.getpid()
+        for pid in (root.pid, *pids):
             os.kill(pid, number)
         env.step(np.zeros(2, np.int64))
-        assert env.worker_pids() == dict.fromkeys(env.worker_pids(), pids)
+        assert [psutil.Process(pid).is_running() for pid in pids] == [True] * 3
+        os.kill(pids[1], signal.SIGKILL)
+        env.step(np.zeros(2, np.int64))
+        ((server, *workers),) = env.worker_pids().values()
+        assert server == pids[0] and len({*workers, *pids[1:]}) == 3
+        with RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1) as another:
+            ((other, _),) = another.worker_pids().values()
+            assert psutil.Process(other).parent() == root
 
 
 def test_processes_of_environments_end_by_them() -> None:
@@ -71,4 +82,5 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def test_a_worker_whose_environment_has_closed_its_output_ends_as_others_do() -> None:
-    assert subprocess.run([sys.executable, "-c", WITH_CLOSED_OUTPUT], check=False).returncode == 0
+    ended = subprocess.run([sys.executable, "-c", WITH_CLOSED_OUTPUT], check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

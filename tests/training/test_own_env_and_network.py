@@ -187,12 +187,14 @@ def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_environment_has_changed(tmp_path: Path) -> None:
-    rayvec.train(tiny(tmp_path / "a", total_steps=64), env=LOCAL_LINE)
+    rayvec.train(tiny(tmp_path / "a", total_steps=128, eval_interval_steps=64, eval_episodes=2), env=LOCAL_LINE)
     for env in (lambda: Line(width=5), lambda: ReshapeObservation(Line(), (2, 1))):
         with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
             rayvec.resume(tmp_path / "a", env=env)
         with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
             evaluate_run(tmp_path / "a", env=env)
+        with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
+            evaluate_run(tmp_path / "a", checkpoint="best.pt", env=env)
     ranks = {"num_learners": 2, "learners": "decentralized"}
     with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
         rayvec.resume(tmp_path / "a", env=lambda: ReshapeObservation(Line(), (2, 1)), **ranks)
@@ -214,7 +216,7 @@ def test_a_wide_range_is_warned_of(tmp_path: Path, high: float, settings: dict[s
     "env", ["helpers.own_envs:Nothing", "helpers.own_parts:__name__", "./own_envs.py:Line", "helpers.nowhere:Line"]
 )
 def test_a_name_that_names_nothing(tmp_path: Path, env: str) -> None:
-    with pytest.raises(ConfigError, match="registered|Name the module, not its file: own_envs:Line"):
+    with pytest.raises(ConfigError, match=r"registered|Name the module, not its file: own_envs:Line"):
         rayvec.train(tiny(tmp_path / "a"), env=env)
 
 

@@ -19,9 +19,11 @@ from helpers.training_kit import HERE, SMALL, lengthen, lines_of, options
 
 import rayvec
 from rayvec.config import TrainConfig
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, RankLostError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
+from rayvec.training.loop import _Run
+from rayvec.training.monitor import Monitor
 from rayvec.training.run_dir import load_run
 
 pytestmark = pytest.mark.timeout(600)
@@ -128,7 +130,7 @@ def ranks_of(command: Command) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("lost", "number"), [(1, signal.SIGINT), pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow)]
 )
-def test_a_run_outlives_a_rank_and_leaves_none_when_it_ends(tmp_path: Path, lost: int, number: Any) -> None:
+def test_a_run_that_lost_a_rank_can_be_stopped_and_resumed(tmp_path: Path, lost: int, number: Any) -> None:
     """A rank is killed, and later the run is stopped by Ctrl-C or its driver killed; then it is resumed."""
     run_dir = tmp_path / "a"
     settings = {**SMALL, **UNCUT, "num_learners": 2, "total_steps": 640_000, "run_dir": run_dir, "eval_episodes": 0}
@@ -153,6 +155,32 @@ def test_a_run_outlives_a_rank_and_leaves_none_when_it_ends(tmp_path: Path, lost
     assert rayvec.resume(run_dir).total_steps == steps + 128
     logged = [line["steps"] for line in read_metrics(run_dir / "metrics.jsonl")]
     assert logged == list(range(64, steps + 129, 64)), "no step twice, and none left out"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_run_that_lost_a_rank_takes_all_its_steps(tmp_path: Path, lost: int) -> None:
+    run_dir = tmp_path / "a"
+    settings = {**SMALL, **UNCUT, "num_learners": 2, "total_steps": 6400, "eval_episodes": 2, "run_dir": run_dir}
+    with running(["train", "ppo", *options({**settings, **HERE}), "--checkpoint-interval-s=0.5"], tmp_path) as command:
+        command.wait_until(lambda: lines_of(run_dir / "metrics.jsonl") >= 5)
+        os.kill(ranks_of(command)[lost].pid, signal.SIGKILL)
+        assert command.process.wait(300) == 0, command.stderr.read_text()
+        assert_nothing_left(command)
+    assert "restarting all ranks at step" in command.stderr.read_text()
+    assert [line["steps"] for line in read_metrics(run_dir / "metrics.jsonl")] == list(range(64, 6401, 64))
+    assert load_run(run_dir)[1]["learner"]["num_updates"] == 100
+
+
+def test_the_best_evaluation_outlives_lost_ranks(tmp_path: Path) -> None:
+    """`best.pt` has its weights, whatever checkpoint the run goes back to."""
+    config = rayvec.PPOConfig(**{**SMALL, **HERE, "total_steps": 64, "eval_episodes": 0}, run_dir=tmp_path / "a")
+    rayvec.train(config)
+    run = _Run(config, tmp_path / "a", tmp_path / "a", load_run(tmp_path / "a")[1], [], Monitor(config, tmp_path / "a"))
+    run.context.progress.best_return = 9.0
+    run.context.progress.steps += 64
+    run.lose_ranks(RankLostError("gone"))
+    assert (run.context.progress.steps, run.context.progress.best_return) == (64, 9.0)
 
 
 class Tires(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from contextlib import closing
@@ -16,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.exact import SpaceEnv
 from helpers.kinds import MODES, in_lockstep
-from helpers.odd_envs import OwnError
+from helpers.odd_envs import OwnError, UnloadableInfo
 from helpers.odd_values import (
     LOCK,
     ODD_VALUES,
@@ -32,6 +34,7 @@ from helpers.odd_values import (
     SometimesNone,
 )
 from helpers.vector_kit import TOPOLOGIES, assert_explained
+from helpers.waiting import alive, wait_until
 
 from rayvec.errors import ConfigError, EnvError
 from rayvec.testing import CountingEnv, FaultyEnv, assert_identical
@@ -95,6 +98,45 @@ def test_none_is_an_observation_in_chunks() -> None:
     assert any(obs is None for obs in chunks[0].final_obs)
 
 
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_none_is_an_observation_that_a_fault_leaves(mode: str) -> None:
+    """A worker is killed once when the last observation is None, and once when it is not."""
+    one = np.ones(1, int)
+    with here([SometimesNone], 1, autoreset_mode=mode, on_env_error="restart") as env:
+        (last,), _ = env.reset(seed=3)
+        left = {True, False}
+        while left:
+            (obs,), _, terminated, truncated, _ = env.step(one)
+            if (obs is None) in left and not (terminated | truncated)[0] and obs != last:
+                left.remove(obs is None)
+                ((_, worker),) = env.worker_pids().values()
+                os.kill(worker, signal.SIGKILL)
+                wait_until(lambda worker=worker: not alive(worker), "the worker has ended")
+                (again,), _, _, truncated, info = env.step(one)
+                assert truncated[0] and (info["final_obs"][0] if mode == "SameStep" else again) == obs
+                obs = again
+            last = obs
+
+
+@pytest.mark.parametrize("inference", [None, "worker", "node", "driver"])
+def test_an_info_that_the_driver_can_not_unpickle(inference: Any) -> None:
+    with here([UnloadableInfo] * 2, 2) as env:
+        env.reset(seed=3)
+        with pytest.raises(ValueError, match="no number") as caught:
+            if inference is None:
+                env.step(np.zeros(2, int))
+            else:
+                env.rollout(lambda obs: np.zeros(len(obs), int), 3, inference)
+        assert env.closed
+        if inference != "worker":
+            assert "unpickles a reply of worker" in str(caught.value.__cause__)
+
+
+def test_an_info_of_a_reset_that_the_driver_can_not_unpickle() -> None:
+    with here([UnloadableInfo] * 2, 2) as env, pytest.raises(ValueError, match="no number"):
+        env.reset(seed=3, options={"odd": True})
+
+
 OF_THE_SCRIPT = """
 import gymnasium, rayvec
 from rayvec.testing import CountingEnv
@@ -112,9 +154,7 @@ for env in ("Mine-v0", [lambda: gymnasium.make("Mine-v0")] * 2):
 
 
 def test_a_class_that_the_script_has_registered_by_its_name() -> None:
-    assert subprocess.check_output([sys.executable, "-c", OF_THE_SCRIPT], text=True).split("\n") == ["(3, 3)"] * 2 + [
-        ""
-    ]
+    assert subprocess.check_output([sys.executable, "-c", OF_THE_SCRIPT], text=True).splitlines() == ["(3, 3)"] * 2
 
 
 WORDS = spaces.Sequence(spaces.Text(3))

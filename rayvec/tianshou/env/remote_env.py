@@ -32,7 +32,7 @@ class RemoteEnv(EnvWorker):
     @property
     def action_space(self) -> Any:
         """The space of its actions, always the same object, which continues its random numbers."""
-        known = self._venv.action_spaces_of_workers
+        known = self._venv._action_spaces
         if self._index not in known:
             known[self._index] = self.get_env_attr("action_space")
         return known[self._index]

@@ -122,7 +122,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             self.env_num = self.wait_num = self._pool.num_envs
             self._everyone, self.ready_id = np.arange(self.env_num), list(range(self.env_num))
         self._guarded(lambda: self._pool.allocate(_joint_space(spaces), spaces.action))
-        self.action_spaces_of_workers: dict[int, Any] = {}  # as they have been asked for
+        self._action_spaces: dict[int, Any] = {}  # of workers that were asked for theirs
         self._plain_actions = not isinstance(spaces.action, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple))
 
     @property
