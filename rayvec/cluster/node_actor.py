@@ -7,24 +7,23 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from gymnasium import Space
 from numpy.typing import NDArray
 
+from rayvec.cluster.pickled import Pickled, with_objects_pickled
 from rayvec.cluster.software_versions import own_versions
 from rayvec.cluster.tcp_stream import STREAM_THREAD, FrameSocket, Listener
 from rayvec.cluster.wire_format import FrameFormat, Kind, Request
-from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, RolloutTimes, StepBatch
+from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, RolloutTimes
 from rayvec.errors import RemoteFailure
 from rayvec.node.log_lines import LogLines
 from rayvec.node.pipe import LOOK_S, readable
 from rayvec.node.process_pool import ProcessPool
-from rayvec.pools.base import PoolSpaces, RestartPolicy
+from rayvec.pools.base import RestartPolicy
 from rayvec.pools.in_process_base import FAILURES, captured
-from rayvec.pools.restart_state import NodeState
 
 __all__ = ["NodeActor"]
 
@@ -59,21 +58,29 @@ class NodeActor:
         assert self._pool is not None
         return self._pool
 
-    def start(self, factories: Sequence[bytes]) -> PoolSpaces | RemoteFailure:
-        """Starts the workers, which create their environments; returns their spaces."""
+    def start(self, factories: Sequence[bytes]) -> Pickled | RemoteFailure:
+        """Starts the workers, which create their environments; returns their :class:`PoolSpaces`."""
 
-        def begin() -> PoolSpaces:
+        def begin() -> Pickled:
             bounds, name = self._slice.worker_bounds, self._slice.name
             self._pool = ProcessPool(factories, bounds, name, self._preload, self._restart_policy)
-            return self._pool.spaces
+            return Pickled.of(self._pool.spaces)
 
         return self._guard(begin)
 
-    def allocate(
-        self, observation: Space[Any], action: Space[Any], state: NodeState | None = None, first_id: int | None = None
-    ) -> RemoteFailure | None:
-        """Allocates the shared memory for these spaces; with `state`, resumes from the state of a lost node."""
-        return self._guard(lambda: self._running.allocate(observation, action, state, first_id))
+    def allocate(self, spaces_and_state: Pickled, first_id: int) -> RemoteFailure | None:
+        """Allocates the shared memory for spaces of observations and actions.
+
+        Args:
+            spaces_and_state: The spaces, and the :class:`NodeState` of a lost node to resume from, or None.
+            first_id: Global index of the node's first environment.
+        """
+
+        def begin() -> None:
+            observation, action, state = spaces_and_state.load()
+            self._running.allocate(observation, action, state, first_id)
+
+        return self._guard(begin)
 
     def listen(self, key: bytes) -> int:
         """Opens the stream's listener on this node's own address; returns its port."""
@@ -111,26 +118,30 @@ class NodeActor:
             times, summary, chunk = pool.finish_on_node(request.by_reference)
             pool.acting.release()
             found = times, summary, self._log.take(), pool.take_replaced()
+            chunk = with_objects_pickled(chunk) if request.by_reference else [*map(with_objects_pickled, chunk)]
             return found, chunk  # Ray copies the chunk before the next call starts
 
         taken = self._guard(take)
         return (taken, None) if isinstance(taken, RemoteFailure) else taken
 
-    def call(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
-    ) -> list[Any] | RemoteFailure:
-        """Calls a method of some environments and waits for the results."""
-        return self._guard(lambda: self._running.call(name, args, kwargs, env_ids)(None))
+    def call(self, name: str, arguments: Pickled, env_ids: NDArray[np.int64]) -> Pickled | RemoteFailure:
+        """Calls a method of some environments with ``(args, kwargs)`` and waits for the list of results."""
 
-    def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> RemoteFailure | None:
+        def call() -> Pickled:
+            args, kwargs = arguments.load()
+            return Pickled.of(self._running.call(name, args, kwargs, env_ids)(None))
+
+        return self._guard(call)
+
+    def set_attr(self, name: str, values: Pickled, env_ids: NDArray[np.int64]) -> RemoteFailure | None:
         """Sets an attribute of some environments, one value for each."""
-        return self._guard(lambda: self._running.set_attr(name, values, env_ids))
+        return self._guard(lambda: self._running.set_attr(name, values.load(), env_ids))
 
-    def keep(self, value: Any) -> None:
+    def keep(self, value: Pickled) -> None:
         """Stores values that the next request frame can't hold: actions, or seeds and options."""
         self._kept_for_node.append(value)
 
-    def kept(self) -> StepBatch | RemoteFailure | None:
+    def kept(self) -> Pickled | RemoteFailure | None:
         """Returns the batch or failure of the oldest answer frame that was marked as kept, or None without one."""
         return self._kept_for_driver.popleft() if self._kept_for_driver else None
 
@@ -227,10 +238,10 @@ class NodeActor:
         elif request.kind == Kind.RESET:
             seeds, options = request.seeds, request.options
             if seeds is None:
-                seeds, options = self._kept_for_node.popleft()
+                seeds, options = self._kept_for_node.popleft().load()
             pool.reset(request.env_ids, seeds, options)
         else:
-            actions = self._kept_for_node.popleft() if request.kind == Kind.STEP_KEPT else request.actions
+            actions = self._kept_for_node.popleft().load() if request.kind == Kind.STEP_KEPT else request.actions
             pool.send(request.env_ids, actions, request.autoreset)
 
     def _answer(
@@ -245,9 +256,9 @@ class NodeActor:
                     return b"", 0
                 batch = pool.recv(env_ids)
             frame, keep = frames.pack_answer(batch)
+            if keep:
+                self._kept_for_driver.append(Pickled.of(batch))
         except Exception as error:
             self._keep_failure(error)
             return frames.pack_kept(env_ids), len(env_ids)
-        if keep:
-            self._kept_for_driver.append(batch)
         return frame, len(env_ids)

@@ -7,6 +7,7 @@ Encoding raises an error for any other type.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -16,6 +17,8 @@ __all__ = ["NOT_PLAIN", "decode", "encode"]
 
 _TUPLE, _ARRAY, _SCALAR = 1, 2, 3
 _KINDS = "biufcSUmM"
+_MOST_TUPLES = 32
+"""The most tuples within each other. Each takes tens of kilobytes of the C stack to read."""
 NOT_PLAIN = (TypeError, ValueError, OverflowError, RecursionError)
 """Exceptions that :func:`encode` raises."""
 
@@ -36,22 +39,35 @@ def encode(value: Any) -> bytes:
     return packed
 
 
-def _refuse_impostors(value: Any) -> None:
+def _refuse_impostors(value: Any, num_tuples: int = 0) -> None:
     """Raises ``TypeError`` for types that MessagePack would encode as bytes: ``bytearray`` and ``memoryview``."""
     kind = type(value)
     if kind is bytearray or kind is memoryview:
         raise TypeError(f"{kind.__name__} has no plain form")
     if kind is dict:
         for item in value.values():
-            _refuse_impostors(item)
+            _refuse_impostors(item, num_tuples)
     elif kind is list or kind is tuple:
+        num_tuples += kind is tuple
+        if num_tuples > _MOST_TUPLES:
+            raise ValueError(f"more than {_MOST_TUPLES} tuples within each other")
         for item in value:
-            _refuse_impostors(item)
+            _refuse_impostors(item, num_tuples)
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Returns the value that :func:`encode` serialized."""
-    return msgpack.unpackb(data, ext_hook=_restore, strict_map_key=False, raw=False)
+    """Returns the value that :func:`encode` serialized.
+
+    Raises:
+        ValueError: It is no such value.
+    """
+    return _decode(data, 0)
+
+
+def _decode(data: bytes | memoryview, num_tuples: int) -> Any:
+    if num_tuples > _MOST_TUPLES:
+        raise ValueError(f"more than {_MOST_TUPLES} tuples within each other")
+    return msgpack.unpackb(data, ext_hook=partial(_restore, num_tuples), strict_map_key=False, raw=False)
 
 
 def _extend(value: Any) -> msgpack.ExtType:
@@ -65,16 +81,16 @@ def _extend(value: Any) -> msgpack.ExtType:
     raise TypeError(f"{type(value).__name__} has no plain form")
 
 
-def _restore(code: int, data: bytes) -> Any:
+def _restore(num_tuples: int, code: int, data: bytes) -> Any:
     if code == _TUPLE:
-        return tuple(decode(data))
+        return tuple(_decode(data, num_tuples + 1))
     if code == _ARRAY:
         size = int.from_bytes(data[:4], "little")
-        dtype, shape = decode(data[4 : 4 + size])
+        dtype, shape = _decode(data[4 : 4 + size], num_tuples + 1)
         if len(data) == 4 + size:
             return np.empty(0, np.dtype(dtype)).reshape(shape)
         return np.frombuffer(data, np.dtype(dtype), offset=4 + size).reshape(shape).copy()
     if code == _SCALAR:
-        dtype, raw = decode(data)
+        dtype, raw = _decode(data, num_tuples + 1)
         return np.frombuffer(raw, np.dtype(dtype))[0]
     raise TypeError(f"unknown extension {code}")

@@ -244,13 +244,18 @@ class RayPool(PartedPool):
     def _call_owners(
         self, plan: Plan, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Callable[[float | None], list[Any]]:
-        waits = [self._nodes[part.owner].node.call(name, args, kwargs, part.rows) for part in plan.parts]
+        calls = [(part.owner, methodcaller("call", name, args, kwargs, part.rows)) for part in plan.parts]
+        waits = [call(self._nodes[owner].node) for owner, call in calls]
         values: list[Any] = []
 
         def collect(timeout_s: float | None) -> list[Any]:
             deadline = deadline_in(timeout_s)
-            for wait in waits[len(values) :]:  # the values of earlier ones came before a timeout
-                values.append(wait(seconds_until(deadline)))
+            while (k := len(values)) < len(waits):  # the values of earlier ones came before a timeout
+                try:
+                    values.append(waits[k](seconds_until(deadline)))
+                except NodeLostError as error:
+                    self._replace(calls[k][0], error)  # and call again, as where a worker is replaced
+                    waits[k] = calls[k][1](self._nodes[calls[k][0]].node)
             return values
 
         return collect
@@ -258,7 +263,7 @@ class RayPool(PartedPool):
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         for part in self._plans.of(env_ids).parts:
-            self._nodes[part.owner].node.set_attr(name, part.take(list(values)), part.rows)
+            self._on_node(part.owner, methodcaller("set_attr", name, part.take(list(values)), part.rows))
 
     def begin_rollout(self, key: int, request: ChunkRequest, part: int | None = None) -> None:
         """See :class:`~rayvec.pools.base.ActingPool`; every worker acts over its own slice.

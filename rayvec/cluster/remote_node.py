@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from operator import itemgetter
 from typing import Any
 
@@ -20,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.node_interface import NodePart, Wait, Weights, done, node_lost
+from rayvec.cluster.pickled import Pickled
 from rayvec.cluster.reachability import can_call_ray
 from rayvec.cluster.software_versions import check_versions
 from rayvec.cluster.tcp_stream import FrameSocket, connect
@@ -105,7 +105,7 @@ class RemoteNode:
             raise self._lost(error) from error
         if isinstance(value, RemoteFailure):
             raise value.rebuild()
-        return value
+        return value.load() if isinstance(value, Pickled) else value
 
     def _look_while_waiting(self, ref: Any, deadline: float, connection: FrameSocket) -> None:
         """Waits for a result, and looks whether the node's machine answers: Ray notices after a minute that not.
@@ -146,7 +146,7 @@ class RemoteNode:
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
         """See :class:`Node`; the returned wait connects the stream."""
         key = secrets.token_bytes(32)
-        allocating = self._start("allocate", observation, action, state, self.slice.env_range.start)
+        allocating = self._start("allocate", Pickled.of((observation, action, state)), self.slice.env_range.start)
         listening = self._start("listen", key)
 
         def connect_stream(timeout_s: float | None) -> None:
@@ -259,7 +259,7 @@ class RemoteNode:
         else:
             self._asked.append(env_ids.tobytes())
         if keep:
-            self._start("keep", kept)(None)
+            self._start("keep", Pickled.of(kept))(None)
         self._frame = frame
 
     def flush(self) -> None:
@@ -349,7 +349,7 @@ class RemoteNode:
             raise self._lost(error) from error
         batch: StepBatch | None = answer.batch
         if batch is None:
-            batch = deepcopy(self._start("kept")(None))  # arrays from Ray are read-only
+            batch = self._start("kept")(None)
         if batch is None:
             raise self._lost(ValueError("an answer that the node has not kept"))
         for info in batch.info:
@@ -379,9 +379,8 @@ class RemoteNode:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
         """See :class:`Node`."""
-        calling = self._start("call", name, args, dict(kwargs), env_ids)
-        return lambda timeout_s: deepcopy(calling(timeout_s))  # arrays from Ray are read-only
+        return self._start("call", name, Pickled.of((args, dict(kwargs))), env_ids)
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`Node`."""
-        self._start("set_attr", name, list(values), env_ids)(None)
+        self._start("set_attr", name, Pickled.of(list(values)), env_ids)(None)

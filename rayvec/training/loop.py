@@ -331,7 +331,7 @@ class _Run:
         if self.num_losses > most or (self.state is None and not is_elastic):
             raise LearnerError(
                 "A run whose ranks are lost continues from its last checkpoint.",
-                expected=f"ranks that start, and at most {most} losses between two checkpoints",
+                expected=f"none lost before the first checkpoint, and at most {most} between two of them",
                 got=f"a lost rank: {error}",
                 remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
             ) from error

@@ -116,7 +116,7 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
             return _Places(RayHost(request, config.address), nodes.num_ranks, workers, True, nodes.has_changed)
         num_nodes, workers = rank_share(count, config.num_nodes, config.workers_per_node, is_restart=fewer)
         num_cpus = max(workers, config.learner_threads)
-        request = ResourceRequest(num_cpus, num_gpus, num_nodes=None if fewer else num_nodes)
+        request = ResourceRequest(num_cpus, num_gpus, num_nodes=num_nodes)
         return _Places(RayHost(request, config.address), count, workers)
     finally:
         session.release()

@@ -21,13 +21,14 @@ from helpers.waiting import alive, wait_until
 from hypothesis import HealthCheck, given, strategies as st
 
 from rayvec.cluster.node_actor import NodeActor
+from rayvec.cluster.pickled import Pickled
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.cluster.tcp_stream import LENGTH_BYTES, MOST_BYTES, STREAM_THREAD, FrameSocket, Listener, connect
 from rayvec.cluster.wire_format import FrameFormat
 from rayvec.data import NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, RemoteFailure
-from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces, deadline_in
+from rayvec.pools.base import NO_RESTARTS, Autoreset, deadline_in
 from rayvec.testing import CountingEnv
 from rayvec.vector.batching import InfoMerger
 
@@ -113,9 +114,10 @@ def test_who_listens_without_the_key_is_refused(data: bytes) -> None:
 @pytest.fixture(scope="module")
 def node() -> Iterator[NodeActor]:
     node = NodeActor(node_slice(), (), NO_RESTARTS)
-    spaces = node.start(factory().in_parts((0, 2, NUM_ENVS)))
-    assert isinstance(spaces, PoolSpaces)
-    node.allocate(spaces.observation, spaces.action)
+    started = node.start(factory().in_parts((0, 2, NUM_ENVS)))
+    assert isinstance(started, Pickled)
+    spaces = started.load()
+    assert node.allocate(Pickled.of((spaces.observation, spaces.action, None)), 0) is None
     yield node
     node.close(0.0)
 

@@ -8,6 +8,7 @@ import inspect
 import pickle
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from helpers.examples import examples
@@ -46,6 +47,24 @@ plain = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+def test_tuples_that_are_nested_too_deeply() -> None:
+    """Reading them would overflow the stack of the process, which ends it."""
+    for depth in (32, 33, 1000):
+        value: Any = "inside"
+        for _ in range(depth):
+            value = (value,)
+        if depth == 32:
+            assert plain_values.decode(plain_values.encode([value, value])) == [value, value]
+            continue
+        with pytest.raises(plain_values.NOT_PLAIN):
+            plain_values.encode(value)
+        data = b"\xa0"
+        for _ in range(depth):
+            data = msgpack.packb(msgpack.ExtType(1, b"\x91" + data))
+        with pytest.raises(ValueError, match="32 tuples"):
+            plain_values.decode(data)
 
 
 @examples(200)

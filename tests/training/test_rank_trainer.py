@@ -287,7 +287,7 @@ def test_ranks_that_the_cluster_has_no_room_for(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("what", ["rank", "node"])
 def test_a_run_outlives_a_rank_or_a_node_of_the_cluster(
-    tmp_path: Path, ray_cluster: Any, what: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, ray_cluster: Any, what: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three ranks on three nodes; the others have room for them without one node."""
     extra = ray_cluster.add_node(num_cpus=1, resources={"extra": 1})
@@ -316,3 +316,5 @@ def test_a_run_outlives_a_rank_or_a_node_of_the_cluster(
     assert "restarting all ranks at step" in caplog.text
     steps = [line["steps"] for line in read_metrics(run_dir / "metrics.jsonl")]
     assert steps == list(range(64, 12_801, 64))
+    begun = [line for line in capsys.readouterr().err.splitlines() if "3 rank(s)" in line]
+    assert ["(nodes: 3)" in line for line in begun] == [True, what == "rank"]

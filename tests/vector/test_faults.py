@@ -48,7 +48,7 @@ from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.pools import restart_state
 from rayvec.pools.base import Autoreset
 from rayvec.pools.restart_state import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
-from rayvec.testing import assert_identical
+from rayvec.testing import CountingEnv, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 
@@ -416,6 +416,14 @@ def test_an_episode_that_was_cut_fills_no_quota(make_vec: Any, fault: int, infer
     assert sorted(length for _, length in lens) == sorted(batch.stats.lens.tolist())
 
 
+class HasNumber(CountingEnv):
+    number = 0
+
+    def add(self, number: int) -> int:
+        self.number += number
+        return self.number
+
+
 def kill(env: RayVecEnv, node: int) -> None:
     os.kill(env.worker_pids()[env.topology.nodes[node].name][0], signal.SIGKILL)
 
@@ -442,6 +450,21 @@ def test_an_actor_that_is_killed_is_replaced(make_vec: Any, node: int) -> None:
     obs = env.step(told(4))[0]
     assert obs[lost[0]].tolist() == [restart_seed(1 + lost[0], lost[0], RESTARTS_OF_A_NODE), 0, 0, 0]
     env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
+
+
+@pytest.mark.parametrize("name", ["call", "get", "set"])
+def test_a_call_that_finds_a_lost_actor_is_made_where_its_environments_restart(make_vec: Any, name: str) -> None:
+    env = make_vec([HasNumber] * 4, nodes=2, workers=1)
+    env.reset(seed=1)
+    kill(env, 1)
+    if name == "call":
+        assert env.call("add", 3) == (3, 3, 3, 3)
+    elif name == "get":
+        assert env.get_attr("number") == (0, 0, 0, 0)
+    else:
+        env.set_attr("number", [1, 2, 3, 4])
+        assert env.get_attr("number") == (1, 2, 3, 4)
+    assert env.step(told(4))[4]["env_restarted"].tolist() == [False, False, True, True]
 
 
 def test_no_seed_comes_twice_when_a_worker_and_then_its_node_are_lost(make_vec: Any) -> None:

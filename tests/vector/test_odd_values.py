@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.exact import SpaceEnv
 from helpers.kinds import MODES, in_lockstep
-from helpers.odd_envs import OwnError, UnloadableInfo
+from helpers.odd_envs import OwnError, Unloadable, UnloadableInfo
 from helpers.odd_values import (
     LOCK,
     ODD_VALUES,
@@ -130,6 +131,42 @@ def test_an_info_that_the_driver_can_not_unpickle(inference: Any) -> None:
         assert env.closed
         if inference != "worker":
             assert "unpickles a reply of worker" in str(caught.value.__cause__)
+
+
+class Speaks(CountingEnv):
+    """Its infos have a value of an enumeration, and it knows what it gets."""
+
+    def __init__(self, words: Any) -> None:
+        super().__init__()
+        self.words = words
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        obs, info = super().reset(seed=seed)
+        return obs, info | {"word": self.words.NO, "is_yes": (options or {}).get("word") is self.words.YES}
+
+    def step(self, action: Any) -> Any:
+        *result, info = super().step(action)
+        return *result, info | {"word": self.words.YES}
+
+    def is_yes(self, word: Any) -> tuple[bool, Any]:
+        return word is self.words.YES, word
+
+
+def test_an_enumeration_of_the_script_stays_the_same_on_other_nodes(make_vec: MakeVec) -> None:
+    words: Any = enum.Enum("words", "YES NO", module="__main__", qualname="words")
+    env = make_vec([partial(Speaks, words)] * 2, *TOPOLOGIES["2x1"])
+    _, info = env.reset(seed=1, options={"word": words.YES})
+    assert info["is_yes"].all() and [word is words.NO for word in info["word"]] == [True, True]
+    assert [word is words.YES for word in env.step(np.zeros(2, int))[4]["word"]] == [True, True]
+    assert env.call("is_yes", words.YES) == ((True, words.YES),) * 2
+    env.set_attr("word", words.NO)
+    assert env.get_attr("word") == (words.NO, words.NO)
+    for inference in ("worker", "node", "driver"):
+        chunk = env.rollout(lambda obs: np.zeros(len(obs), int), 2, inference)  # type: ignore[arg-type]
+        assert [info.info["word"] is words.YES for info in chunk.infos] == [True] * 4
+    with pytest.raises(ValueError, match="no number") as caught:
+        env.call("is_yes", Unloadable())
+    assert isinstance(caught.value.__cause__, EnvError) and not env.closed
 
 
 def test_an_info_of_a_reset_that_the_driver_can_not_unpickle() -> None:
