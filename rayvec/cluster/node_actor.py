@@ -117,8 +117,11 @@ class NodeActor:
             pool.begin_rollout(key, request._replace(by_reference=False))
             times, summary, chunk = pool.finish_on_node(request.by_reference)
             pool.acting.release()
+            if summary is not None:  # as it was requested by reference
+                summary, chunk = with_objects_pickled(summary), with_objects_pickled(chunk)
+            else:
+                chunk = [*map(with_objects_pickled, chunk)]
             found = times, summary, self._log.take(), pool.take_replaced()
-            chunk = with_objects_pickled(chunk) if request.by_reference else [*map(with_objects_pickled, chunk)]
             return found, chunk  # Ray copies the chunk before the next call starts
 
         taken = self._guard(take)
@@ -176,7 +179,7 @@ class NodeActor:
         """
         pool = self._running
         frames = FrameFormat(pool.layout, pool.action_layout)
-        together: deque[NDArray[np.int64]] = deque()
+        together: deque[tuple[NDArray[np.int64], Exception | None]] = deque()
         num_waiting = 0
         with contextlib.suppress(EOFError, OSError):
             while True:
@@ -185,18 +188,22 @@ class NodeActor:
                     if max(num_waiting + len(request.env_ids), len(self._kept_for_driver)) > pool.num_envs:
                         logger.warning("closed a stream with more requests than environments")
                         return
+                    failure: Exception | None = None
                     try:
                         self._check_ids(pool, request.env_ids)
                         with self._turn:
                             self._begin(pool, request)
                     except Exception as error:
-                        self._keep_failure(error)
-                        connection.send(frames.pack_kept(request.env_ids.copy()))
+                        failure = error
+                    env_ids = request.env_ids.copy()  # the next frame overwrites the original
+                    if failure is not None and (request.loose or not together):
+                        self._keep_failure(failure)
+                        connection.send(frames.pack_kept(env_ids))
                         continue
-                    num_waiting += len(request.env_ids)
+                    num_waiting += len(env_ids)
                     if not request.loose:
-                        together.append(request.env_ids.copy())  # the next frame overwrites the original
-                frame, count = self._answer(pool, frames, together.popleft if together else pool.completed_ids)
+                        together.append((env_ids, failure))
+                frame, count = self._answer(pool, frames, *(together.popleft() if together else (None, None)))
                 num_waiting -= count
                 if frame:
                     connection.send(frame)
@@ -245,13 +252,27 @@ class NodeActor:
             pool.send(request.env_ids, actions, request.autoreset)
 
     def _answer(
-        self, pool: ProcessPool, frames: FrameFormat, which: Callable[[], NDArray[np.int64]]
+        self,
+        pool: ProcessPool,
+        frames: FrameFormat,
+        together: NDArray[np.int64] | None,
+        failure: Exception | None,
     ) -> tuple[bytes | memoryview, int]:
-        """Returns an answer frame and its number of environments; an empty frame and 0 if none is ready."""
-        env_ids = np.zeros(0, np.int64)
+        """Returns an answer frame and its number of environments; an empty frame and 0 if none is ready.
+
+        Args:
+            pool: The pool.
+            frames: Packs the frame.
+            together: The environments of the oldest request; None for whichever have completed.
+            failure: What that request has raised.
+        """
+        env_ids = np.zeros(0, np.int64) if together is None else together
         try:
+            if failure is not None:
+                raise failure
             with self._turn:
-                env_ids = which()
+                if together is None:
+                    env_ids = pool.completed_ids()
                 if not len(env_ids):
                     return b"", 0
                 batch = pool.recv(env_ids)

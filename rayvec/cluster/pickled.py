@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from rayvec.data import Chunk, ChunkInfos, tree_leaves
+from rayvec.data import Chunk, ChunkInfos, ChunkSummary, tree_leaves
 from rayvec.node.chunk_memory import dumps, packed
 
 __all__ = ["Pickled", "with_objects_pickled"]
+
+_T = TypeVar("_T", Chunk, ChunkSummary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class _Sealed:
         return pickle.loads, (dumps(self.value),)
 
 
-def with_objects_pickled(chunk: Chunk) -> Chunk:
-    """Returns a chunk for Ray to pickle, whose parts with objects Ray does not pickle by itself."""
+def with_objects_pickled(chunk: _T) -> _T:
+    """Returns a chunk, or a summary of one, for Ray to pickle, whose parts with objects Ray does not pickle itself."""
     values = {each.name: getattr(chunk, each.name) for each in fields(chunk)}
     sealed: dict[str, Any] = {name: _Sealed(value) for name, value in values.items() if _has_objects(value)}
     return replace(chunk, **sealed) if sealed else chunk

@@ -45,7 +45,8 @@ def _refuse_impostors(value: Any, num_tuples: int = 0) -> None:
     if kind is bytearray or kind is memoryview:
         raise TypeError(f"{kind.__name__} has no plain form")
     if kind is dict:
-        for item in value.values():
+        for key, item in value.items():
+            _refuse_impostors(key, num_tuples)
             _refuse_impostors(item, num_tuples)
     elif kind is list or kind is tuple:
         num_tuples += kind is tuple
@@ -86,11 +87,11 @@ def _restore(num_tuples: int, code: int, data: bytes) -> Any:
         return tuple(_decode(data, num_tuples + 1))
     if code == _ARRAY:
         size = int.from_bytes(data[:4], "little")
-        dtype, shape = _decode(data[4 : 4 + size], num_tuples + 1)
+        dtype, shape = msgpack.unpackb(data[4 : 4 + size], raw=False)
         if len(data) == 4 + size:
             return np.empty(0, np.dtype(dtype)).reshape(shape)
         return np.frombuffer(data, np.dtype(dtype), offset=4 + size).reshape(shape).copy()
     if code == _SCALAR:
-        dtype, raw = _decode(data, num_tuples + 1)
+        dtype, raw = msgpack.unpackb(data, raw=False)
         return np.frombuffer(raw, np.dtype(dtype))[0]
     raise TypeError(f"unknown extension {code}")

@@ -105,7 +105,13 @@ class RemoteNode:
             raise self._lost(error) from error
         if isinstance(value, RemoteFailure):
             raise value.rebuild()
-        return value.load() if isinstance(value, Pickled) else value
+        if not isinstance(value, Pickled):
+            return value
+        try:
+            return value.load()
+        except Exception as error:  # such as a class of a module that the driver can't import
+            where = f"the process that unpickles an answer of node {self.slice.name}"
+            raise RemoteFailure.capture(error, where).rebuild() from None
 
     def _look_while_waiting(self, ref: Any, deadline: float, connection: FrameSocket) -> None:
         """Waits for a result, and looks whether the node's machine answers: Ray notices after a minute that not.

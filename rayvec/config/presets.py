@@ -132,7 +132,7 @@ def with_env_id(settings: Any, env_id: str) -> Any:
     """Returns settings for another environment: with its preset in place of that of the environment before.
 
     A copy (``dataclasses.replace``, YAML) was given every setting. Then only settings without a default, and those that
-    differ from the preset before, count as given.
+    differ from the preset before, count as given: a copy does not know what was given with the value of the preset.
     """
     kind, given = type(settings), settings._given
     own = [each for each in fields(kind) if each.init]

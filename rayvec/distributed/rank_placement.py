@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import ray
@@ -112,6 +112,14 @@ def _spread(nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int) -> li
     return chosen if fits else []
 
 
+def _waits_for_spread(nodes: Sequence[NodeCapacity], num_ranks: int, request: ResourceRequest) -> bool:
+    """Whether ranks can be spread only once cores are free that the lost ranks had claimed."""
+    if not request.num_nodes or not request.num_cpus or _spread(nodes, num_ranks, request.num_nodes):
+        return False
+    later = [replace(node, capacity=node.all_cpus // request.num_cpus) for node in nodes]
+    return bool(_spread(later, num_ranks, request.num_nodes))
+
+
 def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = False) -> list[RankPlacement]:
     """Places ranks on the connected cluster; waits for at most 10 s until claims that were just returned are free.
 
@@ -124,10 +132,13 @@ def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = F
     Raises:
         ConfigError: The cluster has too little capacity.
     """
-    deadline = time.monotonic() + _PLACE_S
+    deadline, spread_by = time.monotonic() + _PLACE_S, time.monotonic() + _JOIN_TIMEOUT_S
     while True:
         try:
             nodes = capacities(request)
+            if fewer and time.monotonic() < spread_by and _waits_for_spread(nodes, num_ranks, request):
+                time.sleep(_LOOK_AGAIN_S)
+                continue
             return place_ranks(nodes, num_ranks, request.num_nodes)
         except ConfigError:
             if request.num_gpus and not ray.cluster_resources().get("GPU"):

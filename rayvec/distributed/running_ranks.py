@@ -131,8 +131,8 @@ class RankSet:
         """Waits for one result of each of the first ranks.
 
         Ranks that only compute do so together: once one has returned, the others do within the time that ranks wait for
-        each other. After a failure, the others fail soon too. This waits 5 s for them, because one of them may hold the
-        cause, but not once a process has ended: then all ranks are restarted anyway.
+        each other. After a failure it waits up to 5 s for the other ranks, since one of them may hold the cause. If a
+        process has ended and no object has raised, it does not wait: all ranks are restarted.
 
         Args:
             refs: Of the results.
@@ -145,7 +145,7 @@ class RankSet:
         outcome_of = functools.cache(self._outcome)  # each result is fetched once
 
         def failure(done: Sequence[Any]) -> _Failure | None:
-            return min((how for how, value in map(outcome_of, done) if isinstance(value, Exception)), default=None)
+            return min((how for how, _ in map(outcome_of, done) if how is not None), default=None)
 
         done = self._await(refs, 1) if limit_s is None else self._host.wait(refs, 1, limit_s)
         if not done:
@@ -161,9 +161,9 @@ class RankSet:
             outcome_of(ref) if ref in done else (_Failure.PEER_LOST, lost(rank, "it did not return in time"))
             for rank, ref in zip(self.ranks, refs, strict=False)
         ]
-        errors = [outcome for outcome in outcomes if isinstance(outcome[1], Exception)]
+        errors = [(how, value) for how, value in outcomes if how is not None]
         if errors:
-            raise min(errors, key=lambda outcome: outcome[0])[1]
+            raise min(errors, key=lambda error: error[0])[1]
         return [value for _, value in outcomes]
 
     def _await(self, refs: Sequence[Any], num_results: int) -> list[Any]:
@@ -187,14 +187,14 @@ class RankSet:
             before, look_at_s = signs, time.monotonic() + pause_s
         return done
 
-    def _outcome(self, ref: Any) -> tuple[_Failure, Any]:
-        """Returns the result of a call that has ended, or the exception that it ended with and how it failed."""
+    def _outcome(self, ref: Any) -> tuple[_Failure | None, Any]:
+        """Returns None and the result of a call that has ended, or how it failed and the exception."""
         try:
             result = self._host.result(ref)
         except RankLostError as error:
             return _Failure.ENDED, error
         if not isinstance(result, RemoteFailure):
-            return _Failure.RAISED, result
+            return None, result
         rebuilt = result.rebuild(LearnerError)
         return (_Failure.PEER_LOST if isinstance(rebuilt, RankLostError) else _Failure.RAISED), rebuilt
 

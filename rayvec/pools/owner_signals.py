@@ -11,8 +11,8 @@ __all__ = ["fork_with_signals_blocked", "is_left_to_owner", "leave_to_owner", "r
 def leave_to_owner(*numbers: signal.Signals) -> None:
     """Makes this process ignore signals that reach every process of a job: the owner decides.
 
-    A handler that does nothing, and not SIG_IGN, which programs that an environment starts would inherit. As under
-    SIG_IGN, calls in native code are not interrupted.
+    A handler that does nothing, and not SIG_IGN, which programs that an environment starts would inherit. In native
+    code, most calls that the signal interrupts resume; poll, select and sleeps return EINTR.
     """
     for number in numbers:
         signal.signal(number, _do_nothing)
@@ -27,13 +27,12 @@ def is_left_to_owner(number: signal.Signals) -> bool:
 
 def fork_with_signals_blocked(*numbers: signal.Signals) -> int:
     """Forks as ``os.fork`` does. In the child the signals stay blocked until it calls :func:`leave_to_owner`."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    pid = -1
+    before, pid = signal.pthread_sigmask(signal.SIG_BLOCK, numbers), -1
     try:
         pid = os.fork()
     finally:
         if pid != 0:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 
 

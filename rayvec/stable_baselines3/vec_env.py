@@ -18,7 +18,7 @@ from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.restart_state import RESTARTED
 from rayvec.stable_baselines3.worker_env import WorkerEnv
-from rayvec.vector.pool_adapter import PoolAdapter
+from rayvec.vector.pool_adapter import LOSSES, PoolAdapter
 
 __all__ = ["RayVecEnv"]
 
@@ -255,7 +255,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
             return [value for env_id in ids.tolist() for value in self._call(name, args, env_id)]
         if len(ids) == 0:
             return []
-        return self._guarded(lambda: self._pool.call(name, args, {}, ids)(None), KeyboardInterrupt)
+        return self._guarded(lambda: self._pool.call(name, args, {}, ids)(None), LOSSES)
 
 
 def _listed(indices: int | Iterable[int]) -> int | list[int]:

@@ -208,7 +208,7 @@ def test_an_answer_that_can_not_be_packed_is_a_failure_for_the_driver(
     frames = FrameFormat(pool.layout, pool.action_layout)
     monkeypatch.setattr(frames, "pack_answer", fails)
     pool.observe(env_ids)
-    frame, count = node._answer(pool, frames, lambda: env_ids)
+    frame, count = node._answer(pool, frames, env_ids, None)
     assert count == NUM_ENVS and frames.unpack_answer(frame).batch is None
     assert isinstance(node.kept(), RemoteFailure) and node.kept() is None
 

@@ -51,20 +51,28 @@ plain = st.recursive(
 
 def test_tuples_that_are_nested_too_deeply() -> None:
     """Reading them would overflow the stack of the process, which ends it."""
-    for depth in (32, 33, 1000):
-        value: Any = "inside"
-        for _ in range(depth):
-            value = (value,)
-        if depth == 32:
-            assert plain_values.decode(plain_values.encode([value, value])) == [value, value]
-            continue
-        with pytest.raises(plain_values.NOT_PLAIN):
-            plain_values.encode(value)
+    for depth in (31, 32, 33, 1000):
+        for inside in ("text", np.float32(1), np.zeros(2), {(1,): ()}):
+            value: Any = inside
+            for _ in range(depth - isinstance(inside, dict)):
+                value = (value,)
+            for each in (value, {value: 1}) if isinstance(inside, str) else (value,):
+                if depth <= 32:
+                    assert_identical(plain_values.decode(plain_values.encode(each)), each)
+                else:
+                    with pytest.raises(plain_values.NOT_PLAIN):
+                        plain_values.encode(each)
         data = b"\xa0"
         for _ in range(depth):
             data = msgpack.packb(msgpack.ExtType(1, b"\x91" + data))
-        with pytest.raises(ValueError, match="32 tuples"):
-            plain_values.decode(data)
+        if depth > 32:
+            with pytest.raises(ValueError, match="32 tuples"):
+                plain_values.decode(data)
+    data = msgpack.packb("<f4")
+    for _ in range(1000):  # a head of an array is none itself
+        data = msgpack.packb(msgpack.ExtType(3, b"\x92" + data + b"\xc4\x00"))
+    with pytest.raises((TypeError, ValueError)):
+        plain_values.decode(data)
 
 
 @examples(200)

@@ -77,6 +77,19 @@ class Unloadable:
         return int, ("no number",)
 
 
+def _none_under_ray() -> int:
+    if "ray" in sys.modules:
+        raise ValueError("no number")
+    return 3
+
+
+class UnloadableUnderRay:
+    """Is unpickled as 3 in workers, and raises in actors of Ray."""
+
+    def __reduce__(self) -> Any:
+        return _none_under_ray, ()
+
+
 class Returns(CountingEnv):
     def back(self, value: Any) -> Any:
         return value

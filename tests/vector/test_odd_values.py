@@ -19,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.exact import SpaceEnv
 from helpers.kinds import MODES, in_lockstep
-from helpers.odd_envs import OwnError, Unloadable, UnloadableInfo
+from helpers.odd_envs import OwnError, Returns, UnloadableInfo, UnloadableUnderRay
 from helpers.odd_values import (
     LOCK,
     ODD_VALUES,
@@ -164,9 +164,32 @@ def test_an_enumeration_of_the_script_stays_the_same_on_other_nodes(make_vec: Ma
     for inference in ("worker", "node", "driver"):
         chunk = env.rollout(lambda obs: np.zeros(len(obs), int), 2, inference)  # type: ignore[arg-type]
         assert [info.info["word"] is words.YES for info in chunk.infos] == [True] * 4
-    with pytest.raises(ValueError, match="no number") as caught:
-        env.call("is_yes", Unloadable())
-    assert isinstance(caught.value.__cause__, EnvError) and not env.closed
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_value_that_only_another_node_can_not_unpickle(make_vec: MakeVec, groups: int) -> None:
+    env = make_vec([Returns] * 4, *TOPOLOGIES["2x1"], groups=groups)
+    env.reset(seed=1)
+    for call in (lambda: env.call("back", UnloadableUnderRay()), lambda: env.set_attr("x", UnloadableUnderRay())):
+        with pytest.raises(ValueError, match="no number") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, EnvError) and "driver" not in str(caught.value.__cause__)
+    assert env.call("back", 3) == (3, 3, 3, 3)
+    with pytest.raises(ValueError, match="no number"):
+        env.reset(options={"x": UnloadableUnderRay()})
+    assert env.closed
+
+
+def test_actions_of_one_group_that_only_another_node_can_not_unpickle(make_vec: MakeVec) -> None:
+    """While the other group steps: its answer comes first."""
+    space = spaces.Sequence(spaces.Discrete(4))
+    env = make_vec([partial(SpaceEnv, spaces.Discrete(3), space)] * 4, *TOPOLOGIES["2x1"], groups=2)
+    env.reset(seed=1)
+    env.send([(1,)] * 2, group=0)
+    env.send([UnloadableUnderRay()] * 2, group=1)
+    assert env.recv(group=0).rew.shape == (2,)
+    with pytest.raises(ValueError, match="no number"):
+        env.recv(group=1)
 
 
 def test_an_info_of_a_reset_that_the_driver_can_not_unpickle() -> None:

@@ -22,7 +22,7 @@ from rayvec.tianshou.env.assembly import Assembler, StepResult, objects, stack
 from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv
 from rayvec.tianshou.env.remote_env import RemoteEnv
 from rayvec.tianshou.env.sub_batches import check_not_async, check_steps_singly, native_attr, unrolled
-from rayvec.vector.pool_adapter import PoolAdapter
+from rayvec.vector.pool_adapter import LOSSES, PoolAdapter
 
 __all__ = ["RayVectorEnv", "RayVectorEnvType"]
 
@@ -161,13 +161,13 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         """Sets an attribute of some environments, within all wrappers."""
         if self._native:
             pool_ids = self._pool_ids(self._free_ids(id))
-            self._guarded(lambda: self._pool.set_attr(key, [value] * len(pool_ids), pool_ids), KeyboardInterrupt)
+            self._guarded(lambda: self._pool.set_attr(key, [value] * len(pool_ids), pool_ids), LOSSES)
             return
         self._call("set_env_attr", key, value, id=id)
 
     def _call(self, name: str, *args: Any, id: Ids = None, **kwargs: Any) -> list[Any]:
         pool_ids = self._pool_ids(self._free_ids(id))
-        return self._guarded(lambda: self._pool.call(name, args, kwargs, pool_ids)(None), KeyboardInterrupt)
+        return self._guarded(lambda: self._pool.call(name, args, kwargs, pool_ids)(None), LOSSES)
 
     def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Resets some environments, all with the same arguments.
