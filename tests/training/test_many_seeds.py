@@ -145,7 +145,8 @@ def test_a_seed_that_fails_leaves_the_others_and_is_continued(tmp_path: Path) ->
     assert len(list((tmp_path / "a").glob("seed*/result.json"))) == 2
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_every_run_and_the_same_command_continues(tmp_path: Path, signum: int) -> None:
     settings = {**SETTINGS, "total_steps": 2_000_000, "compile": False, "run_dir": "a"}
     with running(["train", "ppo", *options(settings), "--seeds", "1", "2", "3"], tmp_path) as command:
