@@ -37,6 +37,13 @@ def run(settings: Compare, mentioned: frozenset[str] = frozenset()) -> None:
     check(settings)
     check_any(settings, "env_id", "num_envs")
     check_peers((*settings.peer, settings.reference), COMPARE_PEERS)
+    if settings.reference == "rayvec-tcp":
+        raise ConfigError(
+            "--reference names a peer that runs without a cluster of its own.",
+            expected="any peer but rayvec-tcp",
+            got=settings.reference,
+            remedy="Pass --reference process-pool, and rayvec-tcp as a --peer.",
+        )
     pythons = venvs(settings.peer_venv)
     _check_envs(settings.env_id)
     results = Results.of("compare", settings)

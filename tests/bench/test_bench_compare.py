@@ -220,6 +220,7 @@ def test_efficiency_is_over_one_rank(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ("compare --peer warp-drive", ["warp-drive"]),
+        ("compare --reference rayvec-tcp", ["rayvec-tcp", "process-pool"]),
         ("compare --env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
         ("compare --peer-venv rllib=/nowhere", ["rllib=/nowhere", "make_peer_venvs.sh"]),
         ("compare --peer-venv /usr", ["/usr", "name=path"]),
