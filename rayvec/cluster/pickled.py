@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from rayvec.data import Chunk, ChunkInfos, ChunkSummary, tree_leaves
-from rayvec.node.chunk_memory import dumps, packed
+from rayvec.node.chunk_memory import dumps
 
 __all__ = ["Pickled", "with_objects_pickled"]
 
@@ -30,12 +30,8 @@ class Pickled:
 
     @classmethod
     def of(cls, value: Any) -> Pickled:
-        """Pickles a value.
-
-        Raises:
-            TypeError: A part of it can't be pickled.
-        """
-        return cls(packed(value))
+        """Pickles a value."""
+        return cls(dumps(value))
 
     def load(self) -> Any:
         """Returns the value."""

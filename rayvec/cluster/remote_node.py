@@ -27,6 +27,7 @@ from rayvec.cluster.wire_format import FrameFormat, Kind
 from rayvec.data import ChunkRequest, NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, carrying_path
 from rayvec.errors import NodeLostError, RemoteFailure
+from rayvec.node.chunk_memory import packed
 from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.restart_state import RESTARTED, NodeState
 from rayvec.pools.shared_memory import ArrayLayout
@@ -265,7 +266,7 @@ class RemoteNode:
         else:
             self._asked.append(env_ids.tobytes())
         if keep:
-            self._start("keep", Pickled.of(kept))(None)
+            self._start("keep", Pickled(packed(kept)))(None)
         self._frame = frame
 
     def flush(self) -> None:
@@ -385,8 +386,8 @@ class RemoteNode:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
         """See :class:`Node`."""
-        return self._start("call", name, Pickled.of((args, dict(kwargs))), env_ids)
+        return self._start("call", name, Pickled(packed((args, dict(kwargs)))), env_ids)
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """See :class:`Node`."""
-        self._start("set_attr", name, Pickled.of(list(values)), env_ids)(None)
+        self._start("set_attr", name, Pickled(packed(list(values))), env_ids)(None)
