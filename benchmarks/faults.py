@@ -230,13 +230,15 @@ def fork_server_killed() -> float:
 def machine_gone() -> float:
     """A machine disappears from the network (its packets are dropped): the stream reports it."""
     drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
-    with contextlib.closing(Listener("127.0.0.1", b"key", lambda connection: time.sleep(60.0))) as listener:
-        with connect("127.0.0.1", listener.port, b"key") as connection:
-            attach_filter = 26
-            program = struct.pack("HL", 1, ctypes.addressof(drop_all))
-            connection._sock.setsockopt(socket.SOL_SOCKET, attach_filter, program)
-            connection.send((8).to_bytes(8, "little"))
-            return until(OSError, connection.recv)
+    with (
+        contextlib.closing(Listener("127.0.0.1", b"key", lambda connection: time.sleep(60.0))) as listener,
+        connect("127.0.0.1", listener.port, b"key") as connection,
+    ):
+        attach_filter = 26
+        program = struct.pack("HL", 1, ctypes.addressof(drop_all))
+        connection._sock.setsockopt(socket.SOL_SOCKET, attach_filter, program)
+        connection.send((8).to_bytes(8, "little"))
+        return until(OSError, connection.recv)
 
 
 def worker_killed(cluster: Any) -> float:

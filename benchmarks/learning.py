@@ -41,7 +41,7 @@ from rayvec.training.evaluation import evaluate_run
 from rayvec.training.learning_curve import episode_mean
 from rayvec.training.loggers import read_metrics
 from rayvec.training.matplotlib_figures import COLORS, curves_figure
-from rayvec.training.run_dir import load_run
+from rayvec.training.run_dir import load_result, load_run
 from rayvec.training.runs import make_env
 
 RAYVEC = [sys.executable, "-m", "rayvec"]
@@ -113,7 +113,7 @@ def train(command: Sequence[str], run_dir: Path, minutes: float | None) -> float
 def judged(run_dir: Path, episodes: int) -> tuple[int, NDArray[np.float64]]:
     """Returns the steps that a run has taken and its greedy returns, played now if it was ended before it did so."""
     if (run_dir / "result.json").exists():
-        result = json.loads((run_dir / "result.json").read_text())
+        result = load_result(run_dir)
         return result["total_steps"], np.array(result["eval_returns"], np.float64)
     steps = load_run(run_dir)[1]["progress"]["steps"]
     return steps, evaluate_run(run_dir, num_episodes=episodes).returns

@@ -179,7 +179,7 @@ class Eval:
         for path in ([self.video] if self.video else []) + ([None] if self.render else []):
             from rayvec.training.rendering import show
 
-            (episode_return,) = show(self.run_dir, path, seed=self.seed, checkpoint=self.checkpoint)
+            episode_return = show(self.run_dir, path, seed=self.seed, checkpoint=self.checkpoint)
             where = f"in {path}" if path else "on the screen"
             print(f"rayvec: an episode with return {episode_return:.2f} {where}", file=sys.stderr)
         changes = {name: getattr(self, name) for name in ADJUSTABLE if name in _mentioned(args)}

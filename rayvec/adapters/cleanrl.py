@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rayvec.data import Tree
 from rayvec.data.sub_batch_infos import is_mask, mask_of
 from rayvec.errors import ConfigError
+from rayvec.pools.shared_memory import index_tree
 from rayvec.vector import ray_vec_env
 from rayvec.vector.batching import parse_autoreset_mode
 
@@ -69,18 +70,12 @@ def _as_before(infos: dict[str, Any], ended: NDArray[np.bool_]) -> dict[str, Any
     final_obs, final_info = infos.get("final_obs"), infos.get("final_info")
     last, of_last = np.full(len(ended), None, object), np.full(len(ended), None, object)
     for row in np.flatnonzero(ended).tolist():
-        last[row] = _row(final_obs, row)
+        last[row] = index_tree(final_obs, row)
         if isinstance(final_info, Mapping):
             of_last[row] = _info_of(dict(final_info), row, len(ended))
         else:  # a native sub-batch may have one dict for each environment
             of_last[row] = {} if final_info is None else final_info[row]
     return {**infos, "final_observation": last, "_final_observation": ended, "final_info": of_last}
-
-
-def _row(values: Any, row: int) -> Any:
-    if isinstance(values, dict):
-        return {key: _row(value, row) for key, value in values.items()}
-    return tuple(_row(value, row) for value in values) if isinstance(values, tuple) else values[row]
 
 
 def _info_of(columns: dict[str, Any], row: int, count: int) -> dict[str, Any]:

@@ -32,14 +32,11 @@ _OLD_DESIGN = Path(__file__).with_name("ray_per_env_scaling_2024.csv")
 
 def machine() -> dict[str, Any]:
     """Returns the cores, processor, memory, system and interpreter that the benchmark ran on."""
-    processors = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
+    described = Path("/proc/cpuinfo").read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in described if line.startswith("model name"))
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "processor": processors[0] if processors else platform.machine(),
+        "processor": next(names, platform.machine()),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -43,10 +43,11 @@ _SETTINGS = {
 }
 
 
-class RaySession:
+class RaySession(contextlib.AbstractContextManager["RaySession"]):
     """A shared, reference-counted connection of this process to Ray.
 
-    Every session must be released. Releasing the last one closes the connection that the first one opened.
+    Every session must be released, as a ``with`` block does. Releasing the last one closes the connection that the
+    first one opened.
 
     Args:
         address: Address of a running cluster. By default the already initialised Ray, ``RAY_ADDRESS``, or a private
@@ -87,6 +88,9 @@ class RaySession:
         else:
             cls._reaper = _start_private()
         cls._ours = True
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Releases the session; further calls do nothing.

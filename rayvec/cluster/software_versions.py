@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import platform
-import re
+import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 
@@ -19,10 +18,9 @@ _PARTS = {"rayvec": 9, "ray": 9, "python": 2, "numpy": 1}
 
 def own_versions() -> dict[str, str]:
     """Returns the versions of this process."""
-    found = re.search(r'^__version__ = "(.+)"', (Path(__file__).parents[1] / "__init__.py").read_text(), re.MULTILINE)
     return {
         "python": platform.python_version(),
-        "rayvec": found[1] if found else "unknown",
+        "rayvec": sys.modules["rayvec"].__version__,
         "numpy": np.__version__,
     }
 

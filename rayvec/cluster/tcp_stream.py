@@ -51,16 +51,16 @@ _TCP_INFO = struct.Struct("=2x2B48xI")
 logger = logging.getLogger(__name__)
 
 
-def connect(address: str, port: int, key: bytes, timeout_s: float = _HANDSHAKE_S) -> FrameSocket:
+def connect(address: str, port: int, key: bytes) -> FrameSocket:
     """Connects to a :class:`Listener` and proves that this side holds the key.
 
     Raises:
         PermissionError: The listener does not hold the key, or rejected the key of this side.
         OSError: The connection failed, for example because no listener accepts connections there.
     """
-    sock = socket.create_connection((address, port), timeout_s)
+    sock = socket.create_connection((address, port), _HANDSHAKE_S)
     try:
-        _authenticate(sock, key, time.monotonic() + timeout_s, b"client", b"server")
+        _authenticate(sock, key, time.monotonic() + _HANDSHAKE_S, b"client", b"server")
     except BaseException:
         sock.close()
         raise

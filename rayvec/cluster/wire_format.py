@@ -178,8 +178,7 @@ class FrameFormat:
         else:
             found = action_leaves(actions, self._action_layout, count)
             if found is None:
-                size = _REQUEST.size + env_ids.nbytes
-                return _REQUEST.pack(size, Kind.STEP_KEPT, autoreset, loose, 0, count, 0) + env_ids.tobytes(), True
+                return self.pack_ids(Kind.STEP_KEPT, env_ids, loose, autoreset=autoreset), True
             leaves, codes = found, "".join([leaf.dtype.char for leaf in found])
         key = env_ids.tobytes(), codes, autoreset, loose
         frame, arrays = self._packed.get(key) or self._packed_step(key, env_ids)
@@ -221,16 +220,15 @@ class FrameFormat:
             payload = plain_values.encode([list(seeds), options])
         except plain_values.NOT_PLAIN:
             payload = b""
-        return self._request(Kind.RESET, env_ids, loose, payload), not payload
-
-    def pack_ids(self, kind: Kind, env_ids: NDArray[np.int64], loose: bool) -> bytes:
-        """Returns the frame of a request that holds nothing but environment ids."""
-        return self._request(kind, env_ids, loose, b"")
+        return self.pack_ids(Kind.RESET, env_ids, loose, payload), not payload
 
     @staticmethod
-    def _request(kind: Kind, env_ids: NDArray[np.int64], loose: bool, payload: bytes) -> bytes:
+    def pack_ids(
+        kind: Kind, env_ids: NDArray[np.int64], loose: bool, payload: bytes = b"", autoreset: int = 0
+    ) -> bytes:
+        """Returns the frame of a request that holds environment ids, and encoded values or nothing besides."""
         size = _REQUEST.size + env_ids.nbytes + len(payload)
-        head = _REQUEST.pack(size, kind, 0, loose, 0, len(env_ids), len(payload))
+        head = _REQUEST.pack(size, kind, autoreset, loose, 0, len(env_ids), len(payload))
         return b"".join([head, env_ids.tobytes(), payload])
 
     def unpack_request(self, frame: bytes | bytearray | memoryview) -> Request:

@@ -18,6 +18,7 @@ from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.node_statistics import node_stats
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout, tree_leaves
+from rayvec.data.batch import join_episodes
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite_checks import bad_obs_error, drop_bad_episodes
 from rayvec.data.join_chunks import counted_ends, summarize
@@ -222,11 +223,7 @@ class Collector:
         self._begin()
         played = [stats for _, stats in self._episodes(n_episode, max_len)]
         self._counts = _Counts()
-        return EpisodeStats(
-            np.concatenate([stats.env_ids for stats in played]),
-            np.concatenate([stats.returns for stats in played]),
-            np.concatenate([stats.lens for stats in played]),
-        )
+        return join_episodes(played)
 
     def drain(self) -> Batch | None:
         """Returns the pending chunks as a batch, and starts none; None where none is pending.

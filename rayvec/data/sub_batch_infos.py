@@ -96,9 +96,7 @@ def _rows(value: Any, count: int) -> NDArray[Any]:
 
 
 def _objects(values: Sequence[Any]) -> NDArray[Any]:
-    array = np.empty(len(values), object)
-    array[:] = values if len(values) != 1 else [values[0]]
-    return array
+    return np.fromiter(values, object, len(values))
 
 
 def info_blocks(t: int, first: int, columns: Columns, among: NDArray[np.bool_]) -> Iterator[InfoBlock]:

@@ -58,11 +58,6 @@ class Topology:
         """Returns the topology of a driver that steps all environments on its own machine, without Ray."""
         return cls((NodeSlice("driver", "localhost", tuple(worker_bounds), 0),))
 
-    @property
-    def num_envs(self) -> int:
-        """How many environments there are in all."""
-        return sum(len(node.env_range) for node in self.nodes)
-
     def without_claims(self) -> Topology:
         """Returns the same without a claim to any core."""
         return Topology(tuple(replace(node, num_cpus=0) for node in self.nodes))

@@ -25,13 +25,13 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import select
 import time
 
 import torch
 from torch import Tensor
 
 from rayvec.errors import ConfigError, RankLostError
+from rayvec.node.pipe import ProcessWatch
 
 __all__ = ["SharedMemoryRanks", "can_share_memory"]
 
@@ -89,7 +89,7 @@ class SharedMemoryRanks:
         self._others = [other for other in range(size) if other != rank]
         self._num_steps = 0
         self._num_small = 0
-        self._pidfds: dict[int, int] = {}
+        self._watches: dict[int, ProcessWatch] = {}
         fd = self._open(path)
         self.path = f"/proc/{os.getpid()}/fd/{fd}" if path is None else path
         self._fd: int | None = fd
@@ -239,15 +239,9 @@ class SharedMemoryRanks:
         pid = self._pids[other * 8]
         if pid == 0:
             return
-        try:
-            if other not in self._pidfds:
-                self._pidfds[other] = os.pidfd_open(pid)
-            poll = select.poll()
-            poll.register(self._pidfds[other], select.POLLIN)
-            has_ended = bool(poll.poll(0))
-        except ProcessLookupError:
-            has_ended = True
-        if has_ended and self._marks[other * 8] < self._num_steps:
+        if other not in self._watches:
+            self._watches[other] = ProcessWatch(pid)
+        if self._watches[other].ended() and self._marks[other * 8] < self._num_steps:
             raise _lost(f"rank {other} to live", f"its process {pid} has ended")
 
     def close(self) -> None:
@@ -257,9 +251,9 @@ class SharedMemoryRanks:
         self._marks[self.rank * 8] = _LEFT + self._num_steps
         os.close(self._fd)
         self._fd = None
-        for pidfd in self._pidfds.values():
-            os.close(pidfd)
-        self._pidfds = {}
+        for watch in self._watches.values():
+            watch.close()
+        self._watches = {}
 
 
 def _lost(expected: str, got: str) -> RankLostError:

@@ -48,12 +48,10 @@ def examine(address: str | None, env_id: str | None) -> Iterator[Finding]:
     except Exception as error:
         yield _no_ray(address, error)
         return
-    try:
+    with session:
         where = address or os.environ.get("RAY_ADDRESS") or "a private local cluster"
         yield Finding("ok", "driver", "ray", f"answers: {where}")
         yield from _Examination(driver).run(env_id, factory)
-    finally:
-        session.release()
 
 
 def _no_ray(address: str | None, error: Exception) -> Finding:
@@ -139,8 +137,8 @@ class _Examination:
         else:
             yield Finding("ok", node.name, "port back", back)
 
-    def _ask(self, node: Node, method: str, *args: Any, timeout_s: float = _ANSWER_S) -> Any:
-        return ray.get(getattr(self._probes[node.node_id], method).remote(*args), timeout=timeout_s)
+    def _ask(self, node: Node, method: str, *args: Any) -> Any:
+        return ray.get(getattr(self._probes[node.node_id], method).remote(*args), timeout=_ANSWER_S)
 
     def _environment(self, nodes: Sequence[Node], env_id: str, factory: bytes) -> Iterator[Finding]:
         """Yields the step duration on each node, and the recommended setting for all of them."""

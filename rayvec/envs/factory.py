@@ -31,13 +31,12 @@ class EnvIdError(ConfigError, gymnasium.error.NameNotFound):
     """An environment id that no registered environment has."""
 
 
-def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int, *, first: int = 0) -> list[int | None]:
+def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int) -> list[int | None]:
     """Returns one seed for each environment: base + global index, as Gymnasium's vector environments do.
 
     Args:
         seed: A base, a list of `num_envs` seeds, or None for no seed at all.
         num_envs: How many.
-        first: Global index of the first of them.
 
     Raises:
         ValueError: A list of another length.
@@ -49,7 +48,7 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int, *, first: 
     if seed is None:
         return [None] * num_envs
     if isinstance(seed, int):
-        return [seed + first + i for i in range(num_envs)]
+        return [seed + i for i in range(num_envs)]
     if len(seed) != num_envs:
         raise ValueError(
             message(

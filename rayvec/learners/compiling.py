@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rayvec.data.trees import tree_leaves
+
 __all__ = ["CUDAGraph", "Compiled", "GraphPool", "can_capture"]
 
 Update = Callable[..., Any]
@@ -63,7 +65,7 @@ class Compiled:
             return self._fall_back(error, *args)  # nothing was computed yet
 
     def _first(self, *args: Any) -> Any:
-        on_cpu = next(iter(_tensors(args))).device.type == "cpu"
+        on_cpu = next(tree_leaves(args)).device.type == "cpu"
         options = {"guard_filter_fn": _checked, **(self._cpu_options if on_cpu else {})}
         try:  # a torch that lacks one of the options says so at once
             function = _with_own_code(self._function)
@@ -163,14 +165,14 @@ class CUDAGraph:
         if self._graph is None:
             self._capture(state, args)
         assert self._graph is not None
-        for static, given in zip(self._inputs, _tensors(args), strict=True):
+        for static, given in zip(self._inputs, tree_leaves(args), strict=True):
             static.copy_(given, non_blocking=True)
         self._graph.replay()
         return _cloned(self._result)
 
     def _capture(self, state: Any, args: Any) -> None:
         static = _cloned(args)
-        self._inputs = list(_tensors(static))
+        self._inputs = list(tree_leaves(static))
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -181,12 +183,6 @@ class CUDAGraph:
         with torch.cuda.graph(graph, pool=self._pool.handle):
             self._result = self._function(state, *static)
         self._graph = graph
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [tensor for part in (tree.values() if isinstance(tree, dict) else tree) for tensor in _tensors(part)]
 
 
 def _cloned(tree: Any) -> Any:

@@ -142,7 +142,7 @@ class LocalPool:
         """See :class:`~rayvec.pools.base.ActingPool`. There is one part."""
         return (range(self.num_envs),)
 
-    def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:
+    def finish_any(self, parts: Sequence[int]) -> tuple[int, Rollout]:
         """See :class:`~rayvec.pools.base.ActingPool`. Executes the steps now."""
         return parts[0], self.finish_rollout()
 

@@ -97,16 +97,11 @@ class PartedPool(ABC):
     ) -> Rollout:
         """See :class:`~rayvec.pools.base.ActingPool`."""
 
-    def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:
+    def finish_any(self, parts: Sequence[int]) -> tuple[int, Rollout]:
         """See :class:`~rayvec.pools.base.ActingPool`."""
-        deadline = deadline_in(timeout_s)
-        while True:
-            part = self._first_finished(parts)
-            if part is not None:
-                return part, self.finish_rollout(part=part)
-            if time.monotonic() >= deadline:
-                raise NotReady("no part has finished its chunk in time")
-            readable(self.event_fds, min(self._look_s, seconds_until(deadline)))
+        while (part := self._first_finished(parts)) is None:
+            readable(self.event_fds, self._look_s)
+        return part, self.finish_rollout(part=part)
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]

@@ -426,10 +426,7 @@ class ProcessPool(PartedPool):
         return [self.first_id + start for start in bounds[units].tolist()]
 
     def _objects(self, plan: Plan) -> NDArray[Any]:
-        objects = np.full(len(plan.ids), None, dtype=object)
-        for place, env_id in enumerate(plan.ids.tolist()):
-            objects[place] = self._reports.objects.get(env_id)
-        return objects
+        return np.fromiter(map(self._reports.objects.get, plan.ids.tolist()), object, len(plan.ids))
 
     def _raise_failures(self, plan: Plan) -> None:
         """Raises the first failure of the environments in the plan. Failures of other environments stay stored."""

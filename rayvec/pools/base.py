@@ -431,18 +431,14 @@ class ActingPool(EnvPool, Protocol):
         """The ids of the environments that each part steps: a worker of one machine, or a node of a cluster."""
         ...
 
-    def finish_any(self, parts: Sequence[int], timeout_s: float | None = None) -> tuple[int, Rollout]:
+    def finish_any(self, parts: Sequence[int]) -> tuple[int, Rollout]:
         """Waits until one of some parts has finished its oldest pending chunk.
 
         Args:
             parts: The parts, in the order of preference if several have finished.
-            timeout_s: The longest wait. None waits without limit.
 
         Returns:
             The part, and the chunk of its environments.
-
-        Raises:
-            NotReady: The timeout was reached. All chunks stay pending.
         """
         ...
 

@@ -204,7 +204,7 @@ class NativePool(InProcessPool):
             mask = selected[of_unit]
             if not mask.any():
                 continue
-            given = [seed for seed in every_seed[of_unit].tolist()] if any(s is not None for s in seeds) else None
+            given = every_seed[of_unit].tolist() if any(s is not None for s in seeds) else None
             if given is not None:
                 self._store_seeds(of_unit, given)
             try:
@@ -394,10 +394,6 @@ class NativePool(InProcessPool):
     ) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self._start(env_ids, lambda _: self.reset_rows(env_ids.tolist(), seeds, options))
-
-    def observe(self, env_ids: NDArray[np.int64]) -> None:
-        """See :class:`~rayvec.pools.base.EnvPool`."""
-        self._start(env_ids, lambda _: [])
 
 
 def _spaces_of(env: SubBatch) -> PoolSpaces:

@@ -18,6 +18,7 @@ from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.restart_state import RESTARTED
 from rayvec.stable_baselines3.worker_env import WorkerEnv
+from rayvec.vector.batching import check_number, check_shapes, check_spaces
 from rayvec.vector.pool_adapter import LOSSES, PoolAdapter
 
 __all__ = ["RayVecEnv"]
@@ -88,7 +89,8 @@ class RayVecEnv(PoolAdapter, VecEnv):
 
     def _allocate(self, found: PoolSpaces) -> None:
         """Checks the environments and allocates the arrays."""
-        _check_spaces(found)
+        check_shapes(found, found.observation)
+        check_spaces(found, "different", found.observation)
         self._pool.allocate(found.observation, found.action)
         if self._pool.layout is None:
             raise ConfigError(
@@ -166,13 +168,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
             actions: One action for each environment: an array ``[N, *act_shape]``, or a list.
         """
         self._assert_idle("step_async")
-        if len(actions) != self.num_envs:
-            raise ConfigError(
-                "Every environment takes one action.",
-                expected=f"{self.num_envs} actions",
-                got=f"{len(actions)}",
-                remedy="Pass one action for each environment, stacked.",
-            )
+        check_number(len(actions), self.num_envs, self.action_space)
         if not (self._plain_actions and type(actions) is np.ndarray and actions.dtype != object):
             actions = [actions[i] for i in range(self.num_envs)]
 
@@ -267,18 +263,3 @@ def _same(options: dict[str, Any], others: dict[str, Any]) -> bool:
         return bool(options == others)
     except ValueError:  # arrays among them
         return False
-
-
-def _check_spaces(found: PoolSpaces) -> None:
-    """Raises ``RuntimeError`` unless one observation space and one action space hold for all environments."""
-    misfit = found.misfit(found.observation)
-    for kind, env_id in (("observation", misfit), ("action", found.actions_differ)):
-        if env_id is not None:
-            raise RuntimeError(
-                message(
-                    f"Environments that are stepped together share one {kind} space.",
-                    expected="that of environment 0",
-                    got=f"another in environment {env_id}",
-                    remedy="Make them equal by a wrapper.",
-                )
-            )

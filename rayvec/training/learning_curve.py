@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rayvec.training.atomic_files import is_of, written_whole
 from rayvec.training.matplotlib_figures import BLUE, ORANGE, curves_figure
 
-__all__ = ["episode_mean", "plot_learning_curve", "sound", "training_points"]
+__all__ = ["episode_mean", "plot_learning_curve", "points_of", "sound", "training_points"]
 
 
 def plot_learning_curve(
@@ -32,20 +32,17 @@ def plot_learning_curve(
     """
     lines = list(sound(metrics))
     steps, returns, line_means = training_points(lines)
-    evaluations = [
-        (line["steps"], line["eval/return_mean"]) for line in lines if line.get("eval/return_mean") is not None
-    ]
+    evaluations = points_of(lines, "eval/return_mean")
     figure, (axes,) = curves_figure()
     if len(steps):
         axes.plot(steps, line_means, ".", color=BLUE, alpha=0.35, mew=0, ms=7, label="episodes of a line of metrics")
         axes.plot(steps, returns, color=BLUE, linewidth=2, label="smoothed")
-    if evaluations:
-        points = np.array(evaluations).T
-        axes.plot(*points, ".-", color=ORANGE, linewidth=1.2, ms=5, label="greedy evaluations during training")
+    if evaluations.size:
+        axes.plot(*evaluations, ".-", color=ORANGE, linewidth=1.2, ms=5, label="greedy evaluations during training")
     if greedy:
         label = f"greedy evaluation after training: {greedy[1]:.1f}"
         axes.plot(*greedy, "D", color=ORANGE, ms=7, clip_on=False, label=label)
-    if len(steps) or evaluations or greedy:
+    if len(steps) or evaluations.size or greedy:
         axes.legend(frameon=False, loc="best")
     else:
         axes.text(0.5, 0.5, "no episode has ended", transform=axes.transAxes, ha="center", color="grey")
@@ -70,6 +67,12 @@ def sound(lines: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         has_mean = line.get("return_sum", line.get("return_mean")) is not None
         if is_of(numbers, dict[str, float | None]) and (has_mean or not line.get("episodes")):
             yield line
+
+
+def points_of(lines: Iterable[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
+    """Returns steps and values of one metric, of the lines that have it, ``[2, L]``."""
+    points = [(line["steps"], line[name]) for line in lines if line.get(name) is not None]
+    return np.array(points, np.float64).reshape(-1, 2).T
 
 
 def episode_mean(line: Mapping[str, Any]) -> float:

@@ -51,7 +51,7 @@ def open_trainer(
             places.host,
             num_ranks=places.num_ranks,
             has_changed=places.has_changed,
-            fewer=fewer or places.is_elastic,
+            fewer=fewer or places.has_changed is not None,
             timeout_s=wait_limit_s(config),
         ) as (trainer, group):
             workers = places.num_workers
@@ -80,14 +80,13 @@ class _Places(NamedTuple):
         host: What starts them.
         num_ranks: Number of ranks.
         num_workers: Number of workers of each rank.
-        is_elastic: Whether the ranks follow nodes that join and leave.
-        has_changed: Whether there are other nodes than those that ranks are on, so that they should be placed again.
+        has_changed: Of elastic ranks, which follow nodes that join and leave: whether there are other nodes than those
+            that ranks are on, so that they should be placed again.
     """
 
     host: RankHost
     num_ranks: int
     num_workers: int
-    is_elastic: bool = False
     has_changed: Callable[[Collection[str]], bool] | None = None
 
 
@@ -104,8 +103,7 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
     from rayvec.distributed.rank_placement import RankNodes, ResourceRequest, rank_share
     from rayvec.distributed.ray_host import RayHost
 
-    session = RaySession(config.address)
-    try:
+    with RaySession(config.address):
         num_gpus = int(config.learner_device == "cuda")
         if isinstance(config.num_nodes, tuple):
             least = max(config.workers_per_node or 1, config.learner_threads)
@@ -113,10 +111,8 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
             workers = nodes.workers_per_rank(config.workers_per_node)
             num_cpus = max(workers, config.learner_threads)
             request = ResourceRequest(num_cpus, num_gpus, nodes=nodes.node_ids, num_nodes=len(nodes.node_ids))
-            return _Places(RayHost(request, config.address), nodes.num_ranks, workers, True, nodes.has_changed)
+            return _Places(RayHost(request, config.address), nodes.num_ranks, workers, nodes.has_changed)
         num_nodes, workers = rank_share(count, config.num_nodes, config.workers_per_node, is_restart=fewer)
         num_cpus = max(workers, config.learner_threads)
         request = ResourceRequest(num_cpus, num_gpus, num_nodes=num_nodes)
         return _Places(RayHost(request, config.address), count, workers)
-    finally:
-        session.release()

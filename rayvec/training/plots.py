@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from rayvec.config import ADJUSTABLE, TrainConfig
 from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import written_whole
-from rayvec.training.learning_curve import sound, training_points
+from rayvec.training.learning_curve import points_of, sound, training_points
 from rayvec.training.loggers import read_metrics
 from rayvec.training.matplotlib_figures import COLORS, curves_figure
 from rayvec.training.run_dir import load_config, load_result
@@ -83,16 +83,11 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
                     got="none",
                     remedy="Leave this run out, or let it train for longer.",
                 )
-        evaluations = [_points(lines, "eval/return_mean") for lines in read]
+        evaluations = [points_of(lines, "eval/return_mean") for lines in read]
         greedy = [load_result(run_dir).get("eval_return_mean") for run_dir in members]
         finals = [value for value in greedy if value is not None]
         found.append(Curves(label, env_id, curves, evaluations, finals))
     return found
-
-
-def _points(lines: Sequence[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
-    points = [(line["steps"], line[name]) for line in lines if line.get(name) is not None]
-    return np.array(points, np.float64).reshape(-1, 2).T
 
 
 def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:

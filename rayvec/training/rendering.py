@@ -57,23 +57,19 @@ def show(
     run_dir: Path,
     video: Path | None = None,
     *,
-    num_episodes: int = 1,
     seed: int | None = None,
     checkpoint: str = "checkpoint.pt",
-) -> list[float]:
-    """Plays greedy episodes in one environment, on the screen or into a video.
-
-    They are the first episodes that an evaluation with this seed plays in its first environment.
+) -> float:
+    """Plays one greedy episode, on the screen or into a video: the first one of an evaluation with this seed.
 
     Args:
         run_dir: Directory of the run.
-        video: The ``.mp4`` file; None shows the episodes in a window.
-        num_episodes: How many.
-        seed: The seed of the episodes; unset: the run's own.
+        video: The ``.mp4`` file; None shows the episode in a window.
+        seed: The seed of the episode; unset: the run's own.
         checkpoint: As of :func:`rayvec.load`.
 
     Returns:
-        The returns of the episodes.
+        The return of the episode.
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run, the environment can't be rendered so, there is no screen,
@@ -87,17 +83,14 @@ def show(
         raise _screen_error("none")
     agent = load(run_dir, checkpoint)
     with _rendered_env(config, "human" if video is None else "rgb_array") as env, _writer(video, env) as show_frame:
-        returns = []
-        for number in range(num_episodes):
-            obs, _ = env.reset(seed=config.eval_seed() if number == 0 else None)
+        obs, _ = env.reset(seed=config.eval_seed())
+        show_frame()
+        episode_return, ended = 0.0, False
+        while not ended:
+            obs, reward, terminated, truncated, _ = env.step(agent.predict(obs))
             show_frame()
-            episode_return, ended = 0.0, False
-            while not ended:
-                obs, reward, terminated, truncated, _ = env.step(agent.predict(obs))
-                show_frame()
-                episode_return, ended = episode_return + float(reward), terminated or truncated
-            returns.append(episode_return)
-    return returns
+            episode_return, ended = episode_return + float(reward), terminated or truncated
+    return episode_return
 
 
 @contextlib.contextmanager

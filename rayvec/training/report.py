@@ -15,7 +15,7 @@ import numpy as np
 from rayvec.config.schema import describe, plain
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import written_whole
-from rayvec.training.learning_curve import plot_learning_curve, sound
+from rayvec.training.learning_curve import plot_learning_curve, points_of, sound
 from rayvec.training.loggers import read_metrics
 from rayvec.training.matplotlib_figures import BLUE, ORANGE, curves_figure
 from rayvec.training.run_dir import load_config, load_result, versions
@@ -150,13 +150,12 @@ def _times(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def _learner(lines: Sequence[Mapping[str, Any]]) -> str:
     names = [name for name in dict.fromkeys(name for line in lines for name in line) if name.startswith("learner/")]
-    curves = {name: [(line["steps"], line[name]) for line in lines if line.get(name) is not None] for name in names}
-    curves = {name: points for name, points in curves.items() if points}
+    curves = {name: points for name in names if (points := points_of(lines, name)).size}
     if not curves:
         return "<p>None.</p>"
     figure, axes = curves_figure(len(curves), columns=3, height=2.0)
     for each, (name, points) in zip(axes, curves.items(), strict=True):
-        each.plot(*np.array(points, np.float64).T, color=BLUE, linewidth=1)
+        each.plot(*points, color=BLUE, linewidth=1)
         each.set_title(name.removeprefix("learner/"), fontsize=8)
         each.tick_params(labelsize=7)
     return _saved(figure, "metrics of the learner")

@@ -75,11 +75,8 @@ def _on_cluster(address: str) -> Iterator[Read]:
     from rayvec.cluster.ray_session import RaySession
     from rayvec.cluster.status_board import read_boards
 
-    session = RaySession(address)
-    try:
+    with RaySession(address):
         yield lambda: sorted(map(RunStatus.from_json, read_boards()), key=lambda run: run.run_dir)
-    finally:
-        session.release()
 
 
 def _check_running(runs: Sequence[RunStatus], address: str | None) -> None:

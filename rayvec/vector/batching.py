@@ -23,6 +23,8 @@ __all__ = [
     "SpacesError",
     "batched_observations",
     "check_number",
+    "check_shapes",
+    "check_spaces",
     "checked_actions",
     "checked_mask",
     "in_batch_order",
@@ -97,12 +99,12 @@ def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[S
         try:
             batched = batch_differing_spaces(every)
         except (ValueError, TypeError) as error:
-            _check_shapes(found, single, str(error))
+            check_shapes(found, single, str(error))
             raise
-        _check_shapes(found, single)
+        check_shapes(found, single)
     elif isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
         batched, single = mode
-        _check_shapes(found, single)
+        check_shapes(found, single)
     else:
         raise (SpacesError if isinstance(mode, tuple) else ConfigError)(
             "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
@@ -111,11 +113,12 @@ def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[S
             got=repr(mode),
             remedy="Leave it out where all environments have the same space.",
         )
-    _check_spaces(found, mode, single)
+    check_spaces(found, mode, single)
     return batched, single
 
 
-def _check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
+def check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
+    """Raises ``SpacesError`` if action spaces differ, or with the mode "same" observation spaces."""
     if mode == "same" and found.observations:
         differ = next(i for i, space in enumerate(found.observations) if space != single)
         raise SpacesError(
@@ -128,7 +131,7 @@ def _check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
         _raise_spaces("action", f"another in environment {found.actions_differ}", "Make them equal by a wrapper.")
 
 
-def _check_shapes(found: PoolSpaces, single: Space[Any], words: str = "") -> None:
+def check_shapes(found: PoolSpaces, single: Space[Any], words: str = "") -> None:
     """Raises ``SpacesError`` if an environment's observations don't fit into arrays of `single`.
 
     Args:

@@ -162,21 +162,19 @@ class PoolAdapter:
         """The environments of each part that takes chunks by itself: a worker, or a node of a cluster."""
         return self._pool.parts
 
-    def part_wait(self, parts: Sequence[int], timeout: float | None = None) -> tuple[int, Rollout]:
-        """Waits until one of some parts has finished its oldest pending chunk, for up to `timeout` seconds.
+    def part_wait(self, parts: Sequence[int]) -> tuple[int, Rollout]:
+        """Waits until one of some parts has finished its oldest pending chunk.
 
         Args:
             parts: The parts, in the order of preference if several have finished.
-            timeout: The longest wait in seconds; None waits without limit.
 
         Returns:
             The part, and its chunk.
 
         Raises:
             NoAsyncCallError: Nothing was started.
-            multiprocessing.TimeoutError: It takes longer; the chunks stay pending.
         """
-        return self._finish_chunk(lambda: self._pool.finish_any(parts, timeout))
+        return self._finish_chunk(lambda: self._pool.finish_any(parts))
 
     def _finish_chunk(self, finish: Callable[[], _T]) -> _T:
         """Calls what waits for a pending chunk."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, check_flag, message
-from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy
+from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.vector.batching import (
@@ -222,15 +221,14 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
 
         def wait(timeout_s: float | None) -> tuple[Tree, Any]:
             nonlocal reset
-            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            deadline = deadline_in(timeout_s)
             if reset is None:
                 reset = self._recv(ids, timeout_s)
                 if len(ids) < self.num_envs:
                     self._pool.observe(self._everyone)
             answer = reset
             if len(ids) < self.num_envs:
-                left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-                answer = self._pool.recv(self._everyone, timeout_s=left_s)
+                answer = self._pool.recv(self._everyone, timeout_s=seconds_until(deadline))
             return self._observations(answer), reset.info
 
         return wait
@@ -335,11 +333,9 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         assert taken.chunk is not None
         return taken.chunk
 
-    def rollout_workers(
-        self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int, *, by_reference: bool = False
-    ) -> Rollout:
+    def rollout_workers(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> Rollout:
         """Lets the workers act with a published policy; arguments as of :meth:`rollout_async`."""
-        self.rollout_async(weights, num_steps, first_step, noise_seed, by_reference=by_reference)
+        self.rollout_async(weights, num_steps, first_step, noise_seed)
         return self.rollout_wait()
 
     def _finish_chunk(self, finish: Callable[[], _T]) -> _T:

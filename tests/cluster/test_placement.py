@@ -86,7 +86,7 @@ def test_waiting_ends_with_a_plan_or_with_the_last_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(placement, "_LOOK_AGAIN_S", 0.01)
     node = FreeNode("a" * 40, "10.0.0.1", 1)
     looks = iter([[], [], [node]])
-    assert wait_for_topology(lambda: plan_topology(next(looks), 1)).num_envs == 1
+    assert wait_for_topology(lambda: plan_topology(next(looks), 1)).nodes[0].env_range == range(1)
     with pytest.raises(ConfigError):
         wait_for_topology(lambda: plan_topology([], 1))
 

@@ -118,11 +118,11 @@ def test_a_chunk_that_would_become_too_old_is_waited_for(tmp_path: Path, monkeyp
     with gated(tmp_path / "gate") as env:
         wait, alone = env.part_wait, []
 
-        def opening(parts: Sequence[int], timeout: float | None = None) -> Any:
+        def opening(parts: Sequence[int]) -> Any:
             if list(parts) == [0] and not alone:
                 alone.append(collector._version)
                 (tmp_path / "gate").touch()
-            return wait(parts, timeout)
+            return wait(parts)
 
         monkeypatch.setattr(env, "part_wait", opening)
         collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
@@ -199,11 +199,11 @@ def test_an_interrupted_wait_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=2) as env:
         wait, calls = env.part_wait, []
 
-        def interrupted(parts: Sequence[int], timeout: float | None = None) -> Any:
+        def interrupted(parts: Sequence[int]) -> Any:
             calls.append(parts)
             if len(calls) % 3 == 0:
                 raise KeyboardInterrupt
-            return wait(parts, timeout)
+            return wait(parts)
 
         monkeypatch.setattr(env, "part_wait", interrupted)
         collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)

@@ -218,11 +218,11 @@ def test_an_interrupted_wait_loses_nothing(gated: tuple[RayVectorEnv, Path], mon
     gate.touch()
     wait, calls = env.part_wait, []
 
-    def interrupted(parts: Sequence[int], timeout: float | None = None) -> Any:
+    def interrupted(parts: Sequence[int]) -> Any:
         calls.append(parts)
         if len(calls) % 3 == 0:
             raise KeyboardInterrupt
-        return wait(parts, timeout)
+        return wait(parts)
 
     monkeypatch.setattr(env, "part_wait", interrupted)
     collector = Collector(Exact(), env, VectorReplayBuffer(6 * 200, 6), max_staleness=3)

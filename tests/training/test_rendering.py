@@ -27,7 +27,7 @@ def test_a_video_has_a_frame_for_each_step(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "out.mp4"
     assert main(["eval", str(tmp_path / "a"), "--episodes", "4", "--video", str(path)]) == 0
     said = capsys.readouterr()
-    (episode_return,) = show(tmp_path / "a", path)
+    episode_return = show(tmp_path / "a", path)
     assert f"return {episode_return:.2f} in {path}" in said.err and said.out.startswith("mean return")
     assert episode_return in returns
     with imageio.get_reader(path) as reader:

@@ -59,10 +59,9 @@ def info_rows(infos: Sequence[ChunkInfo], columns: NDArray[np.intp], env_ids: ND
         env_ids: Their indices, ``int64 [k]``.
     """
     by_column = {item.n: item.info for item in infos}
-    rows = np.empty(len(columns), object)
-    for row, (column, env_id) in enumerate(zip(columns.tolist(), env_ids.tolist(), strict=True)):
-        rows[row] = {**by_column.get(column, {}), "env_id": env_id}
-    return rows
+    pairs = zip(columns.tolist(), env_ids.tolist(), strict=True)
+    rows = ({**by_column.get(column, {}), "env_id": env_id} for column, env_id in pairs)
+    return np.fromiter(rows, object, len(columns))
 
 
 def _columns(parts: Sequence[tuple[NDArray[np.int64], dict[Any, InfoColumn]]], size: int) -> dict[str, Any]:

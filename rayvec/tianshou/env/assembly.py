@@ -176,6 +176,4 @@ def stack(obs: NDArray[Any] | list[Any]) -> NDArray[Any]:
 
 def objects(values: Sequence[Any]) -> NDArray[Any]:
     """Returns an array of objects, ``[len(values)]``."""
-    array = np.empty(len(values), dtype=object)
-    array[:] = values
-    return array
+    return np.fromiter(values, object, len(values))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -26,7 +27,6 @@ from rayvec.vector.pool_adapter import LOSSES, PoolAdapter
 
 __all__ = ["RayVectorEnv", "RayVectorEnvType"]
 
-_T = TypeVar("_T")
 Ids = int | list[int] | NDArray[Any] | None
 
 
@@ -262,23 +262,17 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
                 )
             )
         batch = self._guarded(self._recv_some)
-        ids = []
-        for env_id in batch.env_ids.tolist():
-            ids.append(self.waiting_id.pop(self.waiting_id.index(env_id)))
+        ids = [self.waiting_id.pop(self.waiting_id.index(env_id)) for env_id in batch.env_ids.tolist()]
         self.ready_id += ids
         return self._assembler.step(batch, ids)
 
     def _recv_some(self) -> StepBatch:
         """Waits for `wait_num` environments, or until the timeout for at least one."""
         while True:
-            try:
+            with contextlib.suppress(NotReady):
                 return self._pool.recv(min_completed=min(self.wait_num, len(self.waiting_id)), timeout_s=self.timeout)
-            except NotReady:
-                pass
-            try:
+            with contextlib.suppress(NotReady):
                 return self._pool.recv(min_completed=1, timeout_s=0.0)
-            except NotReady:
-                continue
 
     def seed(self, seed: int | list[int] | None = None) -> list[list[int] | None]:
         """Seeds the action space and the random numbers of each environment, which resets most environments.
