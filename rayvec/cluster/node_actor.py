@@ -188,13 +188,7 @@ class NodeActor:
                     if max(num_waiting + len(request.env_ids), len(self._kept_for_driver)) > pool.num_envs:
                         logger.warning("closed a stream with more requests than environments")
                         return
-                    failure: Exception | None = None
-                    try:
-                        self._check_ids(pool, request.env_ids)
-                        with self._turn:
-                            self._begin(pool, request)
-                    except Exception as error:
-                        failure = error
+                    failure = self._begin(pool, request)
                     env_ids = request.env_ids.copy()  # the next frame overwrites the original
                     if failure is not None and (request.loose or not together):
                         self._keep_failure(failure)
@@ -237,7 +231,17 @@ class NodeActor:
     def _keep_failure(self, error: Exception) -> None:
         self._kept_for_driver.append(RemoteFailure.capture(error, f"node {self._slice.name}"))
 
-    def _begin(self, pool: ProcessPool, request: Request) -> None:
+    def _begin(self, pool: ProcessPool, request: Request) -> Exception | None:
+        """Begins what was requested; returns what that raises."""
+        try:
+            self._check_ids(pool, request.env_ids)
+            with self._turn:
+                self._command(pool, request)
+        except Exception as error:
+            return error
+        return None
+
+    def _command(self, pool: ProcessPool, request: Request) -> None:
         if request.kind == Kind.BEGIN:
             pool.begin_episodes(request.env_ids)
         elif request.kind == Kind.OBSERVE:

@@ -57,13 +57,15 @@ class _Part:
     """A worker or a node.
 
     Attributes:
+        number: Its place among the parts.
         envs: Its environments.
         pending: Its pending chunks, oldest first.
         first_step: How many steps its environments could take in the chunks that are finished.
         is_prompt: Whether its last chunk was at most `_PROMPT` versions old.
-        has_begun: Whether it has been requested to take a chunk.
+        has_begun: Whether it has been requested to take a chunk. Its first chunk is for the present batch.
     """
 
+    number: int
     envs: range
     pending: deque[_PendingChunk] = field(default_factory=deque)
     first_step: int = 0
@@ -92,7 +94,7 @@ class PartsPipeline:
     def __init__(self, env: PoolAdapter, noise_seed: int, max_staleness: int) -> None:
         self._env = env
         self._max_staleness = max_staleness
-        self._parts = [_Part(envs) for envs in env.parts]
+        self._parts = [_Part(number, envs) for number, envs in enumerate(env.parts)]
         self._num_envs = sum(len(part.envs) for part in self._parts)
         self.noise_seed = noise_seed
 
@@ -118,9 +120,9 @@ class PartsPipeline:
 
     def start(self, store: WeightStore, num_steps: int, *, ahead: bool) -> None:
         """Starts a chunk of `num_steps` steps on each part that has none, and with `ahead` on each prompt part."""
-        for number, part in enumerate(self._parts):
+        for part in self._parts:
             if not part.pending or (ahead and part.is_prompt and len(part.pending) < MOST_CHUNKS):
-                self._start(number, store, num_steps)
+                self._start(part, store, num_steps)
 
     def finish(
         self, store: WeightStore, num_steps: int, num_columns: int, *, ahead: bool, full: Container[range] = ()
@@ -140,36 +142,37 @@ class PartsPipeline:
         Returns:
             The chunk; None if the batch has a column for each environment and no pending chunk is due.
         """
-        open_parts = [each for each in self._parts if each.pending and each.envs not in full]
-        by_age = sorted(open_parts, key=lambda each: each.pending[0].due)
-        due = [each for each in by_age if not ahead or each.pending[0].due <= store.version]
-        if num_columns + sum(len(each.envs) for each in due) < self._num_envs:
-            due = by_age
-        if not due:
+        by_age = sorted(
+            (part for part in self._parts if part.pending and part.envs not in full),
+            key=lambda part: part.pending[0].due,
+        )
+        due = [part for part in by_age if not ahead or part.pending[0].due <= store.version]
+        is_enough = num_columns + sum(len(part.envs) for part in due) >= self._num_envs
+        among = due if is_enough else by_age
+        if not among:
             return None
-        number, rollout = self._env.part_wait([self._parts.index(each) for each in due])
+        number, rollout = self._env.part_wait([part.number for part in among])
         part = self._parts[number]
         chunk = part.pending.popleft()  # after the wait: an interrupted one leaves it pending
         part.first_step += chunk.num_steps
         part.is_prompt = store.version - chunk.version <= _PROMPT
         if ahead and not part.pending:
-            self._start(number, store, num_steps)
+            self._start(part, store, num_steps)
         part.has_begun = bool(part.pending)
         return PartChunk(replace(rollout, topology=chunk.topology), part.envs)
 
-    def _start(self, number: int, store: WeightStore, num_steps: int) -> None:
-        part = self._parts[number]
+    def _start(self, part: _Part, store: WeightStore, num_steps: int) -> None:
         first_step = part.first_step + sum(chunk.num_steps for chunk in part.pending)
-        self._env.rollout_async(store, num_steps, first_step, self.noise_seed, part=number)
-        due = store.version + self._max_staleness - (not part.has_begun)  # the first one is for the present batch
+        self._env.rollout_async(store, num_steps, first_step, self.noise_seed, part=part.number)
+        due = store.version + self._max_staleness - (not part.has_begun)
         part.pending.append(_PendingChunk(num_steps, store.version, due, self._env.topology))
         part.has_begun = True
 
     def drain(self) -> Iterator[Rollout]:
         """Yields every pending chunk as it is finished; the environments are free afterwards."""
-        for number, part in enumerate(self._parts):
+        for part in self._parts:
             while part.pending:
-                rollout = self._env.part_wait([number])[1]
+                rollout = self._env.part_wait([part.number])[1]
                 part.first_step += part.pending.popleft().num_steps
                 yield rollout
             part.has_begun = False

@@ -194,20 +194,24 @@ class Collector:
         if self._parts is not None and self._store is not None:
             self._parts.start(self._store, num_steps, ahead=ahead)
             return self._parts_batch(self._parts, self._store, num_steps, begin, ahead=ahead)
-        start_next = self._prefetch and ahead
+        self._collect_steps(num_steps, cut, ahead=ahead and self._prefetch)
+        return self._kept_batch(begin)
+
+    def _collect_steps(self, num_steps: int, cut: Cut | None, *, ahead: bool) -> None:
+        """Keeps chunks of `num_steps` steps or more, the pending ones first; with `ahead` starts the next chunk."""
         num_pending = len(self._pipeline.pending)  # more than one after an interrupted wait in the call before
         kept_steps = sum(rollout.summary.num_steps for rollout, _ in self._kept)
         left = num_steps - self._pipeline.pending_steps - kept_steps
-        if start_next and num_pending == 1 and left <= 0 and self._on_bad_obs != "drop":  # which resets in between
-            self._start(num_steps)  # now: the workers need not wait until this chunk has been handed over
-            start_next = False
+        resets_between = self._on_bad_obs == "drop"
+        starts_first = ahead and num_pending == 1 and left <= 0 and not resets_between
+        if starts_first:  # the workers need not wait until the pending chunk has been handed over
+            self._start(num_steps)
         for _ in range(num_pending):
             self._keep(self._checked(self._pipeline.finish(cut)))
         if left > 0:
             self._keep(self._rollout(left, cut))
-        if start_next:
+        if ahead and not starts_first:
             self._start(num_steps)
-        return self._kept_batch(begin)
 
     def play(self, n_episode: int, *, max_len: int | None = None) -> EpisodeStats:
         """Plays whole episodes as ``collect(n_episode=...)`` does, and keeps only their returns and lengths.

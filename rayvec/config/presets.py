@@ -129,17 +129,23 @@ class PresetMeta(type):
 
 
 def with_env_id(settings: Any, env_id: str) -> Any:
-    """Returns settings for another environment: with its preset in place of that of the environment before.
+    """Returns settings for another environment: with its preset in place of that of the environment before."""
+    return type(settings)(**{**_given_to(settings), "env_id": env_id})
+
+
+def _given_to(settings: Any) -> dict[str, Any]:
+    """Returns what a user has given.
 
     A copy (``dataclasses.replace``, YAML) was given every setting. Then only settings without a default, and those that
-    differ from the preset before, count as given: a copy does not know what was given with the value of the preset.
+    differ from the preset, count as given: a copy does not know what was given with the value of the preset.
     """
-    kind, given = type(settings), settings._given
+    kind, given = type(settings), dict(settings._given)
     own = [each for each in fields(kind) if each.init]
-    if given.keys() >= {each.name for each in own}:
-        needed = {each.name: given[each.name] for each in own if each.default is each.default_factory is MISSING}
-        before = kind(**{**needed, "env_id": settings.env_id, "preset": settings.preset})
-        given = needed | {name: value for name, value in given.items() if value != getattr(before, name)}
-        if settings.preset != preset_of(settings.env_id, kind.algorithm):
-            given["preset"] = settings.preset
-    return kind(**{**given, "env_id": env_id})
+    if not given.keys() >= {each.name for each in own}:
+        return given
+    needed = {each.name: given[each.name] for each in own if each.default is each.default_factory is MISSING}
+    of_preset = kind(**{**needed, "env_id": settings.env_id, "preset": settings.preset})
+    chosen = {name: value for name, value in given.items() if value != getattr(of_preset, name)}
+    if settings.preset != preset_of(settings.env_id, kind.algorithm):
+        chosen["preset"] = settings.preset
+    return needed | chosen

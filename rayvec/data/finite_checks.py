@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -21,31 +23,43 @@ def find_bad_obs(chunk: Chunk) -> BadObs | None:
     Of observations, only floating-point arrays can be. A reward is marked in the row of its step.
     """
     where, finals = _nothing_bad(chunk)
-    named: list[tuple[tuple[int, int], str]] = []
-    bad_rew = chunk.valid & _rows(chunk.rew, 2)
-    where[:-1] |= bad_rew
-    for t, n in np.argwhere(bad_rew)[:1].tolist():
-        step = f"step {chunk.first_step + t} of environment {chunk.env_ids[n]}"
-        named.append(((t, n), f"{_values(chunk.rew[t, n])} as the reward of {step}"))
-    trees = zip(_paths(chunk.obs), tree_leaves(chunk.last_obs), tree_leaves(chunk.final_obs), strict=True)
-    for (path, obs), last, final in trees:
-        if obs.dtype.kind not in "fc" or all(np.isfinite(array).all() for array in (obs, last, final)):
-            continue
-        bad = np.concatenate([_rows(obs, 2), _rows(last, 1)[None]])
-        bad_finals = _rows(final, 1)
-        where |= bad
-        finals |= bad_finals
-        key = f" at {path}" if path else ""
-        for t, n in np.argwhere(bad)[:1].tolist():
-            value = obs[t, n] if t < len(obs) else last[n]
-            what = "the observation before step" if t < len(obs) else "the observation after step"
-            step = chunk.first_step + min(t, len(obs) - 1)
-            named.append(((t, n), f"{_values(value)}{key} in {what} {step} of environment {chunk.env_ids[n]}"))
-        for row in np.flatnonzero(bad_finals)[:1].tolist():
-            t, n = chunk.final_index[row].tolist()
-            where_it_was = f"the last observation, after step {chunk.first_step + t}, of environment {chunk.env_ids[n]}"
-            named.append(((t + 1, n), f"{_values(final[row])}{key} in {where_it_was}"))
-    return BadObs(where, finals, min(named)[1]) if named else None
+    where[:-1] = chunk.valid & _rows(chunk.rew, 2)
+    for obs, last, final in zip(*map(tree_leaves, (chunk.obs, chunk.last_obs, chunk.final_obs)), strict=True):
+        if obs.dtype.kind in "fc" and not all(np.isfinite(array).all() for array in (obs, last, final)):
+            where |= np.concatenate([_rows(obs, 2), _rows(last, 1)[None]])
+            finals |= _rows(final, 1)
+    if not (where.any() or finals.any()):
+        return None
+    return BadObs(where, finals, _first_bad(chunk, where, finals))
+
+
+def _first_bad(chunk: Chunk, where: NDArray[np.bool_], finals: NDArray[np.bool_]) -> str:
+    """Describes the first number that is not finite."""
+    rows = np.flatnonzero(finals)
+    found: list[tuple[list[int], int | None]] = []
+    found += [([t + 1, n], row) for row, (t, n) in zip(rows.tolist(), chunk.final_index[rows].tolist(), strict=True)]
+    found += [([t, n], None) for t, n in np.argwhere(where)[:1].tolist()]
+    (t, n), row = min(found, key=itemgetter(0))
+    of_environment = f"of environment {chunk.env_ids[n]}"
+    if row is not None:
+        value = _bad_number(chunk.final_obs, row)
+        return f"{value} in the last observation, after step {chunk.first_step + t - 1}, {of_environment}"
+    if t == chunk.num_steps:
+        value = _bad_number(chunk.last_obs, n)
+        return f"{value} in the observation after step {chunk.first_step + t - 1} {of_environment}"
+    value = _bad_number(chunk.obs, (t, n))
+    if value is not None:
+        return f"{value} in the observation before step {chunk.first_step + t} {of_environment}"
+    return f"{_bad_number(chunk.rew, (t, n))} as the reward of step {chunk.first_step + t} {of_environment}"
+
+
+def _bad_number(tree: Tree, place: int | tuple[int, int]) -> str | None:
+    """Returns the first number that is not finite in one observation, and its key; None if there is none."""
+    for path, leaf in _paths(tree):
+        numbers = np.asarray(leaf[place])
+        if leaf.dtype.kind in "fc" and not np.isfinite(numbers).all():
+            return str(numbers[~np.isfinite(numbers)].flat[0]) + (f" at {path}" if path else "")
+    return None
 
 
 def _nothing_bad(chunk: Chunk | ChunkSummary) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -65,11 +79,6 @@ def _rows(array: NDArray[Any], num_axes: int) -> NDArray[np.bool_]:
     """Returns which rows, over the first axes, are not finite everywhere."""
     bad: NDArray[np.bool_] = ~np.isfinite(array).all(axis=tuple(range(num_axes, array.ndim)))
     return bad
-
-
-def _values(value: NDArray[Any]) -> str:
-    flat = np.asarray(value).ravel()
-    return str(flat[~np.isfinite(flat)][0])
 
 
 def join_bad_obs(parts: Sequence[ChunkSummary], order: NDArray[np.intp]) -> BadObs | None:
@@ -119,13 +128,11 @@ def drop_bad_episodes(chunk: Chunk, bad: BadObs, unfinished: NDArray[np.bool_]) 
     bad_final[tuple(chunk.final_index[bad.finals].T)] = True
     lost = []
     for n in np.flatnonzero(bad.where.any(0) | bad_final.any(0)).tolist():
-        stops = (np.flatnonzero(ends[:, n]) + 1).tolist()
-        for start, stop in zip([0, *stops], [*stops, chunk.num_steps], strict=True):
-            last = stop == chunk.num_steps and not (stop and ends[stop - 1, n])
-            is_bad = bad.where[start:stop, n].any() or (last and bad.where[-1, n]) or bad_final[start:stop, n].any()
-            if start < stop and is_bad:
-                valid[start:stop, n] = False
-                continues[n] |= last
+        for start, stop, goes_on in _episodes(ends[:, n]):
+            steps = slice(start, stop)
+            if bad.where[steps, n].any() or bad_final[steps, n].any() or (goes_on and bad.where[-1, n]):
+                valid[steps, n] = False
+                continues[n] |= goes_on
                 count += 1
                 if start == 0 and unfinished[n]:
                     lost.append((-1, n))
@@ -133,6 +140,13 @@ def drop_bad_episodes(chunk: Chunk, bad: BadObs, unfinished: NDArray[np.bool_]) 
     _put_zeros(chunk)
     restarts = np.array(sorted({*lost, *map(tuple, chunk.restarts.tolist())}), np.int64).reshape(-1, 2)
     return replace(chunk, valid=valid, restarts=restarts), continues, count
+
+
+def _episodes(ends: NDArray[np.bool_]) -> Iterator[tuple[int, int, bool]]:
+    """Yields where the steps of each episode of one environment start and stop, and whether it goes on afterwards."""
+    for start, stop in pairwise([0, *(np.flatnonzero(ends) + 1).tolist(), len(ends)]):
+        if start < stop:
+            yield start, stop, not ends[stop - 1]
 
 
 def _put_zeros(chunk: Chunk) -> None:

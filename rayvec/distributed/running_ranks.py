@@ -144,18 +144,18 @@ class RankSet:
         """
         outcome_of = functools.cache(self._outcome)  # each result is fetched once
 
-        def failure(done: Sequence[Any]) -> _Failure | None:
+        def worst(done: Sequence[Any]) -> _Failure | None:
             return min((how for how, _ in map(outcome_of, done) if how is not None), default=None)
 
         done = self._await(refs, 1) if limit_s is None else self._host.wait(refs, 1, limit_s)
         if not done:
             raise lost(self.ranks[0], f"no answer within {limit_s:g} s")
-        while self._may_idle and limit_s is None and len(done) < len(refs) and failure(done) is None:
-            done = self._await(refs, len(done) + 1)
-        if failure(done) is None:
+        while self._may_idle and limit_s is None and len(done) < len(refs) and worst(done) is None:
+            done = self._await(refs, len(done) + 1)  # ranks wait for their environments, each for its own
+        if worst(done) is None:
             done = self._host.wait(refs, len(refs), self._timeout_s)
-        deadline = deadline_in(_GRACE_S)
-        while len(done) < len(refs) and failure(done) not in (None, _Failure.ENDED) and seconds_until(deadline):
+        deadline = deadline_in(_GRACE_S)  # for the rank that holds the cause of a failure
+        while len(done) < len(refs) and worst(done) not in (None, _Failure.ENDED) and seconds_until(deadline):
             done = self._host.wait(refs, len(done) + 1, seconds_until(deadline))
         outcomes = [
             outcome_of(ref) if ref in done else (_Failure.PEER_LOST, lost(rank, "it did not return in time"))

@@ -69,16 +69,21 @@ class StepTimes:
             now_s: The present time, by default ``time.monotonic()``.
         """
         now_s = time.monotonic() if now_s is None else now_s
-        moved = taken > self._taken
-        self._step_s[moved] = (now_s - self._began_s) / taken[moved]
-        self._moved_s[moved], self._taken = now_s, taken.copy()
-        faster = _FASTER * self._step_s[:, None] <= self._step_s[None, :]
-        left = np.where(self._stopped, 0, most - taken) * self._num_envs
-        rate = (self._num_envs / self._step_s * (left > 0)) @ faster  # steps/s of the workers that are faster than each
+        self._measure(taken, now_s)
+        is_faster = _FASTER * self._step_s[:, None] <= self._step_s  # [i, j]: worker i than worker j
         missing = num_steps - int(taken @ self._num_envs)
+        left = np.where(self._stopped, 0, most - taken) * self._num_envs
+        rate = (self._num_envs / self._step_s * (left > 0)) @ is_faster  # steps/s of the workers faster than each
         with np.errstate(divide="ignore", invalid="ignore"):
-            wait_s = self._moved_s + 2 * self._step_s - (now_s + missing / rate)
+            all_taken_s = now_s + missing / rate
+            wait_s = self._moved_s + 2 * self._step_s - all_taken_s  # until the end of a worker's next step
             late: NDArray[np.bool_] = np.isfinite(self._step_s) & (wait_s * rate > self._num_envs)
-        late &= left @ faster >= missing
+        late &= left @ is_faster >= missing
         self._stopped |= late
         return late
+
+    def _measure(self, taken: NDArray[np.int64], now_s: float) -> None:
+        """Notes which workers have taken steps since the last look, and how long their steps take on average."""
+        has_moved = taken > self._taken
+        self._step_s[has_moved] = (now_s - self._began_s) / taken[has_moved]
+        self._moved_s[has_moved], self._taken = now_s, taken.copy()

@@ -84,26 +84,32 @@ class NativeRecorder(Recorder):
     def _add_columns(self, t: int, info: SubBatchInfo, first: int) -> None:
         columns = dict(info.columns)
         rows = slice(first, first + info.num_envs)
-        everyone = np.ones(info.num_envs, bool)
-        of_reset = everyone if t < 0 else self._ended[t, rows] if self._next_step else ~everyone
         final_obs, final_info = columns.pop("final_obs", None), columns.pop("final_info", None)
         ended = columns.pop("_final_obs", None)
         columns.pop("_final_info", None)
-        if not self._next_step and t >= 0 and final_obs is not None:
-            of_reset = self._chunk.terminated[t, rows] | self._chunk.truncated[t, rows]
-            if isinstance(final_info, dict) and RESTARTED in final_info:
-                self._take_back_all(t, rows)
-            else:
-                ended = np.flatnonzero(of_reset if ended is None else ended)
-                self._add_finals(t, first + ended, self._stacked(final_obs, ended))
-                self._add_final_info(t, first, final_info, of_reset)
+        has_final = t >= 0 and not self._next_step and final_obs is not None
+        of_reset = self._infos_of_reset(t, rows, has_final=has_final)
+        if has_final and isinstance(final_info, dict) and RESTARTED in final_info:
+            self._take_back_all(t, rows)
+        elif has_final:
+            last_rows = np.flatnonzero(of_reset if ended is None else ended)
+            self._add_finals(t, first + last_rows, self._stacked(final_obs, last_rows))
+            self._add_final_info(t, first, final_info, of_reset)
+        elif RESTARTED in columns and t < 0:
+            self._restarts += [(-1, n) for n in range(rows.start, rows.stop)]
         elif RESTARTED in columns:
-            if t < 0:
-                self._restarts += [(-1, n) for n in range(rows.start, rows.stop)]
-            else:
-                self._take_back_all(t, rows)
+            self._take_back_all(t, rows)
         self._infos.blocks += info_blocks(t, first, columns, ~of_reset)
         self._reset_infos.blocks += info_blocks(t, first, columns, of_reset)
+
+    def _infos_of_reset(self, t: int, rows: slice, *, has_final: bool) -> NDArray[np.bool_]:
+        """Returns of which environments the infos of step t are those of a reset, ``bool [n]``."""
+        if t < 0:
+            return np.ones(rows.stop - rows.start, bool)
+        if self._next_step:
+            return self._ended[t, rows]
+        ended: NDArray[np.bool_] = self._chunk.terminated[t, rows] | self._chunk.truncated[t, rows]
+        return ended & has_final
 
     def _add_final_info(self, t: int, first: int, final_info: Any, ended: NDArray[np.bool_]) -> None:
         if isinstance(final_info, Mapping):

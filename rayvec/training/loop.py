@@ -38,7 +38,7 @@ from rayvec.training.run_dir import (
 from rayvec.training.run_state import Progress
 from rayvec.training.stop_signals import Interrupts
 from rayvec.training.trackers import check_tracker, open_tracker
-from rayvec.training.trainer import RunTrainer
+from rayvec.training.trainer import Iteration, RunTrainer
 
 __all__ = ["TrainResult", "resume", "train"]
 
@@ -255,7 +255,8 @@ class _Run:
         """
         self.has_begun = True
         self._monitor.begin(self.context.progress)
-        config, context, progress, saved_s = self._config, self.context, self.context.progress, time.monotonic()
+        config, context, progress = self._config, self.context, self.context.progress
+        saved_s = time.monotonic()
         with (
             RunLogger(self._run_dir, config, progress, self._tracker) as logger,
             open_evaluator(config, progress.steps) as evaluator,
@@ -266,18 +267,16 @@ class _Run:
                     last_step = progress.steps + config.steps_per_iteration
                     is_end = self._ends(interrupts) or last_step >= config.total_steps
                     is_last = is_end or trainer.is_outdated
-                    is_late = time.monotonic() - saved_s >= config.checkpoint_interval_s
                     is_evaluated = evaluator is not None and evaluator.is_due(last_step) and not is_end
-                    is_saved = context.take_request() or is_late or is_last or is_evaluated
+                    is_late = time.monotonic() - saved_s >= config.checkpoint_interval_s
+                    is_requested = context.take_request()
+                    is_saved = is_requested or is_late or is_last or is_evaluated
                     iteration = trainer.iterate(ahead=not is_last, keep=is_saved, evaluate=is_evaluated)
                     progress.add(iteration.stats)
                     if evaluator is not None and iteration.weights is not None:
                         iteration.evaluation, elapsed_s = evaluator.evaluate(progress.steps, iteration.weights)
                         iteration.times_s["evaluate"] = elapsed_s
-                    context.metrics = logger.log(iteration)
-                    self._monitor.add(iteration)
-                    self._call("on_iteration")
-                    self._evaluated(iteration.evaluation, iteration.weights)
+                    self._show(iteration, logger)
                     if iteration.state is not None:
                         self._save(iteration.state)
                         self.num_losses = 0
@@ -293,6 +292,13 @@ class _Run:
             self._evaluated(evaluation if len(evaluation.returns) else None, self._weights)
             logger.log_evaluation(evaluation)
         return True
+
+    def _show(self, iteration: Iteration, logger: RunLogger) -> None:
+        """Shows an iteration to the logger, the monitor and the callbacks."""
+        self.context.metrics = logger.log(iteration)
+        self._monitor.add(iteration)
+        self._call("on_iteration")
+        self._evaluated(iteration.evaluation, iteration.weights)
 
     def _has_more(self, interrupts: Interrupts) -> bool:
         """Whether an iteration should follow."""

@@ -323,7 +323,7 @@ def test_after_close_no_connection_is_accepted_and_no_thread_waits() -> None:
     assert_served(listener)
     listener.close()
     with pytest.raises(ConnectionRefusedError):
-        connect("127.0.0.1", listener.port, KEY, timeout_s=2.0)
+        connect("127.0.0.1", listener.port, KEY)
     wait_until(lambda: threading.active_count() <= before)
 
 
