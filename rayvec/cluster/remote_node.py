@@ -25,7 +25,7 @@ from rayvec.cluster.software_versions import check_versions
 from rayvec.cluster.tcp_stream import FrameSocket, connect
 from rayvec.cluster.wire_format import FrameFormat, Kind
 from rayvec.data import ChunkRequest, NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
-from rayvec.envs.factory import EnvFactory, carrying_path
+from rayvec.envs.factory import EnvFactory, carrying_sys
 from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.node.chunk_memory import packed
 from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
@@ -180,7 +180,7 @@ class RemoteNode:
 
     def load(self, key: int, policy: bytes, version: int, on_node: bool) -> Wait:
         """See :class:`Node`."""
-        return self._start("load", key, carrying_path(policy), version, on_node)
+        return self._start("load", key, carrying_sys(policy), version, on_node)
 
     def drop(self, key: int) -> Wait:
         """See :class:`Node`."""

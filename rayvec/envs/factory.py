@@ -21,7 +21,7 @@ from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from rayvec.errors import ConfigError, check_count, check_flag, message
 
-__all__ = ["EnvFactory", "EnvIdError", "carrying_path", "env_seeds", "registered_specs"]
+__all__ = ["EnvFactory", "EnvIdError", "carrying_sys", "env_seeds", "registered_specs"]
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 Wrapper = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
@@ -211,33 +211,36 @@ class EnvFactory:
             gymnasium.registry.setdefault(spec.id, spec)
 
     def to_bytes(self) -> bytes:
-        """Returns the factory by cloudpickle, functions of the main module by value, with :func:`carrying_path`."""
-        return carrying_path(cloudpickle.dumps(self))
+        """Returns the factory by cloudpickle, functions of the main module by value, with :func:`carrying_sys`."""
+        return carrying_sys(cloudpickle.dumps(self))
 
 
-def carrying_path(pickled: bytes) -> bytes:
-    """Returns a pickled object together with this process's ``sys.path``, so that others find its modules.
+def carrying_sys(pickled: bytes) -> bytes:
+    """Returns a pickled object together with this process's ``sys.path`` and ``sys.argv``, as multiprocessing's spawn.
 
-    Unpickling it puts this path in front of the other process's first, as multiprocessing's spawn does.
+    Unpickling it first puts this path in front of the other process's, so that it finds the object's modules, and
+    replaces the other process's arguments.
     """
     path = [os.path.abspath(entry) if os.path.exists(entry or ".") else entry for entry in sys.path]
-    data: bytes = cloudpickle.dumps(_AfterPath(path, pickled))
+    data: bytes = cloudpickle.dumps(_WithSys(path, sys.argv, pickled))
     return data
 
 
 @dataclass(frozen=True, slots=True)
-class _AfterPath:
-    """A pickled object that is unpickled when ``sys.path`` has been extended."""
+class _WithSys:
+    """A pickled object that is unpickled when ``sys.path`` and ``sys.argv`` have been changed."""
 
     path: list[str]
+    argv: list[str]
     data: bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load_after_path, (self.path, self.data)
+        return _load_with_sys, (self.path, self.argv, self.data)
 
 
-def _load_after_path(path: list[str], data: bytes) -> Any:
+def _load_with_sys(path: list[str], argv: list[str], data: bytes) -> Any:
     sys.path[:] = dict.fromkeys([*path, *sys.path])
+    sys.argv[:] = argv
     return cloudpickle.loads(data)
 
 

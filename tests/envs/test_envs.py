@@ -120,20 +120,28 @@ class TestFactory:
     def test_modules_are_found_where_the_driver_finds_them(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """By their folder in ``sys.path``, also a relative one; the other process keeps its own folders behind them."""
+        """By their folder in ``sys.path``, also a relative one; the other process keeps its own folders behind them.
+
+        It also gets the arguments of the program, which an environment may read.
+        """
         (tmp_path / "rv_beside.py").write_text(MODULE)
         monkeypatch.chdir(tmp_path.parent)
         monkeypatch.syspath_prepend(tmp_path.name)
+        monkeypatch.setattr(sys, "argv", ["program", "--size=3"])
         module = importlib.import_module("rv_beside")
         data = EnvFactory.build([module.Beside]).to_bytes()
         code = (
             "import pickle, sys; sys.path.append('mine'); factory = pickle.loads(sys.stdin.buffer.read());"
-            "print(type(factory.make(0)).__name__, sys.path[0], sys.path[-1], len(sys.path) == len(set(sys.path)))"
+            "print(type(factory.make(0)).__name__, sys.path[0], sys.path[-1], len(sys.path) == len(set(sys.path)));"
+            "print(sys.argv)"
         )
         done = subprocess.run(
             [sys.executable, "-c", code], input=data, capture_output=True, cwd=Path(__file__).parents[2], check=False
         )
-        assert (done.stdout.decode(), done.returncode) == (f"Beside {tmp_path} mine True\n", 0), done.stderr.decode()
+        assert (done.stdout.decode(), done.returncode) == (
+            f"Beside {tmp_path} mine True\n['program', '--size=3']\n",
+            0,
+        ), done.stderr.decode()
 
     @pytest.mark.slow
     def test_workers_on_ray_find_what_a_script_finds(self, tmp_path: Path) -> None:
