@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -83,10 +84,11 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
             cls._ours = False
             return
         address = address or os.environ.get("RAY_ADDRESS")
-        if address:
-            _connect(address)
-        else:
-            cls._reaper = _start_private()
+        with _keeping_sigterm():
+            if address:
+                _connect(address)
+            else:
+                cls._reaper = _start_private()
         cls._ours = True
 
     def __exit__(self, *exc_info: object) -> None:
@@ -149,6 +151,17 @@ def _check_same(address: str | None) -> None:
             got=repr(address),
             remedy="Leave the address out, or call ray.shutdown() first.",
         )
+
+
+@contextlib.contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Keeps the program's own handler of SIGTERM, which ``ray.init`` replaces by one that ends the process at once."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _connect(address: str) -> None:

@@ -127,7 +127,7 @@ class Collector:
                 later, each environment continues with its own generator.
         """
         check_open(self._closed)
-        self._drop_pending()
+        self.drop_pending()
         self._counts.dropped_steps += sum(rollout.summary.valid.size for rollout, _ in self._kept)
         self._counts.dropped_steps += sum(chunk.rollout.summary.valid.size for chunk in self._kept_parts)
         self._kept.clear()
@@ -242,6 +242,16 @@ class Collector:
             self._keep(self._checked(rollout))
         return self._kept_batch(begin) if self._kept else None
 
+    def drop_pending(self) -> None:
+        """Waits for the pending chunks and drops them.
+
+        Raises:
+            Exception: What an environment or a policy raised in one of them.
+        """
+        for rollout in self._source.drain():
+            self._counts.dropped_steps += rollout.summary.valid.size
+            self._counts.restarts += len(rollout.summary.restarts)
+
     def _keep(self, rollout: Rollout) -> None:
         """Keeps a chunk until it is handed over, by a later call if this one is interrupted."""
         self._kept.append((rollout, self._tracker.add(rollout.summary)[0]))
@@ -315,7 +325,7 @@ class Collector:
             return rollout
         if self._on_bad_obs == "raise":
             self._started = False  # the unfinished episodes have lost a part
-            self._drop_pending()
+            self.drop_pending()
             raise bad_obs_error(bad)
         assert rollout.chunk is not None
         chunk, continues, count = drop_bad_episodes(rollout.chunk, bad, self._tracker.unfinished)
@@ -326,11 +336,6 @@ class Collector:
             for kept, new in zip(tree_leaves(chunk.last_obs), tree_leaves(obs), strict=True):
                 kept[continues] = new[continues]
         return replace(rollout, chunk=chunk, summary=replace(summarize(chunk), bad_obs=bad))
-
-    def _drop_pending(self) -> None:
-        for rollout in self._source.drain():
-            self._counts.dropped_steps += rollout.summary.valid.size
-            self._counts.restarts += len(rollout.summary.restarts)
 
     def _episodes(self, n_episode: int, max_len: int | None = None) -> Iterator[tuple[Rollout, EpisodeStats]]:
         """Collects chunks until every environment has ended its quota of episodes."""
@@ -399,7 +404,7 @@ class Collector:
         """
         if self._store is not None and not self._env.closed:
             try:
-                self._drop_pending()
+                self.drop_pending()
             except Exception:  # which has closed the environments
                 logger.exception("a pending chunk failed")
             else:
@@ -426,7 +431,7 @@ class Collector:
             ConfigError: It is not what :meth:`state_dict` returns.
         """
         state = check_state(state)
-        self._drop_pending()
+        self.drop_pending()
         self._source.noise_seed, self._source.first_step = state["noise_seed"], state["first_step"]
         self._version = state["version"]
         if self._store is not None:

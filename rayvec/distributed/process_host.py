@@ -6,7 +6,9 @@ import contextlib
 import functools
 import os
 import pickle
+import secrets
 import select
+import shutil
 import socket
 import tempfile
 import time
@@ -14,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
@@ -26,6 +28,9 @@ from rayvec.errors import ConfigError
 from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.pools.base import NotReady
+
+if TYPE_CHECKING:
+    from rayvec.distributed.rank_actor import RankActor
 
 __all__ = ["ProcessHost", "rank_main"]
 
@@ -166,8 +171,11 @@ class ProcessHost:
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[MakeStore]:
         """Yields what makes a store in a file that only this user can read."""
-        with tempfile.TemporaryDirectory(prefix="rayvec-") as directory:
-            yield functools.partial(_file_store, Path(directory) / "ranks")
+        directory = Path(tempfile.gettempdir(), f"rayvec-{secrets.token_hex(16)}")
+        try:
+            yield functools.partial(_file_store, directory / "ranks")
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def end(self, ranks: Sequence[RunningRank]) -> None:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
@@ -213,6 +221,7 @@ def _file_store(path: Path, timeout_s: float) -> Any:
 
     import torch.distributed
 
+    path.parent.mkdir(mode=0o700, exist_ok=True)  # here, since ranks that share memory need none
     store = torch.distributed.FileStore(os.fspath(path), -1)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
@@ -246,4 +255,13 @@ def rank_main(
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner has closed the pipe
         while True:
             method, args = pickle.loads(pipe.receive()[0])
-            pipe.send(cloudpickle.dumps(getattr(actor, method)(*args)))
+            pipe.send(_pickled(actor, getattr(actor, method)(*args)))
+
+
+def _pickled(actor: RankActor, result: Any) -> bytes:
+    """Pickles what a rank returns, or the failure where that can't be pickled."""
+    try:
+        data: bytes = cloudpickle.dumps(result)
+    except Exception as error:
+        data = cloudpickle.dumps(actor.leave(error))
+    return data

@@ -19,6 +19,7 @@ from rayvec.distributed.rank_actor import RankActor
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
 from rayvec.distributed.rendezvous import RayStore, delete_rendezvous
+from rayvec.errors import RemoteFailure
 from rayvec.pools.base import deadline_in, seconds_until
 
 __all__ = ["RayHost"]
@@ -78,9 +79,12 @@ class RayHost:
         try:
             return ray.get(_ref(ref))
         except ray.exceptions.RayError as error:
-            reason = str(error).splitlines()[0] if str(error) else "no reason given"
             if not isinstance(ref, tuple):
                 raise
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, Exception) and not isinstance(cause, ray.exceptions.RayError):
+                return RemoteFailure.capture(cause, str(ref[0].placement))  # what the rank returned can't be pickled
+            reason = str(error).splitlines()[0] if str(error) else "no reason given"
             raise lost(ref[0], f"{type(error).__name__}: {reason}") from error
 
     def signs(

@@ -153,6 +153,7 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
         run = _Run(config, run_dir, shown, state, checked, stack.enter_context(Monitor(config, run_dir)))
         stack.enter_context(run.noting())
         interrupts = stack.enter_context(Interrupts())
+        stack.enter_context(interrupts.taking_sigterm())
         while not is_done and not interrupts.requested:
             if run.has_begun:
                 gc.collect()  # the ranks before left megabytes of reference cycles, mostly figures
@@ -162,8 +163,7 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
                     interrupts.check()
                     run.open_tracker(stack)
                     if run.state is None:
-                        with interrupts.taking_sigterm():  # so that no incomplete directory is left
-                            run.begin(trainer.state())
+                        run.begin(trainer.state())
                         stack.enter_context(locked(run_dir))
                     is_done = run.train(trainer, interrupts)
                 if not is_done and not interrupts.requested:

@@ -123,9 +123,13 @@ def _known(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
     """Replaces the status of a run; a reader sees the old one or the new one."""
-    partial = run_dir / f".status.{os.getpid()}.tmp"
-    partial.write_text(status.to_json(), encoding="utf-8")
-    partial.replace(run_dir / "status.json")
+    partial = run_dir / ".status.tmp"  # of the only process that trains here; it is not flushed to the disk each time
+    try:
+        partial.write_text(status.to_json(), encoding="utf-8")
+        partial.replace(run_dir / "status.json")
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_status(run_dir: Path) -> RunStatus:

@@ -23,7 +23,7 @@ class Interrupts:
     of a C library), and libraries turn it into errors of their own. Therefore a press is remembered: the block ends
     with a KeyboardInterrupt in these cases too.
 
-    SIGTERM counts as Ctrl-C while a press is `deferred` or in `taking_sigterm`, unless your program has a handler for
+    SIGTERM counts as Ctrl-C in `taking_sigterm` and while a press is `deferred`, unless your program has a handler for
     it. The second signal of the same kind ends the block at once: what ends a job may send several kinds.
 
     Signals belong to the main thread: in another one, nothing changes.

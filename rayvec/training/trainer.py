@@ -184,6 +184,7 @@ class Trainer:
             num_episodes: How many episodes; by default as the settings say.
         """
         config = self._config
+        self.collector.drop_pending()  # an error in one of them ends the run, and close() would only log it
         self.collector.close()
         return evaluate(
             self._env,

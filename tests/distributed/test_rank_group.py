@@ -308,6 +308,29 @@ def test_what_a_method_raises_is_raised_and_the_group_is_as_before(group: RankGr
     assert group.run("add", [(1.0,)] * 3) == [[6.0] * 3] * 3
 
 
+@pytest.mark.parametrize("num_nodes", [None, 0], ids=["Ray", "processes"])
+def test_a_result_that_cannot_be_pickled_is_an_error_of_its_own(make_group: MakeGroup, num_nodes: int | None) -> None:
+    group = make_group(1, num_nodes=num_nodes)
+    group.run("add", [(1.0,)])
+    with pytest.raises(TypeError, match="cannot pickle") as caught:
+        group.run("returned_lock")
+    assert "rank 0 on" in str(caught.value.__cause__)
+    assert group.run("add", [(1.0,)]) == [[2.0] * 3]
+
+
+def test_ranks_that_share_memory_need_no_directory(
+    make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a killed driver would leave."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def make(ranks: Any) -> Adder:
+        assert ranks.size == 2 and not any(tmp_path.iterdir())
+        return Adder(ranks)
+
+    make_group(2, make, num_nodes=0)
+
+
 def test_a_make_that_raises_is_raised(ray_cluster: object) -> None:
     def make(ranks: Any) -> Adder:
         raise ZeroDivisionError(f"on rank {ranks.rank}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,6 +60,10 @@ class Adder:
         while time.monotonic() < end_s:
             self.total += 0
         return self.total.tolist()  # type: ignore[no-any-return]
+
+    def returned_lock(self) -> Any:
+        """Returns what can't be pickled."""
+        return threading.Lock()
 
     def returned(self, *values: Any) -> tuple[Any, ...]:
         """Returns what it is given."""

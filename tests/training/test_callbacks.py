@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium.envs.classic_control import CartPoleEnv
 from helpers.training_kit import HERE, lengthen, tiny
 
 import rayvec
@@ -68,6 +69,26 @@ def test_a_callback_sees_everything_in_order(tmp_path: Path) -> None:
     assert steps_of(witness, "on_checkpoint") == [128, 256, 320], "with each evaluation, too"
     assert witness.seen[-1] == ("on_end", 320) and witness.result == result
     assert result.stop_reason is None
+
+
+class LastsFor(CartPoleEnv):
+    """Raises in one of its steps, whichever episode that is in."""
+
+    num_steps = 0
+
+    def step(self, action: Any) -> Any:
+        self.num_steps += 1
+        if self.num_steps == 55:
+            raise LookupError("the sensor is broken")
+        return super().step(action)
+
+
+def test_what_a_chunk_ahead_has_raised_ends_a_run_that_a_callback_stops(tmp_path: Path) -> None:
+    settings = {"num_envs": 2, "num_steps": 16, "num_minibatches": 1, "total_steps": 3200, "eval_episodes": 2}
+    config = rayvec.IMPALAConfig(**settings, **HERE, run_dir=tmp_path / "a")  # collects ahead
+    with pytest.raises(LookupError, match="the sensor is broken") as caught:
+        rayvec.train(config, env=LastsFor, callbacks=Witness(stop_at=3 * 32))
+    assert "resume with" in caught.value.__notes__[0]
 
 
 RANKS = {**HERE, "learners": "decentralized", "num_learners": 2}

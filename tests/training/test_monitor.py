@@ -28,7 +28,7 @@ from rayvec.data.batch import NodeStats
 from rayvec.errors import ConfigError
 from rayvec.training import monitor
 from rayvec.training.prometheus_names import METRICS
-from rayvec.training.status import RunStatus, read_status
+from rayvec.training.status import RunStatus, read_status, write_status
 from rayvec.training.top import top
 
 TWO_WORKERS = {"num_nodes": 0, "workers_per_node": 2}
@@ -145,6 +145,16 @@ def test_an_error_of_publishing_ends_publishing_only(
     with caplog.at_level(logging.WARNING):
         assert rayvec.train(tiny(tmp_path / "a", total_steps=192)).total_steps == 192
     assert caplog.text.count("publishing ends") == 1 and not (tmp_path / "a" / "status.json").exists()
+
+
+def test_a_status_that_cannot_be_written_leaves_no_part_of_it(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64))
+    status, path = read_status(tmp_path / "a"), tmp_path / "a" / "status.json"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_status(tmp_path / "a", status)
+    assert not list((tmp_path / "a").glob(".*"))
 
 
 def test_a_node_that_environments_have_left_is_not_shown() -> None:

@@ -20,6 +20,8 @@ from helpers.processes import assert_nothing_left, running
 from helpers.training_kit import SMALL, options, tiny
 
 import rayvec
+import rayvec.training.loop  # now, so that it keeps none of the functions that a test replaces
+from rayvec.cluster.ray_session import _keeping_sigterm
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 from rayvec.training.stop_signals import Interrupts, Terminated
@@ -269,3 +271,32 @@ def test_sigterm_while_a_run_directory_is_made_leaves_none_of_it(
     with pytest.raises(Terminated):
         rayvec.train(tiny(tmp_path / "a"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("part", ["open_trainer.open_env", "trainer.Trainer.evaluate"])
+def test_sigterm_before_and_after_the_loop_ends_the_run_as_ctrl_c_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(f"rayvec.training.{part}", lambda *args, **_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Terminated) as caught:
+        rayvec.train(tiny(tmp_path / "a"))
+    has_begun = part == "trainer.Trainer.evaluate"
+    assert (tmp_path / "a").exists() == has_begun
+    assert any("resume with" in note for note in getattr(caught.value, "__notes__", [])) == has_begun
+
+
+def test_ray_keeps_the_handler_of_a_program_for_sigterm() -> None:
+    def of_ray(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with _keeping_sigterm():
+            signal.signal(signal.SIGTERM, of_ray)
+        assert signal.getsignal(signal.SIGTERM) is of_ray
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with Interrupts() as interrupts, interrupts.taking_sigterm():
+            with _keeping_sigterm():
+                signal.signal(signal.SIGTERM, of_ray)
+            assert signal.getsignal(signal.SIGTERM) == interrupts._pressed
+    finally:
+        signal.signal(signal.SIGTERM, before)
