@@ -32,6 +32,7 @@ from torch import Tensor
 
 from rayvec.errors import ConfigError, RankLostError
 from rayvec.node.pipe import ProcessWatch
+from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["SharedMemoryRanks", "can_share_memory"]
 
@@ -185,18 +186,19 @@ class SharedMemoryRanks:
         marks = self._marks
         self._num_steps += 1
         marks[self.rank * 8] = num_steps = self._num_steps
-        begin_s = 0.0
+        waited: WaitedTime | None = None
         for other in self._others:
             place = other * 8
             for _ in range(_NUM_READS):
                 if marks[place] >= num_steps:
                     break
             else:
-                begin_s = self._wait_for(other, begin_s)
+                waited = waited or WaitedTime()
+                self._wait_for(other, waited)
             if marks[place] >= _LEFT:
-                begin_s = self._wait_for(other, begin_s)
+                self._wait_for(other, WaitedTime())
 
-    def _wait_for(self, other: int, begin_s: float) -> float:
+    def _wait_for(self, other: int, waited: WaitedTime) -> None:
         """Waits for one rank: yields the core at first, then sleeps, and checks that the rank's process lives.
 
         Two ranks that only yield to each other can share a core for good while another core is idle: Linux looks for
@@ -204,35 +206,30 @@ class SharedMemoryRanks:
 
         Args:
             other: The rank.
-            begin_s: When this sum began to wait, by ``time.monotonic``; 0 if it has not yet.
-
-        Returns:
-            When it began.
+            waited: How long this sum has waited for all ranks.
         """
         place = other * 8
-        begin_s = begin_s or time.monotonic()
-        checked_s, has_slept = begin_s, False
+        checked_s, has_slept = 0.0, False
         while (mark := self._marks[place]) < self._num_steps:
-            now_s = time.monotonic()
-            if now_s - begin_s > _MOVE_AFTER_S and not has_slept:
+            waited_s = waited.look()
+            if waited_s > _MOVE_AFTER_S and not has_slept:
                 has_slept = True
                 time.sleep(_SHORTEST_SLEEP_S)
                 continue
-            if now_s - begin_s < _YIELD_S:
+            if waited_s < _YIELD_S:
                 os.sched_yield()
                 continue
-            if now_s - begin_s > self._timeout_s:
+            if waited_s > self._timeout_s:
                 here = [str(rank) for rank in range(self.size) if self._marks[rank * 8] >= self._num_steps]
                 raise _lost(
                     f"rank {other} in a sum within {self._timeout_s:g} s", f"only rank(s) {', '.join(here)} in time"
                 )
-            if now_s - checked_s > _CHECK_AFTER_S:
-                checked_s = now_s
+            if waited_s - checked_s > _CHECK_AFTER_S:
+                checked_s = waited_s
                 self._check_process(other)
             time.sleep(_SLEEP_S)
         if mark >= _LEFT and mark - _LEFT < self._num_steps:
             raise _lost(f"rank {other} in a sum", f"rank {other} left")
-        return begin_s
 
     def _check_process(self, other: int) -> None:
         """Raises if the process of a rank that has mapped the block has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import pickle
 import secrets
@@ -28,12 +29,14 @@ from rayvec.errors import ConfigError
 from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe, ProcessWatch
 from rayvec.pools.base import NotReady
+from rayvec.pools.waited_time import WaitedTime
 
 if TYPE_CHECKING:
     from rayvec.distributed.rank_actor import RankActor
 
 __all__ = ["ProcessHost", "rank_main"]
 
+_LOOK_S = 0.5
 _MESSAGE_S = 60.0
 """A rank that takes more seconds than this to send the rest of a message is lost."""
 _PRELOAD = ("rayvec.distributed.rank_actor",)
@@ -116,23 +119,23 @@ class ProcessHost:
 
     def wait(self, refs: Sequence[_Ref], num_results: int, timeout_s: float | None) -> list[_Ref]:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        waited, limit_s = WaitedTime(), math.inf if timeout_s is None else timeout_s
         ranks = list({id(ref.rank): ref.rank for ref in refs}.values())
         while True:
             done = [ref for ref in refs if ref.has_ended or ref.rank.handle.has_ended]
-            left = None if deadline is None else deadline - time.monotonic()
-            if len(done) >= num_results or (left is not None and left < 0):
+            if len(done) >= num_results or waited.look() > limit_s:
                 return done
-            self._receive([rank.handle for rank in ranks if not rank.handle.has_ended], left)
+            left = [rank.handle for rank in ranks if not rank.handle.has_ended]
+            self._receive(left, min(_LOOK_S, limit_s - waited.seconds))
 
-    def _receive(self, processes: Sequence[_Process], timeout_s: float | None) -> None:
+    def _receive(self, processes: Sequence[_Process], timeout_s: float) -> None:
         """Waits until a process says something or ends; takes what has come."""
         poll = select.poll()
         for each in processes:
             has_sent = each.pipe.flush()
             poll.register(each.pipe.fileno(), select.POLLIN | (0 if has_sent else select.POLLOUT))
             poll.register(each.watch.fileno(), select.POLLIN)
-        poll.poll(None if timeout_s is None else 1000 * timeout_s)
+        poll.poll(1000 * timeout_s)
         for each in processes:
             has_ended = each.watch.ended()  # before the last look at what it said
             while each.pipe.poll():

@@ -171,8 +171,8 @@ class Supervisor:
         if limit_s is None and not client.is_starting:
             return deadline
         client.note_progress()
-        overdue_at = math.inf if limit_s is None else client.overdue_at(limit_s)
-        return min(time.monotonic() + LOOK_S, overdue_at, deadline)
+        overdue_in = math.inf if limit_s is None else client.overdue_in(limit_s)
+        return min(time.monotonic() + min(LOOK_S, overdue_in), deadline)
 
     def _look_after(self, client: WorkerClient) -> None:
         """Restarts a worker that has exited or exceeds the time limit of its oldest command."""
@@ -192,7 +192,7 @@ class Supervisor:
         if client.is_starting:
             if client.startup_s > start_s:
                 self._restart_worker(client, client.hangs("start_timeout_s", start_s), client.startup_s)
-        elif limit_s is not None and time.monotonic() > client.overdue_at(limit_s):
+        elif limit_s is not None and client.overdue_in(limit_s) <= 0:
             self._restart_worker(client, client.hangs(name, limit_s), client.waited_s)
 
     def _limit_of(self, client: WorkerClient) -> tuple[str, float | None]:

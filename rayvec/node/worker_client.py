@@ -22,6 +22,7 @@ from rayvec.node.step_memory import AUTORESET, COUNT, FIRST_ROWS, OP, ROWS_AT, N
 from rayvec.node.worker_processes import WorkerProcess
 from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.ids_by_owner import Part
+from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["Reports", "WorkerClient", "pack_call"]
 
@@ -106,9 +107,9 @@ class WorkerClient:
         self.failures: list[tuple[int, RemoteFailure]] = []
         self._replies: dict[int, Reply] = {}
         self._posted: dict[int, _Posted] = {}
-        self._begun_s = 0.0  # earliest time at which the oldest command can have started
         self._progress = block.arrays["progress"][index : index + 1]
-        self._seen, self._seen_s = 0, 0.0  # the newest progress, and when it was first seen
+        self._seen = 0  # the newest progress
+        self._waited = WaitedTime()  # for the oldest pending command, since its newest progress was seen
         self._go, self._done = block.go[index], block.done[index]
         self._ring = block.arrays["ring"][index]
         self._has_reply = block.arrays["has_reply"][index]
@@ -190,7 +191,7 @@ class WorkerClient:
         self.num_posted += 1
         self._posted[number] = command
         if number == self.num_done:
-            self._begun_s = time.monotonic()
+            self._waited.restart()
         self._go.post()
         if command.payload:
             self._process.pipe.send(command.payload, fds)
@@ -213,19 +214,18 @@ class WorkerClient:
     @property
     def waited_s(self) -> float:
         """Seconds that the oldest pending command, or the current step within it, has taken so far."""
-        return time.monotonic() - max(self._begun_s, self._seen_s)
+        return self._waited.seconds
 
     def note_progress(self) -> None:
         """Notes the worker's progress. The age of a step counts from the call that first saw it.
 
         The pending commands of a replacement worker start when its environments have been made.
         """
-        if self._was_starting:
-            self._begun_s = time.monotonic()
-            self._was_starting = self.is_starting
         progress = int(self._progress[0])
-        if progress != self._seen:
-            self._seen, self._seen_s = progress, time.monotonic()
+        if self._was_starting or progress != self._seen:
+            self._waited.restart()
+        self._waited.look()
+        self._was_starting, self._seen = self._was_starting and self.is_starting, progress
 
     @property
     def is_loading(self) -> bool:
@@ -241,9 +241,9 @@ class WorkerClient:
         policy_acts = self._seen % 2 == 0
         return self._posted[self.num_done].num_steps if policy_acts else 1
 
-    def overdue_at(self, limit_s: float) -> float:
-        """Returns the ``time.monotonic`` time at which the oldest pending command, or its current step, is overdue."""
-        return max(self._begun_s, self._seen_s) + self._num_limits * limit_s
+    def overdue_in(self, limit_s: float) -> float:
+        """Returns the seconds after which the oldest pending command, or its current step, is overdue."""
+        return self._num_limits * limit_s - self.waited_s
 
     def poll(self) -> None:
         """Records completed commands, without waiting.
@@ -275,7 +275,7 @@ class WorkerClient:
             self._go.post()
             if posted.repeat and posted.payload:
                 process.pipe.send(posted.payload)
-        self._begun_s = time.monotonic()
+        self._waited.restart()
 
     def _acquire(self, deadline: float) -> None:
         pipe = self._process.pipe
@@ -303,7 +303,7 @@ class WorkerClient:
         self.num_done += 1
         self._posted.pop(number, None)
         if self._posted:  # the worker starts the next command only now
-            self._begun_s = time.monotonic()
+            self._waited.restart()
 
     def _hear(self, number: int, slot: int) -> None:
         """Reads and stores the reply to a command.

@@ -124,3 +124,20 @@ def test_a_sum_waits_for_all_others_together_no_longer_than_the_timeout(monkeypa
     assert now_s < 1.1
     monkeypatch.undo()
     ranks.close()
+
+
+def test_a_pause_of_all_ranks_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock, which goes on when it is looked at, jumps once, as while a job is suspended."""
+    ranks, now_s = SharedMemoryRanks(0, 2, timeout_s=2.0), 0.0
+
+    def look() -> float:
+        nonlocal now_s
+        now_s += 100.0 if 0.1 < now_s < 1.0 else 0.01
+        if now_s > 100.5:
+            ranks._marks[8] = 1
+        return now_s
+
+    monkeypatch.setattr("rayvec.pools.waited_time.time.monotonic", look)
+    ranks.sum_(torch.ones(3))
+    monkeypatch.undo()
+    ranks.close()

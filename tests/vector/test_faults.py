@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -296,6 +297,17 @@ def test_the_time_of_a_policy_is_no_steps() -> None:
 
     with RayVecEnv([ObedientEnv] * 2, num_nodes=0, workers_per_node=2, step_timeout_s=1.0) as env:
         assert within(DEADLINE_S, partial(env.rollout, slow_policy, 20, seed=1)).valid.all()
+
+
+def test_a_pause_of_the_whole_job_does_not_count_as_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process and the worker are stopped in the middle of a step, and this process continues first."""
+    monkeypatch.setattr("rayvec.pools.waited_time._MOST_S", 0.2)
+    with RayVecEnv([partial(EndlessEnv, step_s=0.5)], num_nodes=0, workers_per_node=1, step_timeout_s=1.0) as env:
+        env.reset(seed=1)
+        me, worker = os.getpid(), next(iter(env.worker_pids().values()))[1]
+        pause = f"sleep 0.2; kill -STOP {worker} {me}; sleep 1.5; kill -CONT {me}; sleep 0.2; kill -CONT {worker}"
+        with subprocess.Popen(["sh", "-c", pause]):
+            env.step(np.full(1, GO))
 
 
 def test_a_policy_that_hangs_is_named_as_such() -> None:
