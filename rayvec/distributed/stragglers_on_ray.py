@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from typing import Any
 
@@ -10,10 +11,15 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.errors import RankLostError
+from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["RayArrivals", "start_counter"]
 
 _LOOK_S = 0.005
+_ASK_S = 5.0
+"""How often a rank that waits asks the counter for a sign of life."""
+_ANSWER_S = 60.0
+"""A counter that takes longer to give one is lost."""
 
 
 class ArrivalCounter:
@@ -22,6 +28,10 @@ class ArrivalCounter:
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._changed = asyncio.Condition()
+
+    async def pid(self) -> int:
+        """Returns the id of this process, as a sign of life."""
+        return os.getpid()
 
     async def arrive(self, iteration: int) -> None:
         """Counts a rank."""
@@ -58,6 +68,8 @@ class RayArrivals:
         self._iteration, self._known = 0, 0
         self._next: Any = None
         self._look_at_s = 0.0
+        self._sign: Any = None
+        self._silence, self._ask_at_s = WaitedTime(), 0.0
 
     def arrive(self, iteration: int) -> None:
         """See :class:`~rayvec.distributed.stragglers.Arrivals`."""
@@ -70,19 +82,34 @@ class RayArrivals:
             self._next = self._counter.beyond.remote(iteration, 0)
         if self._known < self._size and time.monotonic() >= self._look_at_s:
             self._look_at_s = time.monotonic() + _LOOK_S
+            self._check_counter()
             if ray.wait([self._next], timeout=0)[0]:
                 self._known = self._answer()
                 if self._known < self._size:
                     self._next = self._counter.beyond.remote(iteration, self._known)
         return self._known
 
+    def _check_counter(self) -> None:
+        """Raises if the counter gives no sign of life, as one whose process is stopped."""
+        if self._sign is not None and ray.wait([self._sign], timeout=0)[0]:
+            self._sign = None  # that of an actor that has ended, too: the next answer says so
+        if self._sign is not None and self._silence.look() > _ANSWER_S:
+            raise _lost(f"no answer within {_ANSWER_S:g} s")
+        if self._sign is None and time.monotonic() >= self._ask_at_s:
+            self._sign, self._ask_at_s = self._counter.pid.remote(), time.monotonic() + _ASK_S
+            self._silence.restart()
+
     def _answer(self) -> int:
         try:
             return int(ray.get(self._next))
         except ray.exceptions.RayError as error:
-            raise RankLostError(
-                "An actor counts which ranks have arrived.",
-                expected="an answer from it",
-                got=f"{type(error).__name__}: its process or its node has ended",
-                remedy="Look into the log of the driver's node; the run restarts its ranks",
-            ) from error
+            raise _lost(f"{type(error).__name__}: its process or its node has ended") from error
+
+
+def _lost(got: str) -> RankLostError:
+    return RankLostError(
+        "An actor counts which ranks have arrived.",
+        expected="an answer from it",
+        got=got,
+        remedy="Look into the log of the driver's node; the run restarts its ranks",
+    )

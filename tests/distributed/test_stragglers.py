@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from typing import Any
 
 import pytest
+import ray
 import torch
 from helpers.examples import examples
 from helpers.thread_ranks import ThreadRanks, on_ranks
 from helpers.training_kit import assert_same
+from helpers.waiting import wait_until
 from hypothesis import given, strategies as st
 
 from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.distributed.rank_actor import pack
 from rayvec.distributed.rank_state import shared_state
 from rayvec.distributed.stragglers import SharedArrivals, Stragglers, shared_arrivals
+from rayvec.distributed.stragglers_on_ray import RayArrivals, start_counter
+from rayvec.errors import RankLostError
 from rayvec.training.rank_trainer import RankTrainer
 from rayvec.training.run_state import Progress
 from rayvec.training.runs import LEARNERS
@@ -119,3 +125,21 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
     assert {count for of_rank in steps for count in of_rank} > {16}, "some iterations were cut, and some were not"
     for state in states[1:]:
         assert_same(state, states[0])
+
+
+def test_a_counter_that_is_stopped_is_not_waited_for_without_end(
+    ray_cluster: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayvec.distributed.stragglers_on_ray._ASK_S", 0.1)
+    counter = start_counter()
+    pid = ray.get(counter.pid.remote())
+    arrivals = RayArrivals(counter, 0, 2)
+    arrivals.arrive(1)
+    wait_until(lambda: arrivals.num_arrived(1) == 1)
+    monkeypatch.setattr("rayvec.distributed.stragglers_on_ray._ANSWER_S", 0.5)
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RankLostError, match=r"no answer within 0\.5 s"):
+            wait_until(lambda: arrivals.num_arrived(1) == 2)
+    finally:
+        os.kill(pid, signal.SIGKILL)
