@@ -20,8 +20,9 @@ from rayvec.cluster.wire_format import FrameFormat, Kind, Request
 from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, RolloutTimes
 from rayvec.errors import RemoteFailure
 from rayvec.node.log_lines import LogLines
-from rayvec.node.pipe import LOOK_S, readable
+from rayvec.node.pipe import LOOK_S
 from rayvec.node.process_pool import ProcessPool
+from rayvec.node.process_watch import readable
 from rayvec.pools.base import RestartPolicy
 from rayvec.pools.in_process_base import FAILURES, captured
 

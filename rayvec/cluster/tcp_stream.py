@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from rayvec.node.pipe import readable
+from rayvec.node.process_watch import readable
 
 __all__ = ["LENGTH_BYTES", "MOST_BYTES", "STREAM_THREAD", "FrameSocket", "Listener", "connect"]
 

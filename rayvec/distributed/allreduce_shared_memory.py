@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from rayvec.errors import ConfigError, RankLostError
-from rayvec.node.pipe import ProcessWatch
+from rayvec.node.process_watch import ProcessWatch
 from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["SharedMemoryRanks", "can_share_memory"]

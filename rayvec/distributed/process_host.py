@@ -27,7 +27,8 @@ from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.errors import ConfigError
 from rayvec.node.fork_server import ForkServer
-from rayvec.node.pipe import MessagePipe, ProcessWatch
+from rayvec.node.pipe import MessagePipe
+from rayvec.node.process_watch import ProcessWatch
 from rayvec.pools.base import NotReady
 from rayvec.pools.waited_time import WaitedTime
 

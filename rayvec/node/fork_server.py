@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from rayvec.node.deferred_signals import Uninterrupted
-from rayvec.node.pipe import MessagePipe, ProcessWatch
+from rayvec.node.pipe import MessagePipe
+from rayvec.node.process_watch import ProcessWatch
 from rayvec.pools.base import NotReady
 from rayvec.pools.owner_signals import fork_with_signals_blocked, leave_to_owner, restore_in_children
 

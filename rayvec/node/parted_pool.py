@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Rollout, StepBatch
-from rayvec.node.pipe import LOOK_S, readable
+from rayvec.node.pipe import LOOK_S
+from rayvec.node.process_watch import readable
 from rayvec.pools.base import Autoreset, Cut, NotReady, deadline_in, seconds_until
 from rayvec.pools.ids_by_owner import Plan, Plans
 from rayvec.pools.shared_memory import ArrayLayout

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from rayvec.data import Chunk, Tree
 from rayvec.errors import WorkerLostError
 from rayvec.node.deferred_signals import Uninterrupted
-from rayvec.node.pipe import LOOK_S, readable
+from rayvec.node.pipe import LOOK_S
+from rayvec.node.process_watch import readable
 from rayvec.node.step_memory import NodeBlock
 from rayvec.node.worker_client import Reports, WorkerClient
 from rayvec.node.worker_inference import WorkerInference

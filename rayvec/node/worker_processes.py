@@ -20,7 +20,8 @@ from gymnasium import Space
 from rayvec.errors import ConfigError, RemoteFailure, WorkerLostError
 from rayvec.node.chunk_memory import ChunkMemory, dumps
 from rayvec.node.fork_server import ForkServer
-from rayvec.node.pipe import MessagePipe, ProcessWatch
+from rayvec.node.pipe import MessagePipe
+from rayvec.node.process_watch import ProcessWatch
 from rayvec.node.protocol import Setup
 from rayvec.node.step_memory import BlockShape, NodeBlock
 from rayvec.node.worker import STACK_SIGNAL, WorkerSpec, worker_main

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from rayvec.node.pipe import MessagePipe, ProcessWatch
+from rayvec.node.pipe import MessagePipe
+from rayvec.node.process_watch import ProcessWatch
 from rayvec.pools.base import NotReady
 
 

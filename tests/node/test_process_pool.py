@@ -55,8 +55,8 @@ from hypothesis import given, strategies as st
 from rayvec.data import Chunk, ChunkRequest
 from rayvec.data.partition import even_bounds
 from rayvec.errors import EnvError, WorkerLostError
-from rayvec.node.pipe import ProcessWatch
 from rayvec.node.process_pool import ProcessPool
+from rayvec.node.process_watch import ProcessWatch
 from rayvec.node.step_memory import BlockShape, NodeBlock
 from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.step_and_autoreset import SerialPool

@@ -32,8 +32,9 @@ from helpers.waiting import DEADLINE_S, alive, wait_until
 
 from rayvec.data import ChunkRequest
 from rayvec.errors import ConfigError, WorkerLostError
-from rayvec.node.pipe import MessagePipe, ProcessWatch
+from rayvec.node.pipe import MessagePipe
 from rayvec.node.process_pool import ProcessPool
+from rayvec.node.process_watch import ProcessWatch
 from rayvec.pools.base import NotReady, RestartPolicy
 from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
