@@ -317,7 +317,7 @@ _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for a failure, 2 for input that can't work, 130 after Ctrl-C.
 
-    It is 143 after SIGTERM in training, and 141, without a message, if the reader of its output has ended.
+    It is 143 after SIGTERM in `train`, and 141, without a message, if the reader of its output has ended.
 
     Args:
         args: The arguments, without the program's name; unset: those of this process.

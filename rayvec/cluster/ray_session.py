@@ -160,7 +160,7 @@ def _keeping_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is not signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        if before not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
 
 

@@ -128,11 +128,11 @@ def drop_bad_episodes(chunk: Chunk, bad: BadObs, unfinished: NDArray[np.bool_]) 
     bad_final[tuple(chunk.final_index[bad.finals].T)] = True
     lost = []
     for n in np.flatnonzero(bad.where.any(0) | bad_final.any(0)).tolist():
-        for start, stop, goes_on in _episodes(ends[:, n]):
+        for start, stop, continues_after in _episodes(ends[:, n]):
             steps = slice(start, stop)
-            if bad.where[steps, n].any() or bad_final[steps, n].any() or (goes_on and bad.where[-1, n]):
+            if bad.where[steps, n].any() or bad_final[steps, n].any() or (continues_after and bad.where[-1, n]):
                 valid[steps, n] = False
-                continues[n] |= goes_on
+                continues[n] |= continues_after
                 count += 1
                 if start == 0 and unfinished[n]:
                     lost.append((-1, n))
@@ -143,7 +143,7 @@ def drop_bad_episodes(chunk: Chunk, bad: BadObs, unfinished: NDArray[np.bool_]) 
 
 
 def _episodes(ends: NDArray[np.bool_]) -> Iterator[tuple[int, int, bool]]:
-    """Yields where the steps of each episode of one environment start and stop, and whether it goes on afterwards."""
+    """Yields where the steps of each episode of one environment start and stop, and whether it continues afterwards."""
     for start, stop in pairwise([0, *(np.flatnonzero(ends) + 1).tolist(), len(ends)]):
         if start < stop:
             yield start, stop, not ends[stop - 1]

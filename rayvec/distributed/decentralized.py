@@ -12,6 +12,7 @@ import cloudpickle
 from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.running_ranks import RankSet
 from rayvec.distributed.stragglers import Arrivals, MakeArrivals, SharedArrivals, shared_arrivals
+from rayvec.envs.factory import carrying_sys
 from rayvec.errors import ConfigError, RankLostError
 from rayvec.learners.ranks import ClosableRanks
 
@@ -64,7 +65,8 @@ class DecentralizedGroup(RankSet):
             self.num_ranks = len(placements)
             arrivals = self._arrivals = self._make_arrivals(placements)  # an actor ends with its last handle
             late = RankLostError if fewer else ConfigError
-            self.start(placements, cloudpickle.dumps(functools.partial(_make_on_rank, make, arrivals)), late)
+            on_rank = functools.partial(_make_on_rank, make, arrivals)
+            self.start(placements, carrying_sys(cloudpickle.dumps(on_rank)), late)
         except BaseException:
             self._stack.close()
             raise

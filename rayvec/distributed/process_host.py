@@ -126,8 +126,8 @@ class ProcessHost:
             done = [ref for ref in refs if ref.has_ended or ref.rank.handle.has_ended]
             if len(done) >= num_results or waited.look() > limit_s:
                 return done
-            left = [rank.handle for rank in ranks if not rank.handle.has_ended]
-            self._receive(left, min(_LOOK_S, limit_s - waited.seconds))
+            running = [rank.handle for rank in ranks if not rank.handle.has_ended]
+            self._receive(running, min(_LOOK_S, limit_s - waited.seconds))
 
     def _receive(self, processes: Sequence[_Process], timeout_s: float) -> None:
         """Waits until a process says something or ends; takes what has come."""

@@ -35,7 +35,7 @@ class Arrivals(Protocol):
         """Returns how many ranks have arrived, without waiting. The count may be a few milliseconds old.
 
         Raises:
-            RankLostError: The process that counts them has ended.
+            RankLostError: The process that counts them has ended, or gives no sign of life.
         """
         ...
 

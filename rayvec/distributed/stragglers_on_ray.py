@@ -1,4 +1,7 @@
-"""Arrivals of ranks on several nodes, counted by an actor of the Ray cluster: two messages a rank and iteration."""
+"""Arrivals of ranks on several nodes, counted by an actor of the Ray cluster.
+
+A rank sends it two messages for each iteration, and asks for a sign of life every five seconds that it waits.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,7 @@ class RayArrivals:
     def _check_counter(self) -> None:
         """Raises if the counter gives no sign of life, as one whose process is stopped."""
         if self._sign is not None and ray.wait([self._sign], timeout=0)[0]:
-            self._sign = None  # that of an actor that has ended, too: the next answer says so
+            self._sign = None  # an answer, or an error: `_answer` raises if the actor has ended
         if self._sign is not None and self._silence.look() > _ANSWER_S:
             raise _lost(f"no answer within {_ANSWER_S:g} s")
         if self._sign is None and time.monotonic() >= self._ask_at_s:

@@ -123,7 +123,8 @@ class EnvFactory:
     """Makes environment i of N, in the process that will step it.
 
     The factory crosses processes by cloudpickle. It carries the environments that were registered in the process where
-    it was built, and that process's ``sys.path``, so workers know the ids and find the modules that the driver knows.
+    it was built, so that workers know their ids, and that process's ``sys.path`` and ``sys.argv``, so that they find
+    the modules that the driver finds.
 
     Attributes:
         env_fns: One callable for each environment, in the order of their global indices.

@@ -157,7 +157,9 @@ class Supervisor:
             except NotReady:
                 if time.monotonic() >= deadline:
                     raise
-                self._restart_if_overdue(client)
+                self.look_after_all()  # the others' commands grow older meanwhile
+                if client.num_done <= number:
+                    self._restart_if_overdue(client)
             except WorkerLostError as error:
                 self._restart_worker(client, error)
             except BaseException as error:

@@ -15,7 +15,7 @@ class WaitedTime:
 
     A suspended job (SIGSTOP, ``docker pause``, ``scontrol suspend``) stops the process that waits together with the
     one that it waits for. By a clock alone the pause would count as waiting, and a limit could be exceeded at once when
-    the job continues. Look more than once a second: who looks more seldom waits longer than the limit.
+    the job continues. Look at least once a second: with rarer looks, a limit takes longer than its seconds.
     """
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
@@ -168,7 +169,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
             actions: One action for each environment: an array ``[N, *act_shape]``, or a list.
         """
         self._assert_idle("step_async")
-        check_number(len(actions), self.num_envs, self.action_space)
+        check_number(len(actions), self.num_envs, batch_space(self.action_space, self.num_envs))
         if not (self._plain_actions and type(actions) is np.ndarray and actions.dtype != object):
             actions = [actions[i] for i in range(self.num_envs)]
 

@@ -123,7 +123,7 @@ def _known(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
     """Replaces the status of a run; a reader sees the old one or the new one."""
-    partial = run_dir / ".status.tmp"  # of the only process that trains here; it is not flushed to the disk each time
+    partial = run_dir / ".status.tmp"  # only one process trains in a directory; `written_whole` would flush to the disk
     try:
         partial.write_text(status.to_json(), encoding="utf-8")
         partial.replace(run_dir / "status.json")

@@ -127,7 +127,7 @@ def test_a_sum_waits_for_all_others_together_no_longer_than_the_timeout(monkeypa
 
 
 def test_a_pause_of_all_ranks_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock, which goes on when it is looked at, jumps once, as while a job is suspended."""
+    """The clock, which advances when it is looked at, jumps once, as while a job is suspended."""
     ranks, now_s = SharedMemoryRanks(0, 2, timeout_s=2.0), 0.0
 
     def look() -> float:

@@ -21,7 +21,6 @@ from helpers.training_kit import SMALL, options, tiny
 
 import rayvec
 import rayvec.training.loop  # now, so that it keeps none of the functions that a test replaces
-from rayvec.cluster.ray_session import _keeping_sigterm
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 from rayvec.training.stop_signals import Interrupts, Terminated
@@ -285,18 +284,18 @@ def test_sigterm_before_and_after_the_loop_ends_the_run_as_ctrl_c_does(
     assert any("resume with" in note for note in getattr(caught.value, "__notes__", [])) == has_begun
 
 
-def test_ray_keeps_the_handler_of_a_program_for_sigterm() -> None:
-    def of_ray(*_: object) -> None: ...
+HANDLER = """
+import signal
+from rayvec.cluster.ray_session import RaySession
 
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    try:
-        with _keeping_sigterm():
-            signal.signal(signal.SIGTERM, of_ray)
-        assert signal.getsignal(signal.SIGTERM) is of_ray
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with Interrupts() as interrupts, interrupts.taking_sigterm():
-            with _keeping_sigterm():
-                signal.signal(signal.SIGTERM, of_ray)
-            assert signal.getsignal(signal.SIGTERM) == interrupts._pressed
-    finally:
-        signal.signal(signal.SIGTERM, before)
+came = []
+signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+with RaySession():
+    signal.raise_signal(signal.SIGTERM)
+    assert came == [1]
+"""
+
+
+def test_starting_ray_leaves_your_handler_for_sigterm() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ADDRESS": ""}
+    subprocess.run([sys.executable, "-c", HANDLER], env=environment, check=True)
