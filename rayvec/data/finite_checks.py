@@ -54,7 +54,7 @@ def _first_bad(chunk: Chunk, where: NDArray[np.bool_], finals: NDArray[np.bool_]
 
 
 def _bad_number(tree: Tree, place: int | tuple[int, int]) -> str | None:
-    """Returns the first number that is not finite in one observation, and its key; None if there is none."""
+    """Returns the first number that is not finite at one place of all arrays, and its key; None if there is none."""
     for path, leaf in _paths(tree):
         numbers = np.asarray(leaf[place])
         if leaf.dtype.kind in "fc" and not np.isfinite(numbers).all():

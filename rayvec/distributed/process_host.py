@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["ProcessHost", "rank_main"]
 
 _LOOK_S = 0.5
+"""How long a wait sleeps at most, so that a pause of the job does not count as waiting."""
 _MESSAGE_S = 60.0
 """A rank that takes more seconds than this to send the rest of a message is lost."""
 _PRELOAD = ("rayvec.distributed.rank_actor",)

@@ -103,7 +103,7 @@ class NativeRecorder(Recorder):
         self._reset_infos.blocks += info_blocks(t, first, columns, of_reset)
 
     def _infos_of_reset(self, t: int, rows: slice, *, has_final: bool) -> NDArray[np.bool_]:
-        """Returns of which environments the infos of step t are those of a reset, ``bool [n]``."""
+        """Returns which environments have infos of a reset at step t, ``bool [n]``."""
         if t < 0:
             return np.ones(rows.stop - rows.start, bool)
         if self._next_step:

@@ -298,4 +298,4 @@ with RaySession():
 
 def test_starting_ray_leaves_your_handler_for_sigterm() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ADDRESS": ""}
-    subprocess.run([sys.executable, "-c", HANDLER], env=environment, check=True)
+    subprocess.run([sys.executable, "-c", HANDLER], env=environment, check=True, timeout=120)

@@ -318,7 +318,7 @@ if __name__ == "__main__":
     with RayVecEnv([Tells], num_nodes=0, workers_per_node=1, step_timeout_s=1.0) as env:
         env.reset(seed=1)
         me, worker = os.getpid(), next(iter(env.worker_pids().values()))[1]
-        wait = f"while [ ! -e {sys.argv[1]} ]; do sleep 0.01; done"
+        wait = f"for _ in $(seq 1000); do [ -e {sys.argv[1]} ] && break; sleep 0.01; done"
         pause = f"kill -STOP {worker} {me}; sleep 1.5; kill -CONT {me}; sleep 0.2; kill -CONT {worker}"
         with subprocess.Popen(["sh", "-c", f"{wait}; {pause}"]):
             env.step(np.zeros(1, int))
@@ -329,7 +329,7 @@ def test_a_pause_of_the_whole_job_does_not_count_as_a_hang(tmp_path: Path) -> No
     """Driver and worker are stopped in the middle of a step, and the driver continues first."""
     (tmp_path / "paused.py").write_text(PAUSED)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    subprocess.run([sys.executable, tmp_path / "paused.py", tmp_path / "mark"], env=environment, check=True)
+    subprocess.run([sys.executable, tmp_path / "paused.py", tmp_path / "mark"], env=environment, check=True, timeout=60)
 
 
 def test_the_steps_of_all_workers_grow_older_while_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
