@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rayvec.data.trees import tree_leaves
+from rayvec.learners.products import is_faster
 
 __all__ = ["CUDAGraph", "Compiled", "GraphPool", "can_capture"]
 
@@ -67,6 +68,10 @@ class Compiled:
     def _first(self, *args: Any) -> Any:
         on_cpu = next(tree_leaves(args)).device.type == "cpu"
         options = {"guard_filter_fn": _checked, **(self._cpu_options if on_cpu else {})}
+        if on_cpu and is_faster():
+            from rayvec.learners.compiled_products import LargeProducts  # imports torch's compiler: seconds
+
+            options["post_grad_custom_post_pass"] = LargeProducts()
         try:  # a torch that lacks one of the options says so at once
             function = _with_own_code(self._function)
             call: Update = torch.compile(function, fullgraph=True, dynamic=False, options=options)

@@ -5,22 +5,24 @@ oneDNN, which is a part of torch too, uses the full width, and there needs half 
 torch has no setting for that, but an operator, which its own compiler uses.
 
 Which library multiplies depends on the processor and the sizes alone, not on a measurement, so that a run can be
-repeated. Results of the two differ by rounding. The functions here have no derivatives.
+repeated. Results of the two differ by rounding. The functions here have no derivatives. What compiled graphs do is in
+`rayvec.learners.compiled_products`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["bmm", "linear"]
+__all__ = ["bmm", "is_for_onednn", "linear", "product"]
 
-_MOST_BY_MKL = 1 << 22
-"""Up to so many multiply-adds MKL is as fast: 256 rows by 128 columns, by 128 columns."""
+_LEAST = 1 << 23
+"""From so many multiply-adds on, such as two products of 256 by 128 by 128, oneDNN makes up for what its calls cost."""
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
@@ -32,39 +34,49 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
         bias: ``[E, out]``.
         relu: Whether negative outputs become 0.
     """
-    if not _is_for_onednn(rows, weight.shape[1]):
+    if not is_for_onednn(rows, *rows.shape, weight.shape[1]):
         outputs = torch.bmm(rows, weight.mT).add_(bias.unsqueeze(1))
         return outputs.relu_() if relu else outputs
     activation = "relu" if relu else "none"
-    return _stacked([_onednn(*each, activation) for each in zip(rows, weight, bias, strict=True)])
+    return _stacked([_affine(*each, activation) for each in zip(rows, weight, bias, strict=True)])
 
 
 def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns the products ``[E, M, N]`` of matrices ``[E, M, K]`` and ``[E, K, N]``, as `torch.bmm` does."""
-    if not _is_for_onednn(a, b.shape[2]):
+    if not is_for_onednn(a, *a.shape, b.shape[2]):
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
-    products = [_onednn(left, right.mT, None, "none") for left, right in zip(a, b, strict=True)]
+    parts = [product(*each) for each in zip(a, b, strict=True)]
     if out is None:
-        return _stacked(products)
-    for into, product in zip(out, products, strict=True):
-        into.copy_(product)
+        return _stacked(parts)
+    for into, part in zip(out, parts, strict=True):
+        into.copy_(part)
     return out
 
 
-def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, activation, [], "")
-    return product
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns oneDNN's product ``[M, N]`` of matrices ``[M, K]`` and ``[K, N]``, plus a bias ``[N]`` or none."""
+    return _affine(a, b.mT, bias, "none")
+
+
+def _affine(rows: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    outputs: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, activation, [], "")
+    return outputs
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
 
 
-def _is_for_onednn(rows: Tensor, columns: int) -> bool:
+def is_for_onednn(like: Tensor, *sizes: int) -> bool:
+    """Says whether oneDNN computes a product, given a tensor of its type and device, and the sizes E, M, K and N."""
+    is_large = math.prod(sizes) >= _LEAST
+    return is_large and like.dtype == torch.float32 and like.device.type == "cpu" and is_faster()
+
+
+def is_faster() -> bool:
+    """Says whether oneDNN multiplies large matrices."""
     backends: Any = torch.backends.mkldnn  # a user may have disabled it
-    is_large = rows.shape[1] * rows.shape[2] * columns > _MOST_BY_MKL
-    is_float = rows.dtype == torch.float32 and rows.device.type == "cpu"
-    return is_large and is_float and _is_faster() and bool(backends.enabled)
+    return _is_faster() and bool(backends.enabled)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rayvec.learners import products
+from rayvec.learners.compiling import Compiled
 
 
 @pytest.fixture(params=[True, False], ids=["oneDNN", "MKL"])
@@ -16,12 +17,18 @@ def uses_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch was built without oneDNN's operator")
     monkeypatch.setattr(products, "_is_faster", lambda: request.param)
-    monkeypatch.setattr(products, "_MOST_BY_MKL", 0)
-    calls: list[int] = []
-    used = products._onednn
-    monkeypatch.setattr(products, "_onednn", lambda *args: calls.append(1) or used(*args))
+    monkeypatch.setattr(products, "_LEAST", 1)
+    calls = counted(monkeypatch)
     yield request.param
     assert bool(calls) == request.param
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Returns a list that grows with every product by oneDNN."""
+    calls: list[int] = []
+    used = products._affine
+    monkeypatch.setattr(products, "_affine", lambda *args: calls.append(1) or used(*args))
+    return calls
 
 
 def random(*shape: int) -> Tensor:
@@ -52,9 +59,9 @@ def test_products(uses_onednn: bool, num_nets: int, is_transposed: bool, has_out
 
 def test_what_onednn_can_not_do_or_would_not_speed_up_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_is_faster", lambda: True)
-    monkeypatch.setattr(products, "_onednn", None)
+    monkeypatch.setattr(products, "_affine", None)
     for rows, columns, dtype, device in [
-        (256, 64, torch.float32, "cpu"),
+        (256, 127, torch.float32, "cpu"),
         (256, 256, torch.float64, "cpu"),
         (256, 256, torch.float32, "meta"),
         (0, 256, torch.float32, "cpu"),
@@ -62,3 +69,29 @@ def test_what_onednn_can_not_do_or_would_not_speed_up_is_left_to_torch(monkeypat
         a = torch.zeros(2, rows, columns, dtype=dtype, device=device)
         b = torch.zeros(2, columns, columns, dtype=dtype, device=device)
         assert products.bmm(a, b).shape == (2, rows, columns)
+
+
+def several_products(bias: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes a layer of one net and then one of two, and their gradients."""
+
+    def loss(bias: Tensor, weights: Tensor) -> Tensor:
+        hidden = torch.addmm(bias, rows, weights[0]).tanh()
+        return torch.bmm(hidden.expand(2, -1, -1), weights).square().sum()
+
+    return torch.func.grad(loss, argnums=(0, 1))(bias, weights)
+
+
+def test_compiled_graphs_multiply_large_matrices_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch was built without oneDNN's operator")
+    monkeypatch.setattr(products, "_is_faster", lambda: True)
+    calls = counted(monkeypatch)
+    bias, weights = random(256), random(2, 256, 256) / 16
+    function = Compiled(several_products)
+    for num_rows, num_calls in [(200, 8), (137, 16)]:  # by one graph: a layer, its weight's gradient, three of two nets
+        rows = random(num_rows, 256)
+        torch._dynamo.maybe_mark_dynamic(rows, 0)
+        results = function(bias, rows, weights)
+        assert len(calls) == num_calls
+        for result, expected in zip(results, several_products(bias, rows, weights), strict=True):
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
