@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import io
 import itertools
 import math
 import os
@@ -322,6 +323,9 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: The arguments, without the program's name; unset: those of this process.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # help texts have letters that the locale may lack
     args = sys.argv[1:] if args is None else args
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:

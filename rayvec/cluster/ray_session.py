@@ -35,6 +35,8 @@ CLUSTER_MARK = "RAYVEC_CLUSTER"
 _REAPER = Path(__file__).with_name("_reaper.py")
 _REAP_S = 20.0
 _PROBE_S = 5.0
+_LONGEST_TEMP_DIR = 24
+"""In characters: Ray puts the paths of sockets below it, which the system limits to 107 bytes."""
 _TOKEN = secrets.token_hex(32)
 """Token that clients of our private clusters must present. There is one for this process, since Ray reads it only
 once. Without it, Ray would write a token to the user's home directory."""
@@ -180,7 +182,8 @@ def _connect(address: str) -> None:
 
 
 def _start_private() -> subprocess.Popen[bytes]:
-    directory = tempfile.mkdtemp(prefix="rayvec-")
+    where = tempfile.gettempdir()
+    directory = tempfile.mkdtemp(prefix="rayvec-", dir=where if len(where) <= _LONGEST_TEMP_DIR else "/tmp")
     reaper = start_reaper(directory)
     try:
         with _environment(RAY_AUTH_TOKEN=_TOKEN, **_SETTINGS, **{CLUSTER_MARK: directory}):
@@ -191,10 +194,17 @@ def _start_private() -> subprocess.Popen[bytes]:
                 logging_level=logging.ERROR,
                 _temp_dir=directory,
             )
-    except BaseException:
+    except BaseException as error:
         ray.shutdown()
         end_reaper(reaper)
-        raise
+        if not isinstance(error, Exception):
+            raise
+        raise ConfigError(
+            "Without an address, environments on Ray start a private local cluster.",
+            expected="Ray to start",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Set TMPDIR to a short path that can be written, or num_nodes=0 to do without Ray.",
+        ) from error
     return reaper
 
 

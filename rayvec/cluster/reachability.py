@@ -15,12 +15,14 @@ from typing import Any
 
 import ray
 from ray._private import worker
+from ray.exceptions import RpcError
 
 from rayvec.errors import NodeLostError
 
 __all__ = ["NodeWatch", "alive_nodes", "can_call_ray", "check_head", "head_answers", "raylets", "unreachable"]
 
 _ANSWER_S = 2.0
+_REQUEST_S = 10.0
 _SILENCE_S = 10.0
 _STALE_S = 60.0
 """An earlier look counts only if it is at most this many seconds old."""
@@ -34,7 +36,7 @@ def alive_nodes() -> list[dict[str, Any]]:
     """Returns what Ray says of each node that it takes for alive.
 
     Raises:
-        NodeLostError: The network does not reach the head of the cluster, for which Ray would wait without end.
+        NodeLostError: The head of the cluster does not answer; Ray would wait for it without end.
     """
     check_head()
     return [node for node in ray.nodes() if node["Alive"]]
@@ -64,11 +66,21 @@ def _answers(address: Address) -> bool:
     return True
 
 
+def _serves() -> bool:
+    """Whether the head's process answers a request: for one that is stopped, the system still accepts connections."""
+    driver: Any = worker.global_worker
+    try:
+        driver.gcs_client.internal_kv_exists(b"", None, timeout=_REQUEST_S)
+    except RpcError:
+        return False
+    return True
+
+
 def head_answers() -> bool:
-    """Whether the network reaches the head of the cluster; else calls of Ray wait for a minute or more."""
+    """Whether the head of the cluster answers; else calls of Ray wait for a minute or more, some without end."""
     address = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
-    does_answer = _answers((host.strip("[]"), int(port)))
+    does_answer = _answers((host.strip("[]"), int(port))) and _serves()
     if does_answer:
         _head_was_silent_s.pop(address, None)
     else:
@@ -88,13 +100,13 @@ def can_call_ray() -> bool:
 
 
 def check_head(cause: Exception | None = None) -> None:
-    """Raises ``NodeLostError`` because of `cause` if the network does not reach the head of the cluster."""
+    """Raises ``NodeLostError`` because of `cause` if the head of the cluster does not answer."""
     if not head_answers():
         if sys.excepthook is worker.custom_excepthook:  # it tells the head first, for which it waits without end
             sys.excepthook = worker.normal_excepthook
         raise NodeLostError(
             "The head of a Ray cluster runs as long as the cluster.",
-            expected=f"{ray.get_runtime_context().gcs_address} to accept a connection within {_ANSWER_S:g} s",
+            expected=f"{ray.get_runtime_context().gcs_address} to answer within {_REQUEST_S:g} s",
             got="no answer",
             remedy="Start the cluster again; a training resumes from its last checkpoint.",
         ) from cause

@@ -28,7 +28,7 @@ from rayvec.node.protocol import Op, Reply, Setup, WeightsRef
 from rayvec.node.step_memory import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, FIRST_ROWS, OP, ROWS_AT, NodeBlock
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.pools.base import Autoreset, RestartPolicy
-from rayvec.pools.in_process_base import FAILURES, EnvsFailed, captured, failures_ignored
+from rayvec.pools.in_process_base import FAILURES, EnvsFailed, captured, end_if_forked, failures_ignored
 from rayvec.pools.make import make_pool
 from rayvec.pools.shared_memory import keep_freed_memory, split_actions
 from rayvec.pools.sub_batch_pool import NativePool
@@ -162,9 +162,9 @@ class Worker:
         self.pool.show_progress(block.arrays["progress"][index : index + 1])
         self._chunk_step = block.arrays["chunk_step"][index : index + 1].data
         self._cut_chunk = block.arrays["cut_chunk"][index : index + 1].data
-        block.arrays["pid"][index] = os.getpid()
+        pid = block.arrays["pid"][index] = os.getpid()
         if not self._spec.replacement:
-            self._say(os.getpid())
+            self._say(pid)
         slot = self._setup.first_command % block.depth
         while not self._closed:
             while not go.acquire(_LOOK_S):
@@ -173,6 +173,7 @@ class Worker:
                         break
                     return
             reply = self._serve(ring[slot].tolist())
+            end_if_forked(pid)
             has_reply[slot] = reply is not None
             done.post()
             if wants_event[0]:

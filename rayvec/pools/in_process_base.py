@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
@@ -21,7 +23,7 @@ from rayvec.pools.owner_signals import is_left_to_owner
 from rayvec.pools.restart_state import ENV_ARRAYS, RestartBudget, restart_seed, stored_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, split_actions
 
-__all__ = ["FAILURES", "EnvsFailed", "InProcessPool", "captured", "failures_ignored"]
+__all__ = ["FAILURES", "EnvsFailed", "InProcessPool", "captured", "end_if_forked", "failures_ignored"]
 
 FAILURES = BaseException
 """What environments raise when they fail, and policies on workers and nodes. :func:`captured` lets Ctrl-C pass."""
@@ -50,6 +52,26 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
         failure.__cause__ = error
         return RemoteFailure.capture(failure, where)
     return RemoteFailure.capture(error, where)
+
+
+def end_if_forked(owner: int, error: BaseException | None = None) -> None:
+    """Ends this process if code of an environment has forked it from the process `owner`.
+
+    It has the pipes and the shared memory of its parent, in whose place it would go on. The exit code is what it would
+    be if `error` ended a program.
+    """
+    if os.getpid() == owner:
+        return
+    code = 0
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        code = error.code or 0
+    elif error is not None:
+        code = 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # an environment may have closed or replaced it
+            stream.flush()
+    os._exit(code & 0xFF)
 
 
 def _copied_shallowly(value: Any) -> Any:
@@ -125,6 +147,7 @@ class InProcessPool(ABC):
         self.notes: list[str] = []
         self._factory = factory
         self._where = where
+        self._owner = os.getpid()
         self._restart = restart_policy.restart
         self._budget = RestartBudget()
         self._envs: list[Any] = []
@@ -138,6 +161,7 @@ class InProcessPool(ABC):
                 self._envs.append(self._make(unit))
             self._set_up()
         except FAILURES as error:
+            end_if_forked(self._owner, error)
             unit, first = len(self._envs), first_id if self._unit_kind == "environment" else 0
             name = where if unit == factory.num_envs else f"{where}, {self._unit_kind} {first + unit}"
             with failures_ignored():
@@ -225,6 +249,7 @@ class InProcessPool(ABC):
             ) from error
 
     def _failure(self, unit: int, error: BaseException) -> tuple[int, RemoteFailure]:
+        end_if_forked(self._owner, error)
         row, name = self._identify(unit)
         return row, captured(error, f"{self._where}, {name}")
 

@@ -192,7 +192,7 @@ class _Run:
         state: The state that it continues from: with decentralized ranks, the last one that was kept.
         num_losses: How often ranks were lost since the last checkpoint.
         how_to_resume: The command that does.
-        has_begun: Whether its directory is there and it has come as far as its loop.
+        has_begun: Whether it has made its directory, or resumed and come as far as its loop.
     """
 
     def __init__(
@@ -235,6 +235,7 @@ class _Run:
     def begin(self, state: dict[str, Any]) -> None:
         """Makes the directory of a new run."""
         begin_run_dir(self._run_dir, self._config, self._complete(state))
+        self.has_begun = True
         if self._config.preset != "none":
             print(f"rayvec: settings of the preset {self._config.preset}", file=sys.stderr)
 
@@ -273,14 +274,16 @@ class _Run:
                     is_saved = is_requested or is_late or is_last or is_evaluated
                     iteration = trainer.iterate(ahead=not is_last, keep=is_saved, evaluate=is_evaluated)
                     progress.add(iteration.stats)
-                    if evaluator is not None and iteration.weights is not None:
-                        iteration.evaluation, elapsed_s = evaluator.evaluate(progress.steps, iteration.weights)
-                        iteration.times_s["evaluate"] = elapsed_s
-                    self._show(iteration, logger)
-                    if iteration.state is not None:
-                        self._save(iteration.state)
-                        self.num_losses = 0
-                        saved_s = time.monotonic()
+                    try:
+                        if evaluator is not None and iteration.weights is not None:
+                            iteration.evaluation, elapsed_s = evaluator.evaluate(progress.steps, iteration.weights)
+                            iteration.times_s["evaluate"] = elapsed_s
+                    finally:  # an evaluation that fails loses nothing of the training
+                        self._show(iteration, logger)
+                        if iteration.state is not None:
+                            self._save(iteration.state)
+                            self.num_losses = 0
+                            saved_s = time.monotonic()
                 if not is_saved:
                     self._save(trainer.state())
                 self._monitor.flush()

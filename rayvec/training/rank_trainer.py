@@ -223,7 +223,7 @@ class DecentralizedTrainer:
         if parts is not None:
             iteration.state = _joined_state(self._group.gather(parts))
         if weights is not None:
-            iteration.weights = self._group.gather(weights)[0]
+            iteration.weights = self._group.gather(weights)[0].copy()  # Ray's memory can't be written
         return iteration
 
     def state(self) -> dict[str, Any]:

@@ -36,7 +36,8 @@ def make_vec(
             makes another of the same kind and number.
         num_envs: How many environments.
         vectorization_mode: ``"vector_entry_point"`` makes native sub-batches, one for each worker, by the vector entry
-            point that the environment is registered with. All else makes single environments.
+            point that the environment is registered with; so does None where it has no other. All else makes single
+            environments.
         vector_kwargs: Arguments of :class:`RayVecEnv`.
         wrappers: Applied to each environment in order.
         **kwargs: Arguments of :class:`RayVecEnv`, by their names; all others are passed to the environment.
@@ -64,6 +65,8 @@ def make_vec(
         if made_by == _NATIVE and mode is None and was_native:
             mode = made_by
     env_kwargs |= ours.pop("env_kwargs", {}) | kwargs
+    if mode is None and _is_only_native(id):
+        mode = _NATIVE
     if mode == _NATIVE:
         if not isinstance(id, str | EnvSpec):
             raise ConfigError(
@@ -94,6 +97,12 @@ def make_vec(
         if value != usual:
             env.spec.kwargs[name] = value
     return env
+
+
+def _is_only_native(id: Any) -> bool:
+    """Says whether an environment is registered with a vector entry point and with no other."""
+    spec = gymnasium.registry.get(id) if isinstance(id, str) else id
+    return isinstance(spec, EnvSpec) and spec.entry_point is None and spec.vector_entry_point is not None
 
 
 def sub_batch_sizes(num_envs: int, num_nodes: int | tuple[int, int] | None, workers_per_node: int | None) -> list[int]:

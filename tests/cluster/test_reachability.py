@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.waiting import DEADLINE_S
 
 from rayvec.cluster import reachability
 from rayvec.cluster.reachability import NodeWatch, unreachable
@@ -47,6 +53,7 @@ def test_a_head_that_gave_no_answer_is_asked_again_after_ten_seconds(monkeypatch
     monkeypatch.setattr(reachability, "ray", ray)
     monkeypatch.setattr(reachability, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(reachability, "_answers", answer)
+    monkeypatch.setattr(reachability, "_serves", lambda: True)
     monkeypatch.setattr(reachability, "_head_was_silent_s", {})
     assert not reachability.can_call_ray() and not reachability.can_call_ray() and asked == [1]
     now_s[0], answers[0] = 111.0, True
@@ -55,6 +62,36 @@ def test_a_head_that_gave_no_answer_is_asked_again_after_ten_seconds(monkeypatch
     assert not reachability.head_answers() and not reachability.can_call_ray() and asked == [4]
     answers[0] = True
     assert reachability.head_answers() and reachability.can_call_ray()  # it answered meanwhile
+
+
+STOPS_THE_HEAD = """
+import os, signal, sys
+import psutil, rayvec
+
+class Stop:
+    def on_iteration(self, context):
+        if context.progress.steps == 128:
+            [head] = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
+            head.suspend()
+
+sizes = {"num_envs": 2, "num_steps": 64, "minibatch_size": 64, "total_steps": 512, "eval_episodes": 1}
+config = rayvec.PPOConfig(env_id="CartPole-v1", run_dir=sys.argv[1], num_nodes=1, workers_per_node=1, **sizes)
+rayvec.train(config, callbacks=[Stop()])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_head_is_stopped_ends_with_its_result(tmp_path: Path) -> None:
+    """The head's process still has connections accepted by the system. The directory's name is too long for sockets."""
+    long_dir = tmp_path / ("temporary" * 5)
+    long_dir.mkdir()
+    environ = {**os.environ, "TMPDIR": str(long_dir)}
+    environ.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-c", STOPS_THE_HEAD, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    result = tmp_path / "run" / "result.json"
+    assert result.exists() and json.loads(result.read_text())["total_steps"] == 512, done.stderr
+    assert done.returncode == 1  # that of every program whose cluster has lost its head
 
 
 class Looks:

@@ -108,6 +108,58 @@ class TestInTheMidstOfAReply:
         assert obs[0, 3] == 0, "a new episode has begun"
 
 
+class ForkingEnv(CountingEnv):
+    """Its second step forks a child, which leaves by an exception, and reports the exit code of the child.
+
+    Args:
+        error: What the child raises; None: its step returns, as that of its parent does.
+    """
+
+    def __init__(self, error: BaseException | None) -> None:
+        super().__init__()
+        self._error = error
+        self._num_steps = 0
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = super().step(action)
+        self._num_steps += 1
+        if self._num_steps == 2:
+            child = os.fork()
+            if child == 0 and self._error is not None:
+                raise self._error
+            if child:
+                info["exit_code"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return obs, reward, terminated, truncated, info
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("on_env_error", ["raise", "restart"])
+@pytest.mark.parametrize(
+    ("error", "exit_code"), [(SystemExit(), 0), (SystemExit(7), 7), (RuntimeError("in the child"), 1)], ids=str
+)
+def test_a_process_that_an_environment_forks_does_not_take_the_place_of_its_parent(
+    error: BaseException, exit_code: int, on_env_error: Any, num_workers: int
+) -> None:
+    constructors = [partial(ForkingEnv, error), CountingEnv]
+    env = RayVecEnv(constructors, num_nodes=0, workers_per_node=num_workers, on_env_error=on_env_error)
+    with closing(env), closing(gymnasium.vector.SyncVectorEnv([CountingEnv] * 2)) as expected:
+        np.testing.assert_array_equal(env.reset(seed=0)[0], expected.reset(seed=0)[0])
+        pids, exit_codes = env.worker_pids(), []
+        for _ in range(8):
+            *results, infos = env.step(np.zeros(2, np.int64))
+            for got, wanted in zip(results, expected.step(np.zeros(2, np.int64))[:-1], strict=True):
+                np.testing.assert_array_equal(got, wanted)
+            exit_codes.extend(infos.get("exit_code", [])[:1])
+        assert exit_codes == [exit_code] and env.worker_pids() == pids
+
+
+def test_a_forked_process_whose_step_returns_ends_without_an_answer() -> None:
+    with closing(make(partial(ForkingEnv, None))) as env:
+        env.reset(seed=0)
+        infos = [env.step(np.zeros(1, np.int64))[-1] for _ in range(8)]
+    assert [each["exit_code"].tolist() for each in infos if "exit_code" in each] == [[0]]
+
+
 class TestConstructors:
     def test_one_that_forks_and_dies(self) -> None:
         """The child holds the worker's end of the pipe, so that no end of file comes."""

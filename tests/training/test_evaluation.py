@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from helpers.training_kit import HERE, tiny
 
 import rayvec
@@ -70,6 +71,23 @@ def test_a_resumed_run_evaluates_at_the_same_steps(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", **EVALUATED), callbacks=[Stops()])
     rayvec.resume(tmp_path / "a")
     assert list(evaluations(tmp_path / "a")) == [128, 256, 384, 512]
+
+
+class FailsInEvaluation(CartPoleEnv):
+    """Fails in episodes with the seeds of evaluations, which are at least 2^30."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if seed is not None and seed >= 2**30:
+            raise OSError("in the evaluation")
+        return super().reset(seed=seed, options=options)
+
+
+def test_an_evaluation_that_fails_loses_nothing_of_the_training(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="in the evaluation"):
+        rayvec.train(tiny(tmp_path / "a", **EVALUATED), env=FailsInEvaluation)
+    _, state = load_run(tmp_path / "a")
+    *_, last = read_metrics(tmp_path / "a" / "metrics.jsonl")
+    assert state["progress"]["steps"] == last["steps"] == 128
 
 
 def test_evaluation_takes_a_limited_number_of_steps() -> None:

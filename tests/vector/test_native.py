@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import SyncVectorEnv
 from helpers.native_envs import Clears, Fails, Final, Odd, Remembers, Says, Swapped, counting
 from helpers.simple_policies import still
@@ -358,6 +359,16 @@ class TestMakeVec:
             with closing(rayvec.make_vec(env.spec, vectorization_mode="sync")) as single:  # type: ignore[arg-type]
                 assert single.num_envs == 5 and single.spec is not None
                 assert "native" not in single.spec.kwargs["vector_kwargs"]
+
+    def test_a_vector_entry_point_without_another_is_used(self) -> None:
+        spec = EnvSpec("OnlyVector-v0", vector_entry_point=CartPoleVectorEnv)
+        gymnasium.registry[spec.id] = spec
+        try:
+            for id in (spec.id, spec):
+                with closing(rayvec.make_vec(id, 3, num_nodes=0, workers_per_node=0)) as env:
+                    assert env.get_attr("num_envs") == (3, 3, 3)
+        finally:
+            del gymnasium.registry[spec.id]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
