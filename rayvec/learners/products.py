@@ -21,8 +21,8 @@ from torch import Tensor
 
 __all__ = ["bmm", "is_for_onednn", "linear", "product"]
 
-_LEAST = 1 << 23
-"""From so many multiply-adds on, such as two products of 256 by 128 by 128, oneDNN makes up for what its calls cost."""
+_LEAST = 1 << 22
+"""From so many multiply-adds on, 256 by 128 by 128, oneDNN makes up for what its calls cost."""
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
