@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from rayvec.learners import products
 from rayvec.learners.compiling import Compiled
@@ -81,17 +83,43 @@ def several_products(bias: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tenso
     return torch.func.grad(loss, argnums=(0, 1))(bias, weights)
 
 
-def test_compiled_graphs_multiply_large_matrices_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch was built without oneDNN's operator")
     monkeypatch.setattr(products, "_is_faster", lambda: True)
-    calls = counted(monkeypatch)
+    return counted(monkeypatch)
+
+
+def traced(*args: Tensor, mode: str = "symbolic") -> Any:
+    """Traces them, by default with sizes that may change, and replaces the large products, as the compiler does."""
+    from rayvec.learners.compiled_products import LargeProducts  # imports the compiler
+
+    graph = make_fx(several_products, tracing_mode=mode)(*args)
+    LargeProducts()(graph.graph)
+    graph.recompile()
+    return graph
+
+
+@pytest.mark.parametrize(
+    "compiled", [traced, pytest.param(lambda *args: Compiled(several_products), id="compiled", marks=pytest.mark.slow)]
+)
+def test_compiled_graphs_multiply_large_matrices_by_onednn(compiled: Any, calls: list[int]) -> None:
     bias, weights = random(256), random(2, 256, 256) / 16
-    function = Compiled(several_products)
-    for num_rows, num_calls in [(200, 8), (137, 16)]:  # by one graph: a layer, its weight's gradient, three of two nets
-        rows = random(num_rows, 256)
+    inputs = [(bias, random(num_rows, 256), weights) for num_rows in (200, 137)]
+    for _, rows, _ in inputs:
         torch._dynamo.maybe_mark_dynamic(rows, 0)
-        results = function(bias, rows, weights)
-        assert len(calls) == num_calls
-        for result, expected in zip(results, several_products(bias, rows, weights), strict=True):
+    function = compiled(*inputs[0])
+    calls.clear()
+    for each in inputs:  # by one graph: a layer, its weight's gradient, three products of two nets
+        num_calls = len(calls)
+        results = function(*each)
+        assert len(calls) == num_calls + 8
+        for result, expected in zip(results, several_products(*each), strict=True):
             torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_compiled_graphs_leave_small_products_to_torch(calls: list[int]) -> None:
+    inputs = random(64), random(256, 64), random(2, 64, 64)
+    traced(*inputs, mode="fake")(*inputs)
+    assert not calls
