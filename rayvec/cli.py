@@ -323,9 +323,8 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: The arguments, without the program's name; unset: those of this process.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # help texts have letters that the locale may lack
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # help texts have characters that a locale's encoding may lack
     args = sys.argv[1:] if args is None else args
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:

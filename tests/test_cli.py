@@ -32,10 +32,10 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_help_in_a_locale_without_its_letters() -> None:
-    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-m", "rayvec", "train", "ppo", "--help"]
-    assert b"--num-envs" in subprocess.run(command, env=environ, capture_output=True, check=True).stdout
+def test_help_in_an_encoding_that_lacks_its_characters() -> None:
+    environ = {**os.environ, "PYTHONIOENCODING": "latin-1:strict"}
+    command = [sys.executable, "-m", "rayvec", "train", "--help"]
+    assert b"ppo" in subprocess.run(command, env=environ, capture_output=True, check=True).stdout
 
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

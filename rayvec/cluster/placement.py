@@ -60,7 +60,7 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
         claimed_too: Whether to count cores that are already claimed in Ray, for pools that claim no cores.
 
     Raises:
-        NodeLostError: The network does not reach the head of the cluster.
+        NodeLostError: The head of the cluster does not answer.
     """
     from ray._private.state import available_resources_per_node
 

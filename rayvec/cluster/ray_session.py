@@ -36,7 +36,7 @@ _REAPER = Path(__file__).with_name("_reaper.py")
 _REAP_S = 20.0
 _PROBE_S = 5.0
 _LONGEST_TEMP_DIR = 24
-"""In characters: Ray puts the paths of sockets below it, which the system limits to 107 bytes."""
+"""In bytes: Ray's socket paths begin with this directory, and the system limits them to 107 bytes."""
 _TOKEN = secrets.token_hex(32)
 """Token that clients of our private clusters must present. There is one for this process, since Ray reads it only
 once. Without it, Ray would write a token to the user's home directory."""
@@ -182,8 +182,7 @@ def _connect(address: str) -> None:
 
 
 def _start_private() -> subprocess.Popen[bytes]:
-    where = tempfile.gettempdir()
-    directory = tempfile.mkdtemp(prefix="rayvec-", dir=where if len(where) <= _LONGEST_TEMP_DIR else "/tmp")
+    directory = _short_temp_dir()
     reaper = start_reaper(directory)
     try:
         with _environment(RAY_AUTH_TOKEN=_TOKEN, **_SETTINGS, **{CLUSTER_MARK: directory}):
@@ -202,10 +201,27 @@ def _start_private() -> subprocess.Popen[bytes]:
         raise ConfigError(
             "Without an address, environments on Ray start a private local cluster.",
             expected="Ray to start",
-            got=f"{type(error).__name__}: {error}",
-            remedy="Set TMPDIR to a short path that can be written, or num_nodes=0 to do without Ray.",
+            got=f"{type(error).__name__}: {error}".rstrip("."),
+            remedy="If this is about files, set TMPDIR to a directory that can be written. Or pass num_nodes=0 to do "
+            "without Ray.",
         ) from error
     return reaper
+
+
+def _short_temp_dir() -> str:
+    """Makes a directory for a private cluster: below /tmp if the usual place has too long a name."""
+    where = tempfile.gettempdir()
+    where = where if len(os.fsencode(where)) <= _LONGEST_TEMP_DIR else "/tmp"
+    try:
+        return tempfile.mkdtemp(prefix="rayvec-", dir=where)
+    except OSError as error:
+        raise ConfigError(
+            f"A private Ray cluster keeps its files in TMPDIR, or in /tmp if TMPDIR has more than {_LONGEST_TEMP_DIR} "
+            "bytes.",
+            expected="a directory that can be written",
+            got=f"{where} ({error.strerror})",
+            remedy="Set TMPDIR to one with a short name, or pass num_nodes=0 to do without Ray.",
+        ) from error
 
 
 def start_reaper(directory: str) -> subprocess.Popen[bytes]:

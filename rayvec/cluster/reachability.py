@@ -1,6 +1,7 @@
 """Which nodes of the cluster the network reaches. Ray itself notices after a minute that one is gone.
 
-The operating system of a node accepts a connection to the port of its raylet, however busy the node is.
+The operating system of a node accepts a connection to the port of its raylet, however busy the node is. It does so for
+a process that is stopped, too: of the cluster's head, an answer to a request is wanted besides.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ def _answers(address: Address) -> bool:
 
 def _serves() -> bool:
     """Whether the head's process answers a request: for one that is stopped, the system still accepts connections."""
-    driver: Any = worker.global_worker
+    connected: Any = worker.global_worker
     try:
-        driver.gcs_client.internal_kv_exists(b"", None, timeout=_REQUEST_S)
+        connected.gcs_client.internal_kv_exists(b"", None, timeout=_REQUEST_S)
     except RpcError:
         return False
     return True
@@ -106,8 +107,8 @@ def check_head(cause: Exception | None = None) -> None:
             sys.excepthook = worker.normal_excepthook
         raise NodeLostError(
             "The head of a Ray cluster runs as long as the cluster.",
-            expected=f"{ray.get_runtime_context().gcs_address} to answer within {_REQUEST_S:g} s",
-            got="no answer",
+            expected=f"{ray.get_runtime_context().gcs_address} to accept connections and answer requests",
+            got=f"no connection within {_ANSWER_S:g} s, or no answer within {_REQUEST_S:g} s",
             remedy="Start the cluster again; a training resumes from its last checkpoint.",
         ) from cause
 

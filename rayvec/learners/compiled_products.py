@@ -1,8 +1,8 @@
 """Large products of matrices in compiled graphs, by oneDNN on the processors that `rayvec.learners.products` describes.
 
 torch's compiler has oneDNN multiply only by matrices that never change, as in inference. So a pass over the finished
-graph, which has the derivatives and all sizes, puts operators of our own in the place of large products. For the
-compiler these are calls of unknown functions.
+graph, which has the derivatives and all sizes, puts operators of our own in the place of large products. The compiler
+treats them as opaque calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return products.product(a, b, bias)
+    return products.product(a, b, bias.expand(b.shape[1]).contiguous())  # oneDNN ignores the strides of a bias
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -51,8 +51,8 @@ _REPLACEMENTS = {
 
 
 _ROWS = 256
-"""What a size that may change counts as: torch's cache holds one graph for all such sizes, and which of them it was
-compiled for must not matter."""
+"""The value that counts for a dynamic dimension. torch's cache holds one graph for all its values, so the choice must
+not depend on the first."""
 
 
 class LargeProducts(CustomGraphPass):
@@ -64,7 +64,7 @@ class LargeProducts(CustomGraphPass):
             if node.target in _REPLACEMENTS and not node.kwargs:
                 *bias, a, b = (each.meta["val"] for each in node.args)
                 is_row = all(each.dim() == 1 for each in bias)
-                sizes = [size if isinstance(size, int) else _ROWS for size in (*a.shape, b.shape[-1])]
+                sizes = [size if isinstance(size, int) else _ROWS for size in (*a.shape[-2:], b.shape[-1])]
                 if is_row and products.is_for_onednn(a, *sizes):
                     node.target = _REPLACEMENTS[node.target]
 

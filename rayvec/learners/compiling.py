@@ -68,11 +68,11 @@ class Compiled:
     def _first(self, *args: Any) -> Any:
         on_cpu = next(tree_leaves(args)).device.type == "cpu"
         options = {"guard_filter_fn": _checked, **(self._cpu_options if on_cpu else {})}
-        if on_cpu and is_faster():
-            from rayvec.learners.compiled_products import LargeProducts  # imports torch's compiler: seconds
-
-            options["post_grad_custom_post_pass"] = LargeProducts()
         try:  # a torch that lacks one of the options says so at once
+            if on_cpu and is_faster():
+                from rayvec.learners.compiled_products import LargeProducts  # imports torch's compiler: seconds
+
+                options["post_grad_custom_post_pass"] = LargeProducts()
             function = _with_own_code(self._function)
             call: Update = torch.compile(function, fullgraph=True, dynamic=False, options=options)
             with warnings.catch_warnings():  # torch's own, about how it is made

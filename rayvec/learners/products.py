@@ -5,7 +5,7 @@ oneDNN, which is a part of torch too, uses the full width, and there needs half 
 torch has no setting for that, but an operator, which its own compiler uses.
 
 Which library multiplies depends on the processor and the sizes alone, not on a measurement, so that a run can be
-repeated. Results of the two differ by rounding. The functions here have no derivatives. What compiled graphs do is in
+repeated. Results of the two differ by rounding. The functions here have no derivatives. Compiled graphs: see
 `rayvec.learners.compiled_products`.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 __all__ = ["bmm", "is_for_onednn", "linear", "product"]
 
 _LEAST = 1 << 22
-"""From so many multiply-adds on, 256 by 128 by 128, oneDNN makes up for what its calls cost."""
+"""The smallest product, in multiply-adds, for which oneDNN is faster: 256 rows by 128 columns, by 128 columns."""
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
@@ -34,7 +34,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
         bias: ``[E, out]``.
         relu: Whether negative outputs become 0.
     """
-    if not is_for_onednn(rows, *rows.shape, weight.shape[1]):
+    if not is_for_onednn(rows, *rows.shape[1:], weight.shape[1]):
         outputs = torch.bmm(rows, weight.mT).add_(bias.unsqueeze(1))
         return outputs.relu_() if relu else outputs
     activation = "relu" if relu else "none"
@@ -43,7 +43,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
 
 def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns the products ``[E, M, N]`` of matrices ``[E, M, K]`` and ``[E, K, N]``, as `torch.bmm` does."""
-    if not is_for_onednn(a, *a.shape, b.shape[2]):
+    if not is_for_onednn(a, *a.shape[1:], b.shape[2]):
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
     parts = [product(*each) for each in zip(a, b, strict=True)]
     if out is None:
@@ -68,8 +68,8 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def is_for_onednn(like: Tensor, *sizes: int) -> bool:
-    """Says whether oneDNN computes a product, given a tensor of its type and device, and the sizes E, M, K and N."""
-    is_large = math.prod(sizes) >= _LEAST
+    """Says whether oneDNN computes a product, given a tensor of its type and device, and the sizes M, K and N."""
+    is_large = math.prod(sizes) >= _LEAST and min(sizes) > 1
     return is_large and like.dtype == torch.float32 and like.device.type == "cpu" and is_faster()
 
 

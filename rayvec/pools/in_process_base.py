@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
@@ -57,21 +58,23 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
 def end_if_forked(owner: int, error: BaseException | None = None) -> None:
     """Ends this process if code of an environment has forked it from the process `owner`.
 
-    It has the pipes and the shared memory of its parent, in whose place it would go on. The exit code is what it would
-    be if `error` ended a program.
+    The process shares its parent's pipes and memory. If it continued, both would answer the same commands. The exit
+    code, and what is printed, are those of a program that ends by `error`.
     """
     if os.getpid() == owner:
         return
-    code = 0
-    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
-        code = error.code or 0
-    elif error is not None:
-        code = 1
-        sys.excepthook(type(error), error, error.__traceback__)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # an environment may have closed or replaced it
-            stream.flush()
-    os._exit(code & 0xFF)
+    code = 0 if error is None else 1
+    try:
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error)  # and not sys.excepthook: Ray's would wait for a thread of the parent
+        elif isinstance(error.code, int | None):
+            code = error.code or 0
+        else:
+            print(error.code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # an environment may have closed or replaced the streams
+        os._exit(code & 0xFF)
 
 
 def _copied_shallowly(value: Any) -> Any:
@@ -160,6 +163,7 @@ class InProcessPool(ABC):
             for unit in range(factory.num_envs):
                 self._envs.append(self._make(unit))
             self._set_up()
+            end_if_forked(self._owner)
         except FAILURES as error:
             end_if_forked(self._owner, error)
             unit, first = len(self._envs), first_id if self._unit_kind == "environment" else 0

@@ -192,7 +192,7 @@ class _Run:
         state: The state that it continues from: with decentralized ranks, the last one that was kept.
         num_losses: How often ranks were lost since the last checkpoint.
         how_to_resume: The command that does.
-        has_begun: Whether it has made its directory, or resumed and come as far as its loop.
+        has_begun: Whether it has made its directory, or, for a resumed run, whether its loop has started.
     """
 
     def __init__(
@@ -278,12 +278,12 @@ class _Run:
                         if evaluator is not None and iteration.weights is not None:
                             iteration.evaluation, elapsed_s = evaluator.evaluate(progress.steps, iteration.weights)
                             iteration.times_s["evaluate"] = elapsed_s
-                    finally:  # an evaluation that fails loses nothing of the training
-                        self._show(iteration, logger)
-                        if iteration.state is not None:
-                            self._save(iteration.state)
-                            self.num_losses = 0
-                            saved_s = time.monotonic()
+                    except Exception:
+                        self._keep(iteration, logger)  # an evaluation that fails loses nothing of the training
+                        raise
+                    self._keep(iteration, logger)
+                    if iteration.state is not None:
+                        saved_s = time.monotonic()
                 if not is_saved:
                     self._save(trainer.state())
                 self._monitor.flush()
@@ -295,6 +295,13 @@ class _Run:
             self._evaluated(evaluation if len(evaluation.returns) else None, self._weights)
             logger.log_evaluation(evaluation)
         return True
+
+    def _keep(self, iteration: Iteration, logger: RunLogger) -> None:
+        """Shows an iteration, and saves its state if it has one."""
+        self._show(iteration, logger)
+        if iteration.state is not None:
+            self._save(iteration.state)
+            self.num_losses = 0
 
     def _show(self, iteration: Iteration, logger: RunLogger) -> None:
         """Shows an iteration to the logger, the monitor and the callbacks."""

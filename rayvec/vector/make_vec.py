@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -11,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec, VectorizeMode
+from gymnasium.envs.registration import EnvSpec, VectorizeMode, _find_spec
 
 from rayvec.data.partition import even_bounds
 from rayvec.errors import ConfigError, check_choice, check_count, check_node_range
@@ -36,8 +38,8 @@ def make_vec(
             makes another of the same kind and number.
         num_envs: How many environments.
         vectorization_mode: ``"vector_entry_point"`` makes native sub-batches, one for each worker, by the vector entry
-            point that the environment is registered with; so does None where it has no other. All else makes single
-            environments.
+            point that the environment is registered with. None does the same for an environment that is registered only
+            with a vector entry point. Every other value makes single environments.
         vector_kwargs: Arguments of :class:`RayVecEnv`.
         wrappers: Applied to each environment in order.
         **kwargs: Arguments of :class:`RayVecEnv`, by their names; all others are passed to the environment.
@@ -65,8 +67,8 @@ def make_vec(
         if made_by == _NATIVE and mode is None and was_native:
             mode = made_by
     env_kwargs |= ours.pop("env_kwargs", {}) | kwargs
-    if mode is None and _is_only_native(id):
-        mode = _NATIVE
+    if mode is None and (spec := _spec_of_only_native(id)) is not None:
+        id, mode = spec, _NATIVE
     if mode == _NATIVE:
         if not isinstance(id, str | EnvSpec):
             raise ConfigError(
@@ -99,10 +101,15 @@ def make_vec(
     return env
 
 
-def _is_only_native(id: Any) -> bool:
-    """Says whether an environment is registered with a vector entry point and with no other."""
-    spec = gymnasium.registry.get(id) if isinstance(id, str) else id
-    return isinstance(spec, EnvSpec) and spec.entry_point is None and spec.vector_entry_point is not None
+def _spec_of_only_native(id: Any) -> EnvSpec | None:
+    """Returns the spec of an environment that is registered with a vector entry point and with no other, else None."""
+    spec = id
+    if isinstance(id, str):
+        with warnings.catch_warnings(), contextlib.suppress(gymnasium.error.Error, ImportError):
+            warnings.simplefilter("ignore")  # what makes the environment warns, too
+            spec = _find_spec(id)
+    is_spec = isinstance(spec, EnvSpec) and spec.entry_point is None and spec.vector_entry_point is not None
+    return spec if is_spec else None
 
 
 def sub_batch_sizes(num_envs: int, num_nodes: int | tuple[int, int] | None, workers_per_node: int | None) -> list[int]:

@@ -65,7 +65,7 @@ def test_a_head_that_gave_no_answer_is_asked_again_after_ten_seconds(monkeypatch
 
 
 STOPS_THE_HEAD = """
-import os, signal, sys
+import sys
 import psutil, rayvec
 
 class Stop:
@@ -82,7 +82,7 @@ rayvec.train(config, callbacks=[Stop()])
 
 @pytest.mark.slow
 def test_a_run_whose_head_is_stopped_ends_with_its_result(tmp_path: Path) -> None:
-    """The head's process still has connections accepted by the system. The directory's name is too long for sockets."""
+    """The system still accepts connections for the head's process. The name of TMPDIR is too long for Ray's sockets."""
     long_dir = tmp_path / ("temporary" * 5)
     long_dir.mkdir()
     environ = {**os.environ, "TMPDIR": str(long_dir)}

@@ -91,11 +91,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted(monkeypatch)
 
 
-def traced(*args: Tensor, mode: str = "symbolic") -> Any:
-    """Traces them, by default with sizes that may change, and replaces the large products, as the compiler does."""
+def traced(*args: Tensor, function: Any = several_products, mode: str = "symbolic") -> Any:
+    """Traces it, by default with sizes that may change, and replaces the large products, as the compiler does."""
     from rayvec.learners.compiled_products import LargeProducts  # imports the compiler
 
-    graph = make_fx(several_products, tracing_mode=mode)(*args)
+    graph = make_fx(function, tracing_mode=mode)(*args)
     LargeProducts()(graph.graph)
     graph.recompile()
     return graph
@@ -122,4 +122,18 @@ def test_compiled_graphs_multiply_large_matrices_by_onednn(compiled: Any, calls:
 def test_compiled_graphs_leave_small_products_to_torch(calls: list[int]) -> None:
     inputs = random(64), random(256, 64), random(2, 64, 64)
     traced(*inputs, mode="fake")(*inputs)
+    many = random(512, 128, 64), random(512, 64, 128)
+    traced(*many, function=torch.bmm, mode="fake")(*many)
     assert not calls
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [random(256, 2)[:, 1], random(512)[::2], random(1).expand(256), random(1)],
+    ids=["column", "every other", "expanded", "one"],
+)
+def test_a_bias_of_any_stride(bias: Tensor, calls: list[int]) -> None:
+    inputs = bias, random(256, 256), random(256, 256)
+    result = traced(*inputs, function=torch.addmm, mode="fake")(*inputs)
+    torch.testing.assert_close(result, torch.addmm(*inputs), rtol=1e-4, atol=1e-4)
+    assert calls

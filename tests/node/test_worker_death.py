@@ -109,7 +109,7 @@ class TestInTheMidstOfAReply:
 
 
 class ForkingEnv(CountingEnv):
-    """Its second step forks a child, which leaves by an exception, and reports the exit code of the child.
+    """Its second step forks a child, whose step raises, and reports the exit code of the child.
 
     Args:
         error: What the child raises; None: its step returns, as that of its parent does.
@@ -132,14 +132,18 @@ class ForkingEnv(CountingEnv):
         return obs, reward, terminated, truncated, info
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of os.fork, since Python 3.12
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("on_env_error", ["raise", "restart"])
 @pytest.mark.parametrize(
-    ("error", "exit_code"), [(SystemExit(), 0), (SystemExit(7), 7), (RuntimeError("in the child"), 1)], ids=str
+    ("error", "exit_code"),
+    [(SystemExit(), 0), (SystemExit(7), 7), (SystemExit("a reason"), 1), (RuntimeError("in the child"), 1)],
+    ids=str,
 )
 def test_a_process_that_an_environment_forks_does_not_take_the_place_of_its_parent(
-    error: BaseException, exit_code: int, on_env_error: Any, num_workers: int
+    error: BaseException, exit_code: int, on_env_error: Any, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "excepthook", None)  # one that fails, or waits as Ray's does, is not called in the child
     constructors = [partial(ForkingEnv, error), CountingEnv]
     env = RayVecEnv(constructors, num_nodes=0, workers_per_node=num_workers, on_env_error=on_env_error)
     with closing(env), closing(gymnasium.vector.SyncVectorEnv([CountingEnv] * 2)) as expected:

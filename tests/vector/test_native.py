@@ -360,11 +360,12 @@ class TestMakeVec:
                 assert single.num_envs == 5 and single.spec is not None
                 assert "native" not in single.spec.kwargs["vector_kwargs"]
 
+    @pytest.mark.filterwarnings("ignore:.*Using the latest versioned environment")
     def test_a_vector_entry_point_without_another_is_used(self) -> None:
         spec = EnvSpec("OnlyVector-v0", vector_entry_point=CartPoleVectorEnv)
         gymnasium.registry[spec.id] = spec
         try:
-            for id in (spec.id, spec):
+            for id in (spec.id, "OnlyVector", f"{__name__}:{spec.id}", spec):
                 with closing(rayvec.make_vec(id, 3, num_nodes=0, workers_per_node=0)) as env:
                     assert env.get_attr("num_envs") == (3, 3, 3)
         finally:
