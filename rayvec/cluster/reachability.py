@@ -1,7 +1,7 @@
 """Which nodes of the cluster the network reaches. Ray itself notices after a minute that one is gone.
 
-The operating system of a node accepts a connection to the port of its raylet, however busy the node is. It does so for
-a process that is stopped, too: of the cluster's head, an answer to a request is wanted besides.
+The operating system of a node accepts a connection to the port of its raylet, however busy the node is, and even if the
+process is stopped. So the head of the cluster must answer a request, too.
 """
 
 from __future__ import annotations

@@ -65,12 +65,12 @@ def end_if_forked(owner: int, error: BaseException | None = None) -> None:
         return
     code = 0 if error is None else 1
     try:
-        if not isinstance(error, SystemExit):
-            traceback.print_exception(error)  # and not sys.excepthook: Ray's would wait for a thread of the parent
-        elif isinstance(error.code, int | None):
+        if isinstance(error, SystemExit) and isinstance(error.code, int | None):
             code = error.code or 0
-        else:
+        elif isinstance(error, SystemExit):
             print(error.code, file=sys.stderr)
+        elif error is not None:
+            traceback.print_exception(error)  # and not sys.excepthook: Ray's would wait for a thread of the parent
         sys.stdout.flush()
         sys.stderr.flush()
     finally:  # an environment may have closed or replaced the streams
