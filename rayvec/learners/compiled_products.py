@@ -19,16 +19,8 @@ from rayvec.learners import products
 __all__ = ["LargeProducts"]
 
 
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    return products.product(a, b)
-
-
 def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return products.product(a, b, bias.expand(b.shape[1]).contiguous())  # oneDNN ignores the strides of a bias
-
-
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    return torch.stack([products.product(*each) for each in zip(a, b, strict=True)])
 
 
 _LIBRARY: Any = torch.library.Library("rayvec", "DEF")  # type: ignore[no-untyped-call]
@@ -44,8 +36,8 @@ def _operator(name: str, arguments: str, function: Callable[..., Tensor], shaped
 
 _aten = torch.ops.aten
 _REPLACEMENTS = {
-    _aten.mm.default: _operator("mm", "Tensor a, Tensor b", _mm, _aten.mm.default),
-    _aten.bmm.default: _operator("bmm", "Tensor a, Tensor b", _bmm, _aten.bmm.default),
+    _aten.mm.default: _operator("mm", "Tensor a, Tensor b", products.product, _aten.mm.default),
+    _aten.bmm.default: _operator("bmm", "Tensor a, Tensor b", products.batched_product, _aten.bmm.default),
     _aten.addmm.default: _operator("addmm", "Tensor bias, Tensor a, Tensor b", _addmm, _aten.addmm.default),
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["bmm", "is_for_onednn", "linear", "product"]
+__all__ = ["batched_product", "bmm", "is_faster", "is_for_onednn", "linear", "product"]
 
 _LEAST = 1 << 22
 """The smallest product, in multiply-adds, for which oneDNN is faster: 256 rows by 128 columns, by 128 columns."""
@@ -45,12 +45,16 @@ def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns the products ``[E, M, N]`` of matrices ``[E, M, K]`` and ``[E, K, N]``, as `torch.bmm` does."""
     if not is_for_onednn(a, *a.shape[1:], b.shape[2]):
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
-    parts = [product(*each) for each in zip(a, b, strict=True)]
     if out is None:
-        return _stacked(parts)
-    for into, part in zip(out, parts, strict=True):
-        into.copy_(part)
+        return batched_product(a, b)
+    for into, *each in zip(out, a, b, strict=True):
+        into.copy_(product(*each))
     return out
+
+
+def batched_product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns oneDNN's products ``[E, M, N]`` of matrices ``[E, M, K]`` and ``[E, K, N]``."""
+    return _stacked([product(*each) for each in zip(a, b, strict=True)])
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
