@@ -42,6 +42,7 @@ __all__ = [
     "check_count",
     "check_flag",
     "check_node_range",
+    "first_line",
     "message",
 ]
 
@@ -279,3 +280,12 @@ def _pickled(error: BaseException, text: str) -> bytes | None:
             if type(rebuilt).__qualname__ == type(error).__qualname__ and str(rebuilt) == text:
                 return pickled
     return None
+
+
+def first_line(error: BaseException) -> str:
+    r"""Returns the first line of an error's text, which may be empty.
+
+    >>> first_line(ValueError("one\ntwo")), first_line(ValueError())
+    ('one', 'no reason given')
+    """
+    return next(iter(str(error).splitlines()), "no reason given")

@@ -86,7 +86,11 @@ class ClusterInference(Acting):
     def load(self, key: int, policy: bytes, version: int = 0, *, on_node: bool = False) -> None:
         """See :class:`~rayvec.pools.base.Acting`. It loads the policy on every node."""
         self._policies[key] = policy, version, on_node
-        self._call_all(lambda node: node.load(key, policy, version, on_node), installed=True)
+        try:
+            self._call_all(lambda node: node.load(key, policy, version, on_node), installed=True)
+        except BaseException:
+            del self._policies[key]  # or a replacement node would load it
+            raise
 
     def drop(self, key: int) -> None:
         """Removes a policy and its weights from every worker."""
@@ -99,6 +103,11 @@ class ClusterInference(Acting):
         ref = ray.put(weights) if any(each.node.transport != "shm" for each in self._nodes) else None
         self._weights[key] = Weights(version, weights.copy(), ref)
 
+    def has_room(self, key: int, part: int | None = None) -> bool:
+        """See :class:`~rayvec.pools.base.Acting`."""
+        keys = {key, *(chunk.key for chunk in self._pending)} & self._policies.keys()
+        return len({self._policies[each][2] for each in keys}) == 1 and super().has_room(key, part)
+
     def install(self, node: Node) -> None:
         """Loads every policy on a replacement node."""
         for key, policy in self._policies.items():
@@ -110,7 +119,7 @@ class ClusterInference(Acting):
         A chunk may be requested while one is pending. The workers then start it without waiting for the driver.
         """
         chunk = _PendingChunk(key, request, self._weights.get(key))
-        assert self.has_room(part), "more chunks than memory"
+        assert self.has_room(key, part), "more chunks than memory"
         for number in range(len(self._nodes)) if part is None else [part]:
             chunk.request_from(number, self._nodes[number].node)
         self._pending.append(chunk)

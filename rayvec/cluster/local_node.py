@@ -123,11 +123,12 @@ class LocalNode:
         """See :class:`Node`."""
 
         def end(timeout_s: float | None) -> None:
-            pool, claim, self._pool, self._claim = self._pool, self._claim, None, None
             try:
-                if pool is not None:
-                    pool.close(timeout_s)
+                if self._pool is not None:
+                    self._pool.close(timeout_s)
+                    self._pool = None  # not before: after Ctrl-C, a second call ends the workers
             finally:
+                claim, self._claim = self._claim, None
                 if claim is not None and can_call_ray():
                     remove_placement_group(claim)
 

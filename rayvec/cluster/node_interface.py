@@ -25,7 +25,7 @@ from rayvec.data import (
 )
 from rayvec.data.join_chunks import join_chunks, join_summaries, summarize
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError, NodeLostError
+from rayvec.errors import ConfigError, NodeLostError, first_line
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.ids_by_owner import Part
 from rayvec.pools.restart_state import NodeState
@@ -287,10 +287,9 @@ def done(timeout_s: float | None) -> None:
 
 def node_lost(node_slice: NodeSlice, error: BaseException) -> NodeLostError:
     """Returns the error for a lost node; `error` is the reason."""
-    reason = str(error).splitlines()[0] if str(error) else "no reason given"
     return NodeLostError(
         "A node holds its environments until the pool is closed.",
         expected=f"node {node_slice.name} to answer",
-        got=f"{type(error).__name__}: {reason}",
+        got=f"{type(error).__name__}: {first_line(error)}",
         remedy="Look into the node's log for what ended it; on_node_loss='rehost' resumes on the nodes that remain.",
     )

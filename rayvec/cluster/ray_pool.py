@@ -28,6 +28,7 @@ from rayvec.cluster.node_interface import (
     Member,
     Node,
     Request,
+    Wait,
     check_sizes,
     close_quietly,
     describe_nodes,
@@ -468,13 +469,17 @@ class RayPool(PartedPool):
         """
         deadline = deadline_in(_CLOSE_S if timeout_s is None else timeout_s)
         closing = []
+
+        def end_by_deadline(end: Wait) -> None:
+            end(seconds_until(deadline))
+
         for member in self._nodes:
             with contextlib.suppress(OSError):
                 closing.append(member.node.close(timeout_s))
-        self._nodes.clear()
         with contextlib.ExitStack() as stack:
             if self._session is not None:
                 stack.callback(self._session.release)
                 self._session = None
             for end in reversed(closing):
-                stack.callback(end, seconds_until(deadline))
+                stack.callback(end_by_deadline, end)
+        self._nodes.clear()  # not before: after Ctrl-C, a second call ends the rest

@@ -170,7 +170,7 @@ def _connect(address: str) -> None:
     try:
         host, _, port = address.rpartition(":")
         if port.isdigit():  # Ray itself would retry for minutes
-            socket.create_connection((host, int(port)), _PROBE_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise ConfigError(

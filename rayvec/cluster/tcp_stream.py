@@ -11,6 +11,7 @@ import hmac
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -30,6 +31,7 @@ _MOST_STRANGERS = 16
 _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
 _BUFFER_BYTES = 1 << 16
+_EARLY_BYTES = 1 << 20
 MOST_BYTES = 1 << 31
 """Maximum size of a frame in bytes."""
 _ACCEPT_AGAIN_S = 0.2
@@ -175,15 +177,15 @@ class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _DEAD_PEER.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            sock.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(int(_LOOK_S), 0))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(int(_LOOK_S), 0))
         self._sock = sock
         self._memory = memoryview(bytearray(_BUFFER_BYTES))
         self._start = self._filled = 0
+        self._early = bytearray()
         self._look_at_s = 0.0
 
     def send(self, frame: bytes | bytearray | memoryview) -> None:
-        """Sends a frame.
+        """Sends a frame. What arrives meanwhile is kept: a peer that is sending itself may wait until it is read.
 
         Raises:
             OSError: The peer has closed the connection, or its machine no longer answers.
@@ -191,9 +193,22 @@ class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
         left = memoryview(frame)
         while left:
             try:
-                left = left[self._sock.send(left) :]
+                left = left[self._sock.send(left, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
-                self._check_peer()
+                self._wait_to_send()
+
+    def _wait_to_send(self) -> None:
+        """Waits until the socket takes more, or something has arrived."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN | select.POLLOUT)
+        events = poll.poll(1000 * _LOOK_S)
+        if not events:
+            self._check_peer()
+        elif events[0][1] & select.POLLIN:
+            received = self._sock.recv(_EARLY_BYTES)
+            if not received:
+                raise ConnectionResetError("the peer has hung up")
+            self._early += received
 
     def recv(self) -> memoryview:
         """Receives a frame into memory that the next frame overwrites.
@@ -229,8 +244,15 @@ class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
                 larger = memoryview(bytearray(min(2 * filled, size + size // 4)))
                 larger[:filled] = self._memory
                 self._memory = larger
+            room = self._memory[filled:] if filled else self._memory
+            if self._early:
+                received = min(len(room), len(self._early))
+                room[:received] = self._early[:received]
+                del self._early[:received]
+                self._filled = filled + received
+                continue
             try:
-                received = self._sock.recv_into(self._memory[filled:] if filled else self._memory)
+                received = self._sock.recv_into(room)
             except BlockingIOError:
                 self._check_peer()
                 continue
@@ -244,7 +266,7 @@ class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
         Raises:
             OSError: The peer's machine no longer answers.
         """
-        if self._filled > self._start or readable([self._sock.fileno()], timeout_s):
+        if self._filled > self._start or self._early or readable([self._sock.fileno()], timeout_s):
             return True
         if time.monotonic() >= self._look_at_s:
             self._look_at_s = time.monotonic() + _LOOK_S

@@ -37,6 +37,8 @@ _PLAIN_CODES = b"?bBhHiIlLqQefd"
 _PLAIN = {np.dtype(chr(code)) for code in _PLAIN_CODES}
 _ID_BYTES = 8
 _MOST_PACKED = 256
+_MOST_ARRAYS = 255
+"""An action space of more arrays does not fit a frame's header."""
 _CODES = 8
 """The dtype codes of actions are padded to a multiple of this, so that the arrays after them are aligned."""
 
@@ -177,7 +179,7 @@ class FrameFormat:
             leaves, codes = [actions], actions.dtype.char  # fast path for most steps
         else:
             found = action_leaves(actions, self._action_layout, count)
-            if found is None:
+            if found is None or len(found) > _MOST_ARRAYS:
                 return self.pack_ids(Kind.STEP_KEPT, env_ids, loose, autoreset=autoreset), True
             leaves, codes = found, "".join([leaf.dtype.char for leaf in found])
         key = env_ids.tobytes(), codes, autoreset, loose

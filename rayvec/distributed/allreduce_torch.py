@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayvec.errors import ConfigError, RankLostError
+from rayvec.errors import ConfigError, RankLostError, first_line
 
 __all__ = ["CollectiveRanks", "check_device"]
 
@@ -105,7 +105,7 @@ class CollectiveRanks:
         return RankLostError(
             "All ranks take part in every sum.",
             expected=f"{self.size} ranks within {self._timeout_s:g} s, each connected until all are done",
-            got=f"on rank {self.rank}: {str(error).splitlines()[0]}",
+            got=f"on rank {self.rank}: {first_line(error)}",
             remedy="Look into the log of the other ranks",
         )
 

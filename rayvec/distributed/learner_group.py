@@ -89,7 +89,11 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
             num_nodes=num_nodes,
             address=address,
         )
-        self._rank_local_names: tuple[str, ...] = self._group.ask("rank_local_names")
+        try:
+            self._rank_local_names: tuple[str, ...] = self._group.ask("rank_local_names")
+        except BaseException:
+            self._group.close()
+            raise
 
     @property
     def group(self) -> RankGroup:

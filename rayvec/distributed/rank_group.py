@@ -113,6 +113,7 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
             check_count("ranks_per_node", ranks_per_node)
         self._make = cloudpickle.dumps(make)
         self._checkpoint: Any = None
+        self._copy: Any = None
         self._pending_checkpoint: Any = None
         self._calls_since_checkpoint: list[_Call] = []
         self._waited_s = 0.0
@@ -264,13 +265,15 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
         """Waits until a state that was asked for lies where it outlives all ranks."""
         if self._pending_checkpoint is not None:
             began_s = time.monotonic()
-            self._set.answers([self._pending_checkpoint])
-            self._keep(self._pending_checkpoint)
+            copy = self._set.answers([self._pending_checkpoint])
+            self._keep(self._pending_checkpoint, copy)
             self._kept_s = time.monotonic()
             self._waited_s = self._kept_s - began_s
 
-    def _keep(self, checkpoint: Any) -> None:
-        self._checkpoint, self._pending_checkpoint, self._calls_since_checkpoint = checkpoint, None, []
+    def _keep(self, checkpoint: Any, copy: Any = None) -> None:
+        """Keeps a state; as long as it keeps the copy too, Ray keeps the memory of this node that the copy lies in."""
+        self._checkpoint, self._copy, self._pending_checkpoint = checkpoint, copy, None
+        self._calls_since_checkpoint = []
 
     def _start(self) -> None:
         """Starts all ranks from the checkpoint and repeats the calls since."""

@@ -13,13 +13,13 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.cluster.ray_session import RaySession
-from rayvec.cluster.reachability import NodeWatch, can_call_ray
+from rayvec.cluster.reachability import NodeWatch, can_call_ray, check_head
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_actor import RankActor
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
 from rayvec.distributed.rendezvous import RayStore, delete_rendezvous
-from rayvec.errors import RemoteFailure
+from rayvec.errors import RemoteFailure, first_line
 from rayvec.pools.base import deadline_in, seconds_until
 
 __all__ = ["RayHost"]
@@ -84,13 +84,13 @@ class RayHost:
             cause = getattr(error, "cause", None)
             if isinstance(cause, Exception) and not isinstance(cause, ray.exceptions.RayError):
                 return RemoteFailure.capture(cause, str(ref[0].placement))  # what the rank returned can't be pickled
-            reason = str(error).splitlines()[0] if str(error) else "no reason given"
-            raise lost(ref[0], f"{type(error).__name__}: {reason}") from error
+            raise lost(ref[0], f"{type(error).__name__}: {first_line(error)}") from error
 
     def signs(
         self, ranks: Sequence[RunningRank], timeout_s: float, pending: Sequence[Any] = ()
     ) -> list[VitalSigns] | None:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        check_head()  # else Ray would wait for it, and then end this process
         measured = [
             ray.remote(vital_signs)
             .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(rank.placement.node_id, soft=False))
@@ -125,7 +125,8 @@ class RayHost:
         try:
             yield functools.partial(RayStore, name)
         finally:
-            delete_rendezvous(name)
+            if can_call_ray():
+                delete_rendezvous(name)
 
     def end(self, ranks: Sequence[RunningRank]) -> None:
         """See :class:`~rayvec.distributed.rank_host.RankHost`."""

@@ -92,10 +92,11 @@ class RankSet:
         missing = [str(rank.placement) for rank, each in zip(self.ranks, pending, strict=True) if each not in done]
         if missing:
             raise late(
-                "Every rank gets its cores, and with CUDA a GPU, soon after the group asks for it.",
+                "Every rank runs soon after the group asks for it: it gets its cores, and with CUDA a GPU.",
                 expected=f"{len(pending)} rank(s) that run within {limit_s:g} s",
                 got=f"no answer yet from {', '.join(missing)}",
-                remedy="End what claimed cores or GPUs at the same time, or try again when the cluster is less busy",
+                remedy="End what claimed cores or GPUs at the same time, continue a rank's process that is stopped, or "
+                "try again when the cluster is less busy",
             )
         offers = self.gather(pending)
         for rank, offer in zip(self.ranks, offers, strict=True):

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.utils import vector_to_parameters
 
 from rayvec.data import Batch
-from rayvec.errors import ConfigError, LearnerError
+from rayvec.errors import ConfigError, LearnerError, first_line
 
 __all__ = [
     "FlatModule",
@@ -102,7 +102,7 @@ def torch_device(name: str) -> torch.device:
             torch.empty(0, device=name)
             return torch.device(name)
     except (RuntimeError, AssertionError) as error:  # an AssertionError where torch was built without CUDA
-        reason = f"none (torch {torch.__version__}: {str(error).splitlines()[0]})"
+        reason = f"none (torch {torch.__version__}: {first_line(error)})"
     raise ConfigError(
         "learner_device says where updates are computed.",
         expected=f"{'a GPU' if name.startswith('cuda') else 'a device'} that torch can use, for {name!r}",

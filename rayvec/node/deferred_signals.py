@@ -34,8 +34,13 @@ class Uninterrupted:
         self._received[number] = frame
 
     def __exit__(self, *exc_info: object) -> None:
-        """Restores the signal handlers and calls those whose signal came."""
-        for number, handler in self._previous.items():
+        """Restores the signal handlers and calls those whose signal came.
+
+        That of SIGINT comes last. It usually raises KeyboardInterrupt, and what comes after it would not be done.
+        """
+        last_first = list(reversed(self._previous.items()))
+        for number, handler in last_first:
             signal.signal(number, handler)
-        for number, frame in self._received.items():
-            self._previous[number](number, frame)
+        for number, handler in last_first:
+            if number in self._received:
+                handler(number, self._received[number])

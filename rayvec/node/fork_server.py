@@ -15,6 +15,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
+import fcntl
 import importlib
 import os
 import pickle
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -52,7 +54,11 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 """Each worker uses one thread for linear algebra, because there is already a worker for every core."""
 _START = """
 import os
-if os.fork():
+try:
+    pid = os.fork()
+except OSError as error:
+    os._exit(error.errno)
+if pid:
     os._exit(0)
 from rayvec.node.fork_server import serve
 serve({fd}, {owner}, {preload!r}, is_root=True)
@@ -93,6 +99,7 @@ class ForkServer:
 
         Raises:
             EOFError: The fork server could not be started.
+            OSError: Likewise, for lack of memory, processes or open files.
             NotReady: The modules were not imported in time.
         """
         key = os.getpid(), tuple(preload), tuple(sys.path), os.getcwd(), frozenset(os.environ.items())
@@ -119,18 +126,20 @@ class ForkServer:
     def _start_root(cls, preload: Sequence[str], timeout_s: float) -> Self:
         ours, theirs = socket.socketpair()
         code = _START.format(fd=theirs.fileno(), owner=os.getpid(), preload=tuple(preload))
-        with theirs:  # the root is not a child of this process, which would have to reap it
-            subprocess.run(
-                python_command(code),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={name: text for name, text in {**os.environ, **_ONE_THREAD}.items() if name not in _SECRETS},
-                start_new_session=True,
-                check=True,
-            )
         try:
+            with theirs:  # the root is not a child of this process, which would have to reap it
+                started = subprocess.run(
+                    python_command(code),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={name: text for name, text in {**os.environ, **_ONE_THREAD}.items() if name not in _SECRETS},
+                    start_new_session=True,
+                )
+            if started.returncode in (errno.EAGAIN, errno.ENOMEM):
+                raise OSError(started.returncode, os.strerror(started.returncode))
             pid, pidfds = MessagePipe(ours).receive(time.monotonic() + timeout_s)
         except BaseException:
+            ours.shutdown(socket.SHUT_RDWR)  # which ends it, whatever its imports do
             ours.close()
             raise
         return cls(ours, _PID.unpack(pid)[0], ProcessWatch(pidfd=pidfds[0]))
@@ -179,6 +188,13 @@ class ForkServer:
         self._watch.close()
 
 
+def _unlock_in_child() -> None:
+    ForkServer._lock = threading.Lock()  # another thread may have held it during the fork
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
+
+
 @atexit.register
 def _end_roots() -> None:
     for key, root in ForkServer._roots.items():
@@ -195,19 +211,31 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
         preload: Modules to import first.
         is_root: Whether this server forks branches. Otherwise it forks workers.
     """
-    import rayvec.node.worker  # noqa: F401  # imported once for all workers
+    with _ending_with_peer(fd) if is_root else contextlib.nullcontext():
+        import rayvec.node.worker  # noqa: F401  # imported once for all workers
 
-    for name in preload:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # workers that need the module raise it
-            got = f"{type(error).__name__}: {error}"
-            print(f"rayvec: preload can't import {name!r}: {got}. Workers start without it.", file=sys.stderr)
+        for name in preload:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # workers that need the module raise it
+                got = f"{type(error).__name__}: {error}"
+                print(f"rayvec: preload can't import {name!r}: {got}. Workers start without it.", file=sys.stderr)
     if is_root:  # processes that it forks do the same in _run()
         restore_in_children()
         leave_to_owner(signal.SIGINT, signal.SIGTERM)
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _Server(socket.socket(fileno=fd), owner, is_root).run()
+    with socket.socket(fileno=fd) as end:
+        _Server(end, owner, is_root).run()
+
+
+@contextlib.contextmanager
+def _ending_with_peer(fd: int) -> Iterator[None]:
+    """Lets the kernel end this process when the peer of a socket closes it or exits; the peer sends nothing."""
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, whose default is to end
+    yield
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
 
 class _Server:

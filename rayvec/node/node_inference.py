@@ -81,7 +81,7 @@ class NodeInference(Inference, Acting):
 
     def begin(self, key: int, request: ChunkRequest) -> None:
         """Records a requested chunk and the weights that it uses."""
-        assert self.has_room(), "more chunks were requested than may be pending"
+        assert self.has_room(key), "more chunks were requested than may be pending"
         held = self._policies[key]
         self._pending.append(_PendingChunk(held, held.newest, request))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import select
 import socket
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 
 from rayvec.node.process_watch import ProcessWatch, readable
 from rayvec.pools.base import NotReady
+from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["LOOK_S", "MessagePipe"]
 
@@ -134,7 +136,8 @@ class MessagePipe:
         """Waits for a message.
 
         Args:
-            deadline: ``time.monotonic`` time at which the whole message must have arrived. None sets no limit.
+            deadline: ``time.monotonic`` time at which the whole message must have arrived. None sets no limit. Time in
+                which this process was stopped itself does not count.
 
         Returns:
             The message and its file descriptors.
@@ -146,8 +149,9 @@ class MessagePipe:
             OSError: This process has too many open files for those of the message, which is dropped.
         """
         fds: list[int] = []
+        waited, limit_s = WaitedTime(), math.inf if deadline is None else deadline - time.monotonic()
         try:
-            header, all_came = self._read_header(deadline, fds)
+            header, all_came = self._read_header(waited, limit_s, fds)
             (size,) = _HEADER.unpack(header)
             data = bytearray(size)
             view = memoryview(data)
@@ -156,7 +160,7 @@ class MessagePipe:
                     received = self._receive_into(view[:_READ_BYTES])
                     view = view[received:]
                 except BlockingIOError:
-                    self._wait(deadline)
+                    self._wait(waited, limit_s)
             if not all_came:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         except BaseException:
@@ -165,7 +169,7 @@ class MessagePipe:
             raise
         return bytes(data), fds
 
-    def _read_header(self, deadline: float | None, fds: list[int]) -> tuple[bytes, bool]:
+    def _read_header(self, waited: WaitedTime, limit_s: float, fds: list[int]) -> tuple[bytes, bool]:
         """Reads a header and appends the message's file descriptors to `fds`. Returns also whether all have come."""
         header, all_came = b"", True
         while len(header) < _HEADER.size:
@@ -174,7 +178,7 @@ class MessagePipe:
                     _HEADER.size - len(header), socket.CMSG_SPACE(4 * _MOST_FDS), socket.MSG_DONTWAIT
                 )
             except BlockingIOError:
-                self._wait(deadline)
+                self._wait(waited, limit_s)
                 continue
             except OSError as error:
                 raise EOFError(str(error)) from error
@@ -198,12 +202,12 @@ class MessagePipe:
             raise EOFError("the peer has closed its end")
         return received
 
-    def _wait(self, deadline: float | None) -> None:
-        """Waits until there is data to read. Sends queued output while it waits."""
+    def _wait(self, waited: WaitedTime, limit_s: float) -> None:
+        """Waits until there is data to read, up to a limit. Sends queued output while it waits."""
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left = limit_s - waited.look()
             waiting_to_send = bool(self._out) and not self.flush()
-            look_s = LOOK_S if waiting_to_send or (left is not None and left < LOOK_S) else left
+            look_s = LOOK_S if waiting_to_send or left < math.inf else None
             fds = [self._socket.fileno()]
             if self._peer is not None:
                 fds.append(self._peer.fileno())
@@ -213,7 +217,7 @@ class MessagePipe:
                 return
             if ended:
                 raise EOFError("the peer's process has ended")
-            if left == 0.0:
+            if left <= 0.0:
                 raise NotReady("no message came in time")
 
     def close(self) -> None:

@@ -79,13 +79,15 @@ def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
     np.random.seed()  # else every worker inherits the fork server's state
     worker: Worker | None = None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner has exited
+        end = socket.socket(fileno=fds[0])
         try:
-            worker = Worker(spec, MessagePipe(socket.socket(fileno=fds[0])))
+            worker = Worker(spec, MessagePipe(end))
             worker.run()
         finally:
             if worker is not None:
                 with failures_ignored():
                     worker.pool.close()
+            end.close()
 
 
 class Worker:

@@ -28,6 +28,7 @@ __all__ = ["Reports", "WorkerClient", "pack_call"]
 
 _REPLY_S = 60.0
 """How long a worker may take to send a whole reply."""
+_ENDED = "its process has ended (killed, out of memory, or a crash in an environment's native code)"
 
 logger = logging.getLogger(__name__)
 
@@ -313,8 +314,10 @@ class WorkerClient:
         """
         try:
             data, _ = self._process.pipe.receive(time.monotonic() + _REPLY_S)
-        except (EOFError, NotReady) as error:
+        except EOFError as error:
             raise self.lost() from error
+        except NotReady as error:
+            raise self.lost(f"no whole reply within {_REPLY_S:g} s after it began") from error
         try:
             reply: Reply = pickle.loads(data)
         except Exception as error:  # a class that this process can't import, or whose constructor takes other arguments
@@ -349,12 +352,12 @@ class WorkerClient:
                 assert isinstance(said, RemoteFailure)
                 raise said.rebuild()
 
-    def lost(self) -> WorkerLostError:
-        """Returns the error for a worker that has exited."""
+    def lost(self, got: str = _ENDED) -> WorkerLostError:
+        """Returns the error for a worker that no longer answers."""
         return WorkerLostError(
             "A worker process runs until the pool is closed.",
             expected=f"{self.where} to answer",
-            got="its process has ended (killed, out of memory, or a crash in an environment's native code)",
+            got=got,
             remedy="Look into the system's log for what killed it; on_env_error='restart' replaces the worker.",
         )
 

@@ -120,9 +120,11 @@ class WorkerInference(Acting):
         """See :class:`~rayvec.pools.base.Acting`."""
         return len(self._pending) + self.own.num_pending
 
-    def has_room(self, part: int | None = None) -> bool:
+    def has_room(self, key: int, part: int | None = None) -> bool:
         """See :class:`~rayvec.pools.base.Acting`."""
-        return super().has_room(part) and self.own.has_room()
+        if key in self.own:
+            return not self._pending and self.own.has_room(key)
+        return not self.own.num_pending and super().has_room(key, part)
 
     def load(self, key: int, policy: bytes, version: int = 0, *, on_node: bool = False) -> None:
         """See :class:`~rayvec.pools.base.Acting`."""
@@ -152,8 +154,11 @@ class WorkerInference(Acting):
         if key in self.own:
             self.own.drop(key)
             return
-        self._call_all("drop_policy", (key,), ())
-        self._policies.pop(key).memory.close()
+        dropped = self._policies.pop(key)  # first: a worker that is replaced meanwhile must not get it
+        try:
+            self._call_all("drop_policy", (key,), ())
+        finally:
+            dropped.memory.close()
 
     def release(self, part: int | None = None) -> None:
         """Forgets the oldest pending chunk of all workers, or of one, which :meth:`finish` has returned."""
@@ -168,6 +173,7 @@ class WorkerInference(Acting):
 
         A worker runs pending chunks in order.
         """
+        assert self.has_room(key, part), "a chunk more than there is memory for"
         if key in self.own:
             self.own.begin(key, request)
             return
@@ -175,7 +181,6 @@ class WorkerInference(Acting):
         policy, number = self._policies[key], self._num_begun + 1
         args = (key, request, policy.weights, number)
         chunk = _PendingChunk(key, request, policy.weights, number, {})
-        assert self.has_room(part), "a chunk more than there is memory for"
         with Uninterrupted():
             for client in self._clients if part is None else [self._clients[part]]:
                 piece = self._num_begun_of[client.index] % MOST_CHUNKS

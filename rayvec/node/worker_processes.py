@@ -37,6 +37,9 @@ FILES_OF_A_WORKER = 5
 """The pipe, the process, the file for its stack, and two pieces of chunk memory."""
 SPARE_FILES = 64
 
+_TRY = "Make one environment by hand in a fresh interpreter to see what it does."
+_FREE = "Raise the limit of processes (ulimit -u) or of open files (ulimit -n), free memory, or pass fewer workers."
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
@@ -136,8 +139,10 @@ class WorkerSet:
         except NotReady as error:
             limit_s = self.restart_policy.start_timeout_s
             raise self._lost(0, f"no fork server within start_timeout_s={limit_s:g}") from error
-        except (EOFError, OSError) as error:
+        except EOFError as error:
             raise self._lost(0, f"the fork server could not start, or ended ({error})") from error
+        except OSError as error:
+            raise self._lost(0, f"no fork server: {error}", _FREE) from error
 
     def _start(self, spec: WorkerSpec) -> WorkerProcess:
         if self.server.ended():
@@ -160,7 +165,7 @@ class WorkerSet:
         except NotReady as error:
             raise self._lost(spec.index, f"no new process within start_timeout_s={limit_s:g}") from error
         except OSError as error:
-            raise self._lost(spec.index, f"no new process: {error}") from error
+            raise self._lost(spec.index, f"no new process: {error}", _FREE) from error
         return WorkerProcess(pid, watch, MessagePipe(ours, watch), stack_fd)
 
     def _hear(self, index: int, kind: type[Any], deadline: float) -> Any:
@@ -185,12 +190,12 @@ class WorkerSet:
         assert isinstance(said, kind)
         return said
 
-    def _lost(self, index: int, got: str) -> WorkerLostError:
+    def _lost(self, index: int, got: str, remedy: str = _TRY) -> WorkerLostError:
         return WorkerLostError(
             "A worker makes its environments and reports.",
             expected=f"a report of {self.where(index)}",
             got=got,
-            remedy="Make one environment by hand in a fresh interpreter to see what it does.",
+            remedy=remedy,
         )
 
     def where(self, index: int) -> str:

@@ -334,8 +334,12 @@ class Acting(Protocol):
         """The number of pending chunks."""
         return len(self._pending)
 
-    def has_room(self, part: int | None = None) -> bool:
-        """Whether another chunk may be requested of all parts, or of one."""
+    def has_room(self, key: int, part: int | None = None) -> bool:
+        """Whether another chunk with a policy may be requested of all parts, or of one.
+
+        None may while a chunk is pending whose policy acts elsewhere: in the workers, or in the process that owns them.
+        Their steps would be out of order.
+        """
         return len(self._pending_of(part)) < MOST_CHUNKS
 
     def _pending_of(self, part: int | None) -> list[Any]:

@@ -212,4 +212,4 @@ class CheckpointHistory:
         return self._number(max((count for count in steps if count <= context.progress.steps), default=0))
 
     def _paths(self, context: RunContext) -> list[Path]:
-        return sorted((context.run_dir / "checkpoints").glob("*.pt"))
+        return sorted(path for path in (context.run_dir / "checkpoints").glob("*.pt") if path.stem.isdecimal())

@@ -16,7 +16,7 @@ import numpy as np
 
 from rayvec.config import TrainConfig
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, first_line
 from rayvec.training.agent import load
 from rayvec.training.run_dir import load_config
 from rayvec.training.runs import env_parts
@@ -200,6 +200,6 @@ def _explaining(path: Path) -> Iterator[None]:
         raise ConfigError(
             "A video is written into a file.",
             expected="a directory that you may write to, on a disk with free space",
-            got=f"{path}, which ffmpeg could not write: {str(error).splitlines()[0]}",
+            got=f"{path}, which ffmpeg could not write: {first_line(error)}",
             remedy="Pass another path, or free space on the disk.",
         ) from error

@@ -18,11 +18,11 @@ import contextlib
 import errno
 import fcntl
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import sys
 import time
@@ -76,10 +76,9 @@ def free_run_dir(config: TrainConfig) -> Path:
         ConfigError: There is something where the settings want it.
     """
     env_name = re.sub(r"[^\w.-]+", "-", config.env_id).strip("-")
-    name = f"{env_name}-{config.algorithm}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if config.run_dir is None:  # several runs may begin in one second
-        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        return next(path for path in map(Path("runs").joinpath, names) if not path.exists())
+    if config.run_dir is None:  # several runs may begin in one second, also on machines that share a disk
+        began = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        return Path("runs", f"{env_name}-{config.algorithm}-seed{config.seed}-{began}")
     if os.path.lexists(config.run_dir):
         raise _taken(config.run_dir, config)
     return config.run_dir
@@ -103,7 +102,7 @@ def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> 
     Raises:
         ConfigError: The directory can't be made, or another process has made it.
     """
-    partial = run_dir.with_name(f".{run_dir.name}.{os.getpid()}.tmp")
+    partial = run_dir.with_name(f".{run_dir.name}.{secrets.token_hex(8)}.tmp")
     try:
         partial.mkdir(parents=True)
         (partial / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")

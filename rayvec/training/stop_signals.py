@@ -47,7 +47,7 @@ class Interrupts:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._in_main_thread:
             signal.signal(signal.SIGINT, self._previous)
-        if not isinstance(error, KeyboardInterrupt):
+        if not isinstance(error, self._kind):  # Ray raises a KeyboardInterrupt of its own in place of a handler's
             self.check(error)
 
     def check(self, error: BaseException | None = None) -> None:

@@ -133,7 +133,8 @@ class PoolAdapter:
             part: Index in :attr:`parts` of the only part that takes the chunk; None for all of them together.
         """
         self._assert_running()
-        if self._pending is None or self._pending.name != "rollout" or not self._pool.acting.has_room(part):
+        is_rollout = self._pending is not None and self._pending.name == "rollout"
+        if not is_rollout or not self._pool.acting.has_room(weights.key, part):
             self._assert_idle("rollout")
         check_count("num_steps", num_steps)
 

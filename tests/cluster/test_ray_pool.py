@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from helpers.kinds import (
     sample_actions,
     within,
 )
+from helpers.waiting import alive, wait_until
 from hypothesis import HealthCheck, given, strategies as st
 
 from rayvec.cluster import remote_node
@@ -256,3 +259,34 @@ def test_an_answer_taken_in_part_gives_no_stale_row() -> None:
     node._answers = {0: (both, 0), 1: (again, 0)}
     batch = node.take(np.array([0, 1]))
     assert batch.obs[:, 0].tolist() == batch.rew.tolist() == [1.0, 2.0] and node._answers == {}
+
+
+class InterruptsItsClose(CountingEnv):
+    """Its close interrupts the driver, which waits for it, and does not end."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self._pid = pid
+
+    def close(self) -> None:
+        os.kill(self._pid, signal.SIGINT)
+        time.sleep(300)
+
+
+def test_ctrl_c_while_it_closes_leaves_no_worker(make_pool: MakePool) -> None:
+    pool = make_pool([partial(InterruptsItsClose, os.getpid()), CountingEnv])
+    pids = [pid for _, *workers in pool.worker_pids().values() for pid in workers]
+    assert len(pids) == 2
+    with pytest.raises(KeyboardInterrupt):
+        pool.close(300.0)
+    pool.close(0.0)
+    wait_until(lambda: not any(map(alive, pids)), "the workers have ended")
+
+
+def test_a_policy_that_can_not_be_loaded_is_not_loaded_on_a_replacement_node_either(make_pool: MakePool) -> None:
+    pool = make_pool([CountingEnv] * 2)
+    with pytest.raises(pickle.UnpicklingError):
+        pool.acting.load(1, b"no pickle")
+    for member in pool._nodes:
+        pool.acting.install(member.node)
+    pool.close()

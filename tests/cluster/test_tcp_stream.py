@@ -394,3 +394,23 @@ def test_a_peer_whose_machine_is_gone_is_found_out() -> None:
             thread.join(3 * DEADLINE_S)
         done.set()
     assert sorted(found) == ["idle", "poll", "recv", "send"]
+
+
+def test_peers_that_send_at_the_same_time_do_not_wait_for_each_other() -> None:
+    """Frames of more than the kernel holds: each side has sent all of its own only once the other has read."""
+    ours, theirs = frame(b"o" * (1 << 26)), frame(b"t" * (1 << 26))
+    received = []
+
+    def send_first(connection: FrameSocket) -> None:
+        connection.send(theirs)
+        received.append(bytes(connection.recv()))
+
+    listener = Listener("127.0.0.1", KEY, send_first)
+    with closing(listener), connect("127.0.0.1", listener.port, KEY) as connection:
+        thread = threading.Thread(target=connection.send, args=(ours,), daemon=True)
+        thread.start()
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+        assert connection.poll() and connection.recv() == theirs
+        wait_until(lambda: bool(received), "it has arrived")
+    assert received == [ours]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 from helpers.examples import examples
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, OBJECT_SPACES, sample_actions
@@ -135,3 +136,10 @@ def test_garbage_is_an_error_never_more(garbage: bytes) -> None:
             unpack(garbage)
         except Exception as error:
             assert not isinstance(error, (MemoryError, SystemError))
+
+
+def test_ray_transfers_actions_of_more_arrays_than_a_frame_counts() -> None:
+    space = spaces.Dict({f"{number}": spaces.Box(-1, 1, (2,), np.float32) for number in range(256)})
+    frames = FrameFormat(ArrayLayout.of(ALL_SPACES["box32"]), ArrayLayout.of(space))
+    frame, by_ray = frames.pack_step(np.arange(3), sample_actions(space, 3, seed=1), Autoreset.SAME_STEP, False)
+    assert by_ray and frames.unpack_request(frame).kind == Kind.STEP_KEPT

@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import rayvec
 from rayvec.data import Batch, Chunk, ChunkRef, tree_leaves
 from rayvec.distributed.learner_group import _RankLearner
+from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.shards import copy_batch, cut_batch, fetch_shard, rank_bounds, split_refs
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.testing import assert_identical
@@ -264,3 +265,17 @@ class TestBadInput:
         (batch,) = make_batches(DISCRETE, 1)
         with pytest.raises(ConfigError, match="at most 1 ranks"):
             group.update(batch)
+
+
+def test_a_group_whose_first_call_fails_ends_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = []
+
+    def fails(group: RankGroup, name: str) -> None:
+        groups.append(group)
+        raise LearnerError(name)
+
+    monkeypatch.setattr(RankGroup, "ask", fails)
+    with pytest.raises(LearnerError, match="rank_local_names"):
+        rayvec.LearnerGroup(lambda: make_learner(DISCRETE), 1, num_nodes=0)
+    with pytest.raises(LearnerError, match="closed"):
+        groups[0].run("update", [()])

@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from helpers.fork_fails import FILE_VARIABLE
 from helpers.vector_kit import assert_explained
+from helpers.waiting import wait_until
 
 from rayvec.errors import WorkerLostError
+from rayvec.node.fork_server import ForkServer
 from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
+
+DEADLINE_S = 60.0
 
 WITH_FEW_FILES = """
 import gc, os, resource, sys
@@ -99,3 +104,53 @@ def test_a_policy_that_can_not_be_loaded_leaves_nothing_open_in_the_workers() ->
             return len(os.listdir(f"/proc/{worker}/fd"))
 
         assert fail() == fail() == fail()
+
+
+NO_PROCESS = """
+import errno, os
+
+def fork():
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+os.fork = fork
+"""
+
+
+def test_a_fork_server_for_which_there_is_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_PROCESS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(WorkerLostError, match=r"no fork server.*temporarily unavailable.*ulimit -u") as caught:
+        RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1)
+    assert_explained(caught.value)
+
+
+IMPORTS_FOR_EVER = """
+from rayvec import RayVecEnv
+RayVecEnv("CartPole-v1", num_envs=1, num_nodes=0, workers_per_node=1, preload=["imports_for_ever"])
+"""
+
+
+@pytest.mark.parametrize("owner_ends", [True, False], ids=["the owner is killed", "the owner stops waiting"])
+def test_a_preload_that_does_not_return_ends(tmp_path: Path, owner_ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "imports_for_ever.py"
+    module.write_text(f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(1e6)")
+    pid = tmp_path / "pid"
+    if owner_ends:
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        owner = subprocess.Popen([sys.executable, "-c", IMPORTS_FOR_EVER], env=environ)
+        wait_until(lambda: pid.exists() and pid.read_text() != "", "the import has begun")
+        owner.kill()
+        owner.wait()
+    else:
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(WorkerLostError, match="start_timeout_s"):
+            RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1, preload=[module.stem], start_timeout_s=8.0)
+    wait_until(lambda: not psutil.pid_exists(int(pid.read_text())), "it has ended")
+
+
+def test_a_process_that_is_forked_while_a_fork_server_starts_can_start_its_own() -> None:
+    with ForkServer._lock:  # as of another thread
+        child = os.fork()
+        if not child:
+            os._exit(not ForkServer._lock.acquire(timeout=DEADLINE_S))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -7,6 +7,8 @@ import errno
 import os
 import resource
 import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,3 +113,28 @@ def test_a_message_with_descriptors_waits_in_the_queue_if_the_socket_is_full() -
     sender.close()
     receiver.close()
     watch.close()
+
+
+def test_a_pause_of_the_receiver_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if SIGSTOP had stopped it for a hundred seconds after the first half of a message."""
+    ours, theirs = socket.socketpair()
+    clock, paused_s = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + paused_s[0])
+    message = bytes(1 << 10)
+    whole = struct.pack("<Q", len(message)) + message
+
+    def send() -> None:
+        theirs.sendall(whole[:100])
+        time.sleep(0.3)
+        paused_s[0] = 100.0
+        theirs.sendall(whole[100:200])
+        time.sleep(0.3)
+        theirs.sendall(whole[200:])
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    pipe = MessagePipe(ours)
+    assert pipe.receive(time.monotonic() + 30.0) == (message, [])
+    thread.join()
+    theirs.close()
+    pipe.close()

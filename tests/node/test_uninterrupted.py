@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -31,3 +33,37 @@ def test_a_signal_without_a_handler_stays_as_it_is() -> None:
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """What a handler of SIGTERM was called with."""
+    calls: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: calls.append(number))
+    yield calls
+    monkeypatch.undo()
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_is_handled_although_ctrl_c_came_too(ended: list[int]) -> None:
+    with pytest.raises(KeyboardInterrupt), Uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert ended == [signal.SIGTERM]
+
+
+def test_ctrl_c_while_handlers_are_restored_leaves_none_deferred(
+    ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_handler = signal.signal
+
+    def interrupted(number: int, handler: Any) -> Any:
+        before = set_handler(number, handler)
+        if number == signal.SIGINT and handler is signal.default_int_handler:
+            raise KeyboardInterrupt
+        return before
+
+    with pytest.raises(KeyboardInterrupt), Uninterrupted():
+        monkeypatch.setattr(signal, "signal", interrupted)
+    signal.raise_signal(signal.SIGTERM)
+    assert ended == [signal.SIGTERM]

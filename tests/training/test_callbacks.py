@@ -190,8 +190,12 @@ def test_checkpoints_are_kept_at_intervals(tmp_path: Path) -> None:
     paths = sorted((tmp_path / "a" / "checkpoints").iterdir())
     assert [int(path.stem) for path in paths] == [256, 448, 640]
     assert [checkpoint.load(path)["progress"]["steps"] for path in paths] == [256, 448, 640]
-    rayvec.train(tiny(tmp_path / "b", **settings), callbacks=[rayvec.CheckpointHistory(64, keep=2)])
-    assert [int(path.stem) for path in sorted((tmp_path / "b" / "checkpoints").iterdir())] == [576, 640]
+    rayvec.train(tiny(tmp_path / "b", **settings), callbacks=[Witness(stop_at=448)])
+    (tmp_path / "b" / "checkpoints").mkdir()
+    (tmp_path / "b" / "checkpoints" / "mine.pt").touch()
+    rayvec.resume(tmp_path / "b", callbacks=[rayvec.CheckpointHistory(64, keep=2)])
+    names = [path.name for path in sorted((tmp_path / "b" / "checkpoints").iterdir())]
+    assert names == ["000000000576.pt", "000000000640.pt", "mine.pt"]
 
 
 def test_metrics_of_a_stopped_run_have_every_step_once(tmp_path: Path) -> None:

@@ -299,3 +299,12 @@ with RaySession():
 def test_starting_ray_leaves_your_handler_for_sigterm() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ADDRESS": ""}
     subprocess.run([sys.executable, "-c", HANDLER], env=environment, check=True, timeout=120)
+
+
+def test_sigterm_that_a_library_turns_into_a_ctrl_c_of_its_own_is_one_again() -> None:
+    """As Ray does, in whose calls the driver waits."""
+    with pytest.raises(Terminated), Interrupts() as interrupts, interrupts.taking_sigterm():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None

@@ -342,3 +342,20 @@ def test_it_can_not_be_copied(make_vec: MakeVec) -> None:
             copied(env)
         assert_explained(caught.value)
     assert env.step(np.zeros(1, int))[1].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("first_on_node", [True, False])
+def test_chunks_of_policies_that_act_in_different_processes_do_not_mix(first_on_node: bool) -> None:
+    """The second one's steps could come before the first one's."""
+    with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=1) as env:
+        env.reset(seed=0)
+        first, second = (
+            env.publish(lambda obs: np.zeros(len(obs), np.int64), on_node=on_node)
+            for on_node in (first_on_node, not first_on_node)
+        )
+        env.rollout_async(first, 5, 0, 0)
+        with pytest.raises(AlreadyPendingCallError, match="rollout"):
+            env.rollout_async(second, 7, 5, 0)
+        assert env.rollout_wait().summary.num_steps == 5
+        env.rollout_async(second, 7, 5, 0)
+        assert env.rollout_wait().summary.num_steps == 7
