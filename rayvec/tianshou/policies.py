@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,6 +54,8 @@ class TianshouPolicy:
 
     def __init__(self, policy: Policy | Algorithm[Any, Any], *, exploration_noise: bool = False) -> None:
         self._policy: Policy = policy.policy if isinstance(policy, Algorithm) else policy
+        self._numbers = list(_numbers(self._policy))
+        self._received = _packed(self._numbers)
         self._exploration_noise = exploration_noise
         self._state: Any = None
         self._seeded = True
@@ -90,19 +92,26 @@ class TianshouPolicy:
 
     def weights(self) -> NDArray[np.float32]:
         """Returns the policy's state as one flat vector of bits, which mean nothing as numbers."""
-        numbers = [(_KINDS.index(type(value)), value or 0) for _, _, value in _numbers(self._policy)]
-        arrays = [tensor.cpu().numpy() for tensor in _tensors(self._policy)] + [np.array(numbers, np.float64)]
+        arrays = [*(tensor.cpu().numpy() for tensor in _tensors(self._policy)), _packed(list(_numbers(self._policy)))]
         stream = np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])
         return np.pad(stream, (0, -len(stream) % 4)).view(np.float32)
+
+    def structure(self) -> list[tuple[Any, ...]]:
+        """Returns what the numbers of :meth:`weights` are of. Another process loads those of the same structure."""
+        tensors = ((tensor.dtype, tensor.shape) for tensor in _tensors(self._policy))
+        return [*tensors, *((number.path, number.name) for number in _numbers(self._policy))]
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Loads what :meth:`weights` returned in another process.
 
+        Plain numbers are loaded if they differ from those that were loaded before: what the policy counts itself where
+        it acts stays.
+
         Raises:
             ConfigError: It comes from a policy with other parameters.
         """
-        tensors, numbers = list(_tensors(self._policy)), list(_numbers(self._policy))
-        *ends, size = np.cumsum([*(tensor.numel() * tensor.element_size() for tensor in tensors), 16 * len(numbers)])
+        tensors = list(_tensors(self._policy))
+        *ends, size = np.cumsum([*(each.numel() * each.element_size() for each in tensors), self._received.nbytes])
         if weights.size != -(-size // 4):
             raise ConfigError(
                 "The state of a policy is loaded by the same policy.",
@@ -114,9 +123,11 @@ class TianshouPolicy:
         with torch.no_grad():
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(torch.from_numpy(part.copy()).view(tensor.dtype).view(tensor.shape))
-        values = plain.copy().view(np.float64).reshape(-1, 2).tolist()
-        for (holder, name, _), (kind, value) in zip(numbers, values, strict=True):
-            holder[name] = None if _KINDS[int(kind)] is type(None) else _KINDS[int(kind)](value)
+        received, before = plain.copy().view(np.float64).reshape(-1, 2), self._received
+        for k in np.flatnonzero((received.view(np.int64) != before.view(np.int64)).any(1)):
+            kind, value = _KINDS[int(received[k, 0])], received[k, 1]
+            self._numbers[k].holder[self._numbers[k].name] = None if kind is type(None) else kind(value)
+        self._received = received
 
     def __getstate__(self) -> dict[str, Any]:
         """Moves a copy to the CPU; the hidden state stays behind."""
@@ -223,18 +234,41 @@ def _tensors(policy: Policy) -> Iterator[torch.Tensor]:
     yield from (buffer.detach() for buffer in policy.buffers())
 
 
-def _numbers(policy: Policy) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yields the plain numbers of every module and of its exploration noise: their dict, name and value.
+class _Number(NamedTuple):
+    """A plain number of a policy.
+
+    Attributes:
+        path: Of its module, or of the noise in a module.
+        holder: The attributes of that.
+        name: Its own.
+        value: What it is.
+    """
+
+    path: str
+    holder: dict[str, Any]
+    name: str
+    value: Any
+
+
+def _numbers(policy: Policy) -> Iterator[_Number]:
+    """Yields the plain numbers of every module and of its exploration noise.
 
     NumPy's numbers are among them: a schedule made with ``np.interp`` sets an epsilon to one.
     """
-    for module in policy.modules():
+    for path, module in policy.named_modules():
         held = vars(module)
-        for holder in (held, *(vars(value) for value in held.values() if isinstance(value, BaseNoise))):
+        noises = ((f"{path}.{name}", vars(value)) for name, value in held.items() if isinstance(value, BaseNoise))
+        for place, holder in ((path, held), *noises):
             for name, value in holder.items():
                 number = value.item() if isinstance(value, np.generic) else value
                 if type(number) in _KINDS and name != "training":
-                    yield holder, name, number
+                    yield _Number(place, holder, name, number)
+
+
+def _packed(numbers: Sequence[_Number]) -> NDArray[np.float64]:
+    """Returns kinds and values, ``float64 [K, 2]``."""
+    rows = [(_KINDS.index(type(number.value)), number.value or 0) for number in numbers]
+    return np.array(rows, np.float64).reshape(-1, 2)
 
 
 def _whole(number: float) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import closing
+from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import tianshou.data
@@ -17,13 +20,15 @@ from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
 from tianshou.data import Batch, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
-from tianshou.exploration import GaussianNoise
+from tianshou.exploration import GaussianNoise, OUNoise
 from tianshou.utils.net.common import Net, Recurrent
 from tianshou.utils.net.continuous import ContinuousActorDeterministic, ContinuousActorProbabilistic
 from tianshou.utils.net.discrete import DiscreteActor
 
+import rayvec.tianshou
 from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError
+from rayvec.tianshou import RayVectorEnv
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -117,6 +122,61 @@ def test_state_travels_bit_for_bit(kind: str) -> None:
     copy.load_weights(vector)
     vector[:] = 0.0  # it was copied
     assert copy.weights().tobytes() != vector.tobytes()
+
+
+class CountsItsActs(DiscreteQLearningPolicy[Any]):
+    """What it counts and keeps where it acts changes between a number and something else."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__(model=net(2), action_space=spaces.Discrete(2))
+        self.becomes_a_tensor, self.becomes_a_number = start, ()
+        self.scale, self.count = 3.0, start
+
+    def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+        result = super().forward(batch, state, **kwargs)
+        self.count += 1
+        self.becomes_a_tensor, self.becomes_a_number = torch.zeros(3), 7.0
+        result.policy = Batch(count=np.full(len(result.act), self.count), scale=np.full(len(result.act), self.scale))
+        return result
+
+
+def test_a_worker_s_copy_keeps_what_it_counts_and_gets_what_the_driver_changes_by_name() -> None:
+    policy = CountsItsActs(5)
+    driver = TianshouPolicy(policy)
+    worker = pickle.loads(pickle.dumps(driver))
+    structure = driver.structure()
+
+    def act() -> list[list[float]]:
+        worker.load_weights(driver.weights())
+        extras = worker.act(np.zeros((2, 2), np.float32), NO_NOISE)[1]
+        return [extras[f"array:{name}"].tolist() for name in ("count", "scale")]
+
+    assert act() == [[6, 6], [3.0, 3.0]]
+    policy.set_eps_training(0.25)
+    assert act() == [[7, 7], [3.0, 3.0]] and worker._policy.eps_training == 0.25
+    policy.scale, policy.count = 4.0, 100
+    assert act() == [[101, 101], [4.0, 4.0]]
+    assert act() == [[102, 102], [4.0, 4.0]] and policy.count == 100
+    assert driver.structure() == structure
+    policy.becomes_a_number = 1.0
+    assert driver.structure() != structure
+
+
+@pytest.mark.parametrize("workers_per_node", [0, 1])
+def test_noise_that_becomes_an_array_where_it_is_drawn(workers_per_node: int) -> None:
+    """Ornstein-Uhlenbeck noise is None until a worker draws it for the first time."""
+    actor = ContinuousActorDeterministic(preprocess_net=Net(state_shape=3, hidden_sizes=(8,)), action_shape=1)
+    policy: Any = ContinuousDeterministicPolicy(
+        actor=actor, action_space=spaces.Box(-2.0, 2.0, (1,)), exploration_noise=OUNoise()
+    )
+    fns = [partial(gymnasium.make, "Pendulum-v1")] * 2
+    with closing(RayVectorEnv(fns, num_nodes=0, workers_per_node=workers_per_node)) as env:
+        collector = rayvec.tianshou.Collector(policy, env, VectorReplayBuffer(100, 2), exploration_noise=True)
+        collector.reset()
+        for _ in range(2):
+            assert collector.collect(n_step=10).n_collected_steps == 10
+            with torch.no_grad():
+                next(policy.parameters()).add_(0.1)
 
 
 def test_state_of_another_policy_is_refused() -> None:

@@ -129,6 +129,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._store: WeightStore | None = None
         self._random_store: WeightStore | None = None
         self._published = np.zeros(0, np.float32)
+        self._structure: list[tuple[Any, ...]] = []
         noise_seed = int(np.random.SeedSequence([torch.initial_seed(), next(_made)]).generate_state(1)[0])
         self._pipeline = ChunkPipeline(self._pool_env, noise_seed)
         self._max_staleness = max_staleness
@@ -252,8 +253,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
     def _publish(self) -> bool:
         """Gives the workers the policy as it is now; returns whether it can be given."""
-        weights = self._acting.weights()
-        if self._store is not None and len(weights) != len(self._published):  # another structure
+        weights, structure = self._acting.weights(), self._acting.structure()
+        if self._store is not None and structure != self._structure:
             self._store.drop()
             self._store = None
         if self._store is None:
@@ -266,7 +267,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             self._store = self._pool_env.publish(self._acting)
         elif weights.tobytes() != self._published.tobytes():
             self._store.publish(weights)
-        self._published = weights
+        self._published, self._structure = weights, structure
         return True
 
     @property
