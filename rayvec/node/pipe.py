@@ -206,12 +206,13 @@ class MessagePipe:
         """Waits until there is data to read, up to a limit. Sends queued output while it waits."""
         while True:
             left = limit_s - waited.look()
-            waiting_to_send = bool(self._out) and not self.flush()
-            look_s = LOOK_S if waiting_to_send or left < math.inf else None
-            fds = [self._socket.fileno()]
-            if self._peer is not None:
-                fds.append(self._peer.fileno())
-            readable(fds, look_s)
+            if self._out and not self.flush():
+                self.wait_to_send(LOOK_S)
+            else:
+                fds = [self._socket.fileno()]
+                if self._peer is not None:
+                    fds.append(self._peer.fileno())
+                readable(fds, LOOK_S if left < math.inf else None)
             ended = self._peer is not None and self._peer.ended()  # before the last look at what it sent
             if self.poll():
                 return

@@ -11,12 +11,12 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
 from rayvec.node.pipe import MessagePipe
-from rayvec.node.process_watch import ProcessWatch
+from rayvec.node.process_watch import ProcessWatch, readable
 from rayvec.pools.base import NotReady
 
 
@@ -138,3 +138,30 @@ def test_a_pause_of_the_receiver_does_not_count(monkeypatch: pytest.MonkeyPatch)
     thread.join()
     theirs.close()
     pipe.close()
+
+
+def test_a_large_message_is_sent_as_fast_as_the_peer_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for the answer wakes up whenever there is room for more of the request."""
+    ours, theirs = socket.socketpair()
+    pipe, watch = MessagePipe(ours, ProcessWatch(os.getpid())), []
+
+    def readable_once_sent(fds: list[int], timeout_s: float | None) -> list[int]:
+        if pipe.fileno() in fds and pipe._out and timeout_s != 0.0:
+            watch.append(timeout_s)
+        return readable(fds, timeout_s)
+
+    monkeypatch.setattr("rayvec.node.pipe.readable", readable_once_sent)
+    message = bytes(1 << 24)
+
+    def answer() -> None:
+        with closing(MessagePipe(theirs)) as other:
+            assert other.receive() == (message, [])
+            other.send(b"answer")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    pipe.send(message)
+    assert pipe.receive() == (b"answer", [])
+    thread.join()
+    pipe.close()
+    assert watch == [], "it waited for an answer to what it had not sent"
