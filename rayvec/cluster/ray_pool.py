@@ -28,7 +28,6 @@ from rayvec.cluster.node_interface import (
     Member,
     Node,
     Request,
-    Wait,
     check_sizes,
     close_quietly,
     describe_nodes,
@@ -469,10 +468,6 @@ class RayPool(PartedPool):
         """
         deadline = deadline_in(_CLOSE_S if timeout_s is None else timeout_s)
         closing = []
-
-        def end_by_deadline(end: Wait) -> None:
-            end(seconds_until(deadline))
-
         for member in self._nodes:
             with contextlib.suppress(OSError):
                 closing.append(member.node.close(timeout_s))
@@ -481,5 +476,5 @@ class RayPool(PartedPool):
                 stack.callback(self._session.release)
                 self._session = None
             for end in reversed(closing):
-                stack.callback(end_by_deadline, end)
+                stack.callback(lambda each: each(seconds_until(deadline)), end)
         self._nodes.clear()  # not before: after Ctrl-C, a second call ends the rest

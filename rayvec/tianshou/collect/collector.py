@@ -128,8 +128,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._acting = TianshouPolicy(self.policy, exploration_noise=exploration_noise)
         self._store: WeightStore | None = None
         self._random_store: WeightStore | None = None
-        self._published = np.zeros(0, np.float32)
-        self._structure: list[tuple[Any, ...]] = []
+        self._published, self._structure = np.zeros(0, np.float32), self._acting.structure()
         noise_seed = int(np.random.SeedSequence([torch.initial_seed(), next(_made)]).generate_state(1)[0])
         self._pipeline = ChunkPipeline(self._pool_env, noise_seed)
         self._max_staleness = max_staleness
