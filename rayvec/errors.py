@@ -283,7 +283,7 @@ def _pickled(error: BaseException, text: str) -> bytes | None:
 
 
 def first_line(error: BaseException) -> str:
-    r"""Returns the first line of an error's text, which may be empty.
+    r"""Returns the first line of an error's text, or 'no reason given' if the text is empty.
 
     >>> first_line(ValueError("one\ntwo")), first_line(ValueError())
     ('one', 'no reason given')

@@ -34,6 +34,7 @@ class _PendingChunk:
         key: Key of the policy that acts.
         request: How many steps are requested, and which noise.
         weights: Weights of the policy when the chunk was requested; None for those that the policy was loaded with.
+        on_node: Whether it acts in the processes that own the workers.
         requested: Each node that takes part, by index, and the wait for its part of the chunk.
         received: What has been received of it, by node index.
         waited_s: How long the driver has waited for the parts, in seconds.
@@ -42,6 +43,7 @@ class _PendingChunk:
     key: int
     request: ChunkRequest
     weights: Weights | None
+    on_node: bool
     requested: dict[int, tuple[Node, Wait]] = field(default_factory=dict)
     received: dict[int, NodePart] = field(default_factory=dict)
     waited_s: float = 0.0
@@ -105,8 +107,8 @@ class ClusterInference(Acting):
 
     def has_room(self, key: int, part: int | None = None) -> bool:
         """See :class:`~rayvec.pools.base.Acting`."""
-        keys = {key, *(chunk.key for chunk in self._pending)} & self._policies.keys()
-        return len({self._policies[each][2] for each in keys}) == 1 and super().has_room(key, part)
+        on_node = self._policies[key][2]
+        return all(chunk.on_node == on_node for chunk in self._pending) and super().has_room(key, part)
 
     def install(self, node: Node) -> None:
         """Loads every policy on a replacement node."""
@@ -118,7 +120,7 @@ class ClusterInference(Acting):
 
         A chunk may be requested while one is pending. The workers then start it without waiting for the driver.
         """
-        chunk = _PendingChunk(key, request, self._weights.get(key))
+        chunk = _PendingChunk(key, request, self._weights.get(key), self._policies[key][2])
         assert self.has_room(key, part), "more chunks than memory"
         for number in range(len(self._nodes)) if part is None else [part]:
             chunk.request_from(number, self._nodes[number].node)

@@ -200,7 +200,7 @@ class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
     def _wait_to_send(self) -> None:
         """Waits until the socket takes more, or something has arrived."""
         poll = select.poll()
-        poll.register(self._sock, select.POLLIN | select.POLLOUT)
+        poll.register(self._sock, select.POLLOUT | (select.POLLIN if len(self._early) < MOST_BYTES else 0))
         events = poll.poll(1000 * _LOOK_S)
         if not events:
             self._check_peer()

@@ -24,23 +24,28 @@ class Uninterrupted:
         self._received: dict[int, FrameType | None] = {}
         self._previous: dict[int, _Handler] = {}
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    self._previous[number] = handler
-                    signal.signal(number, self._receive)
+            try:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    handler = signal.getsignal(number)
+                    if callable(handler):
+                        self._previous[number] = handler
+                        signal.signal(number, self._receive)
+            except BaseException:  # what a handler raised, before it was deferred
+                self.__exit__()
+                raise
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received[number] = frame
 
     def __exit__(self, *exc_info: object) -> None:
-        """Restores the signal handlers and calls those whose signal came.
-
-        That of SIGINT comes last. It usually raises KeyboardInterrupt, and what comes after it would not be done.
-        """
-        last_first = list(reversed(self._previous.items()))
-        for number, handler in last_first:
-            signal.signal(number, handler)
-        for number, handler in last_first:
-            if number in self._received:
-                handler(number, self._received[number])
+        """Restores all handlers, and then calls those whose signal came, whatever one of them raises."""
+        if self._previous:
+            number, handler = self._previous.popitem()
+            try:
+                try:
+                    signal.signal(number, handler)
+                finally:
+                    self.__exit__()
+            finally:
+                if number in self._received:
+                    handler(number, self._received[number])

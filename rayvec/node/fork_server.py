@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Self
 
 from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.pipe import MessagePipe
-from rayvec.node.process_watch import ProcessWatch
+from rayvec.node.process_watch import ProcessWatch, readable
 from rayvec.pools.base import NotReady
 from rayvec.pools.owner_signals import fork_with_signals_blocked, leave_to_owner, restore_in_children
 
@@ -234,6 +234,8 @@ def _ending_with_peer(fd: int) -> Iterator[None]:
     fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_ASYNC)  # SIGIO, whose default is to end
+    if readable([fd], 0.0):  # it was closed before
+        os._exit(0)
     yield
     fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 

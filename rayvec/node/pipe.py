@@ -60,6 +60,7 @@ class MessagePipe:
         self._socket = sock
         self._peer = peer
         self._out: deque[tuple[memoryview, list[int]]] = deque()
+        self._is_full = True
 
     def fileno(self) -> int:
         """Returns the socket's file descriptor."""
@@ -94,6 +95,7 @@ class MessagePipe:
                 self._write(socket.MSG_DONTWAIT)
             except OSError as error:
                 if error.errno in (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS):  # no room for now
+                    self._is_full = error.errno == errno.EAGAIN
                     return False
                 if error.errno is None:  # a signal handler has raised it, such as a TimeoutError
                     raise
@@ -101,9 +103,12 @@ class MessagePipe:
         return not self._out
 
     def wait_to_send(self, timeout_s: float) -> None:
-        """Waits up to `timeout_s` until the socket accepts more data or has data to read."""
+        """Waits up to `timeout_s` until the socket accepts more data or has data to read.
+
+        A socket that is not full accepts none as long as the system lacks memory or descriptors for it.
+        """
         poll = select.poll()
-        poll.register(self._socket.fileno(), select.POLLIN | select.POLLOUT)
+        poll.register(self._socket.fileno(), select.POLLIN | (select.POLLOUT if self._is_full else 0))
         poll.poll(1000.0 * timeout_s)
 
     def _write(self, flags: int) -> None:

@@ -354,9 +354,9 @@ class ProcessPool(PartedPool):
             self._block = None
 
     def _call_all(self, name: str, args: tuple[Any, ...], fds: Sequence[int]) -> None:
-        """Calls a method of every worker and waits. A replacement worker does not repeat the call."""
+        """Calls a method of every worker and waits. A replacement worker repeats only a call without descriptors."""
         everyone = self._plans.of(np.arange(self.num_envs))
-        self._ask(everyone, lambda part: (name, *args), fds=fds, repeat=False)(None)
+        self._ask(everyone, lambda part: (name, *args), fds=fds, repeat=not fds)(None)
 
     def _ask(
         self,

@@ -154,11 +154,10 @@ class WorkerInference(Acting):
         if key in self.own:
             self.own.drop(key)
             return
-        dropped = self._policies.pop(key)  # first: a worker that is replaced meanwhile must not get it
         try:
             self._call_all("drop_policy", (key,), ())
         finally:
-            dropped.memory.close()
+            self._policies.pop(key).memory.close()  # not before: a replacement worker repeats its pending chunks
 
     def release(self, part: int | None = None) -> None:
         """Forgets the oldest pending chunk of all workers, or of one, which :meth:`finish` has returned."""

@@ -337,8 +337,8 @@ class Acting(Protocol):
     def has_room(self, key: int, part: int | None = None) -> bool:
         """Whether another chunk with a policy may be requested of all parts, or of one.
 
-        None may while a chunk is pending whose policy acts elsewhere: in the workers, or in the process that owns them.
-        Their steps would be out of order.
+        False while a chunk is pending whose policy acts in another process (in the workers, or in the process that owns
+        them): the steps would be out of order.
         """
         return len(self._pending_of(part)) < MOST_CHUNKS
 

@@ -54,8 +54,7 @@ class TianshouPolicy:
 
     def __init__(self, policy: Policy | Algorithm[Any, Any], *, exploration_noise: bool = False) -> None:
         self._policy: Policy = policy.policy if isinstance(policy, Algorithm) else policy
-        self._numbers = list(_numbers(self._policy))
-        self._received = _packed(self._numbers)
+        self._numbers: list[_Number] | None = None
         self._exploration_noise = exploration_noise
         self._state: Any = None
         self._seeded = True
@@ -97,21 +96,24 @@ class TianshouPolicy:
         return np.pad(stream, (0, -len(stream) % 4)).view(np.float32)
 
     def structure(self) -> list[tuple[Any, ...]]:
-        """Returns what the numbers of :meth:`weights` are of. Another process loads those of the same structure."""
+        """Returns what :meth:`weights` consists of: each tensor's dtype and shape, each plain number's path and name.
+
+        Only a copy of a policy with the same structure can load the weights.
+        """
         tensors = ((tensor.dtype, tensor.shape) for tensor in _tensors(self._policy))
         return [*tensors, *((number.path, number.name) for number in _numbers(self._policy))]
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Loads what :meth:`weights` returned in another process.
 
-        Plain numbers are loaded if they differ from those that were loaded before: what the policy counts itself where
-        it acts stays.
+        A copy that was unpickled loads those plain numbers that have changed since it last loaded them, or was pickled.
+        So a counter that only the copy itself changes keeps its value.
 
         Raises:
             ConfigError: It comes from a policy with other parameters.
         """
-        tensors = list(_tensors(self._policy))
-        *ends, size = np.cumsum([*(each.numel() * each.element_size() for each in tensors), self._received.nbytes])
+        tensors, numbers = list(_tensors(self._policy)), self._numbers or list(_numbers(self._policy))
+        *ends, size = np.cumsum([*(each.numel() * each.element_size() for each in tensors), 16 * len(numbers)])
         if weights.size != -(-size // 4):
             raise ConfigError(
                 "The state of a policy is loaded by the same policy.",
@@ -123,11 +125,13 @@ class TianshouPolicy:
         with torch.no_grad():
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(torch.from_numpy(part.copy()).view(tensor.dtype).view(tensor.shape))
-        received, before = plain.copy().view(np.float64).reshape(-1, 2), self._received
-        for k in np.flatnonzero((received.view(np.int64) != before.view(np.int64)).any(1)):
-            kind, value = _KINDS[int(received[k, 0])], received[k, 1]
-            self._numbers[k].holder[self._numbers[k].name] = None if kind is type(None) else kind(value)
-        self._received = received
+        received = plain.copy().view(np.float64).reshape(-1, 2)
+        before = None if self._numbers is None else _packed(self._numbers)
+        for k, (number, (kind, value)) in enumerate(zip(numbers, received.tolist(), strict=True)):
+            if before is None or before[k].tobytes() != received[k].tobytes():
+                given = None if _KINDS[int(kind)] is type(None) else _KINDS[int(kind)](value)
+                number.holder[number.name] = given
+                numbers[k] = number._replace(value=given)
 
     def __getstate__(self) -> dict[str, Any]:
         """Moves a copy to the CPU; the hidden state stays behind."""
@@ -139,6 +143,7 @@ class TianshouPolicy:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["policy"], exploration_noise=state["exploration_noise"])  # type: ignore[misc]
         self._policy.eval()
+        self._numbers = list(_numbers(self._policy))  # with the values of now
         self._seeded = state["process"] == _PROCESS  # the driver's generators are the caller's
 
     def _seed(self, noise: NDArray[np.float64]) -> None:
@@ -238,10 +243,10 @@ class _Number(NamedTuple):
     """A plain number of a policy.
 
     Attributes:
-        path: Of its module, or of the noise in a module.
-        holder: The attributes of that.
-        name: Its own.
-        value: What it is.
+        path: Path of the module, or of the noise in a module.
+        holder: The ``__dict__`` of that module or noise.
+        name: Name of the attribute.
+        value: Its value.
     """
 
     path: str

@@ -77,7 +77,7 @@ def free_run_dir(config: TrainConfig) -> Path:
     """
     env_name = re.sub(r"[^\w.-]+", "-", config.env_id).strip("-")
     if config.run_dir is None:  # several runs may begin in one second, also on machines that share a disk
-        began = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        began = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
         return Path("runs", f"{env_name}-{config.algorithm}-seed{config.seed}-{began}")
     if os.path.lexists(config.run_dir):
         raise _taken(config.run_dir, config)

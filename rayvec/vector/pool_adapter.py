@@ -131,6 +131,10 @@ class PoolAdapter:
             noise_seed: Of the noise.
             by_reference: Whether the chunk stays in the object store.
             part: Index in :attr:`parts` of the only part that takes the chunk; None for all of them together.
+
+        Raises:
+            AlreadyPendingCallError: Too many chunks are pending, or one whose policy acts in another process: in the
+                workers, or in the process that owns them.
         """
         self._assert_running()
         is_rollout = self._pending is not None and self._pending.name == "rollout"

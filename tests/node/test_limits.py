@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from helpers.fork_fails import FILE_VARIABLE
 from helpers.vector_kit import assert_explained
-from helpers.waiting import wait_until
+from helpers.waiting import alive, wait_until
 
 from rayvec.errors import WorkerLostError
-from rayvec.node.fork_server import ForkServer
+from rayvec.node.fork_server import ForkServer, _ending_with_peer
 from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -130,22 +131,37 @@ RayVecEnv("CartPole-v1", num_envs=1, num_nodes=0, workers_per_node=1, preload=["
 """
 
 
-@pytest.mark.parametrize("owner_ends", [True, False], ids=["the owner is killed", "the owner stops waiting"])
-def test_a_preload_that_does_not_return_ends(tmp_path: Path, owner_ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = tmp_path / "imports_for_ever.py"
-    module.write_text(f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(1e6)")
+def test_a_preload_that_does_not_return_ends_with_the_program(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    if owner_ends:
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-        owner = subprocess.Popen([sys.executable, "-c", IMPORTS_FOR_EVER], env=environ)
-        wait_until(lambda: pid.exists() and pid.read_text() != "", "the import has begun")
-        owner.kill()
-        owner.wait()
-    else:
-        monkeypatch.syspath_prepend(tmp_path)
-        with pytest.raises(WorkerLostError, match="start_timeout_s"):
-            RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1, preload=[module.stem], start_timeout_s=8.0)
-    wait_until(lambda: not psutil.pid_exists(int(pid.read_text())), "it has ended")
+    (tmp_path / "imports_for_ever.py").write_text(
+        f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(1e6)"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    owner = subprocess.Popen([sys.executable, "-c", IMPORTS_FOR_EVER], env=environ)
+    wait_until(lambda: pid.exists() and pid.read_text() != "", "the import has begun")
+    owner.kill()
+    owner.wait()
+    wait_until(lambda: not alive(int(pid.read_text())), "it has ended")
+
+
+@pytest.mark.parametrize("closes", ["before", "meanwhile"])
+def test_imports_end_when_the_owner_closes_its_socket(closes: str) -> None:
+    """As it does when they take too long."""
+    ours, theirs = socket.socketpair()
+    if closes == "before":
+        ours.close()
+    child = os.fork()
+    if not child:
+        ours.close()
+        with _ending_with_peer(theirs.fileno()):
+            os.write(theirs.fileno(), b"imports") if closes == "meanwhile" else None
+            time.sleep(DEADLINE_S)
+        os._exit(1)
+    theirs.close()
+    if closes == "meanwhile":
+        assert ours.recv(100) == b"imports"
+        ours.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if closes == "before" else -signal.SIGIO)
 
 
 def test_a_process_that_is_forked_while_a_fork_server_starts_can_start_its_own() -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -116,38 +117,40 @@ def test_a_message_with_descriptors_waits_in_the_queue_if_the_socket_is_full() -
 
 
 def test_a_pause_of_the_receiver_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if SIGSTOP had stopped it for a hundred seconds after the first half of a message."""
+    """As if SIGSTOP had stopped it for a hundred seconds in the middle of a message, before the last wait for it."""
     ours, theirs = socket.socketpair()
-    clock, paused_s = time.monotonic, [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + paused_s[0])
+    paused_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + paused_s[0])
+    for module in ("rayvec.node.pipe", "rayvec.pools.waited_time"):
+        monkeypatch.setattr(f"{module}.time", clock)
     message = bytes(1 << 10)
-    whole = struct.pack("<Q", len(message)) + message
+    theirs.sendall(struct.pack("<Q", len(message)) + message[:100])
 
-    def send() -> None:
-        theirs.sendall(whole[:100])
-        time.sleep(0.3)
+    looks = iter([b"", b"", message[100:]])
+
+    def readable_after_a_pause(fds: list[int], timeout_s: float | None) -> bool:
         paused_s[0] = 100.0
-        theirs.sendall(whole[100:200])
-        time.sleep(0.3)
-        theirs.sendall(whole[200:])
+        if timeout_s == 0.0:  # the look after a wait
+            theirs.sendall(next(looks))
+        return readable(fds, 0.0)
 
-    thread = threading.Thread(target=send)
-    thread.start()
+    monkeypatch.setattr("rayvec.node.pipe.readable", readable_after_a_pause)
     pipe = MessagePipe(ours)
-    assert pipe.receive(time.monotonic() + 30.0) == (message, [])
-    thread.join()
+    assert pipe.receive(clock.monotonic() + 30.0) == (message, [])
     theirs.close()
     pipe.close()
 
 
 def test_a_large_message_is_sent_as_fast_as_the_peer_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for the answer wakes up whenever there is room for more of the request."""
+    """A receiver wakes up as soon as the socket takes more of the request."""
     ours, theirs = socket.socketpair()
-    pipe, watch = MessagePipe(ours, ProcessWatch(os.getpid())), []
+    waits: list[float | None] = []
+    peer = ProcessWatch(os.getpid())
+    pipe = MessagePipe(ours, peer)
 
     def readable_once_sent(fds: list[int], timeout_s: float | None) -> list[int]:
         if pipe.fileno() in fds and pipe._out and timeout_s != 0.0:
-            watch.append(timeout_s)
+            waits.append(timeout_s)
         return readable(fds, timeout_s)
 
     monkeypatch.setattr("rayvec.node.pipe.readable", readable_once_sent)
@@ -164,4 +167,5 @@ def test_a_large_message_is_sent_as_fast_as_the_peer_reads(monkeypatch: pytest.M
     assert pipe.receive() == (b"answer", [])
     thread.join()
     pipe.close()
-    assert watch == [], "it waited for an answer to what it had not sent"
+    peer.close()
+    assert waits == [], "it waited for an answer to what it had not sent"

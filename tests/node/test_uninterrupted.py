@@ -36,34 +36,56 @@ def test_a_signal_without_a_handler_stays_as_it_is() -> None:
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """What a handler of SIGTERM was called with."""
+def raising(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """What the handlers of SIGINT and SIGTERM were called with. Each raises KeyboardInterrupt."""
     calls: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: calls.append(number))
+
+    def handle(number: int, frame: Any) -> None:
+        calls.append(number)
+        raise KeyboardInterrupt
+
+    before = [signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)]
     yield calls
     monkeypatch.undo()
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+        signal.signal(number, handler)
 
 
-def test_sigterm_is_handled_although_ctrl_c_came_too(ended: list[int]) -> None:
+def assert_not_deferred(calls: list[int]) -> None:
+    calls.clear()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert calls == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_both_signals_are_handled_although_both_handlers_raise(raising: list[int]) -> None:
     with pytest.raises(KeyboardInterrupt), Uninterrupted():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
-    assert ended == [signal.SIGTERM]
+    assert sorted(raising) == [signal.SIGINT, signal.SIGTERM]
+    assert_not_deferred(raising)
 
 
-def test_ctrl_c_while_handlers_are_restored_leaves_none_deferred(
-    ended: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", ["first", "last"])
+@pytest.mark.parametrize("when", ["deferred", "restored"])
+def test_a_signal_while_handlers_change_leaves_none_deferred(
+    raising: list[int], at: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_handler = signal.signal
+    """As if it came right after the first, or the last, of the two handlers was set."""
+    set_handler, num_set = signal.signal, [0]
 
     def interrupted(number: int, handler: Any) -> Any:
         before = set_handler(number, handler)
-        if number == signal.SIGINT and handler is signal.default_int_handler:
+        num_set[0] += 1
+        if num_set[0] == (1 if at == "first" else 2):
             raise KeyboardInterrupt
         return before
 
-    with pytest.raises(KeyboardInterrupt), Uninterrupted():
-        monkeypatch.setattr(signal, "signal", interrupted)
-    signal.raise_signal(signal.SIGTERM)
-    assert ended == [signal.SIGTERM]
+    with pytest.raises(KeyboardInterrupt):
+        if when == "deferred":
+            monkeypatch.setattr(signal, "signal", interrupted)
+        with Uninterrupted():
+            monkeypatch.setattr(signal, "signal", interrupted)
+    monkeypatch.undo()
+    assert_not_deferred(raising)

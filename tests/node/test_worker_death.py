@@ -35,6 +35,7 @@ from rayvec.errors import ConfigError, WorkerLostError
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.process_pool import ProcessPool
 from rayvec.node.process_watch import ProcessWatch
+from rayvec.policies.noise import NO_NOISE
 from rayvec.pools.base import NotReady, RestartPolicy
 from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -490,3 +491,31 @@ def test_an_environment_that_fails_to_close_is_logged() -> None:
     assert done.returncode == 0
     assert "worker 0: an environment raised in close()" in done.stderr
     assert "RuntimeError: a file of its own" in done.stderr
+
+
+class KillsItsWorkerOnce:
+    """A policy that kills the process in which it acts, if a file is not there yet."""
+
+    noise = NO_NOISE
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def act(self, obs: Any, noise: Any) -> tuple[Any, dict[str, Any]]:
+        if not self._file.exists():
+            self._file.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.zeros(len(obs), np.int64), {}
+
+    def load_weights(self, weights: Any) -> None:
+        """Does nothing."""
+
+
+def test_a_policy_that_is_dropped_while_its_chunk_is_pending_acts_in_a_replacement_worker_too(tmp_path: Path) -> None:
+    with make(CountingEnv, on_env_error="restart") as env:
+        env.reset(seed=0)
+        store = env.publish(KillsItsWorkerOnce(tmp_path / "killed"))
+        env.rollout_async(store, 5, 0, 0)
+        store.drop()
+        assert env.rollout_wait().summary.num_steps == 5
+        assert env.take_replaced() == {"worker": 1}

@@ -162,6 +162,20 @@ def test_a_worker_s_copy_keeps_what_it_counts_and_gets_what_the_driver_changes_b
     assert driver.structure() != structure
 
 
+def test_a_policy_loads_what_its_own_weights_were() -> None:
+    policy = make_policy("dqn")
+    acting = TianshouPolicy(policy)
+    weights = acting.weights()
+    policy.set_eps_training(0.9)
+    acting.load_weights(weights)
+    assert policy.eps_training == 0.0
+    drawn = make_policy("ddpg")
+    drawn.exploration_noise = OUNoise()
+    acting = TianshouPolicy(drawn, exploration_noise=True)
+    acting.act(np.zeros((4, 2), np.float32), NO_NOISE)
+    acting.load_weights(acting.weights())
+
+
 @pytest.mark.parametrize("workers_per_node", [0, 1])
 def test_noise_that_becomes_an_array_where_it_is_drawn(workers_per_node: int) -> None:
     """Ornstein-Uhlenbeck noise is None until a worker draws it for the first time."""

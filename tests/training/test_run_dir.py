@@ -141,7 +141,7 @@ def test_runs_that_begin_in_one_second_have_directories_of_their_own(monkeypatch
     """Also if none of them has made its directory yet: it does so with its first checkpoint."""
     monkeypatch.setattr("time.strftime", lambda _: "now")
     names = {str(free_run_dir(PPOConfig())) for _ in range(3)}
-    assert len(names) == 3 and all(re.fullmatch(r"runs/CartPole-v1-ppo-seed1-now-[0-9a-f]{4}", name) for name in names)
+    assert len(names) == 3 and all(re.fullmatch(r"runs/CartPole-v1-ppo-seed1-now-[0-9a-f]{8}", name) for name in names)
 
 
 def test_a_run_that_cannot_begin_leaves_no_directory(tmp_path: Path) -> None:

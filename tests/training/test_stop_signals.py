@@ -301,7 +301,7 @@ def test_starting_ray_leaves_your_handler_for_sigterm() -> None:
     subprocess.run([sys.executable, "-c", HANDLER], env=environment, check=True, timeout=120)
 
 
-def test_sigterm_that_a_library_turns_into_a_ctrl_c_of_its_own_is_one_again() -> None:
+def test_sigterm_stays_sigterm_if_a_library_raises_a_keyboard_interrupt_of_its_own() -> None:
     """As Ray does, in whose calls the driver waits."""
     with pytest.raises(Terminated), Interrupts() as interrupts, interrupts.taking_sigterm():
         try:

@@ -344,10 +344,13 @@ def test_it_can_not_be_copied(make_vec: MakeVec) -> None:
     assert env.step(np.zeros(1, int))[1].tolist() == [1.0]
 
 
+@pytest.mark.parametrize("topology", ["2x1", "no Ray"])
 @pytest.mark.parametrize("first_on_node", [True, False])
-def test_chunks_of_policies_that_act_in_different_processes_do_not_mix(first_on_node: bool) -> None:
+def test_chunks_of_policies_that_act_in_different_processes_do_not_mix(
+    make_vec: MakeVec, topology: str, first_on_node: bool
+) -> None:
     """The second one's steps could come before the first one's."""
-    with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=1) as env:
+    with make_vec([CountingEnv] * 2, *TOPOLOGIES[topology]) as env:
         env.reset(seed=0)
         first, second = (
             env.publish(lambda obs: np.zeros(len(obs), np.int64), on_node=on_node)
