@@ -67,7 +67,10 @@ def num_parts(low: int, high: int, num_envs: int) -> int:
 
 
 def shares(weights: Sequence[int], count: int, held: Sequence[int]) -> list[int]:
-    """Divides `count` parts in proportion to weights. Of equal remainders, that of the node with more parts counts.
+    """Divides `count` parts in proportion to weights.
+
+    Of nodes with equal remainders, the one that has the most parts beyond its whole share is given one more. So a
+    division that is divided again stays.
 
     Args:
         weights: Weight of each node.
@@ -76,10 +79,12 @@ def shares(weights: Sequence[int], count: int, held: Sequence[int]) -> list[int]
 
     >>> shares([4, 4, 4], 8, held=[4, 4, 0])
     [3, 3, 2]
+    >>> shares([1, 3], 2, held=[0, 0]), shares([1, 3], 2, held=[1, 1])
+    ([1, 1], [1, 1])
     """
-    exact = [count * weight / sum(weights) for weight in weights]
-    counts = [int(value) for value in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda k: (counts[k] - exact[k], -held[k]))
+    total = sum(weights)
+    counts = [count * weight // total for weight in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda k: (-(count * weights[k] % total), counts[k] - held[k]))
     for k in by_remainder[: count - sum(counts)]:
         counts[k] += 1
     return counts

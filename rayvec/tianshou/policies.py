@@ -112,7 +112,8 @@ class TianshouPolicy:
         Raises:
             ConfigError: It comes from a policy with other parameters.
         """
-        tensors, numbers = list(_tensors(self._policy)), self._numbers or list(_numbers(self._policy))
+        tensors = list(_tensors(self._policy))
+        numbers = list(_numbers(self._policy)) if self._numbers is None else self._numbers
         *ends, size = np.cumsum([*(each.numel() * each.element_size() for each in tensors), 16 * len(numbers)])
         if weights.size != -(-size // 4):
             raise ConfigError(

@@ -18,7 +18,7 @@ from helpers.elastic import Nodes, envs_by_node, first_actions, until_moved, wit
 from helpers.examples import examples
 from helpers.native_envs import counting
 from helpers.waiting import wait_until
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from soak.auditor import Auditor
 from soak.witness import Asking, Witness
 
@@ -54,6 +54,7 @@ def test_parts_are_as_few_as_balance_allows(low: int, more: int, num_envs: int) 
     st.lists(st.sampled_from([None, *"abcdef"]), min_size=1, max_size=40),
     st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 64), min_size=1),
 )
+@example([None] * 15, {"a": 19, "b": 25, "c": 25, "d": 59, "e": 63, "f": 64})  # equal remainders of unequal weights
 @examples(300)
 def test_assigned_parts_are_balanced_and_stay_where_they_can(current: list[Any], weights: dict[str, int]) -> None:
     found = assign_parts(current, weights)

@@ -94,6 +94,42 @@ def test_a_run_whose_head_is_stopped_ends_with_its_result(tmp_path: Path) -> Non
     assert done.returncode == 1  # that of every program whose cluster has lost its head
 
 
+KILLS_THE_HEAD = """
+import os
+import psutil, ray
+from rayvec.cluster.reachability import check_head
+from rayvec.distributed.rank_host import RunningRank
+from rayvec.distributed.rank_placement import ResourceRequest
+from rayvec.distributed.ray_host import RayHost
+from rayvec.errors import NodeLostError
+
+host = RayHost(ResourceRequest(0, 0))
+[rank] = [RunningRank(place, None, os.getpid()) for place in host.place(1)]
+[head] = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
+head.kill()
+head.wait()
+try:
+    host.signs([rank], 60.0)
+except NodeLostError:
+    print("signs")
+try:
+    with host.rendezvous():
+        check_head()
+except NodeLostError:
+    print("rendezvous", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_whose_head_is_gone_are_an_error() -> None:
+    """Without a look at the head, each of the two calls would wait for it, and Ray would end the process."""
+    environ = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-c", KILLS_THE_HEAD]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3 * DEADLINE_S)
+    assert done.stdout == "signs\nrendezvous\n", done.stderr
+
+
 class Looks:
     """A watch of two nodes, whose answers and whose clock the test decides."""
 
