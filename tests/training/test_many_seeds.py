@@ -26,6 +26,7 @@ def train(directory: Path, *args: str, **changes: object) -> int:
     return main(["train", "ppo", *options({**SETTINGS, **changes}), "--run-dir", str(directory), *args])
 
 
+@pytest.mark.slow
 def test_seeds_train_as_they_do_alone_and_finished_ones_are_not_repeated(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
