@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from helpers.kinds import (
     sample_actions,
     within,
 )
+from helpers.odd_envs import InterruptsItsClose
 from helpers.waiting import alive, wait_until
 from hypothesis import HealthCheck, given, strategies as st
 
@@ -259,18 +259,6 @@ def test_an_answer_taken_in_part_gives_no_stale_row() -> None:
     node._answers = {0: (both, 0), 1: (again, 0)}
     batch = node.take(np.array([0, 1]))
     assert batch.obs[:, 0].tolist() == batch.rew.tolist() == [1.0, 2.0] and node._answers == {}
-
-
-class InterruptsItsClose(CountingEnv):
-    """Its close interrupts the driver, which waits for it, and does not end."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__()
-        self._pid = pid
-
-    def close(self) -> None:
-        os.kill(self._pid, signal.SIGINT)
-        time.sleep(300)
 
 
 def test_ctrl_c_while_it_closes_leaves_no_worker(make_pool: MakePool) -> None:

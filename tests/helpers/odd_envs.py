@@ -245,6 +245,18 @@ class PressesCtrlC(CountingEnv):
         return super().step(action)
 
 
+class InterruptsItsClose(CountingEnv):
+    """Its close interrupts a process, which waits for it, and does not end."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self._pid = pid
+
+    def close(self) -> None:
+        os.kill(self._pid, signal.SIGINT)
+        time.sleep(300)
+
+
 class Heir(CountingEnv):
     """Ends its process with action 1; one that is made after that raises, or waits until a file is there.
 

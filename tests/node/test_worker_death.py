@@ -27,6 +27,7 @@ from gymnasium.error import ClosedEnvironmentError
 from helpers.exact import TablePolicy
 from helpers.kinds import factory, within
 from helpers.obedient_envs import GatedEnv
+from helpers.odd_envs import InterruptsItsClose
 from helpers.vector_kit import assert_explained
 from helpers.waiting import DEADLINE_S, alive, wait_until
 
@@ -438,18 +439,6 @@ def test_a_fork_server_that_hangs() -> None:
         wait_until(lambda: not any(map(alive, (server, *pids))), "the fork server and its workers have ended")
     with make(CountingEnv, 2) as env:  # another pool has another server
         env.reset(seed=0)
-
-
-class InterruptsItsClose(CountingEnv):
-    """Its close interrupts a process, which waits for it, and does not end."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__()
-        self._pid = pid
-
-    def close(self) -> None:
-        os.kill(self._pid, signal.SIGINT)
-        time.sleep(300)
 
 
 def open_files() -> Counter[str]:
