@@ -69,8 +69,8 @@ def num_parts(low: int, high: int, num_envs: int) -> int:
 def shares(weights: Sequence[int], count: int, held: Sequence[int]) -> list[int]:
     """Divides `count` parts in proportion to weights.
 
-    Of nodes with equal remainders, the one that has the most parts beyond its whole share is given one more. So a
-    division that is divided again stays.
+    Of nodes with equal remainders, the one with the most parts beyond its share, rounded down, gets one more. So
+    dividing again changes nothing.
 
     Args:
         weights: Weight of each node.

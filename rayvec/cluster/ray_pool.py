@@ -468,7 +468,7 @@ class RayPool(PartedPool):
         """
         deadline = deadline_in(_CLOSE_S if timeout_s is None else timeout_s)
         closing = []
-        for member in sorted(self._nodes, key=lambda each: each.node.transport != "shm"):  # others close by themselves
+        for member in sorted(self._nodes, key=lambda each: each.node.transport != "shm"):  # actors close by themselves
             with contextlib.suppress(OSError):
                 closing.append(member.node.close(timeout_s))
         with contextlib.ExitStack() as stack:

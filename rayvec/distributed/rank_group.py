@@ -271,7 +271,7 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
             self._waited_s = self._kept_s - began_s
 
     def _keep(self, checkpoint: Any, copy: Any = None) -> None:
-        """Keeps a state; as long as it keeps the copy too, Ray keeps the memory of this node that the copy lies in."""
+        """Keeps a state, and the driver's copy of it, which Ray could otherwise evict from this node's object store."""
         self._checkpoint, self._copy, self._pending_checkpoint = checkpoint, copy, None
         self._calls_since_checkpoint = []
 

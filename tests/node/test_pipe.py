@@ -148,12 +148,12 @@ def test_a_large_message_is_sent_as_fast_as_the_peer_reads(monkeypatch: pytest.M
     peer = ProcessWatch(os.getpid())
     pipe = MessagePipe(ours, peer)
 
-    def readable_once_sent(fds: list[int], timeout_s: float | None) -> list[int]:
+    def noting_waits(fds: list[int], timeout_s: float | None) -> bool:
         if pipe.fileno() in fds and pipe._out and timeout_s != 0.0:
             waits.append(timeout_s)
         return readable(fds, timeout_s)
 
-    monkeypatch.setattr("rayvec.node.pipe.readable", readable_once_sent)
+    monkeypatch.setattr("rayvec.node.pipe.readable", noting_waits)
     message = bytes(1 << 24)
 
     def answer() -> None:
