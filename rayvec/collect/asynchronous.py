@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import EpisodeStats, Rollout, Topology
+from rayvec.collect.pipeline import ChunkPipeline, PendingChunk
+from rayvec.data import EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.join_chunks import join_chunks, join_summaries, pad_chunk, summarize
@@ -36,41 +37,19 @@ class PartChunk(NamedTuple):
     envs: range
 
 
-class _PendingChunk(NamedTuple):
-    """A chunk that a part has been requested to take.
-
-    Attributes:
-        num_steps: T.
-        version: Version of its weights.
-        due: The newest version that may have been published before the chunk is in a batch.
-        topology: Where the environments take it.
-    """
-
-    num_steps: int
-    version: int
-    due: int
-    topology: Topology
-
-
 @dataclass(slots=True, eq=False)
 class _Part:
     """A worker or a node.
 
     Attributes:
-        number: Its place among the parts.
         envs: Its environments.
-        pending: Its pending chunks, oldest first.
-        first_step: How many steps its environments could take in the chunks that are finished.
+        chunks: Starts and finishes its chunks.
         is_prompt: Whether its last chunk was at most `_PROMPT` versions old.
-        has_begun: Whether it has been requested to take a chunk. Its first chunk is for the present batch.
     """
 
-    number: int
     envs: range
-    pending: deque[_PendingChunk] = field(default_factory=deque)
-    first_step: int = 0
+    chunks: ChunkPipeline
     is_prompt: bool = True
-    has_begun: bool = False
 
 
 class PartsPipeline:
@@ -86,43 +65,52 @@ class PartsPipeline:
         max_staleness: How many versions may be published between the request of a chunk and the batch that has it. A
             batch waits for a part only if its chunk would become older. With 1, and
             weights that were published since the batch before, every batch has one chunk of each part.
-
-    Attributes:
-        noise_seed: Seed of the policy's noise.
     """
 
     def __init__(self, env: PoolAdapter, noise_seed: int, max_staleness: int) -> None:
         self._env = env
         self._max_staleness = max_staleness
-        self._parts = [_Part(number, envs) for number, envs in enumerate(env.parts)]
+        self._parts = [
+            _Part(envs, ChunkPipeline(env, noise_seed, part=number)) for number, envs in enumerate(env.parts)
+        ]
         self._num_envs = sum(len(part.envs) for part in self._parts)
-        self.noise_seed = noise_seed
 
     @property
-    def pending(self) -> list[_PendingChunk]:
+    def pending(self) -> list[PendingChunk]:
         """The pending chunks of all parts."""
-        return [chunk for part in self._parts for chunk in part.pending]
+        return [chunk for part in self._parts for chunk in part.chunks.pending]
+
+    @property
+    def noise_seed(self) -> int:
+        """Seed of the policy's noise."""
+        return self._parts[0].chunks.noise_seed
+
+    @noise_seed.setter
+    def noise_seed(self, noise_seed: int) -> None:
+        for part in self._parts:
+            part.chunks.noise_seed = noise_seed
 
     @property
     def first_step(self) -> int:
         """The most steps that any environment could take in the chunks that are finished."""
-        return max(part.first_step for part in self._parts)
+        return max(part.chunks.first_step for part in self._parts)
 
     @first_step.setter
     def first_step(self, first_step: int) -> None:
         for part in self._parts:
-            part.first_step = first_step
+            part.chunks.first_step = first_step
 
     @property
     def num_pending(self) -> dict[range, int]:
         """How many chunks each part has pending, by its environments."""
-        return {part.envs: len(part.pending) for part in self._parts}
+        return {part.envs: len(part.chunks.pending) for part in self._parts}
 
     def start(self, store: WeightStore, num_steps: int, *, ahead: bool) -> None:
         """Starts a chunk of `num_steps` steps on each part that has none, and with `ahead` on each prompt part."""
         for part in self._parts:
-            if not part.pending or (ahead and part.is_prompt and len(part.pending) < MOST_CHUNKS):
-                self._start(part, store, num_steps)
+            num_pending = len(part.chunks.pending)
+            if not num_pending or (ahead and part.is_prompt and num_pending < MOST_CHUNKS):
+                part.chunks.start(store, num_steps)
 
     def finish(
         self, store: WeightStore, num_steps: int, num_columns: int, *, ahead: bool, full: Container[range] = ()
@@ -143,44 +131,38 @@ class PartsPipeline:
             The chunk; None if the batch has a column for each environment and no pending chunk is due.
         """
         by_age = sorted(
-            (part for part in self._parts if part.pending and part.envs not in full),
-            key=lambda part: part.pending[0].due,
+            (self._due(part.chunks.pending[0]), number)
+            for number, part in enumerate(self._parts)
+            if part.chunks.pending and part.envs not in full
         )
-        due = [part for part in by_age if not ahead or part.pending[0].due <= store.version]
-        is_enough = num_columns + sum(len(part.envs) for part in due) >= self._num_envs
-        among = due if is_enough else by_age
+        due = [number for newest, number in by_age if not ahead or newest <= store.version]
+        is_enough = num_columns + sum(len(self._parts[number].envs) for number in due) >= self._num_envs
+        among = due if is_enough else [number for _, number in by_age]
         if not among:
             return None
-        number, rollout = self._env.part_wait([part.number for part in among])
+        number, rollout = self._env.part_wait(among)
         part = self._parts[number]
-        chunk = part.pending.popleft()  # after the wait: an interrupted one leaves it pending
-        part.first_step += chunk.num_steps
-        part.is_prompt = store.version - chunk.version <= _PROMPT
-        if ahead and not part.pending:
-            self._start(part, store, num_steps)
-        part.has_begun = bool(part.pending)
-        return PartChunk(replace(rollout, topology=chunk.topology), part.envs)
+        part.is_prompt = store.version - part.chunks.pending[0].version <= _PROMPT
+        if ahead and len(part.chunks.pending) == 1:
+            part.chunks.start(store, num_steps)
+        return PartChunk(part.chunks.finished(rollout), part.envs)
 
-    def _start(self, part: _Part, store: WeightStore, num_steps: int) -> None:
-        first_step = part.first_step + sum(chunk.num_steps for chunk in part.pending)
-        self._env.rollout_async(store, num_steps, first_step, self.noise_seed, part=part.number)
-        due = store.version + self._max_staleness - (not part.has_begun)
-        part.pending.append(_PendingChunk(num_steps, store.version, due, self._env.topology))
-        part.has_begun = True
+    def _due(self, chunk: PendingChunk) -> int:
+        """Returns the newest version that may have been published before a chunk is in a batch.
+
+        A chunk that was not started ahead is for the batch that was being collected then.
+        """
+        return chunk.version + self._max_staleness - (not chunk.is_ahead)
 
     def drain(self) -> Iterator[Rollout]:
         """Yields every pending chunk as it is finished; the environments are free afterwards."""
         for part in self._parts:
-            while part.pending:
-                rollout = self._env.part_wait([part.number])[1]
-                part.first_step += part.pending.popleft().num_steps
-                yield rollout
-            part.has_begun = False
+            yield from part.chunks.drain()
 
     def forget(self) -> None:
         """Forgets the pending chunks, whose environments are closed."""
         for part in self._parts:
-            part.pending.clear()
+            part.chunks.forget()
 
 
 def in_rounds(chunks: Sequence[PartChunk]) -> list[list[PartChunk]]:

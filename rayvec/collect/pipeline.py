@@ -20,13 +20,17 @@ class PendingChunk(NamedTuple):
 
     Attributes:
         store: The weights of the policy that takes it.
+        version: Version of the weights that it is taken with.
         num_steps: T.
         topology: Where the environments take it.
+        is_ahead: Whether another chunk of the same environments was pending when it was started.
     """
 
     store: WeightStore
+    version: int
     num_steps: int
     topology: Topology
+    is_ahead: bool
 
 
 class ChunkPipeline:
@@ -38,6 +42,7 @@ class ChunkPipeline:
         env: Takes the chunks.
         noise_seed: Seed of the policy's noise.
         by_reference: Whether chunks stay in the object store.
+        part: Which part of the environments takes the chunks; None for all environments together.
 
     Attributes:
         pending: Chunks that have been started and not finished, oldest first.
@@ -45,9 +50,10 @@ class ChunkPipeline:
         noise_seed: Seed of the policy's noise.
     """
 
-    def __init__(self, env: PoolAdapter, noise_seed: int, *, by_reference: bool = False) -> None:
-        self._env = env
-        self._by_reference = by_reference
+    def __init__(
+        self, env: PoolAdapter, noise_seed: int, *, by_reference: bool = False, part: int | None = None
+    ) -> None:
+        self._env, self._by_reference, self._part = env, by_reference, part
         self.pending: deque[PendingChunk] = deque()
         self.first_step = 0
         self.noise_seed = noise_seed
@@ -60,12 +66,20 @@ class ChunkPipeline:
     def start(self, store: WeightStore, num_steps: int) -> None:
         """Starts a chunk of `num_steps` steps, taken with the newest weights of `store`."""
         first_step = self.first_step + self.pending_steps
-        self._env.rollout_async(store, num_steps, first_step, self.noise_seed, by_reference=self._by_reference)
-        self.pending.append(PendingChunk(store, num_steps, self._env.topology))
+        self._env.rollout_async(
+            store, num_steps, first_step, self.noise_seed, by_reference=self._by_reference, part=self._part
+        )
+        is_ahead = bool(self.pending)
+        self.pending.append(PendingChunk(store, store.version, num_steps, self._env.topology, is_ahead))
 
     def finish(self, cut: Cut | None = None) -> Rollout:
         """Waits for the oldest pending chunk and returns it; `cut` says when to end it early."""
-        rollout = self._env.rollout_wait(cut=cut)
+        if self._part is None:
+            return self.finished(self._env.rollout_wait(cut=cut))
+        return self.finished(self._env.part_wait([self._part])[1])
+
+    def finished(self, rollout: Rollout) -> Rollout:
+        """Takes the oldest pending chunk, which has been waited for, off the pending ones; returns it."""
         chunk = self.pending.popleft()  # after the wait: an interrupted one leaves it pending
         self.first_step += chunk.num_steps
         return replace(rollout, topology=chunk.topology)
