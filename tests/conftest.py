@@ -29,6 +29,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 os.environ["RAY_health_check_period_ms"] = "300"  # a killed raylet is noticed in 2 s; one that is slow has 10 s a check
 os.environ["RAY_worker_niceness"] = "0"  # else what computes in this process keeps workers off the cores
 os.environ.setdefault("NUMBA_DISABLE_JIT", "1")  # each process would compile Tianshou's loops for seconds
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else torch compiles six programs to try the processor, 10 s
 os.environ.setdefault("RAY_AUTH_TOKEN", "rayvec-tests-" + os.urandom(16).hex())  # Ray would write one to the home
 
 hypothesis.settings.register_profile("few", max_examples=20, deadline=None, derandomize=True)
