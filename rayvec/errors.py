@@ -104,7 +104,7 @@ def message(rule: str, *, expected: object, got: object, remedy: str) -> str:
     >>> print(message("num_envs counts environments.", expected="at least 1", got=0, remedy="Pass num_envs=1."))
     num_envs counts environments. Expected: at least 1. Got: 0. Remedy: Pass num_envs=1.
     """
-    return f"{rule} Expected: {expected}. Got: {got}. Remedy: {remedy}"
+    return f"{rule} Expected: {expected}. Got: {got}. Remedy: {remedy.removesuffix('.')}."
 
 
 def check_count(name: str, value: Any) -> int:
@@ -288,4 +288,4 @@ def first_line(error: BaseException) -> str:
     >>> first_line(ValueError("one\ntwo")), first_line(ValueError())
     ('one', 'no reason given')
     """
-    return next(iter(str(error).splitlines()), "no reason given")
+    return next(iter(str(error).strip().splitlines()), "no reason given")

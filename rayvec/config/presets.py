@@ -122,7 +122,7 @@ class PresetMeta(type):
             preset = "none" if given.get("native") and "env_id" not in given else fitting
         presets = PRESETS.get(algorithm, {})
         base_name = re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])
-        own = presets.get(base_name, {}) if preset == fitting else {}
+        own = presets.get(base_name, {}) if preset == fitting != "none" else {}
         settings = super().__call__(**{**presets.get(str(preset), {}), **own, **given, "preset": preset})
         object.__setattr__(settings, "_given", given)
         return settings

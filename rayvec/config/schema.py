@@ -15,9 +15,12 @@ import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from rayvec.errors import ConfigError
 
@@ -76,7 +79,7 @@ def _docs(cls: type) -> Iterator[tuple[str, str]]:
         return
     body = ast.parse(textwrap.dedent(source)).body[0]
     assert isinstance(body, ast.ClassDef)
-    for statement, following in zip(body.body, body.body[1:], strict=False):
+    for statement, following in pairwise(body.body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                 yield statement.target.id, " ".join(str(following.value.value).split())
@@ -132,8 +135,8 @@ def _plain(value: Any) -> Any:
 def check(instance: Any) -> None:
     """Checks the type and bounds of each field of a dataclass instance; call it in ``__post_init__``.
 
-    Equivalent values are converted: a list to a tuple, a string to a path, an integer to a float, and NumPy numbers to
-    Python's.
+    Equivalent values are converted: a list to a tuple, a string to a path, an integer to a float, and NumPy's numbers
+    and bools to Python's.
 
     Raises:
         ConfigError: A value has the wrong type or is outside its bounds.
@@ -175,6 +178,8 @@ def _coerced(value: Any, hint: Any) -> Any:
         return {_coerced(key, parts[0]): _coerced(item, parts[1]) for key, item in value.items()}
     if hint in (int, float):
         return _number(value, hint)
+    if hint is bool and isinstance(value, np.bool_):
+        return bool(value)
     if hint is Path and isinstance(value, str | Path):
         return Path(value)
     if isinstance(hint, type) and isinstance(value, hint):

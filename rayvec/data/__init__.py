@@ -15,7 +15,7 @@ from rayvec.data.steps import RawInfo, StepBatch
 from rayvec.data.sub_batch_infos import SubBatchInfo
 from rayvec.data.summary import BadObs, ChunkSummary, Rollout, RolloutTimes
 from rayvec.data.topology import NodeSlice, Topology
-from rayvec.data.trees import Tree, as_slice, tree_leaves, tree_map
+from rayvec.data.trees import Tree, as_slice, objects, tree_leaves, tree_map
 
 __all__ = [
     "BadObs",
@@ -37,6 +37,7 @@ __all__ = [
     "Topology",
     "Tree",
     "as_slice",
+    "objects",
     "tree_leaves",
     "tree_map",
 ]

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.data.trees import objects
+
 __all__ = ["ChunkInfo", "ChunkInfos", "InfoBlock", "InfoColumn", "copied"]
 
 _NUMBERS = "biufc"  # not dates and spans of time: the type of such a value does not say its unit
@@ -68,7 +70,7 @@ class InfoColumn(NamedTuple):
         elif kind in (bool, int, float) or (issubclass(kind, np.generic) and _is_number(np.dtype(kind), kind)):
             with suppress(OverflowError):  # an int of more than 64 bits
                 return cls(kind, np.array(values, kind))
-        return cls(object, np.fromiter(values, object, len(values)))
+        return cls(object, objects(values))
 
     def read(self) -> Iterable[Any]:
         """Returns the values; arrays among them are copies that can be written."""

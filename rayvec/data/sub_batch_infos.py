@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.infos import InfoBlock, InfoColumn
+from rayvec.data.trees import objects
 
 __all__ = ["SubBatchInfo", "info_blocks", "is_mask", "mask_of", "merge_columns", "merge_reset"]
 
@@ -76,13 +77,19 @@ def _merged(parts: Sequence[Columns], slices: Sequence[slice], num_envs: int) ->
 
 
 def _concatenated(values: Sequence[Any], slices: Sequence[slice], num_envs: int) -> NDArray[Any]:
-    """Returns one array ``[num_envs, ...]``: zeros, or None for objects, where no slice has a value."""
+    """Returns one array ``[num_envs, ...]``: zeros, or None for objects, where no slice has a value.
+
+    Numbers of several types get the type that holds all of them.
+    """
     columns = [_rows(value, rows.stop - rows.start) for value, rows in zip(values, slices, strict=True)]
-    kinds = {(column.dtype, column.shape[1:]) for column in columns}
-    dtype, shape = kinds.pop() if len(kinds) == 1 else (np.dtype(object), ())
+    dtypes, shapes = {column.dtype for column in columns}, {column.shape[1:] for column in columns}
+    is_one_type = len(dtypes) == 1 or all(dtype.kind in "iuf" for dtype in dtypes)
+    dtype, shape = np.dtype(object), ()
+    if len(shapes) == 1 and is_one_type:
+        dtype, shape = np.result_type(*dtypes), shapes.pop()
     joined: NDArray[Any] = np.full((num_envs, *shape), None if dtype.hasobject else np.zeros((), dtype), dtype)
     for column, rows in zip(columns, slices, strict=True):
-        joined[rows] = column if column.shape[1:] == shape else _objects(list(column))
+        joined[rows] = column if column.shape[1:] == shape else objects(list(column))
     return joined
 
 
@@ -91,12 +98,8 @@ def _rows(value: Any, count: int) -> NDArray[Any]:
     if isinstance(value, np.ndarray) and value.shape[:1] == (count,):
         return value
     if isinstance(value, (list, tuple)) and len(value) == count:
-        return _objects(value)
-    return _objects([value] * count)
-
-
-def _objects(values: Sequence[Any]) -> NDArray[Any]:
-    return np.fromiter(values, object, len(values))
+        return objects(value)
+    return objects([value] * count)
 
 
 def info_blocks(t: int, first: int, columns: Columns, among: NDArray[np.bool_]) -> Iterator[InfoBlock]:
@@ -124,7 +127,7 @@ def info_blocks(t: int, first: int, columns: Columns, among: NDArray[np.bool_]) 
 def _column(value: Any, rows: NDArray[np.int64], count: int) -> InfoColumn:
     """Returns the column of some environments; dicts are made of nested columns, one for each of them."""
     if type(value) is dict:
-        return InfoColumn(object, _objects(_dicts(value, rows, count)))
+        return InfoColumn(object, objects(_dicts(value, rows, count)))
     column = _rows(value, count)[rows]
     if column.dtype.hasobject or column.dtype.kind not in "biufc":
         return InfoColumn(object, column.astype(object))
@@ -164,7 +167,7 @@ def merge_reset(info: Columns, reset_info: Columns, done: NDArray[np.bool_]) -> 
 def _chosen(rows: NDArray[Any], others: NDArray[Any], chooses_other: NDArray[np.bool_]) -> NDArray[Any]:
     """Returns rows of two arrays ``[count, ...]``; objects, where the arrays are of different kinds."""
     if (rows.dtype, rows.shape) != (others.dtype, others.shape):
-        rows, others = _objects(list(rows)), _objects(list(others))
+        rows, others = objects(list(rows)), objects(list(others))
     chosen = rows.copy()
     chosen[chooses_other] = others[chooses_other]
     return chosen

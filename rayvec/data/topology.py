@@ -88,7 +88,7 @@ def split_groups(
         return _read_only([np.concatenate(units[group::groups]) for group in range(groups)])
     parts: list[list[int]] = [[] for _ in range(groups)]
     for node in topology.nodes:
-        for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
+        for start, stop in pairwise(node.worker_bounds):
             first_too = stop - start > 1 or len(parts[0]) <= len(parts[-1])  # the odd one of this worker
             middle = start + (stop - start + first_too) // 2 if groups == 2 else stop
             parts[0] += range(start, middle)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tree", "as_slice", "tree_leaves", "tree_map"]
+__all__ = ["Tree", "as_slice", "objects", "tree_leaves", "tree_map"]
 
 Tree = Any
 """An array, or a dict or tuple of trees."""
@@ -50,3 +50,8 @@ def as_slice(env_ids: NDArray[np.int64]) -> Any:
     first = int(env_ids[0])
     consecutive = np.array_equal(env_ids, np.arange(first, first + len(env_ids)))
     return slice(first, first + len(env_ids)) if consecutive else env_ids
+
+
+def objects(values: Sequence[Any]) -> NDArray[Any]:
+    """Returns an array of objects, ``[len(values)]``."""
+    return np.fromiter(values, object, len(values))

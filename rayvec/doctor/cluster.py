@@ -21,6 +21,7 @@ from rayvec.cluster.tcp_stream import Listener, connect
 from rayvec.doctor import probe
 from rayvec.doctor.findings import Finding, Node, of_network, of_node, of_versions
 from rayvec.envs.factory import EnvFactory
+from rayvec.errors import first_line
 
 __all__ = ["examine"]
 
@@ -235,7 +236,7 @@ def _slow_nodes(measured: Sequence[tuple[Node, Mapping[str, Any]]]) -> Iterator[
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no reason given')}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _duration(seconds: float) -> str:

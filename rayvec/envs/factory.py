@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from rayvec.errors import ConfigError, check_count, check_flag, message
 
-__all__ = ["EnvFactory", "EnvIdError", "carrying_sys", "env_seeds", "registered_specs"]
+__all__ = ["EnvFactory", "EnvIdError", "carrying_sys", "env_seeds", "register_specs", "registered_specs"]
 
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 Wrapper = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
@@ -47,8 +47,8 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int) -> list[in
     """
     if seed is None:
         return [None] * num_envs
-    if isinstance(seed, int):
-        return [seed + i for i in range(num_envs)]
+    if isinstance(seed, int | Integral):
+        return [int(seed) + i for i in range(num_envs)]
     if len(seed) != num_envs:
         raise ValueError(
             message(
@@ -208,8 +208,7 @@ class EnvFactory:
 
     def register(self) -> None:
         """Registers in this process the environments that the factory carries."""
-        for spec in self.registered:
-            gymnasium.registry.setdefault(spec.id, spec)
+        register_specs(self.registered)
 
     def to_bytes(self) -> bytes:
         """Returns the factory by cloudpickle, functions of the main module by value, with :func:`carrying_sys`."""
@@ -355,12 +354,18 @@ def _remedy(env_id: str, otherwise: str) -> str:
 
 
 def registered_specs() -> tuple[EnvSpec, ...]:
-    """Returns the specs of this process that Gymnasium alone would not know and that can travel."""
+    """Returns the specs of this process that can be pickled."""
     found = []
     for spec in gymnasium.registry.values():
-        if isinstance(spec.entry_point, str) and spec.entry_point.startswith("gymnasium.envs."):
-            continue
         with contextlib.suppress(Exception):
             cloudpickle.dumps(portable := _portable(spec))
             found.append(portable)
     return tuple(found)
+
+
+def register_specs(specs: Iterable[EnvSpec]) -> None:
+    """Registers the specs of another process in this one; they replace this process's own with the same ids."""
+    for spec in specs:
+        known = gymnasium.registry.get(spec.id)
+        if known is None or _portable(known) != spec:
+            gymnasium.registry[spec.id] = spec

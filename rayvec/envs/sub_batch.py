@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -100,7 +100,8 @@ class SubBatch:
         """Resets all environments, or those that a mask names.
 
         Args:
-            seeds: One for each environment, of which the first is the seed of the sub-batch; None for no seed.
+            seeds: One seed for each environment, or None for it. A sub-batch that takes one seed gets that of its first
+                environment. None in place of the list for no seeds.
             options: Passed on.
             mask: Added to the options as ``reset_mask``.
 
@@ -109,7 +110,7 @@ class SubBatch:
         """
         kwargs: dict[str, Any] = {}
         if seeds is not None:
-            kwargs["seed"] = self._seed(seeds)
+            kwargs["seed"] = self._seed(seeds, range(self.num_envs) if mask is None else np.flatnonzero(mask))
         if options is not None or mask is not None:
             kwargs["options"] = {**(options or {}), **({} if mask is None else {"reset_mask": mask})}
         result = self.env.reset(**kwargs)
@@ -126,14 +127,16 @@ class SubBatch:
             elif is_mask(key, info) and np.shape(value) not in ((), (self.num_envs,)):
                 raise _wrong(f"a mask infos[{key!r}] of shape ({self.num_envs},)", f"shape {np.shape(value)}")
 
-    def _seed(self, seeds: Sequence[int | None]) -> Any:
-        bases = {seed - row for row, seed in enumerate(seeds) if seed is not None}
-        if len(bases) == 1:
-            return bases.pop()
+    def _seed(self, seeds: Sequence[int | None], rows: Iterable[int]) -> Any:
+        """Returns what the vector environment's `reset` gets as its seed, of which only some rows count."""
+        bases = {None if (seed := seeds[row]) is None else seed - int(row) for row in rows}
+        base = bases.pop()
+        if not bases and (base is None or base >= 0):
+            return base
         if not self._per_env:
             raise ConfigError(
                 "A native sub-batch takes one seed, that of its first environment.",
-                expected="one int, or consecutive seeds",
+                expected="one int, or consecutive seeds without None",
                 got=f"seeds {list(seeds)[:8]}",
                 remedy="Pass one int to reset.",
             )
@@ -149,9 +152,8 @@ class SubBatch:
         value = getattr(self.env, name)
         if callable(value):
             value = value(*args, **kwargs)
-        if isinstance(value, np.ndarray | list | tuple) and np.ndim(value) and len(value) == self.num_envs:
-            return list(value)
-        return [value] * self.num_envs
+        has_rows = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
+        return list(value) if has_rows and len(value) == self.num_envs else [value] * self.num_envs
 
     def set_attr(self, name: str, values: Mapping[int, Any]) -> None:
         """Sets an attribute of some environments, given by row.
@@ -164,7 +166,7 @@ class SubBatch:
             self.env.set_attr(name, [values.get(row, old[row]) for row in range(self.num_envs)])
             return
         first = next(iter(values.values()))
-        if len(values) < self.num_envs or any(value is not first and value != first for value in values.values()):
+        if len(values) < self.num_envs or not all(_is_equal(value, first) for value in values.values()):
             raise ConfigError(
                 "The environments of a native sub-batch share its attributes.",
                 expected=f"one value of {name!r} for all {self.num_envs}",
@@ -200,6 +202,12 @@ class SubBatch:
     def close(self) -> None:
         """Closes it."""
         self.env.close()
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(value, other)
+    return bool(value is other or value == other)
 
 
 def _of(final: NDArray[Any], done: NDArray[np.bool_]) -> list[Any]:

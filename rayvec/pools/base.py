@@ -103,7 +103,7 @@ class RestartPolicy:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, Real) and float(value) > 0
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
 
 
 NO_RESTARTS = RestartPolicy()

@@ -121,7 +121,7 @@ class NodeState:
     Attributes:
         obs: Last observation of each environment, tree of ``[n, *obs_shape]``, or ``object [n]``.
         seeds: Seed of each environment.
-        restarts: Restart number of each environment, ``int64 [n]``. Later restarts count on from it.
+        restarts: Restart number of each environment, ``int64 [n]``. Later restarts continue from this number.
         cut: Whether each environment was in the middle of an episode, ``bool [n]``.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import gymnasium
@@ -102,7 +103,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
             )
         identities = self._pool.call("env_identity", (), {}, self._everyone)(None)
         for node in self.topology.nodes:
-            for start, stop in zip(node.worker_bounds, node.worker_bounds[1:], strict=False):
+            for start, stop in pairwise(node.worker_bounds):
                 if len(set(identities[start:stop])) < stop - start:
                     raise ValueError(
                         message(
@@ -169,7 +170,8 @@ class RayVecEnv(PoolAdapter, VecEnv):
             actions: One action for each environment: an array ``[N, *act_shape]``, or a list.
         """
         self._assert_idle("step_async")
-        check_number(len(actions), self.num_envs, batch_space(self.action_space, self.num_envs))
+        if len(actions) != self.num_envs:
+            check_number(len(actions), self.num_envs, batch_space(self.action_space, self.num_envs))
         if not (self._plain_actions and type(actions) is np.ndarray and actions.dtype != object):
             actions = [actions[i] for i in range(self.num_envs)]
 

@@ -17,7 +17,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
@@ -32,7 +31,7 @@ from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.distributed.stragglers import Arrivals, Stragglers
-from rayvec.envs.factory import registered_specs
+from rayvec.envs.factory import register_specs, registered_specs
 from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import choice_of, decided
 from rayvec.learners.ranks import ClosableRanks
@@ -69,8 +68,7 @@ class RankTrainer:
         arrivals: Arrivals,
     ) -> None:
         self._log = LogLines()
-        for spec in specs:
-            gymnasium.registry.setdefault(spec.id, spec)
+        register_specs(specs)
         first, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
         self._config, self._ranks, self._first_id = config, ranks, first
         self._stragglers = Stragglers(

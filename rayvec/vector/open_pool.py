@@ -80,7 +80,7 @@ def open_pool(
 
 
 def _check_first_id_and_preload(first_id: Any, preload: Any) -> None:
-    if not isinstance(first_id, Integral) or int(first_id) < 0:
+    if isinstance(first_id, bool) or not isinstance(first_id, Integral) or int(first_id) < 0:
         raise ConfigError(
             "first_id is the global index of the first environment.",
             expected="a whole number of at least 0",

@@ -95,7 +95,7 @@ class PoolAdapter:
 
         Args:
             policy: Pickled as it is now.
-            first_version: Of the weights that it brings along.
+            first_version: The version of the weights that the policy contains.
             on_node: Whether it acts in the process that owns the workers of a node, in place of each worker.
         """
         self._assert_idle("publish")

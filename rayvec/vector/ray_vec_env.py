@@ -44,8 +44,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     """Environments on every core of a Ray cluster, as one Gymnasium vector environment.
 
     It returns bit for bit what ``gymnasium.vector.SyncVectorEnv`` returns for the same seeds and actions, on
-    whatever nodes and workers. If Ray is initialised, that Ray is used and left as it is; otherwise
-    ``address``, ``RAY_ADDRESS`` or a private local cluster, in this order.
+    whatever nodes and workers. If Ray is initialised, that Ray is used and left as it is. Otherwise it connects to
+    ``address`` or to ``RAY_ADDRESS``, or else starts a private local cluster.
 
     Args:
         env: An id, a spec, a class or function that makes an environment (or its name, ``"module:Class"``), or a list
@@ -148,6 +148,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self.render_mode = spaces.render_mode
         self.single_action_space = spaces.action
         self.action_space = batch_space(spaces.action, self.num_envs)
+        self._action_spaces = {self.num_envs: self.action_space}  # of groups, by their size
         self.observation_space, self.single_observation_space = batched_observations(spaces, mode, self.num_envs)
         layout_space = in_batch_order(spaces.action, self.action_space)
         self._pool.allocate(self.single_observation_space, layout_space)
@@ -421,7 +422,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
 
     def _send(self, name: str, ids: NDArray[np.int64], actions: Any, group: int = 0) -> None:
         if self._autoreset == Autoreset.DISABLED:
-            assert not self._done[ids].any(), f"environments {np.flatnonzero(self._done).tolist()} must be reset first"
+            assert not self._done[ids].any(), f"environments {ids[self._done[ids]].tolist()} must be reset first"
         layout = self._action_layout
         if layout is not None and type(actions) is np.ndarray and actions.shape == self._group_shapes.get(len(ids)):
             checked: Any = actions
@@ -441,7 +442,9 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._start(name, start, group)
 
     def _action_space_of(self, count: int) -> Space[Any]:
-        return self.action_space if count == self.num_envs else batch_space(self.single_action_space, count)
+        if count not in self._action_spaces:
+            self._action_spaces[count] = batch_space(self.single_action_space, count)
+        return self._action_spaces[count]
 
     def _recv(self, ids: NDArray[np.int64], timeout_s: float | None) -> StepBatch:
         batch, first_id = self._pool.recv(ids, timeout_s=timeout_s), self._pool.first_id

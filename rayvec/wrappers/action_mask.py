@@ -81,7 +81,7 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _flat(self, given: Any) -> NDArray[np.int8]:
         if isinstance(given, np.ndarray) and given.dtype.hasobject:
             given = given.ravel().tolist()  # numbers, or arrays of numbers
-        parts = given if isinstance(given, tuple | list) else (given,)
+        parts = given if isinstance(given, tuple | list) and len(given) else (given,)
         mask = np.concatenate([np.ravel(part) for part in parts])
         if mask.dtype.kind not in "biuf" or (mask.dtype.kind == "f" and np.isnan(mask).any()):
             raise ValueError(

@@ -110,6 +110,7 @@ def test_a_minibatch_is_part_of_an_iteration() -> None:
 
 def test_numbers_of_other_kinds_become_ours() -> None:
     config = PPOConfig(num_envs=np.int64(8), gamma=np.float32(0.5), learning_rate=1, hidden_sizes=[32], run_dir="x")
+    assert PPOConfig(normalize_obs=np.True_).normalize_obs is True  # type: ignore[arg-type]
     assert type(config.num_envs) is int and type(config.gamma) is float and type(config.learning_rate) is float
     assert config.hidden_sizes == (32,) and config.run_dir == Path("x")
 

@@ -63,6 +63,8 @@ def test_what_is_passed_counts_before_a_preset_and_an_environment_before_its_kin
     assert PPOConfig().preset == "classic" and PPOConfig().num_epochs == PRESETS["ppo"]["CartPole"]["num_epochs"] == 2
     assert PPOConfig(env_id="Maze-v0", preset="classic").gamma == 0.98
     assert PPOConfig(env_id="Pendulum-v1", preset="mujoco").gamma == 0.99
+    for unversioned in ("CartPole", "Pendulum", "mujoco-v0"):  # names in the table of presets
+        assert PPOConfig(env_id=unversioned).learning_rate == PPOConfig(preset="none").learning_rate
 
 
 @pytest.mark.parametrize("kind", [PPOConfig, SACConfig, IMPALAConfig])

@@ -15,6 +15,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import SyncVectorEnv
 from helpers.exact import SpaceEnv
 from hypothesis import given, strategies as st
@@ -25,6 +26,7 @@ from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError
 from rayvec.testing import CountingEnv
 
+CARTPOLE = "gymnasium.envs.classic_control:CartPoleEnv"
 MODULE = """
 from rayvec.testing import CountingEnv
 
@@ -51,7 +53,7 @@ class TestSeeds:
         assert env_seeds(seed, num_envs) == [seed + i for i in range(num_envs)]
 
     def test_lists_and_nothing(self) -> None:
-        assert env_seeds(None, 2) == [None, None]
+        assert env_seeds(None, 2) == [None, None] and env_seeds(np.int64(3), 2) == [3, 4]  # type: ignore[arg-type]
         assert env_seeds([3, None, np.int64(5)], 3) == [3, None, 5]
         assert all(type(seed) is int for seed in env_seeds(np.arange(3), 3))  # type: ignore[arg-type]
 
@@ -116,6 +118,22 @@ class TestFactory:
         )
         done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=False)
         assert (done.stdout, done.returncode) == (b"Discrete(4) Discrete(2)\n", 0), done.stderr.decode()
+
+    @pytest.mark.parametrize("env_id", ["CartPole-v1", "rayvec-tests/Short-v0"])
+    def test_registrations_of_the_driver_replace_those_of_gymnasium(self, env_id: str) -> None:
+        before = dict(gymnasium.registry)
+        try:
+            gymnasium.registry[env_id] = EnvSpec(env_id, CARTPOLE, max_episode_steps=3)
+            data = EnvFactory.build([partial(gymnasium.make, env_id)]).to_bytes()
+            gymnasium.registry.clear()
+            gymnasium.registry.update(before)
+            factory: EnvFactory = pickle.loads(data)
+            factory.register()
+            spec = factory.make(0).spec
+            assert spec is not None and spec.max_episode_steps == 3
+        finally:
+            gymnasium.registry.clear()
+            gymnasium.registry.update(before)
 
     def test_modules_are_found_where_the_driver_finds_them(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

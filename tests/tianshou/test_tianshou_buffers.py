@@ -296,7 +296,17 @@ def test_a_buffer_without_room_for_the_environments_is_refused(buffer: Any) -> N
         add_chunk(buffer, lone_chunk(np.random.default_rng(0), 3))
 
 
-def test_tuples_are_refused() -> None:
+def test_a_part_of_observations_may_be_empty() -> None:
+    chunk = lone_chunk(np.random.default_rng(0), 3)
+    parts = [{"x": obs, "none": obs[..., :0]} for obs in (chunk.obs, chunk.last_obs, chunk.final_obs)]
+    buffer = VectorReplayBuffer(10, 2)
+    add_chunk(buffer, replace(chunk, obs=parts[0], last_obs=parts[1], final_obs=parts[2]))
+    assert buffer[:].obs.none.shape == (6, 0)
+    np.testing.assert_array_equal(buffer[:].obs.x, chunk.obs.swapaxes(0, 1).reshape(6, -1))
+
+
+@pytest.mark.parametrize("place", [lambda obs: (obs,), lambda obs: {"x": {"y": (obs,)}}], ids=["alone", "in dicts"])
+def test_tuples_are_refused(place: Callable[[Any], Any]) -> None:
     chunk = lone_chunk(np.random.default_rng(0), 3)
     with pytest.raises(ConfigError, match="Tuple"):
-        add_chunk(VectorReplayBuffer(10, 2), replace(chunk, obs=(chunk.obs,)))
+        add_chunk(VectorReplayBuffer(10, 2), replace(chunk, obs=place(chunk.obs)))

@@ -54,6 +54,13 @@ def test_steps_are_those_of_single_environments(mode: str) -> None:
                 np.testing.assert_array_equal(ours.reset(ended)[0], theirs.reset(ended)[0])
 
 
+def test_a_list_of_equal_seeds_is_taken_as_it_is() -> None:
+    with closing(local([partial(counting, 2)], workers_per_node=0)) as env:
+        assert env.seed([7, 7]) == [[7], [7]] and env.get_env_attr("_seed") == [7, 7]
+        env.reset(seed=3)
+        assert env.get_env_attr("_seed") == [3, 4]
+
+
 def test_attributes() -> None:
     with closing(local([partial(counting, 2)] * 2, workers_per_node=0)) as env:
         assert len(env) == 4 and env.action_space[3].n == 2

@@ -231,8 +231,9 @@ def test_a_mask_of_objects(nvec: Any, mask: Any) -> None:
         (4, [1, np.nan, 1, 1], "is made of numbers.*Got: .*nan"),
         (4, [1, None, 1, 1], "is made of numbers.*Got: .*None"),
         ([3, 2], (np.ones(2), np.ones(3)), r"3 \+ 2 numbers.*Got: 2 \+ 3 after 0 steps"),
+        (4, [], "4 numbers.*Got: 0 after 0 steps"),
     ],
-    ids=["text", "nan", "none", "components in another order"],
+    ids=["text", "nan", "none", "components in another order", "empty"],
 )
 def test_a_mask_that_is_not_one(nvec: Any, mask: Any, words: str) -> None:
     """What can't be read is an error: it once counted as allowed."""

@@ -23,6 +23,7 @@ from helpers.simple_policies import still
 
 import rayvec
 from rayvec import Collector, RayVecEnv
+from rayvec.data.sub_batch_infos import SubBatchInfo, merge_columns
 from rayvec.errors import ConfigError, EnvError
 from rayvec.testing import CountingEnv, assert_identical, counting_errors
 
@@ -171,6 +172,15 @@ class TestChunks:
         for t, n, info in chunk.reset_infos:
             obs = following[t, n]
             assert info["began"] == obs[1] and info["both"].tolist() == obs[:2].tolist() and len(info) == 2
+
+    @pytest.mark.parametrize(
+        ("dtypes", "joined"),
+        [((np.int64, np.float64), np.float64), ((np.float32, np.float64), np.float64), ((np.bool_, np.int64), object)],
+    )
+    def test_numbers_of_several_types(self, dtypes: tuple[Any, Any], joined: Any) -> None:
+        infos = [SubBatchInfo(2 * k, 2, {"x": np.array([0, 1], dtype)}) for k, dtype in enumerate(dtypes)]
+        column = merge_columns(infos, 4)["x"]
+        assert column.dtype == joined and column.tolist() == [0, 1, 0, 1]
 
     @pytest.mark.parametrize("mode", ONE_MODE)
     @pytest.mark.parametrize("prefetch", [False, True])
@@ -346,8 +356,52 @@ class TestCalls:
             env.set_attr("label", [1, 2, 3, 4])
             assert env.call("label") == (1, 2, 3, 4)
 
+    def test_values_of_one_environment_need_not_be_arrays(self) -> None:
+        with closing(local([partial(Labelled, 2)], workers_per_node=0)) as env:
+            env.set_attr("label", [np.zeros(3), np.zeros(3)])
+            assert env.call("ragged") == ([1], [1, 2])
+            with pytest.raises(ConfigError, match="share its attributes"):
+                env.set_attr("label", [np.zeros(3), np.ones(3)])
+
+
+class Labelled(CartPoleVectorEnv):
+    """Has a method that returns a list for each environment, of different lengths."""
+
+    label: Any = None
+
+    def ragged(self) -> list[list[int]]:
+        return [[1], [1, 2]]
+
+
+class TestSeeds:
+    """A seed of None leaves an environment its generator."""
+
+    @pytest.mark.parametrize("seeds", [[5, None, 7, 8, None], [None, 8, None, None, 1], [None, None, 1, 2, 3]])
+    def test_single_environments_get_each_its_own(self, seeds: list[int | None]) -> None:
+        with closing(local([partial(counting, 3), partial(counting, 2)], workers_per_node=0)) as env:
+            env.reset(seed=seeds)
+            assert env.get_attr("_seed") == tuple(-1 if seed is None else seed for seed in seeds)
+
+    def test_a_sub_batch_without_seeds_keeps_its_generator(self) -> None:
+        with closing(local([partial(CartPoleVectorEnv, 2)] * 2, workers_per_node=0)) as env:
+            first = env.reset(seed=[1, 2, None, None])[0]
+            again = env.reset(seed=[1, 2, None, None])[0]
+            np.testing.assert_array_equal(first[:2], again[:2])
+            assert (first[2:] != again[2:]).all()
+
+    def test_a_partial_reset_counts_from_the_first_environment(self) -> None:
+        with closing(local([partial(counting, 3, "Disabled")], workers_per_node=0)) as env:
+            env.reset(seed=0)
+            env.reset(seed=1, options={"reset_mask": np.array([False, False, True])})
+            assert env.get_attr("_seed") == (0, 1, 3)
+
 
 class TestMakeVec:
+    @pytest.mark.parametrize("setting", [{"workers_per_node": "2"}, {"num_nodes": "a"}])
+    def test_what_is_no_number_is_refused(self, setting: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match=next(iter(setting))):
+            rayvec.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point", **{"num_nodes": 0, **setting})
+
     def test_vector_entry_points(self) -> None:
         settings = {"num_nodes": 0, "workers_per_node": 2}
         env = rayvec.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point", **settings)
@@ -446,11 +500,12 @@ class TestBadInput:
         with pytest.raises(EnvError, match="ignores the mask"):
             env.reset(options={"reset_mask": np.array([True, False, False])})
 
-    def test_seeds_that_one_vector_environment_does_not_take(self) -> None:
+    @pytest.mark.parametrize("seeds", [[5, 4], [None, 4]])
+    def test_seeds_that_one_vector_environment_does_not_take(self, seeds: list[int | None]) -> None:
         env = local([partial(CartPoleVectorEnv, 2)], workers_per_node=0)
         env.reset(seed=[4, 5])  # consecutive
         with pytest.raises(ConfigError, match="takes one seed"):
-            env.reset(seed=[5, 4])
+            env.reset(seed=seeds)
 
 
 def test_envpool() -> None:

@@ -178,6 +178,14 @@ class TestStates:
         env.rollout(lambda obs: np.zeros(len(obs), int), 3)
         env.step(np.zeros(2, int))
 
+    def test_disabled_names_environments_of_the_group_only(self, make_vec: MakeVec) -> None:
+        env = make_vec([partial(CountingEnv, 1)] * 4, autoreset_mode="Disabled", groups=2)
+        env.reset(seed=0)
+        env.step(np.zeros(4, int))
+        env.reset(options={"reset_mask": np.array([True, False, True, False])})
+        with pytest.raises(AssertionError, match=r"environments \[1\] must be reset first"):
+            env.send(np.zeros(2, int), 0)
+
     def test_with_closes(self, ray_cluster: object) -> None:
         with RayVecEnv([CountingEnv], num_nodes=1, workers_per_node=1) as env:
             env.reset()

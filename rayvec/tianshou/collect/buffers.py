@@ -7,6 +7,7 @@ same to the last bit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -361,9 +362,12 @@ def _buffer_error(expected: str, got: str) -> ConfigError:
 
 
 def _check_tree(obs: Tree) -> None:
-    if isinstance(obs, tuple) or (isinstance(obs, dict) and any(isinstance(part, tuple) for part in obs.values())):
+    if isinstance(obs, dict):
+        for part in obs.values():
+            _check_tree(part)
+    if isinstance(obs, tuple):
         raise ConfigError(
-            "Tianshou's buffers hold arrays, and dicts of them.",
+            "rayvec adds observations to Tianshou's buffers as arrays, and dicts of arrays.",
             expected="observations of a Box, Discrete, MultiDiscrete, MultiBinary or Dict space",
             got="tuples",
             remedy="Turn the Tuple space into a Dict space with a wrapper.",
@@ -388,7 +392,7 @@ def _assign(held: Any, value: Any, place: _Place) -> None:
             else:
                 _clear(part, place.index)
         return
-    rows = value.reshape(-1, *value.shape[place.num_axes :])
+    rows = value.reshape(math.prod(value.shape[: place.num_axes]), *value.shape[place.num_axes :])
     if isinstance(held, torch.Tensor):
         rows = torch.as_tensor(rows)
         held[torch.from_numpy(place.index)] = rows if place.rows is None else rows[torch.from_numpy(place.rows)]

@@ -26,14 +26,14 @@ from tianshou.env import BaseVectorEnv
 from rayvec.collect.asynchronous import PartChunk, PartsPipeline, in_rounds
 from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.pipeline import ChunkPipeline
-from rayvec.data import Chunk, Rollout, tree_map
+from rayvec.data import Chunk, Rollout, objects, tree_map
 from rayvec.data.join_chunks import counted_ends, join_chunks
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env, truncate_open_episode
 from rayvec.tianshou.collect.failed_steps import AbsentRows, without_absent_rows
 from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes
-from rayvec.tianshou.env.assembly import assembled_chunk, objects
+from rayvec.tianshou.env.assembly import assembled_chunk
 from rayvec.tianshou.env.vector_env import RayVectorEnv
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry, records_logp
 
@@ -51,10 +51,10 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     on steps, rendering, arguments for resets, a stats class that looks at every step, observations that do not match
     their space, another vector environment.
 
-    One thing differs from Tianshou's Collector. Where environments are reset in mid-episode (by ``reset``, or after
+    Two things differ from Tianshou's Collector. Where environments are reset in mid-episode (by ``reset``, or after
     ``collect(n_episode=n)``, which resets all of them), their last stored transition is marked as truncated. Tianshou
-    leaves it open, and the next transition of another episode follows it: ``buffer.next`` joins the two, and n-step
-    returns and GAE run across the reset. The episode that is cut this way is not counted.
+    leaves it open: ``buffer.next`` joins two episodes, and n-step returns and GAE run across the reset. The cut episode
+    is not counted. And the length of an episode is its number of steps, also if it is longer than its sub-buffer.
 
     Args:
         policy: A policy or an algorithm of Tianshou.

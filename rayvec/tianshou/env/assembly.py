@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, tree_map
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, objects, tree_map
 from rayvec.errors import ConfigError
 from rayvec.pools.restart_state import RESTARTED
 from rayvec.pools.shared_memory import index_tree
@@ -172,8 +172,3 @@ def stack(obs: NDArray[Any] | list[Any]) -> NDArray[Any]:
         return np.stack(obs)
     except ValueError:
         return np.array(obs, dtype=object)
-
-
-def objects(values: Sequence[Any]) -> NDArray[Any]:
-    """Returns an array of objects, ``[len(values)]``."""
-    return np.fromiter(values, object, len(values))

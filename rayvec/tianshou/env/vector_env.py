@@ -13,13 +13,13 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from numpy.typing import NDArray
 from tianshou.env import BaseVectorEnv
 
-from rayvec.data import StepBatch
+from rayvec.data import StepBatch, objects
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.pools.shared_memory import ArrayLayout
-from rayvec.tianshou.env.assembly import Assembler, StepResult, objects, stack
+from rayvec.tianshou.env.assembly import Assembler, StepResult, stack
 from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv
 from rayvec.tianshou.env.remote_env import RemoteEnv
 from rayvec.tianshou.env.sub_batches import check_not_async, check_steps_singly, native_attr, unrolled
@@ -187,7 +187,11 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         if len(ids) == 0:
             raise IndexError("a reset needs at least one environment, but got no id")
         seed = kwargs.pop("seed") if type(kwargs.get("seed")) is int else None
-        batch = self._reset(self._pool_ids(ids), [seed] * len(ids), {"kwargs": kwargs} if kwargs else None)
+        pool_ids = self._pool_ids(ids)
+        seeds: list[int | None] = [seed] * len(ids)
+        if self._native and seed is not None:  # one seed for all would be the same for every sub-batch
+            seeds = [seed + env_id for env_id in pool_ids.tolist()]
+        batch = self._reset(pool_ids, seeds, {"kwargs": kwargs} if kwargs else None)
         obs, infos, _ = self._assembler.reset(unrolled(batch))
         if isinstance(obs[0], tuple):
             raise TypeError("Tuple observation space is not supported. ", "Please change it to array or dict space")
@@ -197,8 +201,6 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         self, ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None
     ) -> StepBatch:
         if self._native:
-            if len(set(seeds)) == 1:  # one seed for all would be the same for every sub-batch
-                seeds = [None if seeds[0] is None else seeds[0] + env_id for env_id in ids.tolist()]
             options = (options or {}).get("kwargs", {}).get("options")
         self._check_options(options)
         return self._exchange(ids, lambda: self._pool.reset(ids, seeds, options))
@@ -365,10 +367,10 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         pool_ids = pool_ids % self.env_num
         if len(set(pool_ids.tolist())) < len(pool_ids):
             raise ConfigError(
-                "An environment takes one step at a time.",
+                "A call names each environment once.",
                 expected="each id once",
                 got=pool_ids.tolist(),
-                remedy="Call step twice.",
+                remedy="Make one call for each repetition.",
             )
         return pool_ids
 

@@ -10,6 +10,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -68,10 +69,10 @@ class AlgorithmState:
     def is_at(self, state: Mapping[str, Any]) -> bool:
         """Says whether tensors and optimizers still hold what was captured."""
         now = self.capture()
-        entries = zip(_flat(now["optimizers"]), _flat(state["optimizers"]), strict=True)
+        mine, theirs = (chain.from_iterable(each["optimizers"]) for each in (now, state))
         return all(map(equal, now["tensors"], state["tensors"])) and all(
-            mine.keys() == theirs.keys() and all(equal(mine[name], theirs[name]) for name in mine)
-            for mine, theirs in entries
+            one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+            for one, other in zip(mine, theirs, strict=True)
         )
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -115,10 +116,6 @@ class AlgorithmState:
         for place, optimizer in enumerate(self.optimizers):
             for group, settings in enumerate(optimizer.param_groups):
                 yield f"optimizer {place}.{group}", settings
-
-
-def _flat(lists: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [each for one in lists for each in one]
 
 
 def equal(one: Any, other: Any) -> bool:
