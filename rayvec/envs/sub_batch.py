@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data.sub_batch_infos import is_mask
@@ -17,6 +17,8 @@ __all__ = ["SubBatch"]
 
 _PER_ENV = (SyncVectorEnv, AsyncVectorEnv)
 """Vector environments of single ones, which take a seed and an attribute for each."""
+_NEEDED = ("num_envs", "action_space", "single_observation_space", "single_action_space")
+"""What an object has that is used as a vector environment without being one."""
 
 
 class SubBatch:
@@ -36,15 +38,19 @@ class SubBatch:
     """
 
     def __init__(self, env: Any) -> None:
-        if not (isinstance(env, VectorEnv) or (hasattr(env, "num_envs") and hasattr(env, "action_space"))):
+        *self._wrappers, base = _layers(env)
+        is_envpool = any(kind.__module__.startswith("envpool.") for kind in type(base).__mro__)
+        if not (isinstance(base, VectorEnv) or is_envpool or all(hasattr(base, name) for name in _NEEDED)):
             raise ConfigError(
                 "With native=True, each callable makes a vector environment.",
                 expected="a gymnasium.vector.VectorEnv",
                 got=f"{type(env).__module__}.{type(env).__qualname__}",
                 remedy="Leave native out, so that each callable makes one environment.",
             )
-        is_envpool = any(kind.__module__.startswith("envpool.") for kind in type(env).__mro__)
-        self.env: Any = _EnvPool(env) if is_envpool else env
+        self._base: Any = _EnvPool(base) if is_envpool else base
+        if self._wrappers:
+            self._wrappers[-1].env = self._base
+        self.env: Any = env if self._wrappers else self._base
         self.num_envs = int(self.env.num_envs)
         if self.num_envs < 1:
             raise ConfigError(
@@ -54,12 +60,12 @@ class SubBatch:
                 remedy="Make fewer sub-batches, or more environments.",
             )
         self.mode = _mode_of(self.env)
-        self.ignores_seeds = isinstance(self.env, _EnvPool)
+        self.ignores_seeds = is_envpool
         self.observation_space = self.env.single_observation_space
         self.action_space = self.env.single_action_space
         self.metadata = {**self.env.metadata, "autoreset_mode": self.mode}
         self.render_mode = getattr(self.env, "render_mode", None)
-        self._per_env = isinstance(getattr(self.env, "unwrapped", self.env), _PER_ENV)
+        self._per_env = isinstance(getattr(self._base, "unwrapped", self._base), _PER_ENV)
 
     def step(self, actions: Any) -> tuple[Any, NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
         """Steps all environments.
@@ -145,25 +151,28 @@ class SubBatch:
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """Calls a method, or reads an attribute; returns a value for each environment.
 
-        A list, tuple or array with a row for each environment is one value for each. Any other value stands for all.
+        It is that of the outermost wrapper that has it, or else of the vector environment. A list, tuple or array with
+        a row for each environment is one value for each. Any other value stands for all.
         """
-        if self._per_env:
-            return tuple(self.env.call(name, *args, **kwargs)) if name != "render" else tuple(self.env.render())
-        value = getattr(self.env, name)
+        owner = self._owner(name)
+        if owner is self._base and self._per_env and name != "render":
+            return tuple(owner.call(name, *args, **kwargs))
+        value = getattr(owner, name)
         if callable(value):
             value = value(*args, **kwargs)
         has_rows = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
         return list(value) if has_rows and len(value) == self.num_envs else [value] * self.num_envs
 
     def set_attr(self, name: str, values: Mapping[int, Any]) -> None:
-        """Sets an attribute of some environments, given by row.
+        """Sets an attribute of some environments, given by row, where `call` reads it.
 
         Raises:
             ConfigError: The sub-batch has one attribute for all its environments, and the values differ.
         """
-        if self._per_env:
-            old = [None] * self.num_envs if len(values) == self.num_envs else list(self.env.get_attr(name))
-            self.env.set_attr(name, [values.get(row, old[row]) for row in range(self.num_envs)])
+        owner = self._owner(name)
+        if owner is self._base and self._per_env:
+            old = [None] * self.num_envs if len(values) == self.num_envs else list(owner.get_attr(name))
+            owner.set_attr(name, [values.get(row, old[row]) for row in range(self.num_envs)])
             return
         first = next(iter(values.values()))
         if len(values) < self.num_envs or not all(_is_equal(value, first) for value in values.values()):
@@ -173,7 +182,16 @@ class SubBatch:
                 got="values that differ, or a value for some of them",
                 remedy="Pass the same value for every environment of a sub-batch.",
             )
-        setattr(self.env, name, first)
+        setattr(owner, name, first)
+
+    def _owner(self, name: str) -> Any:
+        """Returns the outermost wrapper that has an attribute of its own, or else the vector environment."""
+
+        def has(wrapper: Any) -> bool:
+            own = [kind for kind in type(wrapper).__mro__ if kind not in VectorWrapper.__mro__]
+            return name in vars(wrapper) or any(name in vars(kind) for kind in own)
+
+        return next(filter(has, self._wrappers), self._base)
 
     def final_obs(self, info: Mapping[str, Any], done: NDArray[np.bool_], obs: Any) -> None:
         """Checks that a step which reset environments says what they showed last.
@@ -202,6 +220,14 @@ class SubBatch:
     def close(self) -> None:
         """Closes it."""
         self.env.close()
+
+
+def _layers(env: Any) -> Iterator[Any]:
+    """Yields Gymnasium's vector wrappers from the outermost to the innermost, then what is wrapped."""
+    while isinstance(env, VectorWrapper):
+        yield env
+        env = env.env
+    yield env
 
 
 def _is_equal(value: Any, other: Any) -> bool:

@@ -435,6 +435,8 @@ class ProcessPool(PartedPool):
             client = self._clients[part.owner]
             if client.failures:
                 rows = {-1, *part.rows.tolist()}
+                if self.spaces.sub_batches:  # each fails as a whole, under the number of its first row
+                    rows.update(first - self.first_id - client.start for first in self._first_ids(plan))
                 ours += [failure for row, failure in client.failures if row in rows]
                 client.failures = [(row, failure) for row, failure in client.failures if row not in rows]
         if ours:

@@ -186,14 +186,15 @@ class PoolSpaces:
                 "With native=True, num_envs is the number of environments of all sub-batches together.",
                 expected=f"num_envs={self.num_envs}, for sub-batches of {list(self.sub_batches)[:8]}, or no num_envs",
                 got=num_envs,
-                remedy="Leave num_envs out.",
+                remedy="Leave num_envs out; with a vector entry point that fixes the number, pass workers_per_node=1.",
             )
         if self.sub_batches and mode not in (None, self.metadata["autoreset_mode"]):
             raise ConfigError(
                 "Native sub-batches reset environments themselves, whose episode has ended.",
                 expected=f"autoreset_mode={self.metadata['autoreset_mode']}, or no autoreset_mode",
                 got=mode,
-                remedy="Leave autoreset_mode out, or make the sub-batches with another.",
+                remedy="Leave autoreset_mode out, or make the sub-batches with another; make_vec passes "
+                "env_kwargs={'autoreset_mode': ...} to the vector entry point.",
             )
 
     def misfit(self, space: Space[Any]) -> int | None:

@@ -37,7 +37,7 @@ def make_vec(
     Args:
         id: Id, spec, or a class or function that makes an environment. The spec of an environment that was made here
             makes another of the same kind and number.
-        num_envs: How many environments.
+        num_envs: How many environments. A vector entry point may make another number where this is 1, the default.
         vectorization_mode: ``"vector_entry_point"`` makes native sub-batches, one for each worker, by the vector entry
             point that the environment is registered with. None does the same for an environment that is registered only
             with a vector entry point. Every other value makes single environments.
@@ -82,7 +82,7 @@ def make_vec(
         sizes = sub_batch_sizes(num_envs, ours.get("num_nodes"), ours.get("workers_per_node"))
         env = RayVecEnv(
             [partial(make, num_envs=size) for size in sizes],
-            num_envs,
+            None if num_envs == 1 else num_envs,
             wrappers=wrappers or (),
             native=True,
             **ours,

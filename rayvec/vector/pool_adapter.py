@@ -218,9 +218,9 @@ class PoolAdapter:
             )
         )
 
-    def __del__(self) -> None:
-        """Closes what was not closed."""
-        if not sys.is_finalizing():
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Closes what was not closed. At the interpreter's end, the names of this module may be gone already."""
+        if not _is_finalizing():
             self._close_failed()
 
     def _close_pool(self, timeout_s: float | None = None) -> None:

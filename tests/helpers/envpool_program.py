@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import envpool
 import numpy as np
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from rayvec import RayVecEnv
 
 
-def main() -> None:
+def check(wrappers: Sequence[Any]) -> None:
     """Steps two pools of EnvPool in a worker, beside the same pools here."""
     make = partial(envpool.make, "CartPole-v1", env_type="gymnasium", num_threads=1)
-    with closing(
-        RayVecEnv([partial(make, num_envs=3, seed=s) for s in (1, 5)], native=True, num_nodes=0, workers_per_node=1)
-    ) as env:
+    makers = [partial(make, num_envs=3, seed=s) for s in (1, 5)]
+    with closing(RayVecEnv(makers, wrappers=wrappers, native=True, num_nodes=0, workers_per_node=1)) as env:
         alone = [make(num_envs=3, seed=s) for s in (1, 5)]
         obs, info = env.reset()
         np.testing.assert_array_equal(obs, np.concatenate([each.reset()[0] for each in alone]))
@@ -33,4 +35,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    check(())
+    check((RecordEpisodeStatistics,))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.vector import SyncVectorEnv
 from helpers.native_envs import counting
 from helpers.tianshou_kit import Exact
 from tianshou.data import VectorReplayBuffer
@@ -59,6 +61,27 @@ def test_a_list_of_equal_seeds_is_taken_as_it_is() -> None:
         assert env.seed([7, 7]) == [[7], [7]] and env.get_env_attr("_seed") == [7, 7]
         env.reset(seed=3)
         assert env.get_env_attr("_seed") == [3, 4]
+
+
+class FailsPartially(SyncVectorEnv):
+    """Raises from a reset of some of its environments."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        if options and "reset_mask" in options:
+            raise RuntimeError("no partial reset")
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("row", [3, 4])
+def test_a_call_for_any_row_raises_what_its_sub_batch_raises(workers: int, row: int) -> None:
+    make = partial(FailsPartially, [CountingEnv] * 3)
+    with closing(local([partial(counting, 3), make], workers_per_node=workers)) as env:
+        env.reset()
+        with pytest.raises(AttributeError, match="nothing"):
+            env.get_env_attr("nothing", id=[row])
+        with pytest.raises(RuntimeError, match="no partial reset"):
+            env.reset([row])
 
 
 def test_attributes() -> None:

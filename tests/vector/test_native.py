@@ -18,7 +18,8 @@ import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import SyncVectorEnv
-from helpers.native_envs import Clears, Fails, Final, Odd, Remembers, Says, Swapped, counting
+from gymnasium.wrappers.vector import RecordEpisodeStatistics, TransformReward
+from helpers.native_envs import Clears, Fails, Final, Odd, Remembers, Says, Swapped, cartpoles, counting
 from helpers.simple_policies import still
 
 import rayvec
@@ -363,6 +364,25 @@ class TestCalls:
             with pytest.raises(ConfigError, match="share its attributes"):
                 env.set_attr("label", [np.zeros(3), np.ones(3)])
 
+    @pytest.mark.parametrize("make", [cartpoles, CartPoleVectorEnv])
+    def test_wrappers_are_asked_first(self, make: Callable[[int], Any]) -> None:
+        wrapped = RayVecEnv(
+            [partial(make, 2)],
+            native=True,
+            wrappers=[RecordEpisodeStatistics, partial(TransformReward, func=lambda reward: 2 * reward)],
+            num_nodes=0,
+            workers_per_node=0,
+        )
+        with closing(wrapped) as env:
+            env.reset(seed=1)
+            env.set_attr("gravity", 1000.0)
+            assert env.get_attr("gravity") == (1000.0, 1000.0) and env.get_attr("episode_count") == (0, 0)
+            for _ in range(2):
+                obs, reward, *_ = env.step(np.ones(2, np.int64))
+            assert (abs(obs[:, 3]) > 1).all() and reward.tolist() == [2.0, 2.0]
+            env.set_attr("episode_count", 5)
+            assert env.get_attr("episode_count") == (5, 5)
+
 
 class Labelled(CartPoleVectorEnv):
     """Has a method that returns a list for each environment, of different lengths."""
@@ -413,6 +433,14 @@ class TestMakeVec:
             with closing(rayvec.make_vec(env.spec, vectorization_mode="sync")) as single:  # type: ignore[arg-type]
                 assert single.num_envs == 5 and single.spec is not None
                 assert "native" not in single.spec.kwargs["vector_kwargs"]
+
+    def test_an_entry_point_may_fix_the_number_of_environments(self) -> None:
+        spec = EnvSpec("Three-v0", vector_entry_point=lambda num_envs: CartPoleVectorEnv(3))
+        settings = {"vectorization_mode": "vector_entry_point", "num_nodes": 0, "workers_per_node": 2}
+        with closing(rayvec.make_vec(spec, **settings)) as env:
+            assert env.num_envs == 3
+        with pytest.raises(ConfigError, match="pass workers_per_node=1"):
+            rayvec.make_vec(spec, 3, **settings)
 
     @pytest.mark.filterwarnings("ignore:.*Using the latest versioned environment")
     def test_a_vector_entry_point_without_another_is_used(self) -> None:

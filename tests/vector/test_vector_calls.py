@@ -167,6 +167,15 @@ class TestStates:
         with pytest.raises(gymnasium.error.ResetNeeded):
             env.step(np.zeros(2, int))
 
+    def test_the_interpreter_may_have_forgotten_the_module(
+        self, make_vec: MakeVec, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As Python 3.13 does at its end, before an environment is collected."""
+        env = make_vec([CountingEnv])
+        env.close()
+        monkeypatch.setattr("rayvec.vector.pool_adapter.sys", None)
+        env.__del__()
+
     def test_disabled_wants_a_reset_after_an_episode(self, make_vec: MakeVec) -> None:
         env = make_vec([partial(CountingEnv, 1)] * 2, autoreset_mode="Disabled")
         env.reset(seed=[0, 0])
