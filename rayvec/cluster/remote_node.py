@@ -379,8 +379,8 @@ class RemoteNode:
         final_info = columns.get("final_info") if isinstance(info, SubBatchInfo) else info.final_info
         if RESTARTED in columns or (isinstance(final_info, dict) and RESTARTED in final_info):
             worker = int(np.searchsorted(self.slice.worker_bounds, info.env_id, side="right")) - 1
-            name, seed = self.slice.name, self._seeds.get(info.env_id - self.slice.env_range.start)
-            logger.warning("node %s, worker %d restarted environment %d, seed %s", name, worker, info.env_id, seed)
+            row, where = info.env_id - self.slice.env_range.start, f"node {self.slice.name}, worker {worker}"
+            logger.warning("%s restarted environment %d, reset with seed %s", where, info.env_id, self._seeds.get(row))
 
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]

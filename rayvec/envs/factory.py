@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -364,8 +365,12 @@ def registered_specs() -> tuple[EnvSpec, ...]:
 
 
 def register_specs(specs: Iterable[EnvSpec]) -> None:
-    """Registers the specs of another process in this one; they replace this process's own with the same ids."""
-    for spec in specs:
-        known = gymnasium.registry.get(spec.id)
-        if known is None or _portable(known) != spec:
-            gymnasium.registry[spec.id] = spec
+    """Registers the specs of another process in this one; they replace this process's own with the same ids.
+
+    Gymnasium does not warn then that a module which is imported later registers them again.
+    """
+    known = gymnasium.registry
+    news = {spec.id: spec for spec in specs if spec.id not in known or _portable(known[spec.id]) != spec}
+    if news:
+        known.update(news)
+        warnings.filterwarnings("ignore", ".*Overriding environment .* already in registry", UserWarning)

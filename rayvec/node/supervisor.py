@@ -23,7 +23,7 @@ from rayvec.node.worker_client import Reports, WorkerClient
 from rayvec.node.worker_inference import WorkerInference
 from rayvec.node.worker_processes import WorkerSet
 from rayvec.pools.base import NotReady, seconds_until
-from rayvec.pools.restart_state import EpisodeState, LastAnswers, RestartBudget, stored_seed
+from rayvec.pools.restart_state import EpisodeState, LastAnswers, RestartBudget, seed_of
 from rayvec.pools.shared_memory import index_tree
 
 __all__ = ["Supervisor"]
@@ -243,8 +243,10 @@ class Supervisor:
         cut = (episode == EpisodeState.CUT) | (self.last.mid_episode(rows) & (episode != EpisodeState.NEW))
         episode[cut] = EpisodeState.CUT
         episode[episode == EpisodeState.RUNNING] = EpisodeState.ENDED
+        units = self._workers.spaces.unit_bounds
+        named = ids if units is None else np.intersect1d(ids, units)  # a native sub-batch has the seed of its first row
+        seeds = [seed_of(self._arrays, row, self._workers.first_id + row) for row in named.tolist()]
         self._arrays["restarts"][rows] += 1
-        seeds = [stored_seed(self._arrays, row) for row in ids.tolist()]
         logger.warning("restarted %s, seeds %s: %s", client.where, seeds, error)
         self.num_replaced += 1
         client.reconnect(self._workers.restart(client.index, client.num_done, self.acting.policies))

@@ -21,7 +21,7 @@ from rayvec.errors import EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, RestartPolicy
 from rayvec.pools.ids_by_owner import Keys
 from rayvec.pools.owner_signals import is_left_to_owner
-from rayvec.pools.restart_state import ENV_ARRAYS, RestartBudget, restart_seed, stored_seed
+from rayvec.pools.restart_state import ENV_ARRAYS, RestartBudget
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, split_actions
 
 __all__ = ["FAILURES", "EnvsFailed", "InProcessPool", "captured", "end_if_forked", "failures_ignored"]
@@ -289,9 +289,6 @@ class InProcessPool(ABC):
                 return
             except FAILURES as again:
                 error = again
-
-    def _restart_seed(self, row: int, env_id: int) -> int | None:
-        return restart_seed(stored_seed(self._arrays, row), env_id, int(self._arrays["restarts"][row]))
 
     def show_progress(self, progress: NDArray[np.int64]) -> None:
         """Reports the progress of a rollout in `progress`, ``int64 [1]``, which the waiting process reads.

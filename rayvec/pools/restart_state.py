@@ -23,8 +23,8 @@ __all__ = [
     "NodeState",
     "RestartBudget",
     "restart_seed",
+    "seed_of",
     "store_seed",
-    "stored_seed",
 ]
 
 RESTARTED = "env_restarted"
@@ -105,13 +105,17 @@ class RestartBudget:
 
 
 def store_seed(arrays: Mapping[str, NDArray[Any]], row: int, seed: int) -> None:
-    """Stores an environment's seed in arrays that outlive the process that steps the environment."""
-    arrays["seed"][row], arrays["has_seed"][row] = seed % (1 << 64), True
+    """Stores the seed of a requested reset in arrays that outlive the process that steps the environment."""
+    arrays["seed"][row], arrays["has_seed"][row], arrays["restarts"][row] = seed % (1 << 64), True, 0
 
 
-def stored_seed(arrays: Mapping[str, NDArray[Any]], row: int) -> int | None:
-    """Returns the seed that :func:`store_seed` has stored, or None."""
-    return int(arrays["seed"][row]) if arrays["has_seed"][row] else None
+def seed_of(arrays: Mapping[str, NDArray[Any]], row: int, env_id: int) -> int | None:
+    """Returns the last seed of an environment: that of its last restart after :func:`store_seed`, or the stored one.
+
+    It is None for an environment that was never given a seed.
+    """
+    seed, restarts = int(arrays["seed"][row]) if arrays["has_seed"][row] else None, int(arrays["restarts"][row])
+    return restart_seed(seed, env_id, restarts) if restarts else seed
 
 
 @dataclass(frozen=True, slots=True)

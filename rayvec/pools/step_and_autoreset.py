@@ -16,7 +16,7 @@ from rayvec.data import RawInfo
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool
-from rayvec.pools.restart_state import RESTARTED, EpisodeState, store_seed, stored_seed
+from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of, store_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
 __all__ = ["SerialPool"]
@@ -62,7 +62,7 @@ class SerialPool(InProcessPool):
         self._write_obs: Callable[[int, Any], None] = tree_writer(self.obs)
         for row in range(self.num_envs):
             if arrays["restarts"][row] > 0:
-                self._restart_seeds[row] = self._restart_seed(row, self.first_id + row)
+                self._restart_seeds[row] = seed_of(arrays, row, self.first_id + row)
 
     @property
     def spaces(self) -> PoolSpaces:
@@ -198,11 +198,11 @@ class SerialPool(InProcessPool):
             infos.append(RawInfo(self.first_id + row, {RESTARTED: True}))
 
     def _identify(self, unit: int) -> tuple[int, str]:
-        return unit, f"environment {self.first_id + unit}, seed {stored_seed(self._arrays, unit)}"
+        return unit, f"environment {self.first_id + unit}, seed {seed_of(self._arrays, unit, self.first_id + unit)}"
 
     def _end_episodes(self, unit: int) -> None:
         self._arrays["restarts"][unit] += 1
-        self._restart_seeds[unit] = self._restart_seed(unit, self.first_id + unit)
+        self._restart_seeds[unit] = seed_of(self._arrays, unit, self.first_id + unit)
 
     def _reset_arguments(self, row: int) -> dict[str, Any]:
         """Returns the arguments of an automatic reset. Like Gymnasium, it passes none unless there is a new seed."""

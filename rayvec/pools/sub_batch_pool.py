@@ -17,7 +17,7 @@ from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.ids_by_owner import not_whole, whole_units
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool
-from rayvec.pools.restart_state import RESTARTED, EpisodeState, stored_seed
+from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of
 from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["NativePool"]
@@ -312,7 +312,7 @@ class NativePool(InProcessPool):
 
     def _identify(self, unit: int) -> tuple[int, str]:
         start = self._slices[unit].start
-        return start, f"{self._name(unit)}, seed {stored_seed(self._arrays, start)}"
+        return start, f"{self._name(unit)}, seed {seed_of(self._arrays, start, self.first_id + start)}"
 
     def _end_episodes(self, unit: int) -> None:
         rows = self._slices[unit]
@@ -323,7 +323,7 @@ class NativePool(InProcessPool):
     def _restart_seeds(self, unit: int) -> list[int | None] | None:
         """Returns the seeds with which a restarted sub-batch is reset, or None if it never had one."""
         start = self._slices[unit].start
-        seed = self._restart_seed(start, self.first_id + start) if self._arrays["restarts"][start] else None
+        seed = seed_of(self._arrays, start, self.first_id + start) if self._arrays["restarts"][start] else None
         return None if seed is None else [seed + row for row in range(self._envs[unit].num_envs)]
 
     def _name(self, unit: int) -> str:

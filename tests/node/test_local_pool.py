@@ -121,7 +121,14 @@ def test_an_environment_is_restarted_and_the_log_says_so(caplog: pytest.LogCaptu
         assert (rew.tolist(), truncated.tolist()) == ([1.0, 0.0], [False, True])
         assert info["env_restarted"].tolist() == [False, True] and obs[1, TOTAL] == 0
         assert "environment 1, seed 11 raised ValueError: told to raise; restarted" in caplog.text
-        assert env.step(np.zeros(2, int))[0][1, SEED] == restart_seed(11, 1, 1)
+        second = restart_seed(11, 1, 1)
+        assert env.step(np.zeros(2, int))[0][1, SEED] == second
+        with caplog.at_level(logging.WARNING, "rayvec"):
+            env.step(np.array([0, 1]))
+            env.reset(seed=20)
+            env.step(np.array([0, 1]))
+        assert f"environment 1, seed {second} raised" in caplog.messages[1]
+        assert "environment 1, seed 21 raised" in caplog.messages[2]
 
 
 def test_a_chunk_with_a_failed_step_is_that_of_a_worker(make_vec: MakeVec) -> None:
@@ -146,7 +153,8 @@ def test_what_was_restarted_is_logged_though_the_step_fails(caplog: pytest.LogCa
         for _ in range(20):
             env.step(np.zeros(2, int))
     assert "environment 0, seed 0 raised" in caplog.text
-    assert caplog.text.count("environment 1, seed 1 raised ValueError: never; restarted") == 5
+    assert "environment 1, seed 1 raised" in caplog.text
+    assert caplog.text.count("raised ValueError: never; restarted") == 5
 
 
 def test_ctrl_c_in_a_chunk_closes_all_since_half_of_it_is_lost() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -54,6 +55,7 @@ from hypothesis import given, strategies as st
 
 from rayvec.data import Chunk, ChunkRequest
 from rayvec.data.partition import even_bounds
+from rayvec.envs.factory import EnvFactory
 from rayvec.errors import EnvError, WorkerLostError
 from rayvec.node.process_pool import ProcessPool
 from rayvec.node.process_watch import ProcessWatch
@@ -616,12 +618,26 @@ def test_environments_may_have_children_of_their_own() -> None:
 def test_registered_environments_are_known_to_workers() -> None:
     gymnasium.register("rayvec-tests/Known-v0", entry_point=partial(SpaceEnv, spaces.Discrete(3)))
     try:
-        from rayvec.envs.factory import EnvFactory
-
         with closing(ProcessPool.start(EnvFactory.build("rayvec-tests/Known-v0", 2), 2)) as pool:
             assert pool.spaces.observation == spaces.Discrete(3)
     finally:
         del gymnasium.registry["rayvec-tests/Known-v0"]
+
+
+def test_a_module_that_registers_environments_registers_them_in_workers_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    entry_point = "rayvec.testing:CountingEnv"
+    (tmp_path / "rv_registers.py").write_text(f"import gymnasium\ngymnasium.register('rv/Mine-v0', '{entry_point}')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("rv_registers")
+    try:
+        make = partial(gymnasium.make, "rv_registers:rv/Mine-v0")
+        with closing(ProcessPool.start(EnvFactory.build([make] * 2), 1)) as pool:
+            assert pool.spaces.action == spaces.Discrete(2)
+    finally:
+        del gymnasium.registry["rv/Mine-v0"]
+    assert "Overriding" not in capfd.readouterr().err
 
 
 def heirs(*args: Any) -> ProcessPool:

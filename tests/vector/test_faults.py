@@ -6,12 +6,14 @@ import importlib
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,18 @@ def test_the_log_names_node_worker_environment_and_seed(make_vec: Any, caplog: p
         name = env.topology.nodes[node].name
         said = [text for text in caplog.messages if name in text and f"environment {index}," in text]
         assert said and "worker 0" in said[0] and f"seed {10 + index}" in said[0], caplog.messages
+
+
+def test_the_log_names_the_seeds_of_restarts(caplog: pytest.LogCaptureFixture) -> None:
+    env = RayVecEnv([long_env] * 2, num_nodes=0, workers_per_node=1, on_env_error="restart")
+    with closing(env), caplog.at_level(logging.WARNING, "rayvec"):
+        env.reset(seed=10)
+        for _ in range(2):
+            env.step(told(2, n0=DIE))
+            begun = env.step(told(2))[0][:, SEED].tolist()
+    assert begun == [restart_seed(10 + n, n, 2) for n in range(2)]
+    seeds = [re.findall(r"seeds \[(\d+), (\d+)\]", text) for text in caplog.messages]
+    assert seeds == [[("10", "11")], [tuple(str(restart_seed(10 + n, n, 1)) for n in range(2))]]
 
 
 @pytest.mark.parametrize("nodes", ONE_NODE_IS_SLOW)
