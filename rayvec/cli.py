@@ -9,10 +9,12 @@ signal itself ends the process, which a shell shows as 130 too. What a command h
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import dataclasses
 import errno
+import gc
 import io
 import itertools
 import math
@@ -349,6 +351,14 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         _print_error(text, error)
         return 1 if _is_failure(error) else 2
+    finally:
+        atexit.register(_exit_at_once)
+
+
+def _exit_at_once() -> None:
+    """Prepares the exit: Ctrl-C ends the process without a traceback, and nothing is searched for garbage."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.freeze()
 
 
 def _is_reader_gone() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -218,6 +219,20 @@ def test_ctrl_c_while_a_run_starts(
     assert main(["train", "ppo", *TINY, "--wrappers", f"{name}:f", "--run-dir", str(run_dir)]) == 130
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == "rayvec: interrupted" and len(said) <= 2 and not list(run_dir.glob("metrics.jsonl"))
+
+
+PRESSED_AT_EXIT = """
+import atexit, os, signal
+from rayvec.cli import main
+
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))  # runs after what is registered later
+main(["--help"])
+"""
+
+
+def test_ctrl_c_while_the_process_exits() -> None:
+    done = subprocess.run([sys.executable, "-c", PRESSED_AT_EXIT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "") and "usage: rayvec" in done.stdout
 
 
 def test_train_resume_and_eval(

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import gc
 import importlib
 import os
 import pickle
@@ -187,6 +188,11 @@ class ForkServer:
             self._watch.kill()
         self._watch.close()
 
+    def kill(self) -> None:
+        """Kills the server without waiting; its workers end with it."""
+        self._watch.signal(signal.SIGKILL)
+        self._watch.close()
+
 
 def _unlock_in_child() -> None:
     ForkServer._lock = threading.Lock()  # another thread may have held it during the fork
@@ -199,7 +205,10 @@ os.register_at_fork(after_in_child=_unlock_in_child)
 def _end_roots() -> None:
     for key, root in ForkServer._roots.items():
         if key[0] == os.getpid():  # a forked child of the owner must not close it
-            root.close()
+            try:
+                root.close()
+            except KeyboardInterrupt:  # who presses Ctrl-C now wants the end, and no traceback of it
+                root.kill()
 
 
 def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = False) -> None:
@@ -226,6 +235,7 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with socket.socket(fileno=fd) as end:
         _Server(end, owner, is_root).run()
+    gc.freeze()  # else the interpreter looks for garbage among all that was imported when it exits
 
 
 @contextlib.contextmanager

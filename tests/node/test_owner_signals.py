@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -37,6 +38,29 @@ class EndsProcesses(CountingEnv):
             os.kill(process.pid, number)
         forked.join(20)
         return [forked.exitcode, program.wait(20)]
+
+
+PRESSED_AT_EXIT = """
+import signal
+from rayvec import RayVecEnv
+from rayvec.node.process_watch import ProcessWatch
+from rayvec.testing import CountingEnv
+import psutil
+
+if __name__ == "__main__":
+    with RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1) as env:
+        (pids,) = env.worker_pids().values()
+        print(pids[0], psutil.Process(pids[0]).ppid())
+    ProcessWatch.wait = lambda *args: signal.raise_signal(signal.SIGINT)  # while it waits for the fork server
+"""
+
+
+def test_ctrl_c_at_the_end_of_a_program_ends_the_fork_server_too() -> None:
+    done = subprocess.run([sys.executable, "-c", PRESSED_AT_EXIT], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    for pid in map(int, done.stdout.split()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
