@@ -320,7 +320,7 @@ _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for a failure, 2 for input that can't work, 130 after Ctrl-C.
 
-    It is 143 after SIGTERM in `train`, and 141, without a message, if the reader of its output has ended.
+    It is 143 after SIGTERM, and 141, without a message, if the reader of its output has ended.
 
     Args:
         args: The arguments, without the program's name; unset: those of this process.
@@ -330,12 +330,14 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else args
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
-        with Interrupts():
+        with Interrupts() as interrupts:
             args = _with_values(_load_plugins(args))
             command: Train | Eval | Plot | Report | Top | Bench | Doctor = tyro.cli(
                 Command, prog="rayvec", args=args, config=options
             )
-            code = command.run(args) or 0
+            own = interrupts.taking_sigterm()  # a training finishes its iteration first
+            with contextlib.nullcontext() if isinstance(command, Train) else own:
+                code = command.run(args) or 0
             print(end="", flush=True)
             return code
     except KeyboardInterrupt as interrupt:

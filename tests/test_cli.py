@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -219,6 +222,21 @@ def test_ctrl_c_while_a_run_starts(
     assert main(["train", "ppo", *TINY, "--wrappers", f"{name}:f", "--run-dir", str(run_dir)]) == 130
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == "rayvec: interrupted" and len(said) <= 2 and not list(run_dir.glob("metrics.jsonl"))
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["bench", "learner"]])
+def test_sigterm_lets_a_command_clean_up(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaned = []
+
+    def run(*args: Any) -> int:
+        with contextlib.closing(SimpleNamespace(close=lambda: cleaned.append(True))):
+            signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    for kind in ("Doctor", "Bench"):
+        monkeypatch.setattr(f"rayvec.cli.{kind}.run", run)
+    assert main(command) == 143 and cleaned
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 PRESSED_AT_EXIT = """
