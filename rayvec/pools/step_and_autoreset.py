@@ -100,7 +100,11 @@ class SerialPool(InProcessPool):
                         recovery = reset_again
                         reset_again(row, same_step, infos)
                         continue
-                obs, reward, term, trunc, info = envs[row].step(action)
+                result = envs[row].step(action)
+                try:
+                    obs, reward, term, trunc, info = result
+                except (TypeError, ValueError) as error:
+                    raise _not_api("step", "obs, reward, terminated, truncated, info", result) from error
                 try:
                     rew[row] = reward
                 except (TypeError, ValueError) as error:
@@ -166,7 +170,7 @@ class SerialPool(InProcessPool):
         self._begin_episode(row, infos, **self._reset_arguments(row))
 
     def _begin_episode(self, row: int, infos: list[RawInfo], **kwargs: Any) -> None:
-        obs, info = self._envs[row].reset(**kwargs)
+        obs, info = self._reset(row, **kwargs)
         self._write_obs(row, obs)
         self.rew[row] = 0.0
         self.terminated[row] = self.truncated[row] = False
@@ -174,10 +178,18 @@ class SerialPool(InProcessPool):
         if info or not hasattr(info, "items"):
             infos.append(RawInfo(self.first_id + row, self._copied(info)))
 
+    def _reset(self, row: int, **kwargs: Any) -> tuple[Any, Any]:
+        result = self._envs[row].reset(**kwargs)
+        try:
+            obs, info = result
+        except (TypeError, ValueError) as error:
+            raise _not_api("reset", "obs, info", result) from error
+        return obs, info
+
     def _reset_within_step(self, row: int, same_step: bool, infos: list[RawInfo]) -> None:
         """Resets within the step that ended an episode. The last entry of `infos` describes that end."""
         self._episode[row] = ENDED
-        obs, info = self._envs[row].reset(**self._reset_arguments(row))
+        obs, info = self._reset(row, **self._reset_arguments(row))
         self._write_obs(row, obs)
         self._episode[row] = RUNNING
         last = infos[-1]
@@ -251,6 +263,17 @@ def _kept(obs: Any) -> Any:
     if type(obs) is np.ndarray and not obs.dtype.hasobject:
         return obs.copy()  # ten times faster than deepcopy for small arrays
     return deepcopy(obs)
+
+
+def _not_api(method: str, expected: str, got: Any) -> EnvError:
+    """Returns the error for a result that is not that of a Gymnasium environment."""
+    described = f"{len(got)} values" if isinstance(got, tuple | list) else type(got).__name__
+    return EnvError(
+        "Environments have the API of gymnasium.Env.",
+        expected=f"{method}() to return {expected}",
+        got=described,
+        remedy="Correct the environment, or wrap one of the old gym library, for example with shimmy.",
+    )
 
 
 def _no_number(reward: Any) -> EnvError:

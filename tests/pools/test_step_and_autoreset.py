@@ -22,6 +22,7 @@ from rayvec.pools.base import Autoreset
 from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import CallablePolicy, rollout
 from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 
 @pytest.mark.parametrize("mode", [Autoreset.NEXT_STEP, Autoreset.SAME_STEP])
@@ -116,6 +117,34 @@ def test_one_failure_does_not_keep_the_others_from_their_step(mode: Autoreset) -
             pool.recv(ids)
         assert isinstance(caught.value.__cause__, EnvError) and "environment 1, seed 5" in str(caught.value.__cause__)
         assert pool.rew.tolist() == [1.0, 0.0, 1.0]
+
+
+class OldGym(CountingEnv):
+    """Returns what environments of the old gym library did."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def reset(self, **kwargs: Any) -> Any:
+        result = super().reset(**kwargs)
+        return result[0] if self._what == "reset" else result
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, terminated or truncated, info
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("reset", r"reset\(\) to return obs, info. Got: ndarray"), ("step", r"step\(\) to return .*Got: 4 values")],
+)
+def test_results_of_the_old_gym_api(what: str, words: str) -> None:
+    env = RayVecEnv([partial(OldGym, what)], num_nodes=0, workers_per_node=0)
+    with pytest.raises(EnvError, match=words):
+        env.reset(seed=0)
+        env.step(np.zeros(1, int))
+    assert env.closed
 
 
 def test_the_seed_is_still_known_after_automatic_resets() -> None:
