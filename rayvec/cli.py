@@ -11,93 +11,35 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
-import dataclasses
 import errno
 import gc
 import io
-import itertools
 import math
 import os
 import select
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
 
 from rayvec.bench.settings import Compare, Cost, LearnerBench, Model, Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
+from rayvec.config.command_line import subcommands, with_values
 from rayvec.config.plugins import import_plugins, split_plugins
-from rayvec.config.schema import Bounds, check, describe, field_names
+from rayvec.config.schema import Bounds, check, field_names
 from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError, message
 from rayvec.training.stop_signals import Interrupts, Terminated
 
 __all__ = ["main"]
 
-_RESUME_HELP = (
-    "Resume the run in this directory from its last checkpoint, with its own settings; you may change only {}."
-)
-_SEEDS_HELP = (
-    "Train once with each of these seeds, as many side by side as there are cores for, in seed1, seed2 and so on below "
-    "the run directory. The same command with the same --run-dir continues what has not finished."
-)
-
-
-def _node_counts(words: list[str]) -> int | tuple[int, ...] | str | None:
-    """Returns the value of ``--num-nodes``: a number, MIN:MAX, or None. Other words are left to the check of the field.
-
-    >>> _node_counts(["4"]), _node_counts(["1:4"]), _node_counts(["None"])
-    (4, (1, 4), None)
-    """
-    counts = words[0].split(":")
-    if words[0] == "None" or not all(count.isdecimal() for count in counts):
-        return None if words[0] == "None" else words[0]
-    return int(words[0]) if len(counts) == 1 else tuple(map(int, counts))
-
-
-_NODE_COUNTS = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="INT|MIN:MAX|None",
-    instance_from_str=_node_counts,
-    is_instance=lambda value: True,
-    str_from_instance=lambda value: [":".join(map(str, value)) if isinstance(value, tuple) else str(value)],
-)
-
-
-def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
-    """Returns the fields of `cls`, ``resume`` and ``seeds``, without checks: tyro would reformat their messages."""
-    docs = {row.name: row.doc for row in describe(cls)}
-    types = {**get_type_hints(cls, include_extras=True), "num_nodes": Annotated[Any, _NODE_COUNTS]}
-    options = [
-        (item.name, Annotated[types[item.name], tyro.conf.arg(help=docs[item.name])], copy.copy(item))
-        for item in dataclasses.fields(cls)
-    ]
-    help_text = _RESUME_HELP.format(", ".join(name.replace("_", "-") for name in cls.adjustable()))
-    resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=help_text)], field(default=None))
-    seeds = ("seeds", Annotated[tuple[int, ...], tyro.conf.arg(help=_SEEDS_HELP)], field(default=()))
-    namespace = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
-    return dataclasses.make_dataclass(
-        cls.__name__, [*options, resume, seeds], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
-    )
-
-
-def _subcommands() -> Any:
-    """Returns one subcommand for each algorithm; a union needs a second member to be one."""
-    return Union[
-        *(Annotated[_options(cls), tyro.conf.subcommand(name)] for name, cls in CONFIGS.items()),
-        Annotated[None, tyro.conf.Suppress],
-    ]
-
-
 if TYPE_CHECKING:
     _Settings = TrainConfig
 else:
-    _Settings = _subcommands()
+    _Settings = subcommands()
 
 
 @dataclass(frozen=True)
@@ -331,7 +273,7 @@ def main(args: Sequence[str] | None = None) -> int:
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
         with Interrupts() as interrupts:
-            args = _with_values(_load_plugins(args))
+            args = with_values(_load_plugins(args))
             command: Train | Eval | Plot | Report | Top | Bench | Doctor = tyro.cli(
                 Command, prog="rayvec", args=args, config=options
             )
@@ -390,31 +332,8 @@ def _load_plugins(args: Sequence[str]) -> Sequence[str]:
         sys.path.append(os.getcwd())
     plugins, others = split_plugins(args)
     import_plugins(plugins)
-    globals()["_Settings"] = _subcommands()
+    globals()["_Settings"] = subcommands()
     return [*others, "--plugin", *plugins] if plugins and others[:1] == ["train"] else others
-
-
-def _with_values(args: Sequence[str]) -> Sequence[str]:
-    """Returns the arguments of ``train`` with a value for ``--compile``, also where it stands alone.
-
-    >>> _with_values(["train", "ppo", "--compile", "off", "--seed", "3"])
-    ['train', 'ppo', '--compile', 'False', '--seed', '3']
-    >>> _with_values(["train", "ppo", "--no-compile", "--compile"])
-    ['train', 'ppo', '--compile', 'False', '--compile', 'True']
-    """
-    if args[:1] != ["train"]:
-        return args
-    values = {"on": "True", "off": "False", "auto": "auto", "True": "True", "False": "False"}
-    found: list[str] = []
-    for arg, following in itertools.zip_longest(args, args[1:], fillvalue=""):
-        name, _, value = arg.partition("=")
-        if name == "--no-compile":
-            found += ["--compile", "False"]
-        elif name == "--compile" and (value or not following or following.startswith("-")):
-            found += ["--compile", values.get(value or "on", value)]
-        else:
-            found.append(values.get(arg, arg) if found[-1:] == ["--compile"] else arg)
-    return found
 
 
 def _print_error(text: str, error: BaseException) -> None:

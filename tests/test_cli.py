@@ -101,7 +101,7 @@ def test_what_cannot_work(arguments: str, words: list[str], assert_refused: Asse
 def test_a_value_that_compile_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["train", "ppo", "--compile", "maybe"])
-    assert "'maybe' for argument '--compile'" in capsys.readouterr().err
+    assert "--compile: auto, on or off, not 'maybe'" in capsys.readouterr().err
 
 
 def test_a_run_directory_that_exists(tmp_path: Path, assert_refused: AssertRefused) -> None:

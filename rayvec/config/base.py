@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import textwrap
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ NonNegative = Annotated[float, Bounds(0)]
 Positive = Annotated[float, Bounds(0, above=True)]
 Fraction = Annotated[float, Bounds(0, 1)]
 _EVAL_STEPS = 50_000
-Scalar = bool | int | float | str
+Scalar = None | bool | int | float | str
 
 CONFIGS: dict[str, type[TrainConfig]] = {}
 """Config classes by the name of their algorithm on the command line."""
@@ -97,8 +98,9 @@ class TrainConfig(metaclass=PresetMeta):
     """Function that makes a gymnasium.vector.VectorEnv of the number of environments that it is called with, as
     "module:function". Each worker steps one such native sub-batch, in the place of environments of env_id."""
 
-    env_kwargs: dict[str, Scalar] = field(default_factory=dict)
-    """Keyword arguments for the environment's constructor, or for the function that makes it."""
+    env_kwargs: dict[str, Scalar | list[Scalar]] = field(default_factory=dict)
+    """Keyword arguments for the environment's constructor, or for the function that makes it: names and values in turn
+    on the command line, where lists can't be passed."""
 
     wrappers: tuple[str, ...] = ()
     """Functions that wrap each environment on its worker, in this order, each as "module:function"."""
@@ -398,13 +400,13 @@ class TrainConfig(metaclass=PresetMeta):
 
     def to_yaml(self) -> str:
         """Returns the settings as commented YAML, from which `from_yaml` makes an equal object."""
-        import yaml  # what computes on a GPU needs no YAML
+        from rayvec.config.settings_yaml import write_yaml  # what computes on a GPU needs no YAML
 
         parts = [f"algorithm: {self.algorithm}\n"]
         values = plain(self)
         for row in describe(type(self)):
             comment = "\n".join(textwrap.wrap(row.doc, 116, initial_indent="# ", subsequent_indent="# "))
-            parts.append(f"{comment}\n{yaml.safe_dump({row.name: values[row.name]})}")
+            parts.append(f"{comment}\n{write_yaml({row.name: values[row.name]})}")
         return "\n".join(parts)
 
     @staticmethod
@@ -414,13 +416,9 @@ class TrainConfig(metaclass=PresetMeta):
         Raises:
             ConfigError: The settings are no mapping, or an algorithm, a name or a value in them is wrong.
         """
-        import yaml
+        from rayvec.config.settings_yaml import read_yaml
 
-        try:
-            settings = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            settings = f"no YAML ({' '.join(str(error).split())})"
-        return TrainConfig.from_plain(settings)
+        return TrainConfig.from_plain(read_yaml(text))
 
     def to_plain(self) -> dict[str, Any]:
         """Returns the settings, with ``algorithm``, as strings, numbers, lists and dicts."""
@@ -440,7 +438,7 @@ class TrainConfig(metaclass=PresetMeta):
                 "Settings are a mapping with the name of the algorithm.",
                 expected=f"algorithm: one of {', '.join(CONFIGS)}",
                 got=settings.get("algorithm") if isinstance(settings, dict) else settings,
-                remedy="Use the config.yaml of a run, or write one with TrainConfig.to_yaml().",
+                remedy="Pass the text of a run's config.yaml, Path(...).read_text(), or write one with to_yaml().",
             )
         cls = CONFIGS[settings["algorithm"]]
         values = {name: value for name, value in settings.items() if name != "algorithm"}
@@ -448,11 +446,12 @@ class TrainConfig(metaclass=PresetMeta):
             values["learners"] = "dedicated"
         unknown = sorted(map(str, values.keys() - set(field_names(cls))))
         if unknown:
+            near = difflib.get_close_matches(unknown[0], field_names(cls), 1)
             raise ConfigError(
                 f"{cls.__name__} has a fixed list of settings.",
                 expected=", ".join(field_names(cls)),
                 got=", ".join(unknown),
-                remedy="Correct the name, or remove it.",
+                remedy=f"Did you mean {near[0]}?" if near else "Correct the name, or remove it.",
             )
         return cls(**values)
 

@@ -174,6 +174,8 @@ def _coerced(value: Any, hint: Any) -> Any:
         return parts[parts.index(value)]
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_coerced(item, parts[0]) for item in value)
+    if origin is list and isinstance(value, list | tuple):
+        return [_coerced(item, parts[0]) for item in value]
     if origin is dict and isinstance(value, dict):
         return {_coerced(key, parts[0]): _coerced(item, parts[1]) for key, item in value.items()}
     if hint in (int, float):

@@ -16,12 +16,13 @@ from rayvec.config import ADJUSTABLE, CONFIGS
 from rayvec.config.schema import describe, field_names
 from rayvec.errors import ConfigError
 
-scalars = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), st.text())
+numbers_as_text = st.from_regex(r"[-+0-9.:eE_xo]{1,6}", fullmatch=True)
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), numbers_as_text)
 
 ppo_configs = st.builds(
     PPOConfig,
     env_id=st.text(min_size=1),
-    env_kwargs=st.dictionaries(st.text(), scalars, max_size=3),
+    env_kwargs=st.dictionaries(st.text(), scalars | st.lists(scalars, max_size=2), max_size=3),
     total_steps=st.integers(1, 10**12),
     seed=st.integers(0, 2**32 - 1),
     run_dir=st.none() | st.text("abc/ .é", min_size=1).map(Path),
@@ -84,7 +85,7 @@ def test_every_setting_is_described() -> None:
         ("anneal_lr", 1, "bool"),
         ("env_id", "", "an id that Gymnasium knows"),
         ("env_id", None, "str"),
-        ("env_kwargs", {"map": [1]}, "dict"),
+        ("env_kwargs", {"map": [[1]]}, "dict"),
     ],
 )
 def test_what_cannot_work_is_refused(setting: str, value: Any, expected: str) -> None:
@@ -115,6 +116,11 @@ def test_numbers_of_other_kinds_become_ours() -> None:
     assert config.hidden_sizes == (32,) and config.run_dir == Path("x")
 
 
+@pytest.mark.parametrize(("number", "value"), [("1e-3", 1e-3), ("1.0e-3", 1e-3), ("5.", 5.0), (".5", 0.5), ("2", 2.0)])
+def test_numbers_are_those_of_yaml_1_2(number: str, value: float) -> None:
+    assert TrainConfig.from_yaml(f"algorithm: ppo\nlearning_rate: {number}").learning_rate == value
+
+
 @pytest.mark.parametrize(
     ("text", "got"),
     [
@@ -127,10 +133,14 @@ def test_numbers_of_other_kinds_become_ours() -> None:
         ("algorithm: {}", "{}"),
         ("algorithm: ppo\nplugin: 3", "plugin: 3"),
         ("algorithm: ppo\nplugin: os", "plugin: 'os'"),
+        ("algorithm: ppo\nnum_nodes: 1:4", "'1:4'"),
+        ("algorithm: ppo\nseed: 1\nseed: 2", "'seed' occurs twice"),
+        ("algorithm: ppo\ntotal_step: 1", "total_step. Remedy: Did you mean total_steps"),
+        (Path("config.yaml"), "PosixPath in place of a text"),
     ],
 )
-def test_other_files_are_refused(text: str, got: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Got: .*{got}.*Remedy"):
+def test_other_files_are_refused(text: Any, got: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Got: .*{got}"):
         TrainConfig.from_yaml(text)
 
 

@@ -1,0 +1,113 @@
+"""How the command line reads the settings of a run: its options are the fields of the config classes, read by tyro."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, Union, get_type_hints
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from rayvec.config.base import CONFIGS, Scalar, TrainConfig
+from rayvec.config.schema import describe
+
+__all__ = ["subcommands", "with_values"]
+
+_RESUME_HELP = (
+    "Resume the run in this directory from its last checkpoint, with its own settings; you may change only {}."
+)
+_SEEDS_HELP = (
+    "Train once with each of these seeds, as many side by side as there are cores for, in seed1, seed2 and so on below "
+    "the run directory. The same command with the same --run-dir continues what has not finished."
+)
+
+
+def _node_counts(words: list[str]) -> int | tuple[int, ...] | str | None:
+    """Returns the value of ``--num-nodes``: a number, MIN:MAX, or None. Other words are left to the check of the field.
+
+    >>> _node_counts(["4"]), _node_counts(["1:4"]), _node_counts(["None"])
+    (4, (1, 4), None)
+    """
+    counts = words[0].split(":")
+    if words[0] == "None" or not all(count.isdecimal() for count in counts):
+        return None if words[0] == "None" else words[0]
+    return int(words[0]) if len(counts) == 1 else tuple(map(int, counts))
+
+
+_NODE_COUNTS = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="INT|MIN:MAX|None",
+    instance_from_str=_node_counts,
+    is_instance=lambda value: True,
+    str_from_instance=lambda value: [":".join(map(str, value)) if isinstance(value, tuple) else str(value)],
+)
+
+
+_COMPILE = {"auto": "auto", "on": True, "off": False, "True": True, "False": False}
+
+
+def _compile(words: Sequence[str]) -> Any:
+    """Reads a value of ``--compile``."""
+    if words[0] not in _COMPILE:
+        raise ValueError(f"auto, on or off, not {words[0]!r}")
+    return _COMPILE[words[0]]
+
+
+_COMPILES = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="{auto,on,off}",
+    instance_from_str=_compile,
+    is_instance=lambda value: True,
+    str_from_instance=lambda value: [next(name for name, known in _COMPILE.items() if known == value)],
+)
+_TYPES = {
+    "num_nodes": Annotated[Any, _NODE_COUNTS],
+    "compile": Annotated[Any, _COMPILES],
+    "env_kwargs": dict[str, Scalar],
+}
+"""What the command line reads in place of a setting's own type."""
+
+
+def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
+    """Returns the fields of `cls`, ``resume`` and ``seeds``, without checks: tyro would reformat their messages."""
+    docs = {row.name: row.doc for row in describe(cls)}
+    types = {**get_type_hints(cls, include_extras=True), **_TYPES}
+    options = [
+        (item.name, Annotated[types[item.name], tyro.conf.arg(help=docs[item.name])], copy.copy(item))
+        for item in dataclasses.fields(cls)
+    ]
+    help_text = _RESUME_HELP.format(", ".join(name.replace("_", "-") for name in cls.adjustable()))
+    resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=help_text)], field(default=None))
+    seeds = ("seeds", Annotated[tuple[int, ...], tyro.conf.arg(help=_SEEDS_HELP)], field(default=()))
+    namespace = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
+    return dataclasses.make_dataclass(
+        cls.__name__, [*options, resume, seeds], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
+    )
+
+
+def subcommands() -> Any:
+    """Returns one subcommand for each algorithm; a union needs a second member to be one."""
+    return Union[
+        *(Annotated[_options(cls), tyro.conf.subcommand(name)] for name, cls in CONFIGS.items()),
+        Annotated[None, tyro.conf.Suppress],
+    ]
+
+
+def with_values(args: Sequence[str]) -> Sequence[str]:
+    """Returns the arguments of ``train`` with a value for ``--compile``, also where it stands alone.
+
+    >>> with_values(["train", "ppo", "--no-compile", "--compile", "--seed", "3"])
+    ['train', 'ppo', '--compile', 'off', '--compile', 'on', '--seed', '3']
+    """
+    if args[:1] != ["train"]:
+        return args
+    found: list[str] = []
+    for arg, following in itertools.zip_longest(args, args[1:], fillvalue=""):
+        is_alone = arg == "--compile" and (not following or following.startswith("-"))
+        found += ["--compile", "off"] if arg == "--no-compile" else [arg, "on"] if is_alone else [arg]
+    return found
