@@ -378,6 +378,8 @@ def _explanation(error: Exception) -> str | None:
     if isinstance(error, RayvecError):
         return str(error)
     if isinstance(error.__cause__, RayvecError):  # an environment raised: its own error, and where
+        if " Remedy: " in str(error):  # a message of rayvec about what it returned
+            return f"{error} Raised in {error.__cause__.raised_in}."
         return message(
             "An environment is made and stepped without raising.",
             expected="no exception",

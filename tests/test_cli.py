@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import AssertRefused
@@ -22,6 +23,7 @@ from helpers.training_kit import HERE, SMALL, lengthen, options
 from rayvec.cli import main
 from rayvec.config import PPOConfig
 from rayvec.config.schema import field_names
+from rayvec.testing import CountingEnv
 from rayvec.training.run_dir import load_run
 
 TINY = [*options({**SMALL, **HERE}), "--total-steps=64"]
@@ -96,6 +98,19 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 )
 def test_what_cannot_work(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:
     assert_refused(["train", "ppo", *arguments.split()], *words)
+
+
+class WrongShape(CountingEnv):
+    def step(self, action: Any) -> Any:
+        return np.zeros(3), *super().step(action)[1:]
+
+
+@pytest.mark.filterwarnings("ignore:Observations range up to")
+def test_a_message_about_an_environment_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    args = [*TINY, "--env-id", f"{__name__}:WrongShape", "--run-dir", str(tmp_path / "a")]
+    assert main(["train", "ppo", *args]) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "Expected" in line)
+    assert line.count("Expected") == line.count("Remedy") == 1 and "Raised in" in line and ".py" not in line
 
 
 def test_a_value_that_compile_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:

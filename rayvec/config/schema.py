@@ -171,7 +171,9 @@ def _coerced(value: Any, hint: Any) -> Any:
     if origin in (Union, types.UnionType):
         return _first_match(value, parts)
     if origin is Literal:
-        return parts[parts.index(value)]
+        is_bool = isinstance(value, bool | np.bool_)  # True == 1
+        choices = [part for part in parts if isinstance(part, bool) == is_bool]
+        return choices[choices.index(value)]
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_coerced(item, parts[0]) for item in value)
     if origin is list and isinstance(value, list | tuple):

@@ -23,11 +23,14 @@ from rayvec.doctor.findings import Finding, Node, of_network, of_node, of_versio
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import first_line
 
-__all__ = ["examine"]
+__all__ = ["examine", "recommended"]
 
 _ANSWER_S = 60.0
 _MAKE_S = 300.0
 _STEPPING_S = 1.0
+_ENVS_PER_CORE = (1, 8, 32)
+_MOST = 0.9
+"""The fewest environments are recommended with which at least this share of the most steps/s is predicted."""
 
 
 def examine(address: str | None, env_id: str | None) -> Iterator[Finding]:
@@ -165,24 +168,29 @@ class _Examination:
             yield Finding("ok", node.name, "environment", f"{env_id}: {times}")
         if measured:
             yield from _slow_nodes(measured)
-            yield self._recommended(measured)
+            yield recommended(measured, self._networks)
 
-    def _recommended(self, measured: Sequence[tuple[Node, Mapping[str, Any]]]) -> Finding:
-        """Returns the setting that the cost model recommends for one environment per core."""
-        cores = min(max(1, node.cores) for node, _ in measured)
-        one = {name: statistics.fmean(each[name] for _, each in measured) for name in ("step_s", "sigma", "obs_bytes")}
-        base = Setting(len(measured), cores, step_s=one["step_s"], sigma=one["sigma"], obs_bytes=int(one["obs_bytes"]))
-        round_trip = max((each for each, _ in self._networks), default=0.0)
-        width = min((each for _, each in self._networks), default=float("inf"))
-        network = Cluster(latency_s=round_trip / 2, bytes_per_s=width)
-        best = recommend(DEFAULT_FIT, base, len(measured) * cores, cores, network)
-        nodes = len(measured) if len(measured) > 1 else 0
-        options = f"--num-envs {best.num_envs} --num-nodes {nodes} --workers-per-node {best.workers}"
-        options += f" --inference {best.inference}" + (
-            f" --num-steps {best.chunk_steps}" if best.inference == "worker" else f" --groups {best.groups}"
-        )
-        rate = steps_per_s(DEFAULT_FIT, best, network)
-        return Finding("ok", "driver", "setting", f"{options} ({describe(best)}: about {rate:,.0f} steps/s)")
+
+def recommended(measured: Sequence[tuple[Node, Mapping[str, Any]]], networks: Sequence[tuple[float, float]]) -> Finding:
+    """Returns the setting that the cost model recommends.
+
+    It was fitted on another machine. So it says which setting is fast here, but not how fast.
+    """
+    cores = min(max(1, node.cores) for node, _ in measured)
+    one = {name: statistics.fmean(each[name] for _, each in measured) for name in ("step_s", "sigma", "obs_bytes")}
+    base = Setting(len(measured), cores, step_s=one["step_s"], sigma=one["sigma"], obs_bytes=int(one["obs_bytes"]))
+    round_trip = max((each for each, _ in networks), default=0.0)
+    width = min((each for _, each in networks), default=float("inf"))
+    network = Cluster(latency_s=round_trip / 2, bytes_per_s=width)
+    best_of = [recommend(DEFAULT_FIT, base, len(measured) * cores * k, cores, network) for k in _ENVS_PER_CORE]
+    rates = [steps_per_s(DEFAULT_FIT, each, network) for each in best_of]
+    best = next(each for each, rate in zip(best_of, rates, strict=True) if rate > _MOST * max(rates))
+    nodes = len(measured) if len(measured) > 1 else 0
+    options = f"--num-envs {best.num_envs} --num-nodes {nodes} --workers-per-node {best.workers}"
+    options += f" --inference {best.inference}" + (
+        f" --num-steps {best.chunk_steps}" if best.inference == "worker" else f" --groups {best.groups}"
+    )
+    return Finding("ok", "driver", "setting", f"{options} ({describe(best)})")
 
 
 def _nodes() -> list[Node]:

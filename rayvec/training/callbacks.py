@@ -7,10 +7,12 @@ the :class:`RunContext` of the run, in the process that called :func:`rayvec.tra
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +141,13 @@ class StopAtReturn:
                 got=num_episodes,
                 remedy=f"Pass num_episodes={WINDOW} or less.",
             )
+        if not _is_number(return_mean):
+            raise ConfigError(
+                "StopAtReturn ends a run at a mean return.",
+                expected="a number",
+                got=repr(return_mean),
+                remedy="Pass StopAtReturn(475.0).",
+            )
         self._return_mean, self._num_episodes = return_mean, num_episodes
 
     def on_iteration(self, context: RunContext) -> None:
@@ -155,6 +164,10 @@ class StopAtReturn:
     def _look(self, context: RunContext, return_mean: float, what: str) -> None:
         if return_mean >= self._return_mean:
             context.stop(f"the mean return of {what}, {return_mean:.1f}, reached {self._return_mean:g}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not math.isnan(value)
 
 
 class BestModel:

@@ -17,7 +17,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, first_line
 from rayvec.learners.sac_own_network import OwnSACActor
 from rayvec.policies.distributions import NOT_ALLOWED, Categorical, Gaussian, TanhGaussian
 from rayvec.policies.encoders import OBS_CLIP, Encoder, leaf_spaces
@@ -193,15 +193,23 @@ def _export_onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: list[
         ) from error
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     rows = torch.export.Dim("rows", min=1)
-    program = torch.onnx.export(
-        greedy,
-        example,
-        input_names=names,
-        output_names=["action"],
-        dynamic_shapes=(tuple({0: rows} for _ in example),),
-        verbose=False,
-        dynamo=True,
-    )
+    try:
+        program = torch.onnx.export(
+            greedy,
+            example,
+            input_names=names,
+            output_names=["action"],
+            dynamic_shapes=(tuple({0: rows} for _ in example),),
+            verbose=False,
+            dynamo=True,
+        )
+    except Exception as error:  # torch gives no class for all of them
+        raise ConfigError(
+            "torch.onnx traces a network into a graph.",
+            expected="a network that it can trace, for any number of observations",
+            got=f"{type(error).__name__}: {first_line(error)}"[:300],
+            remedy="Export to TorchScript (.pt), or change the network; the cause says where it fails.",
+        ) from error
     assert program is not None
     graph = program.model.graph
     for value in [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]:

@@ -81,6 +81,15 @@ def free_run_dir(config: TrainConfig) -> Path:
         return Path("runs", f"{env_name}-{config.algorithm}-seed{config.seed}-{began}")
     if os.path.lexists(config.run_dir):
         raise _taken(config.run_dir, config)
+    try:
+        os.path.abspath(config.run_dir).encode()
+    except UnicodeEncodeError as error:  # TensorBoard could not write there
+        raise ConfigError(
+            "The path of a run's directory is UTF-8.",
+            expected="a path in UTF-8",
+            got=repr(os.fsencode(error.object)),
+            remedy="Pass another run_dir.",
+        ) from None
     return config.run_dir
 
 

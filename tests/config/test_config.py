@@ -83,6 +83,8 @@ def test_every_setting_is_described() -> None:
         ("hidden_sizes", (64, 0), "at least 1"),
         ("hidden_sizes", "64", "tuple"),
         ("anneal_lr", 1, "bool"),
+        ("groups", True, "1 | 2 | 'auto'"),
+        ("compile", 1, "'auto' | True | False"),
         ("env_id", "", "an id that Gymnasium knows"),
         ("env_id", None, "str"),
         ("env_kwargs", {"map": [[1]]}, "dict"),

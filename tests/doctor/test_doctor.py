@@ -12,6 +12,7 @@ from helpers.processes import running
 from rayvec.bench.cost_model.default_fit import DEFAULT_FIT
 from rayvec.bench.cost_model.model import Cluster, Setting, recommend
 from rayvec.cli import main
+from rayvec.doctor.cluster import recommended
 from rayvec.doctor.findings import Finding, Node, of_network, of_node, of_versions
 from rayvec.doctor.probe import read_facts
 
@@ -176,6 +177,13 @@ def test_an_address_where_nothing_answers(tmp_path: Path) -> None:
 def test_the_fit_that_stands_in_recommends_chunks_for_short_steps() -> None:
     best = recommend(DEFAULT_FIT, Setting(2, 8, step_s=1e-4), 16, 8, Cluster())
     assert best.inference == "worker" and best.num_envs == 16
+
+
+@pytest.mark.parametrize(("step_s", "per_core"), [(1e-5, 8), (0.1, 1)])
+def test_short_steps_want_more_environments_than_cores(step_s: float, per_core: int) -> None:
+    node = Node("a", "host", "127.0.0.1", {"CPU": 4.0}, True)
+    finding = recommended([(node, {"step_s": step_s, "sigma": 0.0, "obs_bytes": 16})], [])
+    assert f"--num-envs {4 * per_core} " in finding.found and "--workers-per-node 4" in finding.found
 
 
 def test_a_finding_that_ends_with_a_full_stop_gets_no_second_one() -> None:

@@ -20,6 +20,7 @@ from helpers.training_kit import HERE, SMALL, tiny
 import rayvec
 from rayvec.config.references import refer
 from rayvec.errors import CheckpointError, ConfigError
+from rayvec.training import export
 from rayvec.training.agent import Agent
 from rayvec.training.evaluation import greedy_policy
 from rayvec.training.run_dir import load_run
@@ -335,6 +336,21 @@ def test_arrays_without_numbers_are_exported(observed: Any, acted: Any, tmp_path
     policy = torch.jit.load(agent.export(tmp_path / "policy.pt"))
     tensors = [torch.from_numpy(part) for part in (obs.values() if isinstance(obs, dict) else [obs])]
     np.testing.assert_array_equal(policy(*tensors), agent.predict(obs))
+
+
+class Looping(torch.nn.Module):
+    """Has a loop whose length depends on what it sees, which torch can't trace."""
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        for _ in range(int(obs.sum().item())):
+            obs = obs + 1
+        return obs
+
+
+def test_a_network_that_onnx_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"torch.onnx traces a network.*Remedy: Export to TorchScript"):
+        export._export_onnx(Looping(), (torch.ones(2, 3),), ["obs"], tmp_path / "policy.onnx")  # type: ignore[arg-type]
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_export_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:

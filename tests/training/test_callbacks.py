@@ -156,6 +156,9 @@ def test_stopping_at_a_return(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert high.stop_reason is None
     with pytest.raises(ConfigError, match="at most 100"):
         rayvec.StopAtReturn(1, num_episodes=101)
+    for no_number in ("475", float("nan")):
+        with pytest.raises(ConfigError, match="Expected: a number"):
+            rayvec.StopAtReturn(no_number)  # type: ignore[arg-type]
 
 
 def test_the_best_weights_are_kept(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -117,6 +118,13 @@ def test_parts_that_resuming_needs_are_checked(whole: Path, tmp_path: Path, plac
     save_checkpoint(run_dir, state)
     with pytest.raises(CheckpointError, match=r"Expected: .*Got: .*Remedy"):
         rayvec.resume(run_dir)
+
+
+def test_a_directory_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    run_dir = tmp_path / os.fsdecode(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"Expected: a path in UTF-8. Got: b'.*xff"):
+        rayvec.train(tiny(run_dir))
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
