@@ -44,6 +44,7 @@ __all__ = [
     "check_node_range",
     "first_line",
     "message",
+    "without_remedy",
 ]
 
 
@@ -280,6 +281,15 @@ def _pickled(error: BaseException, text: str) -> bytes | None:
             if type(rebuilt).__qualname__ == type(error).__qualname__ and str(rebuilt) == text:
                 return pickled
     return None
+
+
+def without_remedy(error: BaseException) -> str:
+    """Returns an error's text without its remedy, for a log line that says what was done.
+
+    >>> without_remedy(ConfigError("num_envs is a count.", expected="at least 1", got=0, remedy="Pass num_envs=1."))
+    'num_envs is a count. Expected: at least 1. Got: 0.'
+    """
+    return str(error).partition(" Remedy: ")[0]
 
 
 def first_line(error: BaseException) -> str:

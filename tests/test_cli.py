@@ -283,7 +283,7 @@ def test_train_resume_and_eval(
     lengthen(run_dir, 64, 128)
     assert main(["train", "ppo", "--resume", str(run_dir), "--inference", "driver", "--num-steps=16"]) == 0
     assert load_run(run_dir)[1]["progress"]["steps"] == 128
-    assert_refused(["train", "sac", "--resume", str(run_dir)], "Got: algorithm='sac' after 'ppo'.")
+    assert_refused(["train", "sac", "--resume", str(run_dir)], "Got: algorithm='sac' after 'ppo'.", "rayvec train ppo")
     another = ["train", "ppo", "--resume", str(run_dir), "--gamma", "0.98", "--seed", "3", "--no-anneal-lr"]
     assert_refused(another, "Got: seed=3 after 1, anneal_lr=False after True.")
 

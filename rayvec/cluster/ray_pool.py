@@ -38,7 +38,7 @@ from rayvec.cluster.ray_session import RaySession
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, Rollout, StepBatch, Topology, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError, NodeLostError, WorkerLostError
+from rayvec.errors import ConfigError, NodeLostError, WorkerLostError, without_remedy
 from rayvec.node.parted_pool import PartedPool
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.ids_by_owner import Part, Plan
@@ -361,7 +361,7 @@ class RayPool(PartedPool):
         what = "node %s is lost" if isinstance(error, NodeLostError) else "a worker of node %s did not start"
         logger.warning(
             f"{what}; environments %d to %d, seeds %s, resume on node %s: %s",
-            *(member.node.slice.name, envs[0], envs[-1], self._seeds_of(envs), place.name, error),
+            *(member.node.slice.name, envs[0], envs[-1], self._seeds_of(envs), place.name, without_remedy(error)),
         )
         member.node = self._open(place)
         self._resume_on(member.node, number, place)

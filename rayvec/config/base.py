@@ -392,7 +392,9 @@ class TrainConfig(metaclass=PresetMeta):
                 "On resume you may change where and how fast a run executes, not what it learns.",
                 expected=f"only changes of {', '.join(adjustable)}",
                 got=", ".join(f"{name}={changes[name]!r} after {before[name]!r}" for name in fixed),
-                remedy="Leave these out, or start a new run.",
+                remedy=f"Resume this run by rayvec train {self.algorithm}."
+                if "algorithm" in fixed
+                else "Leave these out, or begin a new run with the weights of this one (init_from).",
             )
         if changes.get("num_nodes") == 0:
             changes = {"workers_per_node": None, **changes}  # the run's own was for nodes of Ray

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, Tree
-from rayvec.errors import WorkerLostError
+from rayvec.errors import WorkerLostError, without_remedy
 from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.pipe import LOOK_S
 from rayvec.node.process_watch import readable
@@ -247,7 +247,7 @@ class Supervisor:
         named = ids if units is None else np.intersect1d(ids, units)  # a native sub-batch has the seed of its first row
         seeds = [seed_of(self._arrays, row, self._workers.first_id + row) for row in named.tolist()]
         self._arrays["restarts"][rows] += 1
-        logger.warning("restarted %s, seeds %s: %s", client.where, seeds, error)
+        logger.warning("restarted %s, seeds %s: %s", client.where, seeds, without_remedy(error))
         self.num_replaced += 1
         client.reconnect(self._workers.restart(client.index, client.num_done, self.acting.policies))
 

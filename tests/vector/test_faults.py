@@ -178,6 +178,7 @@ def test_the_log_names_the_seeds_of_restarts(caplog: pytest.LogCaptureFixture) -
             env.step(told(2, n0=DIE))
             begun = env.step(told(2))[0][:, SEED].tolist()
     assert begun == [restart_seed(10 + n, n, 2) for n in range(2)]
+    assert not any("Remedy" in text for text in caplog.messages)  # what it proposes has been done
     seeds = [re.findall(r"seeds \[(\d+), (\d+)\]", text) for text in caplog.messages]
     assert seeds == [[("10", "11")], [tuple(str(restart_seed(10 + n, n, 1)) for n in range(2))]]
 
