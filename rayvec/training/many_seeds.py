@@ -214,9 +214,11 @@ def _summarize(run_dirs: Sequence[Path], picture: Path) -> None:
         greedy = result.get("eval_return_mean")
         print(f"{run_dir}: greedy return {'none' if greedy is None else f'{greedy:.1f}'}")
     try:
-        (group,) = read_runs(run_dirs)
+        groups = read_runs(run_dirs)
     except ConfigError as error:
         print(f"There is no picture of the curves: {error}")
         return
-    plot_runs([group], picture)
-    print(f"{group.env_id} {group}; the curves are in {picture}")
+    plot_runs(groups, picture)
+    for group in groups:
+        print(f"{group.env_id} {group}")
+    print(f"the curves are in {picture}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +24,12 @@ from rayvec.training.run_dir import load_config, load_result
 __all__ = ["Curves", "plot_runs", "read_runs"]
 
 _POINTS = 200
-_OWN = {"seed", "run_dir", "env_id", "num_envs", "init_from", *ADJUSTABLE}
-"""Settings that do not tell groups of runs apart, or whose values say nothing to a reader."""
+_LINE_CHARS = 106
+_LINE_INCHES = 0.16
+"""Characters of a line of the legend, and its height."""
+_OF_LEARNING = {"learners", "num_learners", "sync_fraction", "min_share", "variable_lengths", "precision"}
+_OWN = {"seed", "run_dir", "env_id", "plugin", *ADJUSTABLE} - _OF_LEARNING
+"""Settings that do not tell groups of runs apart."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class Curves:
     Attributes:
         label: Algorithm, and the settings in which other runs of the same environment differ.
         env_id: Their environment.
+        seeds: The seed of each run.
         training: Of each run, steps and smoothed returns of episodes in training, ``float64 [2, L]``.
         evaluations: Of each run, steps and mean returns of greedy evaluations during training, ``float64 [2, E]``.
         final: Mean returns of the greedy evaluations after training, of the runs that have ended.
@@ -40,34 +47,31 @@ class Curves:
 
     label: str
     env_id: str
+    seeds: list[int]
     training: list[NDArray[np.float64]]
     evaluations: list[NDArray[np.float64]]
     final: list[float]
 
     def __str__(self) -> str:
-        """The label, the number of seeds, and the greedy return where runs have ended."""
-        count = len(self.training)
-        text = f"{self.label} ({count} seed{'s' * (count > 1)})"
+        """The label, the number of runs and seeds, and the greedy return where runs have ended."""
+        runs, seeds = len(self.seeds), sorted(set(self.seeds))
+        counted = f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
+        text = f"{self.label} ({counted if runs == len(seeds) else f'{runs} runs, {counted}'})"
         if self.final:
             text += f": greedy {np.mean(self.final):.1f}" + (f" ± {np.std(self.final):.1f}" * (len(self.final) > 1))
+            text += f" of {len(self.final)} that ended" * (len(self.final) < runs)
         return text
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
-    """Returns the curves of runs, grouped; files, such as a picture beside the runs, are left out.
+    """Returns the curves of runs, grouped. A directory of ``--seeds`` stands for its runs.
+
+    Files, such as a picture beside the runs, are left out; other directories too, which a line on standard error names.
 
     Raises:
-        ConfigError: There are none, one is not the directory of a run, or no episode has ended in it.
+        ConfigError: There are none, a path does not exist, or no episode has ended in a run.
     """
-    paths, run_dirs = run_dirs, [run_dir for run_dir in run_dirs if not run_dir.is_file()]
-    if not run_dirs:
-        raise ConfigError(
-            "A plot shows runs.",
-            expected="at least one directory of a run",
-            got=f"only files: {', '.join(map(str, paths))}"[:200] if paths else "none",
-            remedy="Pass some, for example rayvec plot runs/*",
-        )
-    configs = {run_dir: load_config(run_dir) for run_dir in run_dirs}
+    configs = {run_dir: load_config(run_dir) for run_dir in _found(run_dirs)}
     groups: dict[tuple[str, str], list[Path]] = {}
     for run_dir, config in configs.items():
         groups.setdefault((config.env_id, _label(config, list(configs.values()))), []).append(run_dir)
@@ -86,23 +90,58 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
         evaluations = [points_of(lines, "eval/return_mean") for lines in read]
         greedy = [load_result(run_dir).get("eval_return_mean") for run_dir in members]
         finals = [value for value in greedy if value is not None]
-        found.append(Curves(label, env_id, curves, evaluations, finals))
+        found.append(Curves(label, env_id, [configs[each].seed for each in members], curves, evaluations, finals))
     return found
 
 
+def _found(paths: Sequence[Path]) -> list[Path]:
+    """Returns the directories of runs that paths stand for."""
+    found: list[Path] = []
+    others: list[Path] = []
+    for path in paths:
+        if (path / "config.yaml").exists() or not path.exists():
+            found.append(path)
+        elif of_seeds := sorted(path.glob("seed*/config.yaml")):
+            found += [each.parent for each in of_seeds]
+        elif path.is_dir():
+            others.append(path)
+    if not found:
+        raise ConfigError(
+            "A plot shows runs.",
+            expected="at least one directory of a run, which has a config.yaml",
+            got=f"others: {', '.join(map(str, paths))}"[:200] if paths else "none",
+            remedy="Pass some, for example rayvec plot runs/*",
+        )
+    if others:
+        print(f"rayvec: left out, without a config.yaml: {', '.join(map(str, others))}", file=sys.stderr)
+    return list(dict.fromkeys(found))
+
+
 def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
-    """Returns the algorithm, and the settings in which runs of the same algorithm and environment differ."""
+    """Returns the algorithm, and the settings in which runs of the same algorithm and environment differ.
+
+    Where presets differ, their names stand for the settings that have the values of the presets.
+    """
     kin = [each for each in others if type(each) is type(config) and each.env_id == config.env_id]
-    names = [row.name for row in describe(type(config)) if row.name not in _OWN or row.name == "num_envs"]
-    differing = [name for name in names if len({str(getattr(each, name)) for each in kin}) > 1]
-    return ", ".join([config.algorithm.upper(), *(f"{name}={getattr(config, name)}" for name in differing)])
+    names = [row.name for row in describe(type(config)) if row.name not in _OWN]
+    differing = [name for name in names if len({_shown(each, name) for each in kin}) > 1]
+    if "preset" in differing:
+        presets = [(each, type(each)(env_id=each.env_id, preset=each.preset)) for each in kin]
+        own = [name for name in differing if any(_shown(a, name) != _shown(b, name) for a, b in presets)]
+        differing = ["preset", *own]
+    return ", ".join([config.algorithm.upper(), *(f"{name}={_shown(config, name)}" for name in differing)])
+
+
+def _shown(config: TrainConfig, name: str) -> str:
+    return config.learner_mode if name == "learners" else str(getattr(config, name))
 
 
 def plot_runs(groups: Sequence[Curves], path: Path) -> None:
     """Draws returns over steps, smoothed, one panel for each environment and one line for each group.
 
-    The line is the mean over seeds; the area around it is one standard deviation wide in both directions. Lines end
-    where the shortest run of their group does. Greedy evaluations during training are dashed.
+    The line is the mean over runs; the area around it is one standard deviation wide in both directions, whose divisor
+    is the number of runs. Lines end where the shortest run of their group does. Greedy evaluations during training are
+    dashed.
 
     Args:
         groups: The runs.
@@ -111,8 +150,11 @@ def plot_runs(groups: Sequence[Curves], path: Path) -> None:
     Raises:
         ConfigError: matplotlib writes no such format.
     """
-    env_ids = list(dict.fromkeys(each.env_id for each in groups))
-    figure, panels = curves_figure(len(env_ids), height=4.2)
+    labels: dict[str, list[str]] = {}
+    for each in groups:
+        labels.setdefault(each.env_id, []).append(textwrap.fill(str(each), _LINE_CHARS))
+    num_lines = max(sum(label.count("\n") + 1 for label in of_env) for of_env in labels.values())
+    figure, panels = curves_figure(len(labels), height=4.2 + _LINE_INCHES * num_lines)
     known, kind = figure.canvas.get_supported_filetypes(), path.suffix[1:].lower() or "png"
     if kind not in known:
         raise ConfigError(
@@ -121,16 +163,18 @@ def plot_runs(groups: Sequence[Curves], path: Path) -> None:
             got=path,
             remedy="Pass --out curves.png, for example.",
         )
-    for axes, env_id in zip(panels, env_ids, strict=True):
+    for axes, (env_id, of_env) in zip(panels, labels.items(), strict=True):
+        meaning = ""
         for number, group in enumerate(each for each in groups if each.env_id == env_id):
             color = COLORS[number % len(COLORS)]
-            _draw(axes, group.training, color, "-", str(group))
+            _draw(axes, group.training, color, "-", of_env[number])
             if all(each.size for each in group.evaluations):
                 _draw(axes, group.evaluations, color, "--", None)
-        axes.set(title=env_id, ylabel="return (sum of rewards in an episode)")
+                meaning = " (solid: training; dashed: greedy evaluations during training)"
+        axes.set(title=env_id, xlabel=f"environment steps{meaning}", ylabel="return (sum of rewards in an episode)")
         axes.set_xlim(left=0)
-        axes.legend(frameon=False, loc="best", fontsize=8)
-    axes.set_xlabel("environment steps (solid: training; dashed: greedy evaluations during training)")
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 5}
+        axes.legend(frameon=False, fontsize=8, **below)
     with written_whole(path) as file:
         figure.savefig(file, format=kind)
 

@@ -112,9 +112,12 @@ def _evaluation(result: Mapping[str, Any]) -> str:
     returns = np.array(result.get("eval_returns", []))
     if not len(returns):
         return ""
+    from matplotlib.ticker import MaxNLocator
+
     figure, (axes,) = curves_figure(height=2.6)
     axes.hist(returns, bins=min(20, max(5, len(returns) // 3)), color=ORANGE, alpha=0.85)
     axes.set(xlabel="return of an episode", ylabel="episodes")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     quarters = np.percentile(returns, [0, 25, 50, 75, 100])
     names = ("smallest", "lower quartile", "median", "upper quartile", "largest")
     rows = [(name, f"{value:.1f}") for name, value in zip(names, quarters, strict=True)]

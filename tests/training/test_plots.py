@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ import numpy as np
 import pytest
 from conftest import AssertRefused
 from helpers.training_kit import tiny
+from matplotlib.figure import Figure
 
 import rayvec
+from rayvec import PPOConfig
 from rayvec.cli import main
+from rayvec.training import many_seeds
 from rayvec.training.learning_curve import sound
 from rayvec.training.loggers import read_metrics
 from rayvec.training.plots import plot_runs, read_runs
 from rayvec.training.report import write_report
+from rayvec.training.run_dir import load_config
 
 SETTINGS = {"eval_interval_steps": 128, "eval_episodes": 3, "total_steps": 256}
 
@@ -61,8 +66,9 @@ def test_runs_are_grouped_by_what_they_learn(runs: Path, tmp_path: Path, capsys:
 
 
 def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: AssertRefused) -> None:
-    assert_refused(["plot", str(runs / "a1"), str(tmp_path)], "config.yaml")
-    assert_refused(["plot", str(runs / "a1" / "config.yaml")], "directory of a run", "Got: only files: ")
+    assert_refused(["plot", str(runs / "a1"), str(tmp_path / "typo")], "config.yaml")
+    assert_refused(["plot", str(tmp_path)], "directory of a run", f"Got: others: {tmp_path}")
+    assert_refused(["plot", str(runs / "a1" / "config.yaml")], "directory of a run", "Got: others: ")
     assert_refused(["plot", str(runs / "a1"), "--out", str(tmp_path / "a.doc")], "says its format", ".pdf")
     assert_refused(["report", str(tmp_path)], "config.yaml")
     (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())
@@ -80,6 +86,85 @@ def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: Asse
         assert_refused(["report", str(tmp_path)], "result.json", "Remedy")
     (tmp_path / "config.yaml").write_bytes(b"\xff")
     assert_refused(["plot", str(tmp_path)], "config.yaml", "Remedy")
+
+
+def copied(runs: Path, run_dir: Path, changes: dict[str, Any]) -> Path:
+    """Copies a run and changes settings in its config.yaml."""
+    shutil.copytree(runs / "a1", run_dir)
+    settings = {**load_config(run_dir).to_plain(), **changes}
+    (run_dir / "config.yaml").write_text(json.dumps(settings))
+    return run_dir
+
+
+def test_labels_count_runs_and_seeds(runs: Path, tmp_path: Path) -> None:
+    copies = [copied(runs, tmp_path / f"{port}", {"metrics_port": port}) for port in (1, 2)]
+    texts = [str(*read_runs(each)) for each in ([runs / "a1"], [runs / "a1", *copies], [runs / "a2", *copies])]
+    assert [re.findall(r"\(.*\)", text) for text in texts] == [
+        ["(seed 1)"],
+        ["(3 runs, seed 1)"],
+        ["(3 runs, 2 seeds)"],
+    ]
+    (copies[0] / "result.json").unlink()
+    (group,) = read_runs(copies)
+    assert str(group).endswith(f"greedy {group.final[0]:.1f} of 1 that ended")
+
+
+@pytest.mark.parametrize(
+    ("changes", "differing"),
+    [
+        ({"init_from": "runs/a"}, ("init_from=None", "init_from=runs/a")),
+        ({"precision": "bf16"}, ("precision=float32", "precision=bf16")),
+        ({"learners": "decentralized"}, ("learners=driver", "learners=decentralized")),
+        ({"learners": "driver", "track": "wandb", "plugin": []}, ()),
+    ],
+    ids=str,
+)
+def test_what_tells_groups_apart(
+    runs: Path, tmp_path: Path, changes: dict[str, Any], differing: tuple[str, ...]
+) -> None:
+    groups = read_runs([runs / "a1", copied(runs, tmp_path / "a", changes)])
+    assert [group.label for group in groups] == ([f"PPO, {text}" for text in differing] or ["PPO"])
+
+
+def test_a_preset_is_named_in_place_of_its_settings(runs: Path, tmp_path: Path) -> None:
+    changes = [PPOConfig().to_plain(), PPOConfig(preset="none", num_envs=4).to_plain()]
+    run_dirs = [copied(runs, tmp_path / str(number), changes) for number, changes in enumerate(changes)]
+    labels = [group.label for group in read_runs(run_dirs)]
+    assert labels == ["PPO, preset=classic, num_envs=16", "PPO, preset=none, num_envs=4"]
+
+
+def test_directories_beside_runs(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `rayvec plot runs/*` passes: runs of ``--seeds`` in one directory, and what trackers write."""
+    for name in ("a1", "a2"):
+        shutil.copytree(runs / name, tmp_path / "seeds" / f"seed{name[1]}")
+    (tmp_path / "wandb" / "run-1").mkdir(parents=True)
+    (group,) = read_runs([tmp_path / "seeds", tmp_path / "wandb", tmp_path / "seeds" / "seed1"])
+    assert group.seeds == [1, 2]
+    assert capsys.readouterr().err == f"rayvec: left out, without a config.yaml: {tmp_path / 'wandb'}\n"
+
+
+def test_runs_of_seeds_with_different_settings(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same command may continue with another number of ranks."""
+    many_seeds._summarize([runs / "a1", copied(runs, tmp_path / "a", {"num_learners": 2})], tmp_path / "a.png")
+    printed = capsys.readouterr().out
+    assert "PPO, num_learners=1, learners=driver (seed 1)" in printed and "num_learners=2" in printed
+
+
+def test_the_legend_is_below_the_axes_and_names_what_is_drawn(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+    (group,) = read_runs([runs / "a1", runs / "a2"])
+    for each in (group, replace(group, label="setting=value, " * 20, evaluations=[np.zeros((2, 0))])):
+        plot_runs([each], tmp_path / "a.png")
+    for figure, expected in zip(figures, ("dashed", "environment steps"), strict=True):
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        legend = axes.get_legend().get_window_extent()
+        assert expected in axes.get_xlabel() and legend.y1 < axes.xaxis.label.get_window_extent().y0
+        assert 0 <= legend.x0 < legend.x1 <= figure.bbox.x1 and legend.y0 >= 0
+    assert "dashed" not in figures[1].axes[0].get_xlabel()
 
 
 @pytest.mark.parametrize(
@@ -156,6 +241,15 @@ def test_a_report_is_one_page_that_needs_no_other_file(runs: Path, capsys: pytes
     for word in ("CartPole-v1", "learning_rate", "torch", "collect", "Greedy evaluation", "256", "median"):
         assert word in page
     assert re.search(r"<tr class=changed><td>total_steps</td><td>256", page)
+
+
+def test_a_histogram_counts_whole_episodes(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: [figures.append(figure), save(figure, *a, **b)])
+    write_report(runs / "a1", tmp_path / "page.html")
+    (axes,) = (figure.axes[0] for figure in figures if figure.axes[0].get_ylabel() == "episodes")
+    assert all(tick == round(tick) for tick in axes.get_yticks())
 
 
 def test_a_report_of_a_run_that_has_not_ended(runs: Path, tmp_path: Path) -> None:
