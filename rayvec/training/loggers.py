@@ -137,7 +137,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         self._run_dir, self._config, self._progress, self._tracker = run_dir, config, progress, tracker
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", progress.steps)
         self._tensorboard = SummaryWriter(os.fspath(run_dir), purge_step=progress.steps + 1)
-        self._display = ProgressDisplay(config.num_iterations * config.steps_per_iteration)
+        self._display = ProgressDisplay(config.num_iterations * config.steps_per_iteration, progress.steps)
         self._line = _Line()
         self._greedy: tuple[int, float] | None = None
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
-from rayvec.errors import LearnerError, RankLostError
+from rayvec.errors import ConfigError, LearnerError, RankLostError
 from rayvec.learners.base import check_gpu
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, open_evaluator
@@ -30,6 +30,7 @@ from rayvec.training.run_dir import (
     begin_run_dir,
     best_return,
     free_run_dir,
+    load_result,
     load_run,
     locked,
     save_checkpoint,
@@ -58,7 +59,7 @@ class TrainResult:
         run_dir: The directory of the run.
         total_steps: Environment steps taken.
         wall_s: Wall time in seconds, with the start of the environments and the evaluation; for a resumed run, the
-            time up to the checkpoint plus the time since.
+            time up to the checkpoint plus the time since; for a finished one, with the evaluation before.
         eval_return_mean: Mean return of the greedy evaluation; NaN without one.
         stop_reason: Why a callback ended the run; None if the run took all its steps.
     """
@@ -138,6 +139,8 @@ def resume(
         progress = state["progress"]
         known = (progress.get("best_return"), best_return(run_dir))  # the checkpoint may be older than best.pt
         progress["best_return"] = max((each for each in known if each is not None), default=None)
+        with contextlib.suppress(ConfigError):  # the result has the time of the evaluation, the checkpoint has not
+            progress["wall_s"] = max(progress["wall_s"], load_result(run_dir).get("wall_s", 0.0))
         config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
         return _run(config, run_dir, state, callbacks)
 
@@ -254,9 +257,12 @@ class _Run:
             Whether the run is done; not if Ctrl-C or SIGTERM came before, or if it should continue with other ranks.
             Then the checkpoint is of the last iteration.
         """
-        self.has_begun = True
-        self._monitor.begin(self.context.progress)
         config, context, progress = self._config, self.context, self.context.progress
+        if not self.has_begun and progress.steps >= config.total_steps:
+            follows = "; only the evaluation follows" if config.eval_episodes else ""
+            print(f"rayvec: the run has taken all its {progress.steps:,} steps{follows}", file=sys.stderr)
+        self.has_begun = True
+        self._monitor.begin(progress)
         saved_s = time.monotonic()
         with (
             RunLogger(self._run_dir, config, progress, self._tracker) as logger,

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress as Bar, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
 from rayvec.training.run_state import Progress
 
@@ -20,24 +22,40 @@ PLAIN_INTERVAL_S = 5.0
 """How often a line is printed where there is no terminal to draw a bar on."""
 
 
+class _Description(TextColumn):
+    """The description of a task, cut off where a narrow terminal has no room for it."""
+
+    def render(self, task: Task) -> Text:
+        text = super().render(task)
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+
 class ProgressDisplay:
     """Steps, steps/s, recent return and where the time goes: a bar on a terminal, elsewhere a line every few seconds.
 
     Args:
         total_steps: Steps at the end of the run.
+        steps: Steps taken so far.
         file: The stream to write to; standard error if left out.
     """
 
-    def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
+    def __init__(self, total_steps: int, steps: int = 0, file: TextIO | None = None) -> None:
         self._total_steps = total_steps
         self._file = file or sys.stderr
         self._last_line_s = -math.inf
         self._bar: Bar | None = None
         console = Console(file=self._file)
         if console.is_terminal:
-            columns = (TextColumn("{task.completed:,} steps"), BarColumn(None), TextColumn("{task.description}"))
-            self._bar = Bar(*columns, TimeRemainingColumn(compact=True), console=console)
-            self._task = self._bar.add_task("", total=total_steps)
+            self._bar = Bar(
+                TextColumn("{task.completed:,}/{task.total:,} steps"),
+                BarColumn(None, table_column=Column(ratio=1)),  # in the room that the others leave
+                _Description("{task.description}", table_column=Column()),
+                TimeRemainingColumn(compact=True),
+                console=console,
+                expand=True,
+            )
+            self._task = self._bar.add_task("", total=total_steps, completed=min(steps, total_steps))
             self._bar.start()
 
     def show(self, steps: int, text: str) -> None:

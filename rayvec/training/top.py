@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayvec.errors import ConfigError
-from rayvec.training.status import RunStatus, read_status
+from rayvec.training.status import NodeStatus, RunStatus, read_status
 
 __all__ = ["top"]
 
@@ -24,6 +25,8 @@ _LATE_S = 30.0
 """A node that returned nothing for so long is shown in red."""
 _WIDTH = 120
 """Columns of a table that goes to a file."""
+_NODE_WIDTH = 12
+"""Columns for the name of a node, which is folded if it is longer."""
 Read = Callable[[], list[RunStatus]]
 
 
@@ -53,13 +56,15 @@ def top(run_dir: Path | None, address: str | None, *, once: bool = False) -> int
         runs = read()
         _check_running(runs, address)
         if once:
-            console.print(_view(runs, ages))
+            console.print(_view(runs, ages, console.width))
             return 0
-        live = stack.enter_context(Live(_view(runs, ages), console=console, auto_refresh=False))
+        live = stack.enter_context(Live(_view(runs, ages, console.width), console=console, auto_refresh=False))
         while runs and not any(run.has_died or run.state != "running" for run in runs):
             time.sleep(_INTERVAL_S)
             runs = read() or ([] if address else runs)
-            live.update(_view(runs, ages), refresh=True)
+            live.update(_view(runs, ages, console.width), refresh=True)
+    if not console.is_terminal:
+        console.line()  # which Live leaves out there
     died = any(run.has_died for run in runs)
     console.print("the process of the run has died" if died else "no run is left" if not runs else "the run has ended")
     return int(died)
@@ -121,35 +126,43 @@ class _Ages:
         return now_s - since_s
 
 
-def _view(runs: Sequence[RunStatus], ages: _Ages) -> RenderableType:
-    return Group(*(part for run in runs for part in _run(run, ages.of(run))))
+def _view(runs: Sequence[RunStatus], ages: _Ages, width: int) -> RenderableType:
+    return Group(*(part for run in runs for part in _run(run, ages.of(run), width)))
 
 
-def _run(run: RunStatus, age_s: float) -> Iterator[RenderableType]:
+def _run(run: RunStatus, age_s: float, width: int) -> Iterator[RenderableType]:
     shown = "none yet" if run.return_mean is None else f"{run.return_mean:.1f}"
     restarts = ", ".join(f"{kind} {number}" for kind, number in run.restarts.items()) or "none"
     shares = ", ".join(f"{name} {share:.0%}" for name, share in run.time_share.items()) or "nothing yet"
     yield Text(f"{run.title} · {run.state} · {run.run_dir}", style="bold", overflow="fold")
     yield Text(f"{run.steps:,}/{run.total_steps:,} steps · {run.steps_per_s:,.0f} steps/s · return {shown}")
     yield Text(f"time: {shares} · staleness {run.staleness} · restarts: {restarts}")
+    yield _table(run.nodes, age_s, width) if run.nodes else Text("no iteration has ended yet")
+
+
+def _table(nodes: Sequence[NodeStatus], age_s: float, width: int) -> Table:
+    """Returns a row for each node. On a narrow terminal it lacks columns, whole: a part of a number would be wrong."""
+    seen_s = [node.seen_s + age_s for node in nodes]
+    columns: dict[str, list[Any]] = {
+        "envs": [f"{node.num_envs:,}" for node in nodes],
+        "workers": [f"{node.num_workers:,}" for node in nodes],
+        "steps/s": [f"{node.steps_per_s:,.0f}" for node in nodes],
+        "step": [_duration(node.step_s) for node in nodes],
+        "efficiency": ["-" if node.efficiency is None else f"{node.efficiency:.0%}" for node in nodes],
+        "restarts": [f"{node.n_restarts:,}" for node in nodes],
+        "queue": [f"{node.n_pending:,}" for node in nodes],
+        "last seen": [Text(f"{each:.0f} s ago", style="red" if each > _LATE_S else "") for each in seen_s],
+    }
+    widths = {name: 1 + max(map(len, [name, *cells])) for name, cells in columns.items()}
+    while _NODE_WIDTH + sum(widths[name] for name in columns) > width and len(columns) > 1:
+        del columns[list(columns)[-2]]  # "last seen" stays
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("node", min_width=12, overflow="fold")
-    for name in ("envs", "workers", "steps/s", "step", "efficiency", "restarts", "queue", "last seen"):
+    table.add_column("node", min_width=_NODE_WIDTH, overflow="fold")
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for node in run.nodes:
-        seen_s = node.seen_s + age_s
-        table.add_row(
-            node.node,
-            f"{node.num_envs:,}",
-            f"{node.num_workers:,}",
-            f"{node.steps_per_s:,.0f}",
-            _duration(node.step_s),
-            "-" if node.efficiency is None else f"{node.efficiency:.0%}",
-            f"{node.n_restarts:,}",
-            f"{node.n_pending:,}",
-            Text(f"{seen_s:.0f} s ago", style="red" if seen_s > _LATE_S else ""),
-        )
-    yield table if run.nodes else Text("no iteration has ended yet")
+    for node, *cells in zip((node.node for node in nodes), *columns.values(), strict=True):
+        table.add_row(node, *cells)
+    return table
 
 
 def _duration(seconds: float | None) -> str:

@@ -161,7 +161,7 @@ def test_without_a_terminal_lines_are_few_and_the_last_is_there(monkeypatch: pyt
     now_s = 0.0
     monkeypatch.setattr(progress_display.time, "monotonic", lambda: now_s)
     file = io.StringIO()
-    display = ProgressDisplay(100, file)
+    display = ProgressDisplay(100, file=file)
     for steps in range(1, 101):
         now_s += 0.25
         display.show(steps, "text")
@@ -180,17 +180,29 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     file = _Terminal()
-    display = ProgressDisplay(100, file)
+    display = ProgressDisplay(100, file=file)
     display.show(40, "1,000 steps/s · return 3.0")
     display.close()
-    assert "40 steps" in file.getvalue() and "━" in file.getvalue() and "return 3.0" in file.getvalue()
+    assert "40/100 steps" in file.getvalue() and "━" in file.getvalue() and "return 3.0" in file.getvalue()
+
+
+def test_a_narrow_terminal_shows_all_steps_and_the_begin_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    file = _Terminal()
+    display = ProgressDisplay(10_000_000, 2_592_000, file)
+    assert "2,592,000/10,000,000 steps" in file.getvalue()  # of a run that is resumed
+    display.show(2_593_000, "1,000 steps/s · return 3.0 · collect 45%, learn 50%, publish 5%")
+    display.close()
+    last = file.getvalue().rpartition("2,593,000/10,000,000 steps")[2]
+    assert "1,000 steps/s" in last and "…" in last
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of the thread that draws
 def test_a_terminal_that_was_closed_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     file = _Terminal()
-    display = ProgressDisplay(100, file)
+    display = ProgressDisplay(100, file=file)
     monkeypatch.setattr(file, "write", fails)
     display.show(40, "text")
     display.close()

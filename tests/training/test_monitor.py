@@ -21,15 +21,16 @@ from typing import Any
 import gymnasium
 import pytest
 from helpers.training_kit import SMALL, tiny
+from rich.console import Console
 
 import rayvec
 from rayvec.cli import main
 from rayvec.data.batch import NodeStats
 from rayvec.errors import ConfigError
-from rayvec.training import monitor
+from rayvec.training import monitor, top as top_module
 from rayvec.training.prometheus_names import METRICS
-from rayvec.training.status import RunStatus, read_status, write_status
-from rayvec.training.top import top
+from rayvec.training.status import NodeStatus, RunStatus, read_status, write_status
+from rayvec.training.top import _table, top
 
 TWO_WORKERS = {"num_nodes": 0, "workers_per_node": 2}
 
@@ -228,6 +229,30 @@ def test_top_notices_that_the_process_has_died(tmp_path: Path) -> None:
         top(tmp_path / "a", None)
     (tmp_path / "a" / "status.json").write_text(json.dumps({**finished, "state": "running", "host": "elsewhere"}))
     assert top(tmp_path / "a", None, once=True) == 0  # another host's processes can't be seen here
+
+
+def test_top_leaves_out_whole_columns_on_a_narrow_terminal() -> None:
+    nodes = [NodeStatus(name, 16, 4, 12_345.0, 0.0123, 0.87, 0, 12, 1.0) for name in ("worker-17.example.org", "head")]
+    shown = {}
+    for width in (50, 120):
+        with (console := Console(width=width, color_system=None)).capture() as capture:
+            console.print(_table(nodes, 0.0, width))
+        shown[width] = [" ".join(line.split()) for line in capture.get().splitlines()]
+    assert shown[50][0] == "node envs workers steps/s last seen" and shown[50][-1] == "head 16 4 12,345 1 s ago"
+    assert shown[120][-1] == "head 16 4 12,345 12.3 ms 87% 0 12 1 s ago"
+    assert shown[50][1].startswith("worker-17")
+
+
+def test_top_ends_with_a_line_of_its_own_where_there_is_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = NodeStatus("head", 16, 4, 12_345.0, 0.0123, 0.87, 0, 12, 1.0)
+    running = RunStatus("/runs/a", "title", "running", 1, 2, nodes=(node,))
+    statuses = iter([running, dataclasses.replace(running, state="finished")])
+    monkeypatch.setattr(top_module, "read_status", lambda run_dir: next(statuses))
+    monkeypatch.setattr(top_module, "_INTERVAL_S", 0.0)
+    assert top(tmp_path / "a", None) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "the run has ended"
 
 
 def test_a_status_survives_the_way_to_json_and_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -169,10 +170,15 @@ def test_resuming_needs_a_run(tmp_path: Path) -> None:
         rayvec.resume(tmp_path)
 
 
-def test_resuming_a_finished_run_only_evaluates(tmp_path: Path) -> None:
+def test_resuming_a_finished_run_only_evaluates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = rayvec.train(tiny(tmp_path / "a", total_steps=64))
+    assert "all its" not in capsys.readouterr().err
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    (tmp_path / "a" / "result.json").write_text(json.dumps({**result, "wall_s": 1e6}))  # of a long evaluation
     again = rayvec.resume(tmp_path / "a")
+    assert "rayvec: the run has taken all its 64 steps; only the evaluation follows\n" in capsys.readouterr().err
     assert (again.total_steps, again.eval_return_mean) == (first.total_steps, first.eval_return_mean)
+    assert again.wall_s > 1e6
     assert [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [64]
 
 
