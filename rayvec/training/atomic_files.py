@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ __all__ = ["finite", "is_of", "written_whole"]
 
 _LARGEST = 2**63
 """No count of a run reaches it."""
+_UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+"""What the system answers where a file can't be made, however much room there is."""
 
 
 @contextlib.contextmanager
@@ -29,11 +32,11 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         path: The file to replace, or to make.
 
     Raises:
-        ConfigError: `path` is a directory or a device, or its directory does not exist.
-        OSError: The disk is full, or the directory can't be written. It names the file.
+        ConfigError: `path` is a directory or a device, its directory does not exist, or no file can be made there.
+        OSError: The disk is full, or fails. It names the file.
     """
-    is_other = path.exists() and not path.is_file()
-    if is_other or not path.parent.is_dir():
+    is_other = os.path.exists(path) and not os.path.isfile(path)
+    if is_other or not os.path.isdir(path.parent):
         other = "a directory" if path.is_dir() else "a device or a pipe"
         raise ConfigError(
             "The output path must be a file.",
@@ -43,17 +46,37 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         )
     partial = path.with_name(path.name + ".tmp")
     try:
-        with partial.open("wb") as file:
+        with _opened(partial) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     except BaseException as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
     _sync_directory(path.parent)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Returns a new file.
+
+    Raises:
+        ConfigError: It can't be made.
+    """
+    try:
+        return path.open("wb")
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        raise ConfigError(
+            "The output path must be a file.",
+            expected=f"a directory where the file {path} can be made",
+            got=error.strerror,
+            remedy="Pass another path, in a directory that you may write to.",
+        ) from error
 
 
 def finite(value: Any) -> Any:

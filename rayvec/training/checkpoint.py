@@ -30,7 +30,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
     Raises:
         CheckpointError: `state` holds something else.
-        OSError: The disk is full, or the directory can't be written.
+        ConfigError: The file can't be made.
+        OSError: The disk is full.
     """
     _refuse_objects(state, "state")
     with written_whole(path) as file:
