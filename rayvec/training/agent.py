@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,26 @@ def load(
         CheckpointError: The file is missing or damaged, or holds something else than a run.
     """
     run_dir = Path(run_dir)
+    if run_dir.is_file():
+        raise _no_directory(run_dir)
     config = with_own_parts(load_config(run_dir), env, network, begun=True)
     state = load_checkpoint(run_dir, checkpoint)
     observation_space, action_space = load_spaces(config, state["spaces"])
-    return Agent(config, observation_space, action_space, acting_weights(state), seed=seed)
+    progress = state.get("progress")
+    steps = progress.get("steps") if isinstance(progress, Mapping) else None
+    return Agent(config, observation_space, action_space, acting_weights(state), seed=seed, steps=steps)
+
+
+def _no_directory(path: Path) -> ConfigError:
+    run_dir = next((each for each in path.parents if (each / "config.yaml").exists()), path.parent)
+    name = path.relative_to(run_dir).as_posix()
+    checkpoint = f", {name!r}" if path.suffix == ".pt" and name != "checkpoint.pt" else ""
+    return ConfigError(
+        "A run is loaded from its directory.",
+        expected="the directory of a run",
+        got=f"{path}, which is a file",
+        remedy=f"Pass the directory: rayvec.load({str(run_dir)!r}{checkpoint})",
+    )
 
 
 def load_spaces(config: TrainConfig, described: Any) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
@@ -75,6 +91,7 @@ class Agent:
         action_space: Of one environment.
         weights: The acting weights, ``float32 [P]``.
         seed: Of the actions that are drawn.
+        steps: Environment steps that the run had taken with these weights; None if that is not known.
 
     Attributes:
         config: The settings.
@@ -82,6 +99,7 @@ class Agent:
         action_space: Of one environment.
         module: The network, an ``nn.Module`` on the CPU.
         is_recurrent: Whether the policy has a memory.
+        steps: As given.
 
     Raises:
         ConfigError: The weights are those of another network.
@@ -95,7 +113,9 @@ class Agent:
         weights: NDArray[np.float32],
         *,
         seed: int = 0,
+        steps: int | None = None,
     ) -> None:
+        self.steps = steps
         self.config, self.observation_space, self.action_space = config, observation_space, action_space
         here = replace(config, learner_device="cpu")
         self.module = LEARNERS[type(config)](observation_space, action_space, here).module
@@ -103,6 +123,13 @@ class Agent:
         self._policies = {greedy: Policy(self.module, action_space, deterministic=greedy) for greedy in (True, False)}
         self._seed, self._num_calls = seed, 0
         self.is_recurrent = self._policies[True].initial_state(1) is not None
+
+    def __repr__(self) -> str:
+        """Environment, algorithm, steps and spaces."""
+        taken = "" if self.steps is None else f"steps={self.steps:,}, "
+        spaces_text = f"observation_space={self.observation_space}, action_space={self.action_space}"
+        whole = f"Agent({self.config.env_id}, {self.config.algorithm}, {taken}{spaces_text})"
+        return " ".join(whole.split())  # the bounds of a Box may be on several lines
 
     def predict(self, obs: Any, state: NDArray[np.float32] | None = None, deterministic: bool = True) -> Any:
         """Returns the action for an observation, or the actions for a batch of them; with memory, also its state.

@@ -194,7 +194,6 @@ class _Run:
         context: What the callbacks see, with the progress of the run.
         state: The state that it continues from: with decentralized ranks, the last one that was kept.
         num_losses: How often ranks were lost since the last checkpoint.
-        how_to_resume: The command that does.
         has_begun: Whether it has made its directory, or, for a resumed run, whether its loop has started.
     """
 
@@ -212,12 +211,18 @@ class _Run:
         self.state = state
         self.num_losses = 0
         self.has_begun = False
-        self.how_to_resume = f"resume with: {resume_command(config, shown)}"
         self._config, self._run_dir, self._shown = config, run_dir, shown
         self._callbacks = [*([] if config.eval_interval_steps is None else [BestModel()]), *callbacks]
         self._tracker: Tracker | None = None
         self._monitor = monitor
         self._began_s = time.monotonic() - progress.wall_s
+
+    @property
+    def how_to_resume(self) -> str:
+        """The command that does, or that there is no checkpoint, which may have been removed."""
+        if (self._run_dir / "checkpoint.pt").exists():
+            return f"resume with: {resume_command(self._config, self._shown)}"
+        return f"{self._shown} has no checkpoint to resume from"
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -225,8 +230,8 @@ class _Run:
         try:
             yield
         except (Exception, KeyboardInterrupt) as error:
-            if self.has_begun and self.how_to_resume not in str(error):
-                error.add_note(self.how_to_resume)
+            if self.has_begun and (note := self.how_to_resume) not in str(error):
+                error.add_note(note)
             raise
 
     def open_tracker(self, stack: contextlib.ExitStack) -> None:

@@ -20,6 +20,7 @@ from helpers.training_kit import HERE, SMALL, tiny
 import rayvec
 from rayvec.config.references import refer
 from rayvec.errors import CheckpointError, ConfigError
+from rayvec.policies.networks import flat_weights
 from rayvec.training import export
 from rayvec.training.agent import Agent
 from rayvec.training.evaluation import greedy_policy
@@ -226,6 +227,29 @@ def test_ranks_leave_a_run_that_can_be_loaded(tmp_path: Path) -> None:
     settings = {**SMALL, **HERE, "learners": "decentralized", "num_learners": 2, "total_steps": 64, "eval_episodes": 0}
     rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "a", **settings))
     assert rayvec.load(tmp_path / "a").predict(np.zeros(4)) in (0, 1)
+
+
+def test_an_agent_says_what_it_is(tmp_path: Path) -> None:
+    agent = rayvec.load(rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0)).run_dir)
+    text = repr(agent)
+    assert text.startswith("Agent(CartPole-v1, ppo, steps=64, observation_space=Box([") and "\n" not in text
+    assert text.endswith("action_space=Discrete(2))")
+    small = Agent(agent.config, agent.observation_space, agent.action_space, flat_weights(agent.module))
+    assert repr(small) == text.replace("steps=64, ", "")
+
+
+@pytest.mark.parametrize(
+    ("file", "call"),
+    [("checkpoint.pt", ""), ("config.yaml", ""), ("checkpoints/9.pt", ", 'checkpoints/9.pt'")],
+)
+def test_a_file_in_place_of_the_directory(tmp_path: Path, file: str, call: str) -> None:
+    run_dir = tmp_path / "a"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    for name in ("config.yaml", file):
+        (run_dir / name).touch()
+    with pytest.raises(ConfigError) as caught:
+        rayvec.load(run_dir / file)
+    assert f"Pass the directory: rayvec.load('{run_dir}'{call})" in str(caught.value)
 
 
 def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:

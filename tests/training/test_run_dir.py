@@ -182,6 +182,17 @@ def test_resuming_a_finished_run_only_evaluates(tmp_path: Path, capsys: pytest.C
     assert [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [64]
 
 
+def test_a_run_whose_directory_was_removed_does_not_say_how_to_resume(tmp_path: Path) -> None:
+    class Removes:
+        def on_iteration(self, context: rayvec.RunContext) -> None:
+            shutil.rmtree(context.run_dir)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        rayvec.train(tiny(tmp_path / "a"), callbacks=[Removes()])
+    assert caught.value.__notes__[-1] == f"{tmp_path / 'a'} has no checkpoint to resume from"
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_nodes", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_run_resumes_exactly_where_its_checkpoint_was(tmp_path: Path, num_nodes: int) -> None:
