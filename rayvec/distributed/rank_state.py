@@ -71,6 +71,6 @@ def split_state(
         rank_local = [own]
     if rank_local is not None and len(rank_local) != num_ranks:
         kept, count = ", ".join(rank_local[0]), len(rank_local)
-        logger.warning("the %s of %d rank(s) does not fit %d, and refills", kept, count, num_ranks)
+        logger.warning("the %s of %d rank%s does not fit %d, and refills", kept, count, "s" * (count > 1), num_ranks)
         rank_local = None
     return shared, rank_local or [{}] * num_ranks

@@ -7,6 +7,7 @@ learner that is made directly compiles with ``compile=True`` alone.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -56,12 +57,13 @@ def choice_of(config: Any, observation_space: spaces.Space[Any]) -> str | None:
     """
     if getattr(config, "compile", None) != "auto":
         return None
-    if (reason := _reason_against(config)) is not None:
-        return f"updates are not compiled: {reason} (compile='auto')"
-    saved_s, cost_s, count = _saved_s(config, observation_space), compile_s(config), config.minibatches[0]
+    reason, cost_s = _reason_against(config), compile_s(config)
+    saved_s = _saved_s(config, observation_space) if config.algorithm in _SAVED_MS else math.inf
     if saved_s < _GAIN * cost_s:
         return None
-    saves = f"{count:,} minibatches save at least {saved_s:,.0f} s, compiling costs {cost_s:.0f} s"
+    if reason is not None:
+        return f"updates are not compiled: {reason} (compile='auto')"
+    saves = f"{config.minibatches[0]:,} minibatches save at least {saved_s:,.0f} s, compiling costs {cost_s:.0f} s"
     return f"updates are compiled: {saves} (compile='auto')"
 
 

@@ -162,7 +162,7 @@ def make_sac_distribution(space: spaces.Space[Any]) -> Distribution:
         "Soft actor-critic acts on numbers between bounds, or chooses one of a few actions.",
         expected="a bounded floating-point Box, or a Discrete action space",
         got=space,
-        remedy="Flatten the action space with a Gymnasium wrapper, or use PPO",
+        remedy="Map a Discrete to the combinations with gymnasium.wrappers.TransformAction, or use PPO",
     )
 
 

@@ -365,14 +365,17 @@ def make_tanh_gaussian(space: spaces.Space[Any]) -> TanhGaussian:
     Raises:
         ConfigError: The space is no floating-point Box with finite bounds.
     """
-    if isinstance(space, spaces.Box) and np.issubdtype(_dtype(space), np.floating):
+    is_integer = isinstance(space, spaces.Box) and not np.issubdtype(_dtype(space), np.floating)
+    if isinstance(space, spaces.Box) and not is_integer:
         if np.isfinite(space.low).all() and np.isfinite(space.high).all() and space.low.size:
             return TanhGaussian(space.low, space.high, _dtype(space))
     raise ConfigError(
         "A squashed normal distribution fills a bounded Box.",
         expected="a floating-point Box action space with finite bounds",
         got=space,
-        remedy="Bound the actions with a Gymnasium wrapper, or use PPO",
+        remedy="Give the Box a floating-point dtype"
+        if is_integer
+        else "Bound the actions with a Gymnasium wrapper, or use PPO",
     )
 
 

@@ -57,8 +57,8 @@ def open_trainer(
             workers = places.num_workers
             nodes = len({placement.node for placement in group.placements})
             where = "on this machine, without Ray" if config.num_nodes == 0 else f"on Ray (nodes: {nodes})"
-            stepped = f"{workers} worker(s) each" if workers else "which step their own"
-            ranks = f"{group.num_ranks} rank(s), {stepped}"
+            stepped = f"{workers} worker{'s' * (workers > 1)} each" if workers else "which step their own"
+            ranks = f"{group.num_ranks} rank{'s' * (group.num_ranks > 1)}, {stepped}"
             print(f"rayvec: {config.num_envs} environments {where}: {ranks}", file=sys.stderr)
             yield trainer
         return

@@ -59,7 +59,7 @@ def test_a_group_equals_a_learner_and_resumes_exactly(make_group: MakeGroup, cap
         assert not caplog.text
 
         group.load_state_dict(learner.state_dict())
-        assert "the replay of 1 rank(s) does not fit 2" in caplog.text
+        assert "the replay of 1 rank does not fit 2" in caplog.text
         assert group.update(make_batch(seed=3)) == {}
         assert group.update(make_batch(seed=4))["replay_steps"] == 32
 

@@ -337,7 +337,7 @@ def test_an_interrupt_while_a_host_is_made_leaves_none(monkeypatch: pytest.Monke
 def test_a_host_is_lost_and_another_joins(cluster: Cluster, tmp_path: Path, record: Record) -> None:
     """With ``num_nodes=(1, 3)``, while chunks are collected and while decentralized ranks train, both at once."""
     lost = others(cluster)[1]
-    ranks = lambda count: f"on Ray (nodes: {count}): {count} rank(s)"  # noqa: E731
+    ranks = lambda count: f"on Ray (nodes: {count}): {count} rank{'s' * (count > 1)}"  # noqa: E731
     with (
         Program(cluster.head, PROGRAMS, "collect", "1:3") as central,
         Program(cluster.head, PROGRAMS, "train", str(tmp_path / "run"), "1:3") as decentralized,

@@ -53,6 +53,8 @@ def test_what_it_says_of_others(settings: dict[str, Any], reason: str) -> None:
     config = PPOConfig(preset="none", total_steps=10_000_000, **settings)
     assert not compiles(config, NUMBERS)
     assert reason in (choice_of(config, NUMBERS) or "")
+    short = PPOConfig(preset="none", total_steps=2048, **settings)
+    assert not compiles(short, NUMBERS) and choice_of(short, NUMBERS) is None
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -41,11 +41,16 @@ CONFIGS: list[tuple[type[TrainConfig], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "settings"), CONFIGS, ids=lambda value: getattr(value, "algorithm", ""))
-def test_ranks_learn_what_one_process_learns(tmp_path: Path, kind: Any, settings: dict[str, Any]) -> None:
+def test_ranks_learn_what_one_process_learns(
+    tmp_path: Path, kind: Any, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     """Three ranks have 2, 3 and 3 of the environments."""
     alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
     settings = {name: value for name, value in settings.items() if name != "prefetch"}
     ranks = rayvec.train(kind(run_dir=tmp_path / "ranks", **settings, **UNCUT, num_learners=3))
+    assert (
+        "rayvec: 8 environments on this machine, without Ray: 3 ranks, which step their own" in capsys.readouterr().err
+    )
     (_, one), (_, three) = (load_run(result.run_dir) for result in (alone, ranks))
     torch.testing.assert_close(three["weights"], one["weights"], atol=3e-6, rtol=0)  # Adam divides by small gradients
     assert three["collector"] == one["collector"]
@@ -316,5 +321,5 @@ def test_a_run_outlives_a_rank_or_a_node_of_the_cluster(
     assert "restarting all ranks at step" in caplog.text
     steps = [line["steps"] for line in read_metrics(run_dir / "metrics.jsonl")]
     assert steps == list(range(64, 12_801, 64))
-    begun = [line for line in capsys.readouterr().err.splitlines() if "3 rank(s)" in line]
+    begun = [line for line in capsys.readouterr().err.splitlines() if "3 ranks" in line]
     assert ["(nodes: 3)" in line for line in begun] == [True, what == "rank"]
