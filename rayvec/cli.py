@@ -269,7 +269,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # help texts have characters that a locale's encoding may lack
-    args = sys.argv[1:] if args is None else args
+    is_program, args = args is None, sys.argv[1:] if args is None else args
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
         with Interrupts() as interrupts:
@@ -296,12 +296,14 @@ def main(args: Sequence[str] | None = None) -> int:
         _print_error(text, error)
         return 1 if _is_failure(error) else 2
     finally:
-        atexit.register(_exit_at_once)
+        if is_program:
+            atexit.register(_prepare_exit)
 
 
-def _exit_at_once() -> None:
-    """Prepares the exit: Ctrl-C ends the process without a traceback, and nothing is searched for garbage."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _prepare_exit() -> None:
+    """Makes Ctrl-C end the process without a traceback, and skips the last garbage collection."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.freeze()
 
 

@@ -105,7 +105,8 @@ def message(rule: str, *, expected: object, got: object, remedy: str) -> str:
     >>> print(message("num_envs counts environments.", expected="at least 1", got=0, remedy="Pass num_envs=1."))
     num_envs counts environments. Expected: at least 1. Got: 0. Remedy: Pass num_envs=1.
     """
-    return f"{rule} Expected: {expected}. Got: {got}. Remedy: {remedy.removesuffix('.')}."
+    stop = "" if remedy.endswith((".", "?")) else "."
+    return f"{rule} Expected: {expected}. Got: {got}. Remedy: {remedy}{stop}"
 
 
 def check_count(name: str, value: Any) -> int:

@@ -110,7 +110,7 @@ class PartsPipeline:
         for part in self._parts:
             num_pending = len(part.chunks.pending)
             if not num_pending or (ahead and part.is_prompt and num_pending < MOST_CHUNKS):
-                part.chunks.start(store, num_steps)
+                part.chunks.start(store, num_steps, is_ahead=num_pending > 0)
 
     def finish(
         self, store: WeightStore, num_steps: int, num_columns: int, *, ahead: bool, full: Container[range] = ()
@@ -143,9 +143,10 @@ class PartsPipeline:
         number, rollout = self._env.part_wait(among)
         part = self._parts[number]
         part.is_prompt = store.version - part.chunks.pending[0].version <= _PROMPT
-        if ahead and len(part.chunks.pending) == 1:
-            part.chunks.start(store, num_steps)
-        return PartChunk(part.chunks.finished(rollout), part.envs)
+        taken = PartChunk(part.chunks.finished(rollout), part.envs)
+        if ahead and not part.chunks.pending:
+            part.chunks.start(store, num_steps, is_ahead=True)
+        return taken
 
     def _due(self, chunk: PendingChunk) -> int:
         """Returns the newest version that may have been published before a chunk is in a batch.

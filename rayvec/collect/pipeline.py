@@ -23,7 +23,7 @@ class PendingChunk(NamedTuple):
         version: Version of the weights that it is taken with.
         num_steps: T.
         topology: Where the environments take it.
-        is_ahead: Whether another chunk of the same environments was pending when it was started.
+        is_ahead: As of `ChunkPipeline.start`.
     """
 
     store: WeightStore
@@ -63,13 +63,18 @@ class ChunkPipeline:
         """How many steps each environment takes in the pending chunks."""
         return sum(chunk.num_steps for chunk in self.pending)
 
-    def start(self, store: WeightStore, num_steps: int) -> None:
-        """Starts a chunk of `num_steps` steps, taken with the newest weights of `store`."""
+    def start(self, store: WeightStore, num_steps: int, *, is_ahead: bool = False) -> None:
+        """Starts a chunk, taken with the newest weights of a policy.
+
+        Args:
+            store: The weights of the policy.
+            num_steps: T.
+            is_ahead: Whether it is for a later batch than the one that is being collected.
+        """
         first_step = self.first_step + self.pending_steps
         self._env.rollout_async(
             store, num_steps, first_step, self.noise_seed, by_reference=self._by_reference, part=self._part
         )
-        is_ahead = bool(self.pending)
         self.pending.append(PendingChunk(store, store.version, num_steps, self._env.topology, is_ahead))
 
     def finish(self, cut: Cut | None = None) -> Rollout:
@@ -79,7 +84,7 @@ class ChunkPipeline:
         return self.finished(self._env.part_wait([self._part])[1])
 
     def finished(self, rollout: Rollout) -> Rollout:
-        """Takes the oldest pending chunk, which has been waited for, off the pending ones; returns it."""
+        """Removes the oldest pending chunk, for which the caller has waited, and returns it with its topology."""
         chunk = self.pending.popleft()  # after the wait: an interrupted one leaves it pending
         self.first_step += chunk.num_steps
         return replace(rollout, topology=chunk.topology)

@@ -99,8 +99,8 @@ class TrainConfig(metaclass=PresetMeta):
     "module:function". Each worker steps one such native sub-batch, in the place of environments of env_id."""
 
     env_kwargs: dict[str, Scalar | list[Scalar]] = field(default_factory=dict)
-    """Keyword arguments for the environment's constructor, or for the function that makes it: names and values in turn
-    on the command line, where lists can't be passed."""
+    """Keyword arguments for the environment's constructor, or for the function that makes it. On the command line: NAME
+    VALUE pairs; lists can't be passed."""
 
     wrappers: tuple[str, ...] = ()
     """Functions that wrap each environment on its worker, in this order, each as "module:function"."""
@@ -440,7 +440,7 @@ class TrainConfig(metaclass=PresetMeta):
                 "Settings are a mapping with the name of the algorithm.",
                 expected=f"algorithm: one of {', '.join(CONFIGS)}",
                 got=settings.get("algorithm") if isinstance(settings, dict) else settings,
-                remedy="Pass the text of a run's config.yaml, Path(...).read_text(), or write one with to_yaml().",
+                remedy="Use the config.yaml of a run, or write one with TrainConfig.to_yaml().",
             )
         cls = CONFIGS[settings["algorithm"]]
         values = {name: value for name, value in settings.items() if name != "algorithm"}

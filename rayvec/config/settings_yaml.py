@@ -1,4 +1,4 @@
-"""Reads and writes settings in YAML, with the numbers of YAML 1.2: PyYAML takes 1:4 for 64, and 1e-3 for a text."""
+"""Reads and writes settings in YAML, with the numbers of YAML 1.2: PyYAML takes 1:4 for 64, and 1e-3 for a string."""
 
 from __future__ import annotations
 
@@ -7,17 +7,29 @@ from typing import Any
 
 import yaml
 
+from rayvec.errors import ConfigError
+
 __all__ = ["read_yaml", "write_yaml"]
 
 
 def read_yaml(text: object) -> Any:
-    """Returns what a YAML text holds, or a text that says why it is none."""
-    if not isinstance(text, str):
-        return f"{type(text).__name__} in place of a text"
+    """Returns what YAML holds.
+
+    Raises:
+        ConfigError: It is no string, or no YAML.
+    """
     try:
-        return yaml.load(text, _Loader)
+        if isinstance(text, str):
+            return yaml.load(text, _Loader)
+        got = f"a {type(text).__name__}"
     except yaml.YAMLError as error:
-        return f"no YAML ({' '.join(str(error).split())})"
+        got = " ".join(str(error).split())
+    raise ConfigError(
+        "Settings are read from the text of a YAML file, in which a key occurs once.",
+        expected="YAML, as a string",
+        got=got,
+        remedy='Correct the file, or pass Path("config.yaml").read_text().',
+    )
 
 
 def write_yaml(value: Any) -> str:
@@ -29,20 +41,27 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Refuses a key that occurs twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = next((key for position, key in enumerate(keys) if key in keys[:position]), None)
-        if twice is not None:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} occurs twice", node.start_mark)
+        names = [key.value for key, _ in node.value]
+        for position, (key, _) in enumerate(node.value):
+            if key.value in names[:position] and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} occurs twice", key.start_mark)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        digits = node.value.replace("_", "")
+        return int(digits, 0 if digits[:2] in ("0o", "0x") else 10)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Quotes texts that look like numbers in YAML 1.1 or 1.2."""
+    """Quotes strings that look like numbers in YAML 1.1 or 1.2."""
 
 
 _NUMBERS = {
-    "int": r"[-+]?(0|[1-9][0-9_]*)|0o[0-7]+|0x[0-9a-fA-F]+",
+    "int": r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+",
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
 _Loader.yaml_implicit_resolvers = {

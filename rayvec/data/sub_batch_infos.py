@@ -79,7 +79,7 @@ def _merged(parts: Sequence[Columns], slices: Sequence[slice], num_envs: int) ->
 def _concatenated(values: Sequence[Any], slices: Sequence[slice], num_envs: int) -> NDArray[Any]:
     """Returns one array ``[num_envs, ...]``: zeros, or None for objects, where no slice has a value.
 
-    Numbers of several types get the type that holds all of them.
+    Numbers of several types get NumPy's common type.
     """
     columns = [_rows(value, rows.stop - rows.start) for value, rows in zip(values, slices, strict=True)]
     dtypes, shapes = {column.dtype for column in columns}, {column.shape[1:] for column in columns}

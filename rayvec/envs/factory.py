@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from numbers import Integral
@@ -130,14 +130,16 @@ class EnvFactory:
     Attributes:
         env_fns: One callable for each environment, in the order of their global indices.
         spec: The spec that all environments were made from, or None.
-        registered: Specs to register in the worker where they are unknown.
+        registered: Specs of the process where it was built.
         native: Whether each callable makes a vector environment, a native sub-batch.
+        is_copy: Whether it has come from that process, so that `registered` is to be registered.
     """
 
     env_fns: tuple[EnvFn, ...]
     spec: EnvSpec | None = None
     registered: tuple[EnvSpec, ...] = ()
     native: bool = False
+    is_copy: bool = False
 
     @classmethod
     def build(
@@ -204,16 +206,14 @@ class EnvFactory:
         return [self.part(range(start, stop)).to_bytes() for start, stop in pairwise(bounds)]
 
     def make(self, index: int) -> gymnasium.Env[Any, Any]:
-        """Makes the environment with this index."""
+        """Makes the environment with this index. A copy registers what it carries: one before may have changed that."""
+        if self.is_copy:
+            register_specs(self.registered)
         return self.env_fns[index]()
-
-    def register(self) -> None:
-        """Registers in this process the environments that the factory carries."""
-        register_specs(self.registered)
 
     def to_bytes(self) -> bytes:
         """Returns the factory by cloudpickle, functions of the main module by value, with :func:`carrying_sys`."""
-        return carrying_sys(cloudpickle.dumps(self))
+        return carrying_sys(cloudpickle.dumps(replace(self, is_copy=True)))
 
 
 def carrying_sys(pickled: bytes) -> bytes:
@@ -369,8 +369,5 @@ def register_specs(specs: Iterable[EnvSpec]) -> None:
 
     Gymnasium does not warn then that a module which is imported later registers them again.
     """
-    known = gymnasium.registry
-    news = {spec.id: spec for spec in specs if spec.id not in known or _portable(known[spec.id]) != spec}
-    if news:
-        known.update(news)
-        warnings.filterwarnings("ignore", ".*Overriding environment .* already in registry", UserWarning)
+    gymnasium.registry.update((spec.id, spec) for spec in specs)
+    warnings.filterwarnings("ignore", ".*Overriding environment .* already in registry", UserWarning)

@@ -17,6 +17,7 @@ __all__ = ["SubBatch"]
 
 _PER_ENV = (SyncVectorEnv, AsyncVectorEnv)
 """Vector environments of single ones, which take a seed and an attribute for each."""
+_SPACES = ("observation_space", "action_space", "single_observation_space", "single_action_space")
 _NEEDED = ("num_envs", "action_space", "single_observation_space", "single_action_space")
 """What an object has that is used as a vector environment without being one."""
 
@@ -101,22 +102,28 @@ class SubBatch:
         return array
 
     def reset(
-        self, seeds: Sequence[int | None] | None, options: Mapping[str, Any] | None, mask: NDArray[np.bool_] | None
+        self,
+        seeds: Sequence[int | None] | None,
+        options: Mapping[str, Any] | None,
+        mask: NDArray[np.bool_] | None,
+        seeded: NDArray[np.bool_] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Resets all environments, or those that a mask names.
 
         Args:
             seeds: One seed for each environment, or None for it. A sub-batch that takes one seed gets that of its first
-                environment. None in place of the list for no seeds.
+                environment. `seeds=None`: no seeds.
             options: Passed on.
             mask: Added to the options as ``reset_mask``.
+            seeded: Whose seeds count, by default those of the mask.
 
         Raises:
             ConfigError: Seeds that are not consecutive, of a sub-batch that takes one.
         """
         kwargs: dict[str, Any] = {}
         if seeds is not None:
-            kwargs["seed"] = self._seed(seeds, range(self.num_envs) if mask is None else np.flatnonzero(mask))
+            counting = mask if seeded is None else seeded
+            kwargs["seed"] = self._seed(seeds, range(self.num_envs) if counting is None else np.flatnonzero(counting))
         if options is not None or mask is not None:
             kwargs["options"] = {**(options or {}), **({} if mask is None else {"reset_mask": mask})}
         result = self.env.reset(**kwargs)
@@ -185,7 +192,12 @@ class SubBatch:
         setattr(owner, name, first)
 
     def _owner(self, name: str) -> Any:
-        """Returns the outermost wrapper that has an attribute of its own, or else the vector environment."""
+        """Returns the outermost wrapper that has an attribute of its own, or else the vector environment.
+
+        Spaces are those of the whole, unless each environment has its own.
+        """
+        if name in _SPACES and (not self._per_env or name.startswith("single_")):
+            return self.env
 
         def has(wrapper: Any) -> bool:
             own = [kind for kind in type(wrapper).__mro__ if kind not in VectorWrapper.__mro__]

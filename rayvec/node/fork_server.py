@@ -207,7 +207,7 @@ def _end_roots() -> None:
         if key[0] == os.getpid():  # a forked child of the owner must not close it
             try:
                 root.close()
-            except KeyboardInterrupt:  # who presses Ctrl-C now wants the end, and no traceback of it
+            except KeyboardInterrupt:  # Ctrl-C here means: exit at once, without a traceback
                 root.kill()
 
 
@@ -235,7 +235,7 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with socket.socket(fileno=fd) as end:
         _Server(end, owner, is_root).run()
-    gc.freeze()  # else the interpreter looks for garbage among all that was imported when it exits
+    gc.freeze()  # skips a garbage collection of all imported modules at exit
 
 
 @contextlib.contextmanager

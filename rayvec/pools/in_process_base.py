@@ -144,7 +144,6 @@ class InProcessPool(ABC):
         where: str = "this process",
         restart_policy: RestartPolicy = NO_RESTARTS,
     ) -> None:
-        factory.register()
         self.num_envs = factory.num_envs
         self.first_id = first_id
         self.notes: list[str] = []

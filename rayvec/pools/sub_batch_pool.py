@@ -163,17 +163,22 @@ class NativePool(InProcessPool):
         return obs, {**merge_reset(info, reset_info, done), **ended}
 
     def _reset_some(
-        self, unit: int, seeds: Sequence[int | None] | None, options: Mapping[str, Any] | None, mask: NDArray[np.bool_]
+        self,
+        unit: int,
+        seeds: Sequence[int | None] | None,
+        options: Mapping[str, Any] | None,
+        mask: NDArray[np.bool_],
+        seeded: NDArray[np.bool_] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Resets some environments of a sub-batch.
+        """Resets some environments of a sub-batch; `seeded` says whose seeds count.
 
         Raises:
             EnvError: The sub-batch has reset others too: it does not support ``options["reset_mask"]``.
         """
         env, rows = self._envs[unit], self._slices[unit]
         if mask.all():
-            return env.reset(seeds, options, None)
-        obs, info = env.reset(seeds, options, mask.copy())
+            return env.reset(seeds, options, None, seeded)
+        obs, info = env.reset(seeds, options, mask.copy(), seeded)
         assert self.layout is not None
         for kept, leaf, field in zip(self._obs_leaves, self.layout.flatten(obs), self.layout.leaves, strict=True):
             new = env.leaf(leaf, *field)
@@ -234,16 +239,16 @@ class NativePool(InProcessPool):
         mask: NDArray[np.bool_],
         infos: list[SubBatchInfo],
     ) -> None:
-        env, rows = self._envs[unit], self._slices[unit]
+        env, rows, seeded = self._envs[unit], self._slices[unit], mask
         if self._state[unit] != RUNNING and not mask.all():
             self._check_begun(unit)
             mask = np.ones(env.num_envs, bool)  # a restarted sub-batch has no episode to continue
         if seeds is None and self._state[unit] in (CUT, ENDED):
-            seeds = self._restart_seeds(unit)
+            seeds, seeded = self._restart_seeds(unit), mask
         if seeds is not None and env.ignores_seeds:
             where = f"{self._where}, {self._name(unit)}"
             self.notes.append(f"{where} ignores the seeds of a reset; pass seeds to envpool.make")
-        obs, info = self._reset_some(unit, seeds, options, mask)
+        obs, info = self._reset_some(unit, seeds, options, mask, seeded)
         self._write_obs(unit, obs)
         self.rew[rows][mask] = 0.0
         self.terminated[rows][mask] = self.truncated[rows][mask] = False

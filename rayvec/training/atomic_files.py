@@ -37,7 +37,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     """
     is_other = os.path.exists(path) and not os.path.isfile(path)
     if is_other or not os.path.isdir(path.parent):
-        other = "a directory" if path.is_dir() else "a device or a pipe"
+        other = "a directory" if os.path.isdir(path) else "a device or a pipe"
         raise ConfigError(
             "The output path must be a file.",
             expected=f"a file {path}, or none, in a directory that exists",
@@ -46,7 +46,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         )
     partial = path.with_name(path.name + ".tmp")
     try:
-        with _opened(partial) as file:
+        with _opened(partial, path) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -60,22 +60,22 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     _sync_directory(path.parent)
 
 
-def _opened(path: Path) -> BinaryIO:
-    """Returns a new file.
+def _opened(partial: Path, path: Path) -> BinaryIO:
+    """Returns a new file, which is to take the place of `path`.
 
     Raises:
         ConfigError: It can't be made.
     """
     try:
-        return path.open("wb")
+        return partial.open("wb")
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise
         raise ConfigError(
-            "The output path must be a file.",
-            expected=f"a directory where the file {path} can be made",
+            "The output file must be writable.",
+            expected=f"a file {path} that can be made",
             got=error.strerror,
-            remedy="Pass another path, in a directory that you may write to.",
+            remedy="Pass another path.",
         ) from error
 
 

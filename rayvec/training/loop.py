@@ -59,7 +59,7 @@ class TrainResult:
         run_dir: The directory of the run.
         total_steps: Environment steps taken.
         wall_s: Wall time in seconds, with the start of the environments and the evaluation; for a resumed run, the
-            time up to the checkpoint plus the time since; for a finished one, with the evaluation before.
+            time up to the checkpoint plus the time since. If the run had finished, it includes its earlier evaluation.
         eval_return_mean: Mean return of the greedy evaluation; NaN without one.
         stop_reason: Why a callback ended the run; None if the run took all its steps.
     """
@@ -140,7 +140,9 @@ def resume(
         known = (progress.get("best_return"), best_return(run_dir))  # the checkpoint may be older than best.pt
         progress["best_return"] = max((each for each in known if each is not None), default=None)
         with contextlib.suppress(ConfigError):  # the result has the time of the evaluation, the checkpoint has not
-            progress["wall_s"] = max(progress["wall_s"], load_result(run_dir).get("wall_s", 0.0))
+            result = load_result(run_dir)
+            if result.get("total_steps") == progress["steps"]:
+                progress["wall_s"] = max(progress["wall_s"], result.get("wall_s", 0.0))
         config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
         return _run(config, run_dir, state, callbacks)
 
@@ -219,7 +221,7 @@ class _Run:
 
     @property
     def how_to_resume(self) -> str:
-        """The command that does, or that there is no checkpoint, which may have been removed."""
+        """The command that resumes the run, or a sentence that there is no checkpoint."""
         if (self._run_dir / "checkpoint.pt").exists():
             return f"resume with: {resume_command(self._config, self._shown)}"
         return f"{self._shown} has no checkpoint to resume from"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ class Curves:
         text = f"{self.label} ({counted if runs == len(seeds) else f'{runs} runs, {counted}'})"
         if self.final:
             text += f": greedy {np.mean(self.final):.1f}" + (f" ± {np.std(self.final):.1f}" * (len(self.final) > 1))
-            text += f" of {len(self.final)} that ended" * (len(self.final) < runs)
+            text += f" of {len(self.final)} that were evaluated" * (len(self.final) < runs)
         return text
 
 
@@ -99,7 +100,7 @@ def _found(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     others: list[Path] = []
     for path in paths:
-        if (path / "config.yaml").exists() or not path.exists():
+        if (path / "config.yaml").exists() or not os.path.exists(path):
             found.append(path)
         elif of_seeds := sorted(path.glob("seed*/config.yaml")):
             found += [each.parent for each in of_seeds]
@@ -109,7 +110,7 @@ def _found(paths: Sequence[Path]) -> list[Path]:
         raise ConfigError(
             "A plot shows runs.",
             expected="at least one directory of a run, which has a config.yaml",
-            got=f"others: {', '.join(map(str, paths))}"[:200] if paths else "none",
+            got=f"no config.yaml in {', '.join(map(str, paths))}"[:200] if paths else "none",
             remedy="Pass some, for example rayvec plot runs/*",
         )
     if others:

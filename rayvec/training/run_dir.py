@@ -78,11 +78,13 @@ def free_run_dir(config: TrainConfig) -> Path:
     env_name = re.sub(r"[^\w.-]+", "-", config.env_id).strip("-")
     if config.run_dir is None:  # several runs may begin in one second, also on machines that share a disk
         began = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-        return Path("runs", f"{env_name}-{config.algorithm}-seed{config.seed}-{began}")
-    if os.path.lexists(config.run_dir):
+        run_dir = Path("runs", f"{env_name}-{config.algorithm}-seed{config.seed}-{began}")
+    elif os.path.lexists(config.run_dir):
         raise _taken(config.run_dir, config)
+    else:
+        run_dir = config.run_dir
     try:
-        os.path.abspath(config.run_dir).encode()
+        os.path.abspath(run_dir).encode()
     except UnicodeEncodeError as error:  # TensorBoard could not write there
         raise ConfigError(
             "The path of a run's directory is UTF-8.",
@@ -90,7 +92,7 @@ def free_run_dir(config: TrainConfig) -> Path:
             got=repr(os.fsencode(error.object)),
             remedy="Pass another run_dir.",
         ) from None
-    return config.run_dir
+    return run_dir
 
 
 def _taken(run_dir: Path, config: TrainConfig) -> ConfigError:

@@ -141,7 +141,7 @@ def _run(run: RunStatus, age_s: float, width: int) -> Iterator[RenderableType]:
 
 
 def _table(nodes: Sequence[NodeStatus], age_s: float, width: int) -> Table:
-    """Returns a row for each node. On a narrow terminal it lacks columns, whole: a part of a number would be wrong."""
+    """Returns a row for each node. A narrow terminal gets fewer columns, so that no number is cut off."""
     seen_s = [node.seen_s + age_s for node in nodes]
     columns: dict[str, list[Any]] = {
         "envs": [f"{node.num_envs:,}" for node in nodes],

@@ -138,14 +138,14 @@ class LongToLoad:
 
 
 class GatedEnv(CountingEnv):
-    """From its fourth step on it waits for a file."""
+    """After some steps it waits for a file."""
 
-    def __init__(self, gate: Path) -> None:
-        super().__init__()
-        self._gate = gate
+    def __init__(self, gate: Path, free_steps: int = 3, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._gate, self._free_steps = gate, free_steps
 
     def step(self, action: Any) -> Any:
-        if self._total >= 3:
+        if self._total >= self._free_steps:
             while not self._gate.exists():
                 time.sleep(0.002)
         return super().step(action)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from helpers.waiting import alive, wait_until
 
 from rayvec import RayVecEnv
 from rayvec.testing import CountingEnv
@@ -58,9 +58,7 @@ if __name__ == "__main__":
 def test_ctrl_c_at_the_end_of_a_program_ends_the_fork_server_too() -> None:
     done = subprocess.run([sys.executable, "-c", PRESSED_AT_EXIT], capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    for pid in map(int, done.stdout.split()):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).wait(20)
+    wait_until(lambda: not any(map(alive, map(int, done.stdout.split()))))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -35,6 +35,7 @@ from helpers.kinds import (
     sample_actions,
     within,
 )
+from helpers.obedient_envs import GatedEnv
 from helpers.odd_envs import (
     DiesLate,
     Echo,
@@ -236,9 +237,9 @@ class TestWaiting:
             for pid in pids_of(pool):
                 os.kill(pid, signal.SIGKILL)
 
-    def test_a_step_that_timed_out_is_not_lost(self) -> None:
-        quick, slow = partial(CountingEnv, 1), partial(CountingEnv, 1, 0.3)
-        with closing(process_pool([quick, slow], 2)) as pool:
+    def test_a_step_that_timed_out_is_not_lost(self, tmp_path: Path) -> None:
+        gated = partial(GatedEnv, tmp_path / "go on", free_steps=0, max_episode_steps=1)
+        with closing(process_pool([partial(CountingEnv, 1), gated], 2)) as pool:
             ids = np.arange(2)
             pool.reset(ids, [0, 1])
             assert [info.info for info in pool.recv(ids).info] == [{"began": 0}] * 2
@@ -247,6 +248,7 @@ class TestWaiting:
                 pool.recv(ids, timeout_s=0.0)
             with pytest.raises(TimeoutError):
                 pool.recv(ids, timeout_s=0.05)
+            (tmp_path / "go on").touch()
             batch = pool.recv(ids)
             assert batch.rew.tolist() == [1.0, 1.0]
             assert [info.final_obs.tolist() for info in batch.info] == [[0, 0, 1, 1], [1, 0, 1, 1]]

@@ -72,16 +72,15 @@ class FailsPartially(SyncVectorEnv):
         return super().reset(seed=seed, options=options)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("row", [3, 4])
-def test_a_call_for_any_row_raises_what_its_sub_batch_raises(workers: int, row: int) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_call_for_any_row_raises_what_its_sub_batch_raises(workers: int) -> None:
     make = partial(FailsPartially, [CountingEnv] * 3)
     with closing(local([partial(counting, 3), make], workers_per_node=workers)) as env:
         env.reset()
         with pytest.raises(AttributeError, match="nothing"):
-            env.get_env_attr("nothing", id=[row])
+            env.get_env_attr("nothing", id=[4])
         with pytest.raises(RuntimeError, match="no partial reset"):
-            env.reset([row])
+            env.reset([4])
 
 
 def test_attributes() -> None:

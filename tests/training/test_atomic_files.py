@@ -50,12 +50,16 @@ def test_what_is_no_file_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [pipe] and pipe.is_fifo()
 
 
-def test_a_file_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
-    for out, got in ((Path("/proc/x.html"), "No such file"), (tmp_path / ("x" * 253), "File name too long")):
-        assert main(["report", str(tmp_path / "a"), "--out", str(out)]) == 2
-        error = capsys.readouterr().err
-        assert "The output path must be a file." in error and f"Got: {got}" in error and "Remedy: Pass another" in error
+@pytest.mark.parametrize(
+    ("place", "got"),
+    [("/proc/x.html", "No such file"), ("x" * 253, "File name too long"), ("x" * 300 + "/a", "no directory x")],
+    ids=["no disk", "long name", "long directory"],
+)
+def test_a_file_that_cannot_be_made(place: str, got: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"Expected: a file {place[:250]}.*Got: {got}"), written_whole(Path(place)):
+        pass
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)

@@ -67,8 +67,8 @@ def test_runs_are_grouped_by_what_they_learn(runs: Path, tmp_path: Path, capsys:
 
 def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: AssertRefused) -> None:
     assert_refused(["plot", str(runs / "a1"), str(tmp_path / "typo")], "config.yaml")
-    assert_refused(["plot", str(tmp_path)], "directory of a run", f"Got: others: {tmp_path}")
-    assert_refused(["plot", str(runs / "a1" / "config.yaml")], "directory of a run", "Got: others: ")
+    assert_refused(["plot", str(tmp_path)], "directory of a run", f"Got: no config.yaml in {tmp_path}")
+    assert_refused(["plot", str(runs / "a1" / "config.yaml")], "directory of a run", "Got: no config.yaml in ")
     assert_refused(["plot", str(runs / "a1"), "--out", str(tmp_path / "a.doc")], "says its format", ".pdf")
     assert_refused(["report", str(tmp_path)], "config.yaml")
     (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())
@@ -106,7 +106,7 @@ def test_labels_count_runs_and_seeds(runs: Path, tmp_path: Path) -> None:
     ]
     (copies[0] / "result.json").unlink()
     (group,) = read_runs(copies)
-    assert str(group).endswith(f"greedy {group.final[0]:.1f} of 1 that ended")
+    assert str(group).endswith(f"greedy {group.final[0]:.1f} of 1 that were evaluated")
 
 
 @pytest.mark.parametrize(
