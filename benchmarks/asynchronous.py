@@ -49,6 +49,8 @@ def main(repeats: int = 5, iterations: int = 40) -> None:
         repeats: How often each way is run.
         iterations: Updates of each run.
     """
+    if iterations < 5:
+        raise SystemExit(f"--iterations is at least 5, since the first ones are left out, not {iterations}")
     ways = {name: partial(run, **way, iterations=iterations) for name, way in WAYS.items()}
     rows = []
     for name, results in interleaved(ways, repeats).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -93,7 +94,7 @@ def heading() -> str:
     """Returns the command, the machine and the versions that a table was measured with."""
     at = machine()
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
-    return f"`python {' '.join(sys.argv)}`, {date.today()}, {at['cores']} cores of {at['processor']}, {found}"
+    return f"`python {shlex.join(sys.argv)}`, {date.today()}, {at['cores']} cores of {at['processor']}, {found}"
 
 
 @contextlib.contextmanager

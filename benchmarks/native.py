@@ -22,6 +22,8 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, Literal
 
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy starts its own
+
 import numpy as np
 import tyro
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv

@@ -297,7 +297,7 @@ class TrainConfig(metaclass=PresetMeta):
     @property
     def title(self) -> str:
         """Environment, algorithm and seed, for a person."""
-        return f"{self.env_id} · {self.algorithm.upper()} · seed {self.seed}"
+        return f"{self.native or self.env_id} · {self.algorithm.upper()} · seed {self.seed}"
 
     @property
     def steps_per_iteration(self) -> int:

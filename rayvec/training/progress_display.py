@@ -44,6 +44,7 @@ class ProgressDisplay:
         self._total_steps = total_steps
         self._file = file or sys.stderr
         self._last_line_s = -math.inf
+        self._line = ""  # the last one, if it has not been printed
         self._bar: Bar | None = None
         console = Console(file=self._file)
         if console.is_terminal:
@@ -62,15 +63,23 @@ class ProgressDisplay:
         """Shows that `steps` are done, and `text` beside it."""
         if self._bar:
             self._bar.update(self._task, completed=min(steps, self._total_steps), description=text)
-        elif time.monotonic() - self._last_line_s >= PLAIN_INTERVAL_S or steps >= self._total_steps:
-            self._last_line_s = time.monotonic()
-            print(f"{steps:,}/{self._total_steps:,} steps · {text}", file=self._file, flush=True)
+        else:
+            self._line = f"{steps:,}/{self._total_steps:,} steps · {text}"
+            if time.monotonic() - self._last_line_s >= PLAIN_INTERVAL_S:
+                self._last_line_s = time.monotonic()
+                self._print()
+
+    def _print(self) -> None:
+        if self._line:
+            print(self._line, file=self._file, flush=True)
+        self._line = ""
 
     def close(self) -> None:
-        """Ends the bar."""
-        if self._bar:
-            with contextlib.suppress(OSError):  # a terminal that was closed does not end the run
+        """Ends the bar, or prints the last line."""
+        with contextlib.suppress(OSError):  # a terminal that was closed does not end the run
+            if self._bar:
                 self._bar.stop()
+            self._print()
 
 
 def progress_text(progress: Progress, metrics: Mapping[str, float | int | None], times_s: Mapping[str, float]) -> str:

@@ -75,7 +75,7 @@ def free_run_dir(config: TrainConfig) -> Path:
     Raises:
         ConfigError: There is something where the settings want it.
     """
-    env_name = re.sub(r"[^\w.-]+", "-", config.env_id).strip("-")
+    env_name = re.sub(r"[^\w.-]+", "-", config.native or config.env_id).strip("-")
     if config.run_dir is None:  # several runs may begin in one second, also on machines that share a disk
         began = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
         run_dir = Path("runs", f"{env_name}-{config.algorithm}-seed{config.seed}-{began}")

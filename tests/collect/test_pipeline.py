@@ -11,6 +11,7 @@ from helpers.exact import TablePolicy
 from helpers.examples import examples
 from hypothesis import given, strategies as st
 
+from rayvec.collect.asynchronous import PartsPipeline
 from rayvec.collect.collector import Collector
 from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.pipeline import ChunkPipeline
@@ -70,6 +71,18 @@ def test_steps_are_numbered_through_also_after_an_interrupted_wait(monkeypatch: 
     assert [chunk.first_step for chunk in chunks] == [0, 3, 7]
     assert (pipeline.first_step, pipeline.pending_steps, list(pipeline.drain())) == (12, 0, [])
     assert counting_errors(chunks) == []
+
+
+def test_an_interrupt_before_the_next_chunk_of_a_part_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=2) as env:
+        store, parts = env.publish(TablePolicy()), PartsPipeline(env, noise_seed=1, max_staleness=2)
+        env.reset(seed=0)
+        parts.start(store, 3, ahead=False)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(env, "rollout_async", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt()))
+            parts.finish(store, 3, 0, ahead=True)
+        assert sorted(parts.num_pending.values()) == [0, 1]
+        assert len(list(parts.drain())) == 1 and not parts.pending
 
 
 @pytest.mark.parametrize("max_staleness", [None, 1], ids=["all together", "part by part"])

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import NormalizeObservation, RecordEpisodeStatistics, TransformReward
 from helpers.native_envs import Clears, Fails, Final, Odd, Remembers, Says, Swapped, cartpoles, counting
 from helpers.simple_policies import still
@@ -397,6 +397,23 @@ class Labelled(CartPoleVectorEnv):
         return [[1], [1, 2]]
 
 
+class FailsOnce(CartPoleVectorEnv):
+    """Takes one seed, and raises from a step if it is told to; the caller resets it."""
+
+    metadata: ClassVar[Any] = {**CartPoleVectorEnv.metadata, "autoreset_mode": AutoresetMode.DISABLED}
+    is_healthy = True
+    seed_of_reset: int | None = None
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.seed_of_reset = seed
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        if not self.is_healthy:
+            raise ValueError("told to raise")
+        return super().step(action)
+
+
 class TestSeeds:
     """A seed of None leaves an environment its generator."""
 
@@ -412,6 +429,14 @@ class TestSeeds:
             again = env.reset(seed=[1, 2, None, None])[0]
             np.testing.assert_array_equal(first[:2], again[:2])
             assert (first[2:] != again[2:]).all()
+
+    def test_a_partial_reset_after_a_restart_resets_all(self) -> None:
+        with closing(local([partial(FailsOnce, 3)], workers_per_node=0, on_env_error="restart")) as env:
+            env.reset(seed=5)
+            env.set_attr("is_healthy", False)
+            assert env.step(np.ones(3, np.int64))[4]["env_restarted"].all()
+            env.reset(seed=7, options={"reset_mask": np.array([False, True, True])})
+            assert env.get_attr("seed_of_reset") == (7, 7, 7)
 
     def test_a_partial_reset_counts_from_the_first_environment(self) -> None:
         with closing(local([partial(counting, 3, "Disabled")], workers_per_node=0)) as env:
