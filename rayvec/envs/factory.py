@@ -24,6 +24,7 @@ from rayvec.errors import ConfigError, check_count, check_flag, message
 
 __all__ = ["EnvFactory", "EnvIdError", "carrying_sys", "env_seeds", "register_specs", "registered_specs"]
 
+_REGISTERED_AGAIN = ".*Overriding environment .* already in registry"
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 Wrapper = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
 
@@ -370,4 +371,5 @@ def register_specs(specs: Iterable[EnvSpec]) -> None:
     Gymnasium does not warn then that a module which is imported later registers them again.
     """
     gymnasium.registry.update((spec.id, spec) for spec in specs)
-    warnings.filterwarnings("ignore", ".*Overriding environment .* already in registry", UserWarning)
+    if not any(getattr(each[1], "pattern", None) == _REGISTERED_AGAIN for each in warnings.filters):
+        warnings.filterwarnings("ignore", _REGISTERED_AGAIN, UserWarning)  # after it, warnings are shown once more

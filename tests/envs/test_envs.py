@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,13 @@ from rayvec.config.references import resolve
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError
 from rayvec.testing import CountingEnv
+
+
+class WarnsWhenMade(CountingEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        warnings.warn("it was made", stacklevel=1)
+
 
 CARTPOLE = "gymnasium.envs.classic_control:CartPoleEnv"
 MODULE = """
@@ -178,6 +186,15 @@ class TestFactory:
             check=False,
         )
         assert (done.stdout.decode(), done.returncode) == ("beside beside\n", 0), done.stderr.decode()
+
+    def test_a_warning_of_constructors_is_shown_once(self) -> None:
+        data = EnvFactory.build([WarnsWhenMade] * 3).to_bytes()
+        code = (
+            "import pickle, sys; factory = pickle.loads(sys.stdin.buffer.read()); "
+            "[factory.make(i) for i in range(factory.num_envs)]"
+        )
+        done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=True)
+        assert done.stderr.count(b"UserWarning: it was made") == 1
 
     def test_the_driver_s_own_registrations_stay(self) -> None:
         factory = EnvFactory.build([CountingEnv])
