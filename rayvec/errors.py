@@ -42,6 +42,7 @@ __all__ = [
     "check_count",
     "check_flag",
     "check_node_range",
+    "counted",
     "first_line",
     "message",
     "without_remedy",
@@ -282,6 +283,15 @@ def _pickled(error: BaseException, text: str) -> bytes | None:
             if type(rebuilt).__qualname__ == type(error).__qualname__ and str(rebuilt) == text:
                 return pickled
     return None
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a number and its noun.
+
+    >>> counted(1, "rank"), counted(20_000, "step")
+    ('1 rank', '20,000 steps')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def without_remedy(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from rayvec.bench.settings import Scaling, check_any, jitter_sigma
 from rayvec.bench.simulate import Nodes, Place, check_hosts, check_memory, nodes
 from rayvec.bench.terminal import number, show_split, show_table, spread, ticking
 from rayvec.config.schema import check
-from rayvec.errors import ConfigError, RayvecError
+from rayvec.errors import ConfigError, RayvecError, counted
 
 __all__ = ["cells", "chunk_length", "run"]
 
@@ -51,7 +51,8 @@ def run(given: Scaling, mentioned: frozenset[str] = frozenset()) -> None:
         for place in places
     }
     minutes = max(1, round(sum(expected_total_s(settings, each) for each in todo.values()) / 60))
-    print(f"{sum(map(len, todo.values()))} cells to measure, {len(done)} done, about {minutes} minutes")
+    cells_to_do = counted(sum(map(len, todo.values())), "cell")
+    print(f"{cells_to_do} to measure, {len(done)} done, about {counted(minutes, 'minute')}")
     with results.shown(partial(_show, settings), f", continue with --resume {results.path}"):
         for place in filter(todo.get, places):
             _measure(settings, results, todo[place], place)

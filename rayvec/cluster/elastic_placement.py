@@ -19,7 +19,7 @@ from rayvec.cluster.placement import FreeNode, choose_nodes, free_nodes, look_un
 from rayvec.cluster.reachability import check_head, head_answers, raylets, unreachable
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
-from rayvec.errors import ConfigError, NodeLostError, check_count, check_node_range
+from rayvec.errors import ConfigError, NodeLostError, check_count, check_node_range, counted
 
 __all__ = ["ElasticPlacement", "Move", "assign_parts", "leaving_nodes", "num_parts", "shares"]
 
@@ -201,7 +201,7 @@ class ElasticPlacement:
         if not self._are_enough(nodes):
             raise ConfigError(
                 "num_nodes=(min, max) starts with at least min nodes that have free cores.",
-                expected=f"{self._low} node(s) with {self._workers_per_node or 1} free core(s) each, "
+                expected=f"{counted(self._low, 'node')} with {counted(self._workers_per_node or 1, 'free core')} each, "
                 f"within start_timeout_s={timeout_s:g}",
                 got=", ".join(f"{node.address}: {node.cpus} free" for node in free_nodes()) or "no node with cores",
                 remedy="Start more nodes, lower min, or raise start_timeout_s.",
@@ -267,7 +267,7 @@ class ElasticPlacement:
         if not self._are_enough(nodes):
             raise NodeLostError(
                 "With num_nodes=(min, max), at least min nodes remain.",
-                expected=f"{self._low} node(s) for num_nodes=({self._low}, {self._high})",
+                expected=f"{counted(self._low, 'node')} for num_nodes=({self._low}, {self._high})",
                 got=f"{len(nodes)} after a loss ({error})",
                 remedy="Start more nodes, or lower min.",
             ) from error

@@ -14,7 +14,7 @@ import ray
 from rayvec.cluster.reachability import alive_nodes, check_head
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
-from rayvec.errors import ConfigError, NodeLostError, check_count
+from rayvec.errors import ConfigError, NodeLostError, check_count, counted
 
 __all__ = [
     "FreeNode",
@@ -143,7 +143,7 @@ def plan_topology(
     if len(usable) < count:
         raise ConfigError(
             "Every worker needs a free core.",
-            expected=f"{count} node(s) with {wanted} free core(s) each",
+            expected=f"{counted(count, 'node')} with {counted(wanted, 'free core')} each",
             got=", ".join(f"{node.address}: {node.cpus} free" for node in nodes) or "no living node with cores",
             remedy="Ask for fewer workers_per_node or num_nodes, or free the cores (is another pool still open?).",
         )

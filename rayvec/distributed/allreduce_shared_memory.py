@@ -222,7 +222,8 @@ class SharedMemoryRanks:
             if waited_s > self._timeout_s:
                 here = [str(rank) for rank in range(self.size) if self._marks[rank * 8] >= self._num_steps]
                 raise _lost(
-                    f"rank {other} in a sum within {self._timeout_s:g} s", f"only rank(s) {', '.join(here)} in time"
+                    f"rank {other} in a sum within {self._timeout_s:g} s",
+                    f"in time only ranks {', '.join(here)}",
                 )
             if waited_s - checked_s > _CHECK_AFTER_S:
                 checked_s = waited_s

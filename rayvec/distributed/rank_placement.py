@@ -14,7 +14,7 @@ from rayvec.cluster.placement import choose_nodes, free_nodes, look_until
 from rayvec.cluster.reachability import check_head, raylets, unreachable
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.rank_host import RankPlacement, divided_workers
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, counted
 
 __all__ = ["NodeCapacity", "RankNodes", "ResourceRequest", "capacities", "find_placements", "place_ranks", "rank_share"]
 
@@ -85,7 +85,7 @@ def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int | 
     if sum(node.capacity for node in nodes) < num_ranks:
         raise ConfigError(
             "Every rank claims free cores, and with CUDA a free GPU.",
-            expected=f"room for {num_ranks} rank(s)",
+            expected=f"room for {counted(num_ranks, 'rank')}",
             got=", ".join(f"{node.host}: room for {node.capacity}" for node in nodes) or "no node that may be used",
             remedy="Ask for fewer ranks, workers or threads, make a LearnerGroup before environments claim all cores, "
             "or pass num_cpus=0 to it",
@@ -182,7 +182,7 @@ def rank_share(
     if len(free) < needed:
         raise ConfigError(
             "Decentralized ranks are spread over nodes with free cores.",
-            expected=f"{needed} such node(s)",
+            expected=counted(needed, "such node"),
             got=len(free),
             remedy="Lower num_nodes, or add nodes.",
         )
@@ -242,7 +242,7 @@ class RankNodes:
         if len(chosen) < self._low:
             raise ConfigError(
                 "num_nodes=(min, max) needs at least min nodes that have free cores, and with CUDA a free GPU.",
-                expected=f"{self._low} such node(s) with {request.num_cpus} core(s) within {timeout_s:g} s",
+                expected=f"{counted(self._low, 'node')} with {counted(request.num_cpus, 'core')} in {timeout_s:g} s",
                 got=", ".join(f"{node.host}: {node.cpus} free" for node in found) or "none",
                 remedy="Start more nodes, or lower min.",
             )

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, counted
 from rayvec.learners.base import KeepsRankLocalState, Learner
 from rayvec.learners.ranks import Ranks
 
@@ -71,6 +71,6 @@ def split_state(
         rank_local = [own]
     if rank_local is not None and len(rank_local) != num_ranks:
         kept, count = ", ".join(rank_local[0]), len(rank_local)
-        logger.warning("the %s of %d rank%s does not fit %d, and refills", kept, count, "s" * (count > 1), num_ranks)
+        logger.warning("the %s of %s does not fit %d, and refills", kept, counted(count, "rank"), num_ranks)
         rank_local = None
     return shared, rank_local or [{}] * num_ranks

@@ -11,7 +11,7 @@ from typing import Any
 
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_host import RankHost, RankPlacement, RunningRank, lost
-from rayvec.errors import ConfigError, LearnerError, RankLostError, RayvecError, RemoteFailure
+from rayvec.errors import ConfigError, LearnerError, RankLostError, RayvecError, RemoteFailure, counted
 from rayvec.pools.base import deadline_in, seconds_until
 
 __all__ = ["RankSet"]
@@ -93,7 +93,7 @@ class RankSet:
         if missing:
             raise late(
                 "Every rank runs soon after the group asks for it: it gets its cores, and with CUDA a GPU.",
-                expected=f"{len(pending)} rank(s) that run within {limit_s:g} s",
+                expected=f"{counted(len(pending), 'rank')} running within {limit_s:g} s",
                 got=f"no answer yet from {', '.join(missing)}",
                 remedy="End what claimed cores or GPUs at the same time, continue a rank's process that is stopped, or "
                 "try again when the cluster is less busy",

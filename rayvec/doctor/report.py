@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 
 from rayvec.doctor.cluster import examine
+from rayvec.errors import counted
 
 __all__ = ["report"]
 
@@ -28,5 +29,5 @@ def report(address: str | None, env_id: str | None, *, as_json: bool = False) ->
     if as_json:
         print(json.dumps({"level": worst, "findings": [asdict(each) for each in findings]}, indent=1))
     else:
-        print(f"{worst}: {count['error']} error(s), {count['warning']} warning(s)")
+        print(f"{worst}: {counted(count['error'], 'error')}, {counted(count['warning'], 'warning')}")
     return int(worst == "error")

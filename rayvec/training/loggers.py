@@ -17,6 +17,7 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from rayvec.config import TrainConfig
+from rayvec.errors import counted
 from rayvec.training.atomic_files import finite, written_whole
 from rayvec.training.evaluation import Evaluation
 from rayvec.training.learning_curve import plot_learning_curve
@@ -42,7 +43,7 @@ class MetricsFile:
         lines = list(read_metrics(path))
         kept = [line for line in lines if line["steps"] <= steps]
         if path.is_file() and (num_damaged := len(path.read_bytes().splitlines()) - len(lines)) > 0:
-            logger.warning("%s: %d damaged line(s) left out", path, num_damaged)
+            logger.warning("%s: %s left out", path, counted(num_damaged, "damaged line"))
         with written_whole(path) as file:
             file.write("".join(map(_json_line, kept)).encode())
         self._file: IO[str] = path.open("a", encoding="utf-8")

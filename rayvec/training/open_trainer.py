@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from rayvec.config import TrainConfig
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_host import RankHost, divided_workers
+from rayvec.errors import counted
 from rayvec.training.initial_network import initial_state
 from rayvec.training.rank_trainer import open_decentralized
 from rayvec.training.run_state import Progress, restore
@@ -57,9 +58,9 @@ def open_trainer(
             workers = places.num_workers
             nodes = len({placement.node for placement in group.placements})
             where = "on this machine, without Ray" if config.num_nodes == 0 else f"on Ray (nodes: {nodes})"
-            stepped = f"{workers} worker{'s' * (workers > 1)} each" if workers else "which step their own"
-            ranks = f"{group.num_ranks} rank{'s' * (group.num_ranks > 1)}, {stepped}"
-            print(f"rayvec: {config.num_envs} environments {where}: {ranks}", file=sys.stderr)
+            stepped = f"{counted(workers, 'worker')} for each" if workers else "which step their own"
+            ranks = f"{counted(group.num_ranks, 'rank')}, {stepped}"
+            print(f"rayvec: {counted(config.num_envs, 'environment')} {where}: {ranks}", file=sys.stderr)
             yield trainer
         return
     with open_env(config, trains=True) as env, open_learner(config, env) as learner:

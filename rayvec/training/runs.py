@@ -19,7 +19,7 @@ from gymnasium import spaces
 
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config.references import resolve
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, counted
 from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import choice_of, compile_s, compiles, decided
 from rayvec.learners.impala import IMPALALearner
@@ -163,7 +163,7 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
         nodes = env.topology.nodes
         on_ray = f"on Ray (nodes: {len(nodes)}, workers: {sum(node.num_workers for node in nodes)})"
         where = "on this machine, without Ray" if config.num_nodes == 0 else on_ray
-        print(f"rayvec: {env.num_envs} environment{'s' * (env.num_envs > 1)} {where}", file=sys.stderr)
+        print(f"rayvec: {counted(env.num_envs, 'environment')} {where}", file=sys.stderr)
         choice = choice_of(config, env.single_observation_space) if trains else None
         if choice is not None:
             print(f"rayvec: {choice}", file=sys.stderr)

@@ -89,7 +89,7 @@ def test_a_range_that_is_none(num_nodes: Any, expected: str) -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_fewer_nodes_than_the_least_number() -> None:
     """It waits up to the limit for a start, and says what it found."""
-    with pytest.raises(ConfigError, match=r"3 node\(s\) with 2 free core\(s\) each, within start_timeout_s=0.2"):
+    with pytest.raises(ConfigError, match=r"3 nodes with 2 free cores each, within start_timeout_s=0.2"):
         RayVecEnv([CountingEnv] * 4, num_nodes=(3, 4), workers_per_node=2, start_timeout_s=0.2)
 
 
@@ -444,7 +444,7 @@ def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> 
         chunks = [env.rollout(first_actions, 10) for _ in range(20)]
         assert first in envs_by_node(env) and counting_errors(chunks) == []
         nodes.kill(first)
-        with pytest.raises(NodeLostError, match=r"2 node\(s\) for num_nodes=\(2, 3\). Got: 1 after a loss"):
+        with pytest.raises(NodeLostError, match=r"2 nodes for num_nodes=\(2, 3\). Got: 1 after a loss"):
             env.rollout(first_actions, 10)
         assert env.closed
 

@@ -32,7 +32,7 @@ def two_nodes() -> tuple[str, str]:
 
 def test_too_many_ranks_are_refused(ray_cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
-    with pytest.raises(ConfigError, match=r"room for 33 rank\(s\)\. Got: .*room for \d+, .*room for \d"):
+    with pytest.raises(ConfigError, match=r"room for 33 ranks\. Got: .*room for \d+, .*room for \d"):
         RankGroup(Adder, 33)
 
 
@@ -54,7 +54,7 @@ def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without
     monkeypatch.setattr("rayvec.distributed.ray_host.find_placements", find_and_take)
     monkeypatch.setattr("rayvec.distributed.running_ranks._START_S", 1.0)
     try:
-        with pytest.raises(ConfigError, match=r"1 rank\(s\) that run within 1 s\. Got: no answer yet from rank 0"):
+        with pytest.raises(ConfigError, match=r"1 rank running within 1 s\. Got: no answer yet from rank 0"):
             RankGroup(Adder, 1, nodes=[there], timeout_s=1.0)
     finally:
         ray.kill(taken[0])
@@ -80,7 +80,7 @@ def test_a_number_of_nodes_is_waited_for(
     monkeypatch.setattr("rayvec.cluster.placement._LOOK_AGAIN_S", 0.0)
     assert rank_share(2, num_nodes, None, is_restart=is_restart) == expected
     monkeypatch.setattr("rayvec.distributed.rank_placement._JOIN_TIMEOUT_S", 0.0)
-    with pytest.raises(ConfigError, match=r"free cores. Expected: 3 such node\(s\). Got: 2"):
+    with pytest.raises(ConfigError, match=r"free cores. Expected: 3 such nodes. Got: 2"):
         rank_share(3, 3, None)
 
 

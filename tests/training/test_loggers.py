@@ -100,7 +100,7 @@ def test_resuming_leaves_only_damaged_lines_out(tmp_path: Path, caplog: pytest.L
     (tmp_path / "metrics.jsonl").write_bytes(first + b"\xff\n" + third + b'{"steps": "many"}\n')
     log(tmp_path, [64], resumed_at=48)
     assert [line["steps"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [16, 48, 64]
-    assert "2 damaged line(s) left out" in caplog.text
+    assert "2 damaged lines left out" in caplog.text
 
 
 def scalars(run_dir: Path) -> dict[str, list]:
