@@ -277,8 +277,8 @@ def main(args: Sequence[str] | None = None) -> int:
             command: Train | Eval | Plot | Report | Top | Bench | Doctor = tyro.cli(
                 Command, prog="rayvec", args=args, config=options
             )
-            own = interrupts.taking_sigterm()  # a training finishes its iteration first
-            with contextlib.nullcontext() if isinstance(command, Train) else own:
+            is_training = isinstance(command, Train)  # it takes SIGTERM itself, to finish the iteration first
+            with contextlib.nullcontext() if is_training else interrupts.taking_sigterm():
                 code = command.run(args) or 0
             print(end="", flush=True)
             return code
@@ -380,8 +380,9 @@ def _explanation(error: Exception) -> str | None:
     if isinstance(error, RayvecError):
         return str(error)
     if isinstance(error.__cause__, RayvecError):  # an environment raised: its own error, and where
-        if " Remedy: " in str(error):  # a message of rayvec about what it returned
-            return f"{error} Raised in {error.__cause__.raised_in}."
+        where = error.__cause__.raised_in
+        if where and " Remedy: " in str(error):  # a message of rayvec about what it returned
+            return f"{error} Raised in {where}."
         return message(
             "An environment is made and stepped without raising.",
             expected="no exception",

@@ -69,7 +69,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _kind, _pattern in _NUMBERS.items():
-    for _reader in (_Loader, _Dumper):
-        _reader.add_implicit_resolver(
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
             f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), list("-+0123456789.")
         )

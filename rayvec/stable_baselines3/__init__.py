@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
             "rayvec.stable_baselines3 adapts environments to Stable-Baselines3.",
             expected="stable-baselines3>=2.6",
             got="no such package in this Python",
-            remedy="pip install 'rayvec[sb3]'",
+            remedy="Install rayvec[sb3].",
         ) from error
     from rayvec.stable_baselines3.vec_env import RayVecEnv
 

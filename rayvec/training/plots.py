@@ -43,7 +43,7 @@ class Curves:
         seeds: The seed of each run.
         training: Of each run, steps and smoothed returns of episodes in training, ``float64 [2, L]``.
         evaluations: Of each run, steps and mean returns of greedy evaluations during training, ``float64 [2, E]``.
-        final: Mean returns of the greedy evaluations after training, of the runs that have ended.
+        final: Mean returns of the greedy evaluations after training, of the runs that have one.
     """
 
     label: str
@@ -56,8 +56,8 @@ class Curves:
     def __str__(self) -> str:
         """The label, the number of runs and seeds, and the greedy return where runs have ended."""
         runs, seeds = len(self.seeds), sorted(set(self.seeds))
-        counted = f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
-        text = f"{self.label} ({counted if runs == len(seeds) else f'{runs} runs, {counted}'})"
+        of_seeds = f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
+        text = f"{self.label} ({of_seeds if runs == len(seeds) else f'{runs} runs, {of_seeds}'})"
         if self.final:
             text += f": greedy {np.mean(self.final):.1f}" + (f" ± {np.std(self.final):.1f}" * (len(self.final) > 1))
             text += f" of {len(self.final)} that were evaluated" * (len(self.final) < runs)
@@ -111,7 +111,7 @@ def _found(paths: Sequence[Path]) -> list[Path]:
             "A plot shows runs.",
             expected="at least one directory of a run, which has a config.yaml",
             got=f"no config.yaml in {', '.join(map(str, paths))}"[:200] if paths else "none",
-            remedy="Pass some, for example rayvec plot runs/*",
+            remedy="Pass directories of runs; runs/* passes all that are in runs.",
         )
     if others:
         print(f"rayvec: left out, without a config.yaml: {', '.join(map(str, others))}", file=sys.stderr)

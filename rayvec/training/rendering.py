@@ -39,7 +39,7 @@ def check_video(path: Path) -> None:
             "A video is written into an .mp4 file.",
             expected="a path that ends with .mp4, in a folder that exists",
             got=str(path),
-            remedy="Pass for example --video out.mp4",
+            remedy="Pass --video out.mp4, for example.",
         )
     try:
         for name in ("imageio", "imageio_ffmpeg"):
@@ -145,7 +145,7 @@ def _screen_error(got: str) -> ConfigError:
         "--render human opens a window.",
         expected="a screen that DISPLAY or WAYLAND_DISPLAY names, or a driver that SDL_VIDEODRIVER names",
         got=got,
-        remedy="Record a video in place of it: --video out.mp4",
+        remedy="Pass --video out.mp4 to record a video in place of it.",
     )
 
 

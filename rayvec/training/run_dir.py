@@ -96,12 +96,14 @@ def free_run_dir(config: TrainConfig) -> Path:
 
 
 def _taken(run_dir: Path, config: TrainConfig) -> ConfigError:
-    resumes = f", or resume that run: {resume_command(config, run_dir)}" if (run_dir / "config.yaml").exists() else "."
+    is_run = (run_dir / "config.yaml").exists()
     return ConfigError(
         "A run has a directory of its own.",
         expected="a path where there is nothing yet",
         got=f"{run_dir}, which exists",
-        remedy=f"Pass another run_dir{resumes}",
+        remedy=f"Resume that run ({resume_command(config, run_dir)}), or pass another run_dir."
+        if is_run
+        else "Pass another run_dir.",
     )
 
 

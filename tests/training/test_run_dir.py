@@ -134,7 +134,7 @@ def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
         rayvec.train(tiny(tmp_path / "a"))
     assert not list((tmp_path / "a").iterdir())
     (tmp_path / "a" / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=r"which exists.*Remedy: Pass another run_dir, or resume.*--resume"):
+    with pytest.raises(ConfigError, match=r"Remedy: Resume that run \(.*--resume .*\), or pass another run_dir\.$"):
         rayvec.train(tiny(tmp_path / "a"))
 
 
