@@ -150,7 +150,7 @@ rllib = RLlib
 
 if __name__ == "__main__":
     import tyro
-    from measure import heading, share_modules
+    from measure import heading, run_command
 
     from rayvec.bench import compare
     from rayvec.bench.settings import Compare
@@ -163,6 +163,6 @@ if __name__ == "__main__":
         repeats=7,
         window=2.0,
     )
-    share_modules()
+    settings = tyro.cli(Compare, default=default, description=__doc__)
     print(heading())
-    compare.run(tyro.cli(Compare, default=default, description=__doc__))
+    run_command(compare.run, settings)

@@ -231,8 +231,9 @@ def main(
         repeats: Turns of each peer.
         only: Which peers.
     """
-    from measure import heading, show_updates
+    from measure import check_only, heading, show_updates
 
+    check_only(only, PEERS)
     print(heading())
     print(f"load: {', '.join(f'{each:.1f}' for each in os.getloadavg())}")
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"

@@ -128,8 +128,8 @@ def show(outcomes: dict[str, list[Outcome]]) -> None:
             numbers = (f"{returns.mean():.1f}", f"{returns.std():.1f}", f"{returns.min():.0f}")
             rows.append((name, item.seed, f"{item.wall_s:.1f}", f"{item.steps:,}", *numbers))
         means = np.array([item.returns.mean() for item in runs])
-        if len(means):
-            error = means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else float("nan")
+        if len(means) > 1:
+            error = means.std(ddof=1) / np.sqrt(len(means))
             drawn = np.random.default_rng(0).choice(means, (10_000, len(means)))  # bootstrap
             iqm_error = np.std([interquartile_mean(sample) for sample in drawn])
             lines.append(

@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import psutil
 from rayvec.bench.measured_processes import PeerProcess, marked_environment, peer_process
 from rayvec.bench.results import machine, versions
 from rayvec.bench.terminal import ratio, show_table, spread
+from rayvec.errors import RayvecError
 
 _T = TypeVar("_T")
 
@@ -27,6 +28,21 @@ def share_modules() -> None:
     """Lets processes of the harness import the modules of this directory."""
     places = [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+
+
+def run_command(run: Callable[[_T], None], settings: _T) -> None:
+    """Runs a command of :mod:`rayvec.bench` with peers of this directory; wrong input ends it with a message."""
+    share_modules()
+    try:
+        run(settings)
+    except RayvecError as error:
+        raise SystemExit(str(error)) from None
+
+
+def check_only(only: Collection[str], peers: Collection[str]) -> None:
+    """Ends the benchmark with a message where ``--only`` names peers that it does not have."""
+    if unknown := set(only) - set(peers):
+        raise SystemExit(f"--only names peers that are not here: {sorted(unknown)}. Expected some of {list(peers)}.")
 
 
 def tree(root: int) -> list[int]:

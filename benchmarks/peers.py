@@ -213,12 +213,11 @@ NAMES = (
 def main() -> None:
     """Runs a command of the package with these peers."""
     import tyro
-    from measure import share_modules
+    from measure import run_command
 
     from rayvec.bench import compare, scaling
     from rayvec.bench.settings import Compare, Scaling
 
-    share_modules()
     peers = (*Compare().peer, *(f"peers:{name}" for name in NAMES))
     compared, scaled = Compare(peer=peers), Scaling(peer=("peers:tianshou_ray", "peers:tianshou_subproc"))
     commands = (
@@ -227,7 +226,7 @@ def main() -> None:
     )
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     settings: Any = tyro.cli(commands, description=__doc__, config=options)  # type: ignore[arg-type]
-    (compare if isinstance(settings, Compare) else scaling).run(settings)
+    run_command(compare.run if isinstance(settings, Compare) else scaling.run, settings)
 
 
 if __name__ == "__main__":

@@ -286,10 +286,9 @@ def main(
         updates: In each of the three runs of a turn; a multiple of 32.
         only: Which peers.
     """
-    from measure import heading, show_updates
+    from measure import check_only, heading, show_updates
 
-    if unknown := set(only) - set(PEERS):
-        raise SystemExit(f"--only names peers that are not here: {sorted(unknown)}. Expected some of {list(PEERS)}.")
+    check_only(only, PEERS)
     print(heading())
     for count, width in product(threads, widths):
         eigen = f"--xla_cpu_multi_thread_eigen={str(count > 1).lower()} intra_op_parallelism_threads={count}"

@@ -379,15 +379,23 @@ def _explanation(error: Exception) -> str | None:
     """Returns the message of an error that the user can act on, or None for a defect of rayvec."""
     if isinstance(error, RayvecError):
         return str(error)
-    if isinstance(error.__cause__, RayvecError):  # an environment raised: its own error, and where
-        where = error.__cause__.raised_in
+    cause = error.__cause__ if isinstance(error.__cause__, RayvecError) else None  # an environment or a rank raised
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):  # the text of torch
+        return message(
+            "What a run needs fits into the memory of its machines.",
+            expected="enough free memory",
+            got=_what_and_where(str(cause or error) or "MemoryError"),
+            remedy="Lower num_envs, num_steps, hidden_sizes or what else the size comes from, or free memory.",
+        )
+    if cause is not None:  # its own error, and where
+        where = cause.raised_in
         if where and " Remedy: " in str(error):  # a message of rayvec about what it returned
             return f"{error} Raised in {where}."
         return message(
-            "An environment is made and stepped without raising.",
+            "The code of environments, wrappers and networks runs without raising.",
             expected="no exception",
-            got=_what_and_where(str(error.__cause__)),
-            remedy="Correct the environment or what is passed to it.",
+            got=_what_and_where(str(cause)),
+            remedy="Correct it, or what is passed to it.",
         )
     if isinstance(error, OSError) and (hasattr(error, "__notes__") or error.errno in _REFUSED):  # the disk of a run
         return f"{type(error).__name__}: {error}"

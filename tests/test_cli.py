@@ -88,6 +88,8 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
         ("--wrappers gymnasium.wrappers:NoSuchWrapper", ["NoSuchWrapper"]),
         ("--wrappers gymnasium", ["module:function"]),
         ("--num-nodes 4:1", ["1 <= min <= max"]),
+        ("--learner-threads 5000", ["learner_threads", "from 1 to 1024", "Got: 5000"]),
+        (f"--num-envs {10**18}", ["memory", "Got: MemoryError", "Lower num_envs"]),
         ("--num-nodes 1:2:3", ["two whole numbers"]),
         ("--num-nodes one", ["int | tuple[int, int] | None", "'one'"]),
         ("--num-nodes 1:2 --learners dedicated", ["one number of nodes"]),
@@ -109,6 +111,31 @@ def test_a_message_about_an_environment_stands_alone(capsys: pytest.CaptureFixtu
     assert main(["train", "ppo", *args]) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "Expected" in line)
     assert line.count("Expected") == line.count("Remedy") == 1 and "Raised in" in line and ".py" not in line
+
+
+def test_weights_that_no_memory_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "ppo", *TINY, "--hidden-sizes", f"{10**14}"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "memory" in error and "can't allocate" in error and "Lower num_envs, num_steps, hidden_sizes" in error
+
+
+class RaisesInUpdates(torch.nn.Module):
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.is_grad_enabled() and len(obs) > 8:
+            raise ZeroDivisionError("my own mistake")
+        return self.layer(obs)[:, :2], self.layer(obs)[:, 2]
+
+
+def test_a_network_that_raises_in_a_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    name = f"{__name__}:{RaisesInUpdates.__name__}"
+    args = [*TINY, "--num-learners=2", "--network", name, "--run-dir", str(tmp_path / "a")]
+    assert main(["train", "ppo", *args]) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "Expected" in line)
+    assert "networks runs without raising" in line and "ZeroDivisionError: my own mistake" in line
 
 
 def test_a_value_that_compile_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,7 @@ class TrainConfig(metaclass=PresetMeta):
     """In what the learner's networks compute: "bf16" where the device is good at it, "tf32" on NVIDIA's GPUs (elsewhere
     it is float32). Weights, losses and optimizers stay in float32, and so do policies that act."""
 
-    learner_threads: Count = 1
+    learner_threads: Annotated[int, Bounds(1, 1024)] = 1
     """Threads for the update of each rank; small networks gain nothing from a second thread."""
 
     eval_episodes: Annotated[int, Bounds(0)] = 100
