@@ -17,7 +17,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from rayvec.cluster.node_interface import Member, Node, NodePart, Wait, Weights
+from rayvec.cluster.node_interface import Member, Node, NodePart, Wait, Weights, reading_others
 from rayvec.data import ChunkRequest
 from rayvec.errors import NodeLostError
 from rayvec.node.deferred_signals import Uninterrupted
@@ -144,7 +144,7 @@ class ClusterInference(Acting):
         for number in chunk.parts:
             while number not in chunk.received:
                 try:
-                    chunk.received[number] = chunk.wait(number, deadline)
+                    self._receive(chunk, number, deadline)
                 except NodeLostError as error:
                     self._request_again(number, error)
         with Uninterrupted():
@@ -159,13 +159,21 @@ class ClusterInference(Acting):
         chunk: _PendingChunk = self._pending_of(number)[0]
         if number not in chunk.received:
             try:
-                chunk.received[number] = chunk.wait(number, 0.0)
+                self._receive(chunk, number, 0.0)
             except NotReady:
                 return False
             except NodeLostError as error:
                 self._request_again(number, error)
                 return False
         return True
+
+    def _receive(self, chunk: _PendingChunk, number: int, deadline: float) -> None:
+        try:
+            chunk.received[number] = chunk.wait(number, deadline)
+        except KeyboardInterrupt:
+            if chunk.on_node and self._nodes[number].node.transport == "shm":  # this process was taking its steps
+                self._pending.remove(chunk)
+            raise
 
     def settle(self, number: int) -> NodePart | None:
         """Waits for a node's parts of all pending chunks and keeps them, so that the node may be closed.
@@ -204,7 +212,8 @@ class ClusterInference(Acting):
         waits = [(each.node, start(each.node)) for each in self._nodes]
         for number, (node, wait) in enumerate(waits):
             try:
-                wait(None)
+                with reading_others([other for _, other in waits[number + 1 :]]):
+                    wait(None)
             except NodeLostError as error:
                 if self._nodes[number].node is node:
                     self._replace(number, error)

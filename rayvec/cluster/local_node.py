@@ -58,7 +58,7 @@ class LocalNode:
             raise self._lost(TimeoutError(f"no {self.slice.num_cpus} free cores within {timeout_s:g} s"))
 
     def start(self, factory: EnvFactory) -> Wait:
-        """See :class:`Node`."""
+        """See :class:`RemoteNode`."""
 
         def make(timeout_s: float | None) -> PoolSpaces:
             bounds = self.slice.worker_bounds
@@ -73,7 +73,7 @@ class LocalNode:
         return node_lost(self.slice, error)
 
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
-        """See :class:`Node`."""
+        """See :class:`RemoteNode`."""
         self._running.allocate(observation, action, state, self.slice.env_range.start)
         pool = self._running
         self.send, self.reset = pool.send, pool.reset
@@ -83,23 +83,23 @@ class LocalNode:
         return done
 
     def flush(self) -> None:
-        """See :class:`Node`; does nothing, since requests reach the workers at once."""
+        """See :class:`RemoteNode`; does nothing, since requests reach the workers at once."""
 
     @property
     def event_fds(self) -> Sequence[int]:
-        """See :class:`Node`."""
+        """See :class:`RemoteNode`."""
         return self._running.event_fds
 
     def load(self, key: int, policy: bytes, version: int, on_node: bool) -> Wait:
-        """See :class:`Node`."""
+        """See :class:`RemoteNode`."""
         return lambda timeout_s: self._running.acting.load(key, policy, version, on_node=on_node)
 
     def drop(self, key: int) -> Wait:
-        """See :class:`Node`."""
+        """See :class:`RemoteNode`."""
         return lambda timeout_s: self._running.acting.drop(key)
 
     def begin_rollout(self, key: int, weights: Weights | None, request: ChunkRequest) -> Wait:
-        """See :class:`Node`."""
+        """See :class:`RemoteNode`."""
         if weights is not None:
             self._running.acting.publish(key, weights.version, weights.array)
         self._running.begin_rollout(key, request._replace(by_reference=False))
@@ -112,15 +112,15 @@ class LocalNode:
         return finish
 
     def release_chunk(self) -> None:
-        """See :class:`Node`."""
+        """See :class:`RemoteNode`."""
         self._running.acting.release()
 
     def worker_pids(self) -> list[int]:
-        """See :class:`Node`."""
+        """See :class:`RemoteNode`."""
         return next(iter(self._running.worker_pids().values()))
 
     def close(self, timeout_s: float | None = None) -> Wait:
-        """See :class:`Node`."""
+        """See :class:`RemoteNode`."""
 
         def end(timeout_s: float | None) -> None:
             try:

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import (
     Chunk,
     ChunkRef,
-    ChunkRequest,
     ChunkSummary,
     NodeSlice,
     Rollout,
     RolloutTimes,
-    StepBatch,
     Topology,
-    Tree,
 )
 from rayvec.data.join_chunks import join_chunks, join_summaries, summarize
-from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError, first_line
-from rayvec.pools.base import Autoreset, PoolSpaces
+from rayvec.pools.base import NotReady, PoolSpaces, seconds_until
 from rayvec.pools.ids_by_owner import Part
-from rayvec.pools.restart_state import NodeState
+
+if TYPE_CHECKING:
+    from rayvec.cluster.local_node import LocalNode
+    from rayvec.cluster.remote_node import RemoteNode
 
 __all__ = [
     "Member",
@@ -43,6 +42,7 @@ __all__ = [
     "done",
     "join_node_parts",
     "node_lost",
+    "reading_others",
 ]
 
 Wait = Callable[[float | None], Any]
@@ -85,113 +85,32 @@ class NodePart(NamedTuple):
     replaced: dict[str, int]
 
 
-class Node(Protocol):
-    """The environments and policies of one node.
+Node: TypeAlias = "LocalNode | RemoteNode"
+"""The environments and policies of one node.
 
-    The environments are stepped as in an :class:`~rayvec.pools.base.EnvPool`, with ids from 0. A node runs operations
-    that return a :data:`Wait` in the order in which they were started.
+The environments are stepped as in an :class:`~rayvec.pools.base.EnvPool`, with ids from 0. A node runs operations that
+return a :data:`Wait` in the order in which they were started.
+"""
+
+
+@contextlib.contextmanager
+def reading_others(waits: Sequence[Wait], deadline: float = math.inf) -> Iterator[None]:
+    """Reads the answers of the other nodes too if one raises: unread, they would be taken for those of later requests.
+
+    A lost node, and a timeout after which the caller waits again, read nothing.
     """
-
-    slice: NodeSlice
-    transport: str
-
-    def wait_until_placed(self, timeout_s: float) -> None:
-        """Waits until the node's cores are reserved.
-
-        Raises:
-            NodeLostError: They were not reserved in time.
-        """
-        ...
-
-    def start(self, factory: EnvFactory) -> Wait:
-        """Starts the workers, which create their environments; the result is their spaces."""
-        ...
-
-    def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
-        """Allocates the shared memory for these spaces; with `state`, resumes from the state of a lost node."""
-        ...
-
-    @property
-    def event_fds(self) -> Sequence[int]:
-        """File descriptors of which one is readable once an answer may have come; then call :meth:`completed_ids`."""
-        ...
-
-    def completed_ids(self) -> NDArray[np.int64]:
-        """Returns the ids whose answers have arrived; may be called repeatedly."""
-        ...
-
-    def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
-        """Starts a step of some environments."""
-        ...
-
-    def reset(
-        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
-    ) -> None:
-        """Starts a reset of some environments."""
-        ...
-
-    def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
-        """Starts a reset of those environments that are between two episodes."""
-        ...
-
-    def observe(self, env_ids: NDArray[np.int64]) -> None:
-        """Requests current observations."""
-        ...
-
-    def flush(self) -> None:
-        """Sends any started request that has not been sent yet."""
-        ...
-
-    def wait(self, env_ids: NDArray[np.int64], deadline: float) -> None:
-        """Waits until the answers of requests that have been sent have arrived; they stay for :meth:`take`."""
-        ...
-
-    def take(self, env_ids: NDArray[np.int64]) -> StepBatch:
-        """Returns answers that have arrived."""
-        ...
-
-    def call(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
-    ) -> Callable[[float | None], list[Any]]:
-        """Starts a call of a method of some environments."""
-        ...
-
-    def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
-        """Sets an attribute of some environments, one value for each."""
-        ...
-
-    def load(self, key: int, policy: bytes, version: int, on_node: bool) -> Wait:
-        """Loads a pickled policy; the arguments are those of :meth:`rayvec.pools.base.Acting.load`."""
-        ...
-
-    def drop(self, key: int) -> Wait:
-        """Removes a policy and its weights from every worker."""
-        ...
-
-    def begin_rollout(self, key: int, weights: Weights | None, request: ChunkRequest) -> Wait:
-        """Starts a chunk: every worker steps its own slice with a policy. The result is a :class:`NodePart`.
-
-        Args:
-            key: The key of the policy.
-            weights: The weights to act with; None for those that the policy was loaded with.
-            request: How many steps, which noise, and whether the part stays in the object store.
-        """
-        ...
-
-    def release_chunk(self) -> None:
-        """Forgets the oldest pending chunk, whose part has been taken."""
-        ...
-
-    def worker_pids(self) -> list[int]:
-        """Returns the process ids of the workers' parent (the fork server or the actor) and of the workers."""
-        ...
-
-    def close(self, timeout_s: float | None = None) -> Wait:
-        """Closes the environments and stops the workers; kills processes that do not exit in time."""
-        ...
+    try:
+        yield
+    except (NodeLostError, NotReady):
+        raise
+    except Exception:
+        for wait in waits:
+            with contextlib.suppress(Exception):
+                wait(seconds_until(deadline))
+        raise
 
 
-Request = Callable[[Node, Part], None]
+Request: TypeAlias = "Callable[[Node, Part], None]"
 """Requests something from a node, for a part of its environments."""
 
 
@@ -223,23 +142,23 @@ class Member:
         self.pending = [(requested, request) for requested, request in left if len(requested.rows)]
 
 
-def describe_nodes(nodes: Sequence[Node], *, merge: bool) -> tuple[Topology, tuple[str, ...]]:
+def describe_nodes(members: Sequence[Member], *, merge: bool) -> tuple[Topology, tuple[str, ...]]:
     """Returns which node holds which environments, and how each of these nodes is reached.
 
     Args:
-        nodes: In the order of their environments.
+        members: In the order of their environments.
         merge: Whether adjoining environments of one node are one slice.
     """
     slices: list[NodeSlice] = []
     transports: list[str] = []
-    for node in nodes:
-        part = node.slice
+    for member in members:
+        part = member.node.slice
         if merge and slices and slices[-1].node_id == part.node_id:
             bounds = slices[-1].worker_bounds + part.worker_bounds[1:]
             slices[-1] = replace(part, worker_bounds=bounds, num_cpus=slices[-1].num_cpus + part.num_cpus)
         else:
             slices.append(part)
-            transports.append(node.transport)
+            transports.append(member.node.transport)
     return Topology(tuple(slices)), tuple(transports)
 
 

@@ -32,6 +32,7 @@ from rayvec.cluster.node_interface import (
     close_quietly,
     describe_nodes,
     join_node_parts,
+    reading_others,
 )
 from rayvec.cluster.placement import place_again
 from rayvec.cluster.ray_session import RaySession
@@ -140,7 +141,7 @@ class RayPool(PartedPool):
             return node_slice
         return replace(node_slice, worker_bounds=tuple(bounds[list(node_slice.worker_bounds)].tolist()))
 
-    def _open(self, node_slice: NodeSlice) -> LocalNode | RemoteNode:
+    def _open(self, node_slice: NodeSlice) -> Node:
         """Claims the cores of a node; its workers are started by ``start``."""
         if node_slice.node_id == ray.get_runtime_context().get_node_id():
             return LocalNode(node_slice, self._preload, self._restart_policy)
@@ -150,9 +151,8 @@ class RayPool(PartedPool):
         """Makes the shared memory of every node for these spaces, and connects to each."""
         self._spaces = observation, action
         self.layout, self.action_layout = ArrayLayout.of(observation), ArrayLayout.of(action)
-        n = self.num_envs
-        obs = np.full(n, None, dtype=object) if self.layout is None else self.layout.empty((n,))
-        self._answers = JoinedAnswers(obs, n)
+        shape = (self.num_envs,)
+        self._answers = JoinedAnswers(np.full(shape, None) if self.layout is None else self.layout.empty(shape), *shape)
         for number, wait in enumerate([member.node.allocate(observation, action) for member in self._nodes]):
             try:
                 wait(None)
@@ -160,8 +160,7 @@ class RayPool(PartedPool):
                 self._replace(number, error)
 
     def _note_topology(self) -> None:
-        nodes = [member.node for member in self._nodes]
-        self.topology, self.transports = describe_nodes(nodes, merge=self._elastic is not None)
+        self.topology, self.transports = describe_nodes(self._nodes, merge=self._elastic is not None)
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
@@ -252,7 +251,8 @@ class RayPool(PartedPool):
             deadline = deadline_in(timeout_s)
             while (k := len(values)) < len(waits):  # the values of earlier ones came before a timeout
                 try:
-                    values.append(waits[k](seconds_until(deadline)))
+                    with reading_others(waits[k + 1 :], deadline):
+                        values.append(waits[k](seconds_until(deadline)))
                 except NodeLostError as error:
                     self._replace(calls[k][0], error)  # and call again, as where a worker is replaced
                     waits[k] = calls[k][1](self._nodes[calls[k][0]].node)

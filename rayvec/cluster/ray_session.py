@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import ray
 
@@ -38,8 +38,8 @@ _PROBE_S = 5.0
 _LONGEST_TEMP_DIR = 24
 """In bytes: Ray's socket paths begin with this directory, and the system limits them to 107 bytes."""
 _TOKEN = secrets.token_hex(32)
-"""Token that clients of our private clusters must present. There is one for this process, since Ray reads it only
-once. Without it, Ray would write a token to the user's home directory."""
+"""Token that clients of our private clusters must present. Without it, Ray would write a token to the user's home
+directory."""
 _SETTINGS = {
     "RAY_worker_niceness": "0",  # at a lower priority, a busy driver starves the workers
     "RAY_prestart_worker_first_driver": "0",  # Ray would start one process for each core; we need one
@@ -65,13 +65,13 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
     _shares = 0
     _reaper: subprocess.Popen[bytes] | None = None
     _ending: threading.Thread | None = None
-    _ours = False
+    _ours = ""  # address of the cluster that the first session connected to; empty if Ray was initialised before
 
     def __init__(self, address: str | None = None) -> None:
         self._released = False
         try:
             with RaySession._lock:
-                if RaySession._shares == 0:
+                if RaySession._shares == 0 or not ray.is_initialized():  # the program may have shut Ray down
                     RaySession._begin(address)
                 else:
                     _check_same(address)
@@ -83,15 +83,16 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
     def _begin(cls, address: str | None) -> None:
         if ray.is_initialized():
             _check_same(address)
-            cls._ours = False
+            cls._ours = ""
             return
         address = address or os.environ.get("RAY_ADDRESS")
         with _keeping_sigterm():
             if address:
                 _connect(address)
             else:
+                cls._end_private()
                 cls._reaper = _start_private()
-        cls._ours = True
+        cls._ours = ray.get_runtime_context().gcs_address
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
@@ -121,16 +122,23 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
     @classmethod
     def _take_back(cls) -> None:
         cls._shares -= 1
-        if cls._shares == 0 and cls._ours:
-            if not ray.is_initialized() or can_call_ray():
+        if cls._shares:
+            return
+        if cls._ours and ray.is_initialized() and ray.get_runtime_context().gcs_address == cls._ours:
+            if can_call_ray():
                 ray.shutdown()
             else:  # it would wait for minutes, and hide the error that ends a run
                 cls._ending = threading.Thread(target=ray.shutdown, name="rayvec-shutdown", daemon=True)
                 cls._ending.start()
-            if cls._reaper is not None:
-                end_reaper(cls._reaper)
-                cls._reaper = None
-            cls._ours = False
+        cls._end_private()
+        cls._ours = ""
+
+    @classmethod
+    def _end_private(cls) -> None:
+        if cls._reaper is not None:
+            end_reaper(cls._reaper)
+            cls._reaper = None
+            _forget_token()
 
 
 @atexit.register
@@ -166,6 +174,13 @@ def _keeping_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
+def _forget_token() -> None:
+    """Lets Ray read its token again, as the next cluster may have another: it reads it once in a process."""
+    loader: Any = getattr(ray._raylet, "AuthenticationTokenLoader", None)
+    if loader is not None:  # not every version of Ray has tokens
+        loader.instance().reset_cache()
+
+
 def _connect(address: str) -> None:
     try:
         host, _, port = address.rpartition(":")
@@ -186,6 +201,7 @@ def _start_private() -> subprocess.Popen[bytes]:
     reaper = start_reaper(directory)
     try:
         with _environment(RAY_AUTH_TOKEN=_TOKEN, **_SETTINGS, **{CLUSTER_MARK: directory}):
+            _forget_token()
             ray.init(
                 address="local",
                 include_dashboard=False,

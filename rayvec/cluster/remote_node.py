@@ -147,11 +147,14 @@ class RemoteNode:
         check_versions(versions, self.slice.name)
 
     def start(self, factory: EnvFactory) -> Wait:
-        """See :class:`Node`."""
+        """Starts the workers, which create their environments; the result is their spaces."""
         return self._start("start", factory.in_parts(self.slice.worker_bounds))
 
     def allocate(self, observation: Space[Any], action: Space[Any], state: NodeState | None = None) -> Wait:
-        """See :class:`Node`; the returned wait connects the stream."""
+        """Allocates the shared memory for these spaces; with `state`, resumes from the state of a lost node.
+
+        The returned wait connects the stream.
+        """
         key = secrets.token_bytes(32)
         allocating = self._start("allocate", Pickled.of((observation, action, state)), self.slice.env_range.start)
         listening = self._start("listen", key)
@@ -179,15 +182,22 @@ class RemoteNode:
         return connect_stream
 
     def load(self, key: int, policy: bytes, version: int, on_node: bool) -> Wait:
-        """See :class:`Node`."""
+        """Loads a pickled policy; the arguments are those of :meth:`rayvec.pools.base.Acting.load`."""
         return self._start("load", key, carrying_sys(policy), version, on_node)
 
     def drop(self, key: int) -> Wait:
-        """See :class:`Node`."""
+        """Removes a policy and its weights from every worker."""
         return self._start("drop", key)
 
     def begin_rollout(self, key: int, weights: Weights | None, request: ChunkRequest) -> Wait:
-        """See :class:`Node`; Ray fetches the weights once for the node."""
+        """Starts a chunk: every worker steps its own slice with a policy. The result is a :class:`NodePart`.
+
+        Args:
+            key: The key of the policy.
+            weights: The weights to act with, which Ray fetches once for the node; None for those that the policy was
+                loaded with.
+            request: How many steps, which noise, and whether the part stays in the object store.
+        """
         rollout = self._actor.rollout.options(num_returns=2)
         version, ref = (None, None) if weights is None else (weights.version, weights.ref)
         refs = rollout.remote(key, version, ref, request)
@@ -202,15 +212,15 @@ class RemoteNode:
         return finish
 
     def release_chunk(self) -> None:
-        """See :class:`Node`; the actor has done so."""
+        """Forgets the oldest pending chunk, whose part has been taken; the actor has done so."""
 
     def worker_pids(self) -> list[int]:
-        """See :class:`Node`."""
+        """Returns the process ids of the workers' parent (the fork server or the actor) and of the workers."""
         found: list[int] = self._start("worker_pids")(None)
         return found
 
     def close(self, timeout_s: float | None = None) -> Wait:
-        """See :class:`Node`."""
+        """Closes the environments and stops the workers; kills processes that do not exit in time."""
         if self._connection is not None:
             self._watched = None
             self._connection.close()
@@ -239,24 +249,24 @@ class RemoteNode:
         return self._connection
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
-        """See :class:`Node`."""
+        """Starts a step of some environments."""
         frame, keep = self._frames.pack_step(env_ids, actions, autoreset, self._loose)
         self._ask(env_ids, frame, list(actions) if keep and not isinstance(actions, (dict, tuple)) else actions, keep)
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
-        """See :class:`Node`."""
+        """Starts a reset of some environments."""
         self._seeds.update((i, seed) for i, seed in zip(env_ids.tolist(), seeds, strict=True) if seed is not None)
         frame, keep = self._frames.pack_reset(env_ids, seeds, options, self._loose)
         self._ask(env_ids, frame, (list(seeds), options), keep)
 
     def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
-        """See :class:`Node`."""
+        """Starts a reset of those environments that are between two episodes."""
         self._ask(env_ids, self._frames.pack_ids(Kind.BEGIN, env_ids, self._loose))
 
     def observe(self, env_ids: NDArray[np.int64]) -> None:
-        """See :class:`Node`."""
+        """Requests current observations."""
         self._ask(env_ids, self._frames.pack_ids(Kind.OBSERVE, env_ids, self._loose))
 
     def _ask(self, env_ids: NDArray[np.int64], frame: bytes | memoryview, kept: Any = None, keep: bool = False) -> None:
@@ -283,7 +293,7 @@ class RemoteNode:
                 raise self._lost(error) from error
 
     def wait(self, env_ids: NDArray[np.int64], deadline: float) -> None:
-        """See :class:`Node`."""
+        """Waits until the answers of requests that have been sent have arrived; they stay for :meth:`take`."""
         while not self._is_newest(env_ids):
             self._store_newest()
             if self._answers and self._answers.keys() >= set(env_ids.tolist()):
@@ -293,7 +303,7 @@ class RemoteNode:
             self._newest = self._read_answer()
 
     def take(self, env_ids: NDArray[np.int64]) -> StepBatch:
-        """See :class:`Node`; the next frame from this node may overwrite the returned arrays."""
+        """Returns answers that have arrived; the next frame from this node may overwrite the arrays."""
         if self._is_newest(env_ids):
             batch, self._newest = self._newest, None
             assert batch is not None
@@ -319,11 +329,11 @@ class RemoteNode:
 
     @property
     def event_fds(self) -> Sequence[int]:
-        """See :class:`Node`."""
+        """File descriptors of which one is readable once an answer may have come; then call :meth:`completed_ids`."""
         return [self._stream.fileno()]
 
     def completed_ids(self) -> NDArray[np.int64]:
-        """See :class:`Node`."""
+        """Returns the ids whose answers have arrived; may be called repeatedly."""
         self._store_newest()
         while self._poll():
             self._newest = self._read_answer()
@@ -385,9 +395,9 @@ class RemoteNode:
     def call(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
-        """See :class:`Node`."""
+        """Starts a call of a method of some environments."""
         return self._start("call", name, Pickled(packed((args, dict(kwargs)))), env_ids)
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
-        """See :class:`Node`."""
+        """Sets an attribute of some environments, one value for each."""
         self._start("set_attr", name, Pickled(packed(list(values))), env_ids)(None)

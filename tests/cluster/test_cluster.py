@@ -261,6 +261,47 @@ def test_a_users_script(run: MakeDriver) -> None:
     driver.assert_nothing_left()
 
 
+OWN_RAY = """
+    import os
+    import ray
+    import rayvec
+
+    def start():
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+    def step_on_a_private_ray():
+        with rayvec.RayVecEnv("CartPole-v1", 1, workers_per_node=1) as env:
+            env.reset(seed=0)
+
+    start()
+    ray.shutdown()
+    step_on_a_private_ray()
+    start()
+    env = rayvec.RayVecEnv("CartPole-v1", 1, workers_per_node=1)
+    ray.shutdown()
+    step_on_a_private_ray()
+    env.close()
+    assert not ray.is_initialized()
+    start()
+    assert ray.get(ray.put(3)) == 3
+    ray.shutdown()
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    env = rayvec.RayVecEnv("CartPole-v1", 1, workers_per_node=1)
+    ray.shutdown()
+    start()
+    env.close()
+    assert ray.get(ray.put(3)) == 3, "a Ray of the program was shut down"
+    print("all is well")
+"""
+
+
+@pytest.mark.slow
+def test_private_clusters_and_those_of_the_program_follow_each_other(run: MakeDriver) -> None:
+    """In one process, where Ray reads its token once; and none shuts down the other."""
+    driver = run(OWN_RAY, RAY_AUTH_TOKEN="0123456789abcdef" * 4)
+    assert driver.finish().strip().endswith("all is well")
+
+
 def authentication() -> dict[str, str]:
     """Returns what a process must have in its environment to be let in."""
     return {name: os.environ[name] for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE") if name in os.environ}

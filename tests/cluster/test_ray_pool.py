@@ -34,11 +34,14 @@ from rayvec.cluster import remote_node
 from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology
 from rayvec.cluster.ray_pool import RayPool
 from rayvec.cluster.tcp_stream import FrameSocket, connect
+from rayvec.collect.collector import Collector
 from rayvec.data import NodeSlice, StepBatch
 from rayvec.errors import NodeLostError
+from rayvec.policies.noise import NO_NOISE
 from rayvec.pools.base import Autoreset
 from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.testing import CountingEnv, TimedEnv
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 DEADLINE_S = 20.0
 MakePool = Callable[..., RayPool]
@@ -269,6 +272,25 @@ def test_ctrl_c_while_it_closes_leaves_no_worker(make_pool: MakePool) -> None:
         pool.close(300.0)
     pool.close(0.0)
     wait_until(lambda: not any(map(alive, pids)), "the workers have ended")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ctrl_c_in_a_chunk_that_this_process_takes_closes_all_since_half_of_it_is_lost() -> None:
+    class Interrupts:
+        noise = NO_NOISE
+        num_acts = 0
+
+        def act(self, obs: Any, noise: Any) -> Any:
+            self.num_acts += 1
+            if self.num_acts == 3:
+                raise KeyboardInterrupt
+            return np.zeros(len(obs), int), {}
+
+    env = RayVecEnv([CountingEnv] * 2, num_nodes=1, workers_per_node=1)
+    collector = Collector(env, Interrupts(), inference="node", seed=1)
+    with pytest.raises(KeyboardInterrupt):
+        collector.collect(n_step=20)
+    assert env.closed
 
 
 def test_a_policy_that_can_not_be_loaded_is_not_loaded_on_a_replacement_node_either(make_pool: MakePool) -> None:
