@@ -107,7 +107,7 @@ def message(rule: str, *, expected: object, got: object, remedy: str) -> str:
     num_envs counts environments. Expected: at least 1. Got: 0. Remedy: Pass num_envs=1.
     """
     stop = "" if remedy.endswith((".", "?")) else "."
-    return f"{rule} Expected: {expected}. Got: {got}. Remedy: {remedy}{stop}"
+    return f"{rule} Expected: {expected}. Got: {str(got).removesuffix('.')}. Remedy: {remedy}{stop}"
 
 
 def check_count(name: str, value: Any) -> int:

@@ -39,6 +39,8 @@ _LOST = (
     ray.exceptions.ActorUnschedulableError,
     ray.exceptions.ObjectLostError,
     ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,  # Ray has killed the actor
+    ray.exceptions.WorkerCrashedError,
 )
 _CLOSE_S = 10.0
 _LOST_CLOSE_S = 1.0

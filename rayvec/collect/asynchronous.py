@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -76,29 +76,14 @@ class PartsPipeline:
         self._num_envs = sum(len(part.envs) for part in self._parts)
 
     @property
+    def pipelines(self) -> list[ChunkPipeline]:
+        """The pipeline of each part."""
+        return [part.chunks for part in self._parts]
+
+    @property
     def pending(self) -> list[PendingChunk]:
         """The pending chunks of all parts."""
         return [chunk for part in self._parts for chunk in part.chunks.pending]
-
-    @property
-    def noise_seed(self) -> int:
-        """Seed of the policy's noise."""
-        return self._parts[0].chunks.noise_seed
-
-    @noise_seed.setter
-    def noise_seed(self, noise_seed: int) -> None:
-        for part in self._parts:
-            part.chunks.noise_seed = noise_seed
-
-    @property
-    def first_step(self) -> int:
-        """The most steps that any environment could take in the chunks that are finished."""
-        return max(part.chunks.first_step for part in self._parts)
-
-    @first_step.setter
-    def first_step(self, first_step: int) -> None:
-        for part in self._parts:
-            part.chunks.first_step = first_step
 
     @property
     def num_pending(self) -> dict[range, int]:
@@ -154,16 +139,6 @@ class PartsPipeline:
         A chunk that was not started ahead is for the batch that was being collected then.
         """
         return chunk.version + self._max_staleness - (not chunk.is_ahead)
-
-    def drain(self) -> Iterator[Rollout]:
-        """Yields every pending chunk as it is finished; the environments are free afterwards."""
-        for part in self._parts:
-            yield from part.chunks.drain()
-
-    def forget(self) -> None:
-        """Forgets the pending chunks, whose environments are closed."""
-        for part in self._parts:
-            part.chunks.forget()
 
 
 def in_rounds(chunks: Sequence[PartChunk]) -> list[list[PartChunk]]:

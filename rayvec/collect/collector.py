@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -108,7 +109,7 @@ class Collector:
         noise_seed = secrets.randbits(63) if seed is None else seed
         self._pipeline = ChunkPipeline(env, noise_seed, by_reference=by_reference)
         self._parts = None if max_staleness is None else PartsPipeline(env, noise_seed, max_staleness)
-        self._source: ChunkPipeline | PartsPipeline = self._parts or self._pipeline
+        self._pipelines = self._parts.pipelines if self._parts else [self._pipeline]
         self._kept_parts: list[PartChunk] = []  # finished chunks of parts for the next batch
         self._kept: list[tuple[Rollout, EpisodeStats]] = []  # finished chunks for the next batch
         self._counts = _Counts()
@@ -248,7 +249,7 @@ class Collector:
         Raises:
             Exception: What an environment or a policy raised in one of them.
         """
-        for rollout in self._source.drain():
+        for rollout in chain.from_iterable(pipeline.drain() for pipeline in self._pipelines):
             self._counts.dropped_steps += rollout.summary.valid.size
             self._counts.restarts += len(rollout.summary.restarts)
 
@@ -411,15 +412,16 @@ class Collector:
                 self._store.drop()
         self._store = None
         self._closed = True
-        self._source.forget()
+        for pipeline in self._pipelines:
+            pipeline.forget()
 
     def state_dict(self) -> dict[str, int]:
         """Returns what a later run needs to resume: seeds and counters, without unfinished episodes.
 
         A pending chunk is not in it either: the run that resumes takes it again, from new episodes.
         """
-        pipeline = self._source
-        return {"noise_seed": pipeline.noise_seed, "first_step": pipeline.first_step, "version": self._version}
+        first_step = max(pipeline.first_step for pipeline in self._pipelines)
+        return {"noise_seed": self._pipeline.noise_seed, "first_step": first_step, "version": self._version}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resumes where :meth:`state_dict` was taken, with new episodes; call :meth:`reset` after it.
@@ -432,7 +434,8 @@ class Collector:
         """
         state = check_state(state)
         self.drop_pending()
-        self._source.noise_seed, self._source.first_step = state["noise_seed"], state["first_step"]
+        for pipeline in {*self._pipelines, self._pipeline}:
+            pipeline.noise_seed, pipeline.first_step = state["noise_seed"], state["first_step"]
         self._version = state["version"]
         if self._store is not None:
             self._store.drop()

@@ -72,7 +72,7 @@ class _Process:
 
 
 class ProcessHost:
-    """Runs ranks as processes of this machine; see :class:`~rayvec.distributed.rank_host.RankHost`.
+    """Runs ranks as processes of this machine; see :class:`~rayvec.distributed.ray_host.RayHost`.
 
     A fork server starts them. A rank ends with this process, however that ends.
     """
@@ -85,7 +85,7 @@ class ProcessHost:
         return [RankPlacement(rank, num_ranks, "", "127.0.0.1", rank, num_ranks, 0, 1) for rank in range(num_ranks)]
 
     def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
         main = functools.partial(rank_main, _own_gpu(placement.rank, device), placement, device, threads, timeout_s)
         ours, theirs = socket.socketpair()
         try:
@@ -103,7 +103,7 @@ class ProcessHost:
         return True
 
     def call(self, rank: RunningRank, method: str, *args: Any) -> _Ref:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
         values = [self._sent(arg, rank) for arg in args]
         handle: _Process = rank.handle
         handle.pipe.send(cloudpickle.dumps((method, values)))
@@ -116,11 +116,11 @@ class ProcessHost:
         return self.result(arg) if isinstance(arg, _Ref) else arg
 
     def put(self, value: Any) -> MemoryFile:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
         return MemoryFile(value)
 
     def wait(self, refs: Sequence[_Ref], num_results: int, timeout_s: float | None) -> list[_Ref]:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
         waited, limit_s = WaitedTime(), math.inf if timeout_s is None else timeout_s
         ranks = list({id(ref.rank): ref.rank for ref in refs}.values())
         while True:
@@ -151,7 +151,7 @@ class ProcessHost:
             each.has_ended |= has_ended
 
     def result(self, ref: _Ref) -> Any:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
         self.wait([ref], 1, None)
         if not ref.has_ended:
             raise lost(ref.rank, "its process has ended (killed, out of memory, or its own exit)")
@@ -160,7 +160,7 @@ class ProcessHost:
     def signs(
         self, ranks: Sequence[RunningRank], timeout_s: float, pending: Sequence[_Ref] = ()
     ) -> list[VitalSigns] | None:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
         try:
             return [vital_signs(rank.pid) for rank in ranks]
         except psutil.Error:
@@ -183,7 +183,7 @@ class ProcessHost:
             shutil.rmtree(directory, ignore_errors=True)
 
     def end(self, ranks: Sequence[RunningRank]) -> None:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
         for rank in ranks:
             rank.handle.watch.kill()
             rank.handle.pipe.close()

@@ -35,6 +35,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -46,7 +47,7 @@ from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.running_ranks import RankSet
-from rayvec.errors import ConfigError, LearnerError, RankLostError, check_choice, check_count
+from rayvec.errors import ConfigError, LearnerError, RankLostError, check_choice, check_count, without_remedy
 from rayvec.learners.ranks import Ranks
 
 __all__ = ["RankGroup"]
@@ -121,6 +122,7 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
         self._num_losses = 0
         self.num_starts = 0
         self._closed = False
+        self._creator = os.getpid()
         cpus = threads if num_cpus is None else num_cpus
         self._host: RankHost
         if num_nodes is None:
@@ -162,6 +164,7 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
 
     def put(self, value: Any) -> Any:
         """Returns what stands for a value, as it is now, in the arguments of several ranks."""
+        self._assert_open()
         return MemoryFile(value) if self.reads_memory else self._host.put(value)
 
     def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None, *, keep: bool = False) -> list[Any]:
@@ -224,13 +227,7 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
 
     def _retry_on_rank_loss(self, work: Callable[[], _T]) -> _T:
         """Returns what `work` returns on ranks with the present state; restarts them and repeats it if one is lost."""
-        if self._closed:
-            raise LearnerError(
-                "A group that was closed has no ranks any more.",
-                expected="calls before close()",
-                got="one after it",
-                remedy="Make a new group",
-            )
+        self._assert_open()
         while True:
             try:
                 if not self._set.ranks:
@@ -244,7 +241,7 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
                     raise LearnerError(
                         "A group whose ranks are lost continues from its checkpoint.",
                         expected=f"at most {_MOST_LOSSES} losses in a row",
-                        got=f"another one: {error}",
+                        got=f"another one: {without_remedy(error)}",
                         remedy="Look for what ends the ranks, such as too little memory",
                     ) from error
                 logger.warning("restarting all ranks: %s", error)
@@ -255,6 +252,22 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
             else:
                 self._num_losses = 0
                 return result
+
+    def _assert_open(self) -> None:
+        if os.getpid() != self._creator:
+            raise LearnerError(
+                "A group is used by the process that made it.",
+                expected=f"process {self._creator}",
+                got=f"process {os.getpid()}, which was forked from it",
+                remedy="Make the group after the fork",
+            )
+        if self._closed:
+            raise LearnerError(
+                "A group that was closed has no ranks any more.",
+                expected="calls before close()",
+                got="one after it",
+                remedy="Make a new group",
+            )
 
     def _is_checkpoint_due(self) -> bool:
         """Whether to keep the state after the next call, by how long the caller waited for the last one."""
@@ -310,8 +323,8 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
         self._set.end()
 
     def close(self) -> None:
-        """Ends all ranks. May be called again."""
-        if not self._closed:
+        """Ends all ranks; does nothing in a child that was forked. May be called again."""
+        if not self._closed and os.getpid() == self._creator:
             self._closed = True
             self._end_ranks()
             self._keep(None)

@@ -6,14 +6,17 @@ There are two hosts: :class:`~rayvec.distributed.ray_host.RayHost` runs ranks as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import psutil
 
 from rayvec.errors import RankLostError
+
+if TYPE_CHECKING:
+    from rayvec.distributed.process_host import ProcessHost
+    from rayvec.distributed.ray_host import RayHost
 
 __all__ = [
     "MakeStore",
@@ -95,81 +98,8 @@ def vital_signs(pid: int) -> VitalSigns:
     return VitalSigns(times.user + times.system, process.status() == psutil.STATUS_STOPPED)
 
 
-class RankHost(Protocol):
-    """Starts ranks, each a :class:`~rayvec.distributed.rank_actor.RankActor` in a process, and calls their methods."""
-
-    def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
-        """Decides where ranks run.
-
-        Args:
-            num_ranks: Number of ranks.
-            fewer: Whether fewer ranks, at least one, may be placed where there is no room for all.
-
-        Raises:
-            ConfigError: There is too little room for them.
-        """
-        ...
-
-    def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
-        """Starts a rank; the arguments are those of its :class:`~rayvec.distributed.rank_actor.RankActor`."""
-        ...
-
-    def put(self, value: Any) -> Any:
-        """Returns a reference to a value as it is now, for arguments of ranks not all of which open memory files."""
-        ...
-
-    def is_here(self, placement: RankPlacement) -> bool:
-        """Says whether a rank is on the driver's node."""
-        ...
-
-    def call(self, rank: RunningRank, method: str, *args: Any) -> Any:
-        """Calls a method of a rank's actor, after the calls before; returns a reference to the result.
-
-        A reference among `args` stands for its result, a :class:`~rayvec.distributed.memory_file.MemoryFile` for its
-        value.
-        """
-        ...
-
-    def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
-        """Waits until so many calls have ended, or their ranks have; returns the references of those that have."""
-        ...
-
-    def result(self, ref: Any) -> Any:
-        """Waits for the result of a call.
-
-        Raises:
-            RankLostError: The rank's process has ended.
-        """
-        ...
-
-    def signs(
-        self, ranks: Sequence[RunningRank], timeout_s: float, pending: Sequence[Any] = ()
-    ) -> list[VitalSigns] | None:
-        """Returns CPU time and state of each rank's process, or None where a node does not say so in time.
-
-        A node that the network no longer reaches says nothing. So the first result of a `pending` call ends the wait.
-        """
-        ...
-
-    def watch(self, ranks: Sequence[RunningRank]) -> None:
-        """Begins to watch the nodes of ranks: one that answers now is unreachable once it no longer does."""
-        ...
-
-    def unreachable(self, ranks: Sequence[RunningRank]) -> RunningRank | None:
-        """Returns a rank whose node the network no longer reaches, or None; call it every few seconds of a wait."""
-        ...
-
-    def rendezvous(self) -> AbstractContextManager[MakeStore]:
-        """Yields what makes the store through which ranks exchange addresses while they connect."""
-        ...
-
-    def end(self, ranks: Sequence[RunningRank]) -> None:
-        """Ends ranks, also those that hang; what they claim comes free soon after."""
-        ...
-
-    def close(self) -> None:
-        """Releases what the host itself uses."""
-        ...
+RankHost: TypeAlias = "RayHost | ProcessHost"
+"""Starts ranks, each a :class:`~rayvec.distributed.rank_actor.RankActor` in a process, and calls their methods."""
 
 
 def divided_workers(workers_per_node: int | None, num_cores: int, num_ranks: int) -> int:

@@ -41,11 +41,19 @@ class RayHost:
         self._session = RaySession(address)
 
     def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
-        """Looks for room for 10 s; see :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """Decides where ranks run.
+
+        Args:
+            num_ranks: Number of ranks.
+            fewer: Whether fewer ranks, at least one, may be placed where there is no room for all.
+
+        Raises:
+            ConfigError: There is too little room for them.
+        """
         return find_placements(num_ranks, self._request, fewer=fewer)
 
     def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """Starts a rank; the arguments are those of its :class:`~rayvec.distributed.rank_actor.RankActor`."""
         options = {
             "num_cpus": self._request.num_cpus,
             "num_gpus": self._request.num_gpus,
@@ -61,7 +69,11 @@ class RayHost:
         return placement.node_id == ray.get_runtime_context().get_node_id()
 
     def call(self, rank: RunningRank, method: str, *args: Any) -> Any:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """Calls a method of a rank's actor, after the calls before; returns a reference to the result.
+
+        A reference among `args` stands for its result, a :class:`~rayvec.distributed.memory_file.MemoryFile` for its
+        value.
+        """
         sent = [ray.put(arg.value()) if isinstance(arg, MemoryFile) and not rank.reads_memory else arg for arg in args]
         return rank, getattr(rank.handle, method).remote(*map(_ref, sent))
 
@@ -70,12 +82,16 @@ class RayHost:
         return ray.put(value)
 
     def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """Waits until so many calls have ended, or their ranks have; returns the references of those that have."""
         done, _ = ray.wait([_ref(each) for each in refs], num_returns=num_results, timeout=timeout_s)
         return [each for each in refs if _ref(each) in done]
 
     def result(self, ref: Any) -> Any:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """Waits for the result of a call.
+
+        Raises:
+            RankLostError: The rank's process has ended.
+        """
         try:
             return ray.get(_ref(ref))
         except ray.exceptions.RayError as error:
@@ -89,7 +105,10 @@ class RayHost:
     def signs(
         self, ranks: Sequence[RunningRank], timeout_s: float, pending: Sequence[Any] = ()
     ) -> list[VitalSigns] | None:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """Returns CPU time and state of each rank's process, or None where a node does not say so in time.
+
+        A node that the network no longer reaches says nothing. So the first result of a `pending` call ends the wait.
+        """
         check_head()  # else Ray would wait for it, and then end this process
         measured = [
             ray.remote(vital_signs)
@@ -110,11 +129,11 @@ class RayHost:
             return None  # the result of the rank says what is wrong
 
     def watch(self, ranks: Sequence[RunningRank]) -> None:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """Begins to watch the nodes of ranks: one that answers now is unreachable once it no longer does."""
         self._watch.lost({rank.placement.node_id for rank in ranks})
 
     def unreachable(self, ranks: Sequence[RunningRank]) -> RunningRank | None:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """Returns a rank whose node the network no longer reaches, or None; call it every few seconds of a wait."""
         gone = self._watch.lost({rank.placement.node_id for rank in ranks})
         return next((rank for rank in ranks if rank.placement.node_id in gone), None)
 
@@ -129,7 +148,7 @@ class RayHost:
                 delete_rendezvous(name)
 
     def end(self, ranks: Sequence[RunningRank]) -> None:
-        """See :class:`~rayvec.distributed.rank_host.RankHost`."""
+        """Ends ranks, also those that hang; what they claim comes free soon after."""
         is_up = bool(ranks) and can_call_ray()
         for rank in ranks if is_up else []:  # they end with Ray, and a call would start another Ray
             with contextlib.suppress(Exception):  # it may have ended already

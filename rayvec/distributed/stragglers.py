@@ -31,8 +31,8 @@ class Arrivals(Protocol):
         """Says that this rank has the steps of an iteration; iterations are numbered from 1."""
         ...
 
-    def num_arrived(self, iteration: int) -> int:
-        """Returns how many ranks have arrived, without waiting. The count may be a few milliseconds old.
+    def have_arrived(self, iteration: int, count: int) -> bool:
+        """Whether so many ranks have arrived, without waiting. The answer may be a few milliseconds old.
 
         Raises:
             RankLostError: The process that counts them has ended, or gives no sign of life.
@@ -63,9 +63,9 @@ class SharedArrivals:
         """See :class:`Arrivals`."""
         self._iterations[self._rank] = iteration
 
-    def num_arrived(self, iteration: int) -> int:
+    def have_arrived(self, iteration: int, count: int) -> bool:
         """See :class:`Arrivals`."""
-        return int((self._iterations >= iteration).sum())
+        return bool((self._iterations >= iteration).sum() >= count)
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ class Stragglers:
             self.has_cut = (
                 others_may
                 and taken >= self._min_share * num_steps
-                and self._arrivals.num_arrived(self._iteration) >= self._enough
+                and self._arrivals.have_arrived(self._iteration, self._enough)
             )
             return self.has_cut
 
@@ -142,5 +142,5 @@ class Stragglers:
         It waits as long as the environments of the others need. The driver ends all ranks if one of them is lost.
         """
         self._arrivals.arrive(self._iteration)
-        while self._arrivals.num_arrived(self._iteration) < self._size:
+        while not self._arrivals.have_arrived(self._iteration, self._size):
             time.sleep(_LOOK_S)

@@ -1,6 +1,6 @@
 """Arrivals of ranks on several nodes, counted by an actor of the Ray cluster.
 
-A rank sends it two messages for each iteration, and asks for a sign of life every five seconds that it waits.
+A rank sends it two or three messages for each iteration, and asks for a sign of life every five seconds that it waits.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ class ArrivalCounter:
             self._counts.pop(iteration - 2, None)  # every rank is beyond it
             self._changed.notify_all()
 
-    async def beyond(self, iteration: int, known: int) -> int:
-        """Waits until more than `known` ranks have arrived; returns how many have."""
+    async def until(self, iteration: int, count: int) -> None:
+        """Waits until so many ranks have arrived."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._counts.get(iteration, 0) > known)
-            return self._counts[iteration]
+            await self._changed.wait_for(lambda: self._counts.get(iteration, 0) >= count)
 
 
 def start_counter() -> Any:
@@ -67,9 +66,9 @@ class RayArrivals:
     """
 
     def __init__(self, counter: Any, rank: int, size: int) -> None:
-        self._counter, self._size = counter, size
-        self._iteration, self._known = 0, 0
-        self._next: Any = None
+        self._counter = counter
+        self._asked = (0, 0)
+        self._answer: Any = None
         self._look_at_s = 0.0
         self._sign: Any = None
         self._silence, self._ask_at_s = WaitedTime(), 0.0
@@ -78,35 +77,29 @@ class RayArrivals:
         """See :class:`~rayvec.distributed.stragglers.Arrivals`."""
         self._counter.arrive.remote(iteration)
 
-    def num_arrived(self, iteration: int) -> int:
+    def have_arrived(self, iteration: int, count: int) -> bool:
         """See :class:`~rayvec.distributed.stragglers.Arrivals`."""
-        if iteration != self._iteration:
-            self._iteration, self._known = iteration, 0
-            self._next = self._counter.beyond.remote(iteration, 0)
-        if self._known < self._size and time.monotonic() >= self._look_at_s:
+        if (iteration, count) != self._asked:
+            self._asked, self._answer = (iteration, count), self._counter.until.remote(iteration, count)
+        if self._answer is not None and time.monotonic() >= self._look_at_s:
             self._look_at_s = time.monotonic() + _LOOK_S
             self._check_counter()
-            if ray.wait([self._next], timeout=0)[0]:
-                self._known = self._answer()
-                if self._known < self._size:
-                    self._next = self._counter.beyond.remote(iteration, self._known)
-        return self._known
+            if ray.wait([self._answer], timeout=0)[0]:
+                try:
+                    self._answer = ray.get(self._answer)
+                except ray.exceptions.RayError as error:
+                    raise _lost(f"{type(error).__name__}: its process or its node has ended") from error
+        return self._answer is None
 
     def _check_counter(self) -> None:
         """Raises if the counter gives no sign of life, as one whose process is stopped."""
         if self._sign is not None and ray.wait([self._sign], timeout=0)[0]:
-            self._sign = None  # an answer, or an error: `_answer` raises if the actor has ended
+            self._sign = None  # an answer, or an error: `have_arrived` raises if the actor has ended
         if self._sign is not None and self._silence.look() > _ANSWER_S:
             raise _lost(f"no answer within {_ANSWER_S:g} s")
         if self._sign is None and time.monotonic() >= self._ask_at_s:
             self._sign, self._ask_at_s = self._counter.pid.remote(), time.monotonic() + _ASK_S
             self._silence.restart()
-
-    def _answer(self) -> int:
-        try:
-            return int(ray.get(self._next))
-        except ray.exceptions.RayError as error:
-            raise _lost(f"{type(error).__name__}: its process or its node has ended") from error
 
 
 def _lost(got: str) -> RankLostError:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
-from rayvec.errors import ConfigError, LearnerError, RankLostError
+from rayvec.errors import ConfigError, LearnerError, RankLostError, without_remedy
 from rayvec.learners.base import check_gpu
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, open_evaluator
@@ -361,7 +361,7 @@ class _Run:
             raise LearnerError(
                 "A run whose ranks are lost continues from its last checkpoint.",
                 expected=f"none lost before the first checkpoint, and at most {most} between two of them",
-                got=f"a lost rank: {error}",
+                got=f"a lost rank: {without_remedy(error)}",
                 remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
             ) from error
         before = self.context.progress.steps

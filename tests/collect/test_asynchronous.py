@@ -175,7 +175,7 @@ def test_a_reset_drops_what_is_pending_and_says_so() -> None:
     with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=2) as env:
         collector = Collector(env, TablePolicy(), seed=1, max_staleness=4)
         collect(collector, 3)
-        num_pending = len(collector._source.pending)
+        num_pending = sum(len(each.pending) for each in collector._pipelines)
         collector.reset(seed=70)
         batches = [*collect(collector, 2), *collect(collector, 1, ahead=False)]
         assert batches[0].stats.n_surplus_steps == num_pending * 2 * 4 > 0

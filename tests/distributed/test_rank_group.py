@@ -100,6 +100,24 @@ def test_one_rank_is_alone_until_its_group_is_closed(make_group: MakeGroup) -> N
     group.close()
     with pytest.raises(LearnerError, match="closed"):
         group.ask("state_dict")
+    with pytest.raises(LearnerError, match="closed"):  # also where Ray has ended: it would initialise itself
+        group.put(1)
+
+
+def test_a_child_that_was_forked_leaves_the_ranks_to_its_parent() -> None:
+    with RankGroup(Adder, 1, num_nodes=0) as group:
+        (number,) = group.run("add", [(1.0,)])
+        child = os.fork()
+        if child == 0:
+            group.close()
+            try:
+                group.ask("state_dict")
+            except LearnerError as error:
+                os._exit("forked" not in str(error))
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert number == [1.0] * 3 and group.run("add", [(1.0,)]) == [[2.0] * 3] and group.num_starts == 1
 
 
 def test_ranks_begin_with_the_state_of_the_first(make_group: MakeGroup) -> None:
@@ -293,8 +311,9 @@ def test_no_other_process_can_read_or_write_what_ranks_exchange(two_nodes: RankG
 def test_a_crash_loop_ends(make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayvec.distributed.rank_group._MOST_LOSSES", 1)
     group = make_group(1)
-    with pytest.raises(LearnerError, match="at most 1 losses in a row"):
+    with pytest.raises(LearnerError, match="at most 1 losses in a row") as caught:
         group.run("add_and_fall", [(1.0, str(tmp_path / "never"), "SIGKILL")])
+    assert str(caught.value).count("Remedy") == 1 and ".." not in str(caught.value)
     assert group.run("add", [(1.0,)]) == [[1.0] * 3]
 
 

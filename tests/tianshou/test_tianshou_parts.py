@@ -86,7 +86,7 @@ def lockstep_pair(env: RayVectorEnv, max_staleness: int) -> list[tuple[list[Any]
     for settings in ({"prefetch": True}, {"max_staleness": max_staleness}):
         algorithm, num_envs = actor_critic(num_obs=4), env.env_num
         collector = Collector(algorithm, env, VectorReplayBuffer(num_envs * 60, num_envs), **settings)  # type: ignore[arg-type]
-        for pipeline in filter(None, (collector._pipeline, collector._parts)):
+        for pipeline in [collector._pipeline, *(collector._parts.pipelines if collector._parts else ())]:
             pipeline.noise_seed = 1
         np.random.seed(0)  # shuffles the minibatches
         env.seed(11)

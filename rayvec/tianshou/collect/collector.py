@@ -161,8 +161,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
     def _drop_pending(self) -> None:
         """Waits for the pending chunks and drops them."""
-        for _ in itertools.chain(self._pipeline.drain(), self._parts.drain() if self._parts else ()):
-            pass
+        for pipeline in [self._pipeline, *(self._parts.pipelines if self._parts else ())]:
+            for _ in pipeline.drain():
+                pass
         self._kept_parts.clear()
 
     def _collect(
