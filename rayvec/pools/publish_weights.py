@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ class WeightStore:
         first_version: The version of the weights that the policy contains.
         guarded: Calls the function that it is given. If that raises, it closes the owner of the pool.
         on_node: Whether the policy acts in the processes that own the workers, and not in each worker.
+        unused: Gets the key of this store once nobody holds it. What owns the pool drops its policy then, at a time of
+            its own: a finalizer runs at any.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class WeightStore:
         guarded: Callable[[Callable[[], None]], None] = lambda function: function(),
         *,
         on_node: bool = False,
+        unused: list[int] | None = None,
     ) -> None:
         self.key = next(_keys)
         self.version = first_version
@@ -45,6 +49,8 @@ class WeightStore:
         self._guarded = guarded
         pickled = cloudpickle.dumps(policy)
         guarded(lambda: pool.acting.load(self.key, pickled, first_version, on_node=on_node))
+        self._end = weakref.finalize(self, ([] if unused is None else unused).append, self.key)
+        self._end.atexit = False
 
     def publish(self, weights: NDArray[np.float32]) -> int:
         """Publishes a flat vector of weights, ``float32 [P]``. Every chunk requested from now on uses it.
@@ -70,4 +76,5 @@ class WeightStore:
 
     def drop(self) -> None:
         """Removes the policy and its weights from the workers. The store can't be used afterwards."""
+        self._end.detach()
         self._guarded(lambda: self._pool.acting.drop(self.key))

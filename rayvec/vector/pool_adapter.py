@@ -61,6 +61,7 @@ class PoolAdapter:
     closed = True
     _pool: ActingPool
     _creator: int
+    _unused: list[int]  # keys of policies that nobody holds any more
     _pending: PendingCall | None = None
     _thread: int | None = None  # which thread calls the pool
     close: Any  # a method of the library's own base class
@@ -68,6 +69,7 @@ class PoolAdapter:
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
         """Opens the pool; `settings` are those of :func:`rayvec.vector.open_pool.open_pool`."""
         self._creator = os.getpid()
+        self._unused = []
         self._pool = open_pool(factory, **settings)
         self.closed = False
 
@@ -93,6 +95,8 @@ class PoolAdapter:
     def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights.
 
+        The workers forget the policies of stores that nobody holds any more.
+
         Args:
             policy: Pickled as it is now.
             first_version: The version of the weights that the policy contains.
@@ -102,9 +106,11 @@ class PoolAdapter:
         return self._publish(policy, first_version, on_node=on_node)
 
     def _publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
-        guarded = partial(self._guarded, fatal=LOSSES)
+        guarded = partial(self._guarded, fatal=LOSSES)  # a policy's error is no loss
+        while self._unused and not self._pool.acting.num_pending:
+            guarded(partial(self._pool.acting.drop, self._unused.pop()))
         acting = as_policy(policy)
-        return WeightStore(self._pool, acting, first_version, guarded, on_node=on_node)  # a policy's error is no loss
+        return WeightStore(self._pool, acting, first_version, guarded, on_node=on_node, unused=self._unused)
 
     def rollout_async(
         self,

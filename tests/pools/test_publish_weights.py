@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from functools import partial
@@ -118,6 +119,25 @@ def test_the_first_version_may_be_told(make_vec: MakeVec) -> None:
     store = WeightStore(env._pool, Weighs(), first_version=7)
     assert store.publish(np.zeros(1, np.float32)) == 8
     assert rollout(env, store, 1).weights_version == 8
+
+
+def test_workers_forget_a_policy_whose_store_nobody_holds() -> None:
+    """At the next publishing that finds no chunk pending, such as that of a collector for each evaluation."""
+    with RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1) as env:
+        (pids,) = env.worker_pids().values()
+        open_files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", *pids)]
+        for _ in range(6):
+            store = env.publish(Weighs())
+            store.publish(np.zeros(3, np.float32))
+            rollout(env, store, 1)
+            del store
+            gc.collect()
+        found = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", *pids)]
+        assert all(now <= before + 2 for now, before in zip(found, open_files, strict=True))
+        kept = env.publish(Weighs())
+        for _ in range(2):
+            env.publish(Weighs()).drop()
+        assert kept.publish(np.zeros(3, np.float32)) == 1 and rollout(env, kept, 1).weights_version == 1
 
 
 def test_a_pending_chunk_acts_with_the_weights_of_when_it_was_requested(tmp_path: Path) -> None:

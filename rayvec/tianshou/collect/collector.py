@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, cast
@@ -162,8 +162,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     def _drop_pending(self) -> None:
         """Waits for the pending chunks and drops them."""
         for pipeline in [self._pipeline, *(self._parts.pipelines if self._parts else ())]:
-            for _ in pipeline.drain():
-                pass
+            deque(pipeline.drain(), maxlen=0)
         self._kept_parts.clear()
 
     def _collect(
