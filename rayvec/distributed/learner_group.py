@@ -114,7 +114,8 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
 
         Raises:
             LearnerError: As the learner raises it; or ranks were lost again and again; or a chunk was lost with its
-                node. The ranks are then as before the update.
+                node. The ranks are then as before the update, apart from rank-local state such as SAC's replay, which
+                is lost where ranks restarted.
         """
         if not batch.chunks and not batch.chunk_refs:
             raise LearnerError(

@@ -259,14 +259,14 @@ def rank_main(
     actor = RankActor(placement, device, threads, timeout_s)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner has closed the pipe
         while True:
-            method, args = pickle.loads(pipe.receive()[0])
-            pipe.send(_pickled(actor, getattr(actor, method)(*args)))
+            pipe.send(_answer(actor, pipe.receive()[0]))
 
 
-def _pickled(actor: RankActor, result: Any) -> bytes:
-    """Pickles what a rank returns, or the failure where that can't be pickled."""
+def _answer(actor: RankActor, request: bytes) -> bytes:
+    """Returns what a rank's method returns, pickled, or the failure where that or its arguments can't be pickled."""
     try:
-        data: bytes = cloudpickle.dumps(result)
+        method, args = pickle.loads(request)
+        data: bytes = cloudpickle.dumps(getattr(actor, method)(*args))
     except Exception as error:
         data = cloudpickle.dumps(actor.leave(error))
     return data

@@ -27,7 +27,7 @@ or, where the next call has to wait for that, so rarely that waiting takes at mo
 lost (its process or its node ended, it hangs, or it did not take part in a sum in time), the group ends all ranks,
 restarts them from the checkpoint, and repeats the calls since. After more than three losses in a row it raises a
 `LearnerError`. An exception that an object's method raises is raised by `run` with its own type; the group is then as
-it was before the call.
+it was before the call, apart from rank-local state, which is lost where ranks restarted.
 """
 
 from __future__ import annotations

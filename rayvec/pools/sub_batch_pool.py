@@ -22,6 +22,8 @@ from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["NativePool"]
 
+_MOST_UNITS = 4096
+
 NEW, RUNNING, ENDED, CUT = (int(state) for state in EpisodeState)
 
 
@@ -385,6 +387,8 @@ class NativePool(InProcessPool):
         key = self._keys.of(env_ids)
         if key not in self._units:
             units, whole = whole_units(env_ids, self._bounds)
+            if len(self._units) >= _MOST_UNITS:  # random subsets would fill the memory
+                self._units.clear()
             self._units[key] = units.tolist() if whole else []
         return self._units[key]
 

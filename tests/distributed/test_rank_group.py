@@ -337,6 +337,19 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_its_own(make_group: Make
     assert group.run("add", [(1.0,)]) == [[2.0] * 3]
 
 
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+def test_an_argument_that_a_rank_cannot_unpickle_is_an_error_of_its_own() -> None:
+    with RankGroup(Adder, 1, num_nodes=0) as group:
+        with pytest.raises(ValueError, match="not a number") as caught:
+            group.run("add", [(Unreadable(),)])
+        assert "rank 0 on" in str(caught.value.__cause__)
+        assert group.run("add", [(1.0,)]) == [[1.0] * 3]
+
+
 def test_ranks_that_share_memory_need_no_directory(
     make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

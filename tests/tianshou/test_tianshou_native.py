@@ -97,3 +97,14 @@ def test_what_cannot_work() -> None:
     env.reset()
     with pytest.raises(ConfigError, match="Tianshou resets environments by itself"):
         env.step(np.zeros(2, np.int64))
+
+
+def test_a_seed_of_a_reset_is_any_whole_number_and_other_arguments_are_refused() -> None:
+    with closing(local([partial(counting, 2)] * 2, workers_per_node=0)) as env:
+        expected = env.reset(seed=7)[0]
+        for seed in (np.int64(7), np.int32(7)):
+            np.testing.assert_array_equal(env.reset(seed=seed)[0], expected)
+        with pytest.raises(ConfigError, match=r"seed=\[1, 2\]"):
+            env.reset(seed=[1, 2])
+        with pytest.raises(ConfigError, match="Got: level"):
+            env.reset(level=3)

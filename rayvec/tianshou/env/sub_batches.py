@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from rayvec.data.sub_batch_infos import info_blocks
 from rayvec.errors import ConfigError
 from rayvec.pools.base import Autoreset, PoolSpaces
 
-__all__ = ["check_not_async", "check_steps_singly", "native_attr", "unrolled"]
+__all__ = ["check_not_async", "check_steps_singly", "native_attr", "pop_seed", "unrolled"]
 
 
 def unrolled(batch: StepBatch) -> StepBatch:
@@ -43,6 +44,19 @@ def check_not_async(wait_num: int | None, timeout: float | None) -> None:
             got=f"wait_num={wait_num}, timeout={timeout}",
             remedy="Leave them out, or use ordinary environments.",
         )
+
+
+def pop_seed(kwargs: dict[str, Any]) -> int | None:
+    """Takes the seed out of the arguments of a reset of native sub-batches, and checks the others."""
+    seed, others = kwargs.pop("seed", None), kwargs.keys() - {"options"}
+    if others or not (seed is None or isinstance(seed, Integral)):
+        raise ConfigError(
+            "A reset of native sub-batches takes a seed, from which each environment gets its own, and options.",
+            expected="seed=, a whole number or None, and options=",
+            got=", ".join([*sorted(others), *([] if seed is None else [f"seed={seed!r}"])]),
+            remedy="Give each environment a seed of your choice with env.seed([...]) before the reset.",
+        )
+    return None if seed is None else int(seed)
 
 
 def check_steps_singly(spaces: PoolSpaces) -> None:

@@ -22,7 +22,7 @@ from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.tianshou.env.assembly import Assembler, StepResult, stack
 from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv
 from rayvec.tianshou.env.remote_env import RemoteEnv
-from rayvec.tianshou.env.sub_batches import check_not_async, check_steps_singly, native_attr, unrolled
+from rayvec.tianshou.env.sub_batches import check_not_async, check_steps_singly, native_attr, pop_seed, unrolled
 from rayvec.vector.pool_adapter import LOSSES, PoolAdapter
 
 __all__ = ["RayVectorEnv", "RayVectorEnvType"]
@@ -186,7 +186,10 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         ids = self._free_ids(env_id)
         if len(ids) == 0:
             raise IndexError("a reset needs at least one environment, but got no id")
-        seed = kwargs.pop("seed") if type(kwargs.get("seed")) is int else None
+        if self._native:
+            seed = pop_seed(kwargs)
+        else:
+            seed = kwargs.pop("seed") if type(kwargs.get("seed")) is int else None
         pool_ids = self._pool_ids(ids)
         seeds: list[int | None] = [seed] * len(ids)
         if self._native and seed is not None:  # one seed for all would be the same for every sub-batch
