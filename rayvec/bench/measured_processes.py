@@ -120,7 +120,7 @@ class PeerProcess:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*enter, "env", f"--chdir={path}", python, "-u", "-m", "rayvec.bench.harness.host"],
-                env={**own, "PYTHONWARNINGS": "ignore", **environment, "PYTHONPATH": places},
+                env={**own, "PYTHONWARNINGS": "ignore", **environment, "PYTHONPATH": places, "TMPDIR": str(path)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

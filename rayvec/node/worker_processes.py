@@ -68,7 +68,7 @@ class WorkerProcess:
             before, text = text, os.pread(self.stack_fd, _STACK_BYTES, 0)
             if text and text == before:
                 break
-        return text.decode(errors="replace")
+        return text.decode(errors="replace") or "(not known: the process is stopped, or blocks signals)"
 
     def end(self, timeout_s: float = 0.0) -> None:
         """Waits up to `timeout_s` for the process to exit, then kills it. Closes all file descriptors."""

@@ -30,6 +30,10 @@ FAILURES = BaseException
 """What environments raise when they fail, and policies on workers and nodes. :func:`captured` lets Ctrl-C pass."""
 
 
+_NOTE_CHARS = 1000
+"""How much of an exception's text is in the log line of a restart."""
+
+
 def captured(error: BaseException, where: str) -> RemoteFailure:
     """Describes a failure.
 
@@ -282,7 +286,8 @@ class InProcessPool(ABC):
                 with failures_ignored():
                     self._envs[unit].close()
                 self._end_episodes(unit)
-                self.notes.append(f"{failure.where} raised {failure.type_name}: {failure.text}; restarted")
+                said = " ".join(failure.text.split())[:_NOTE_CHARS]
+                self.notes.append(f"{failure.where} raised {failure.type_name}: {said}; restarted")
                 self._envs[unit] = self._make(unit)
                 resume()
                 return

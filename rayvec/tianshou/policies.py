@@ -91,8 +91,9 @@ class TianshouPolicy:
 
     def weights(self) -> NDArray[np.float32]:
         """Returns the policy's state as one flat vector of bits, which mean nothing as numbers."""
-        arrays = [*(tensor.cpu().numpy() for tensor in _tensors(self._policy)), _packed(list(_numbers(self._policy)))]
-        stream = np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays])
+        tensors = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for tensor in _tensors(self._policy)]
+        numbers = _packed(list(_numbers(self._policy)))
+        stream = np.concatenate([*tensors, np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)])
         return np.pad(stream, (0, -len(stream) % 4)).view(np.float32)
 
     def structure(self) -> list[tuple[Any, ...]]:

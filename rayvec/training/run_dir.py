@@ -87,10 +87,10 @@ def free_run_dir(config: TrainConfig) -> Path:
         os.path.abspath(run_dir).encode()
     except UnicodeEncodeError as error:  # TensorBoard could not write there
         raise ConfigError(
-            "The path of a run's directory is UTF-8.",
-            expected="a path in UTF-8",
-            got=repr(os.fsencode(error.object)),
-            remedy="Pass another run_dir.",
+            "The path of a run's directory is UTF-8, and Python reads it as such.",
+            expected="a path in UTF-8, and a locale with UTF-8",
+            got=f"{os.fsencode(error.object)!r}, read as {sys.getfilesystemencoding()}",
+            remedy="Pass another run_dir, or set PYTHONUTF8=1.",
         ) from None
     return run_dir
 

@@ -47,7 +47,7 @@ class ObedientEnv(CountingEnv):
 
     def step(self, action: Any) -> Any:
         if action == 1:
-            raise ValueError("told to raise")
+            raise ValueError("told to\n raise")
         if action == 2:
             raise KeyboardInterrupt
         return super().step(action)
@@ -107,7 +107,7 @@ def test_what_a_constructor_raises_is_raised() -> None:
 def test_what_an_environment_raises_closes_all() -> None:
     env = make([ObedientEnv] * 2)
     env.reset(seed=1)
-    with pytest.raises(ValueError, match="told to raise") as caught:
+    with pytest.raises(ValueError, match="told to\n raise") as caught:
         env.step(np.array([0, 1]))
     assert isinstance(caught.value.__cause__, EnvError) and "environment 1, seed 2" in str(caught.value.__cause__)
     assert env.closed
@@ -120,7 +120,7 @@ def test_an_environment_is_restarted_and_the_log_says_so(caplog: pytest.LogCaptu
             obs, rew, _, truncated, info = env.step(np.array([0, 1]))
         assert (rew.tolist(), truncated.tolist()) == ([1.0, 0.0], [False, True])
         assert info["env_restarted"].tolist() == [False, True] and obs[1, TOTAL] == 0
-        assert "environment 1, seed 11 raised ValueError: told to raise; restarted" in caplog.text
+        assert "environment 1, seed 11 raised ValueError: told to raise; restarted" in caplog.text  # in one line
         second = restart_seed(11, 1, 1)
         assert env.step(np.zeros(2, int))[0][1, SEED] == second
         with caplog.at_level(logging.WARNING, "rayvec"):

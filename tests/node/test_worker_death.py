@@ -213,9 +213,12 @@ class TestConstructors:
         assert_explained(caught.value)
 
 
-def test_a_step_that_hangs_shows_where() -> None:
+@pytest.mark.parametrize(("action", "shown"), [(0, "wait_for_the_server"), (1, "the process is stopped")])
+def test_a_step_that_hangs_shows_where(action: int, shown: str) -> None:
     class Hangs(CountingEnv):
         def step(self, action: Any) -> Any:
+            if action:
+                os.kill(os.getpid(), signal.SIGSTOP)
             return self.wait_for_the_server()
 
         def wait_for_the_server(self) -> Any:
@@ -223,8 +226,8 @@ def test_a_step_that_hangs_shows_where() -> None:
 
     with closing(make(Hangs, step_timeout_s=0.5)) as env:
         env.reset(seed=0)
-        with pytest.raises(WorkerLostError, match="wait_for_the_server"):
-            within(DEADLINE_S, partial(env.step, np.zeros(1, int)))
+        with pytest.raises(WorkerLostError, match=shown):
+            within(DEADLINE_S, partial(env.step, np.array([action])))
 
 
 class Starts(CountingEnv):

@@ -123,7 +123,7 @@ def test_parts_that_resuming_needs_are_checked(whole: Path, tmp_path: Path, plac
 
 def test_a_directory_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     run_dir = tmp_path / os.fsdecode(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"Expected: a path in UTF-8. Got: b'.*xff"):
+    with pytest.raises(ConfigError, match=r"Expected: a path in UTF-8, and a locale .*Got: b'.*xff"):
         rayvec.train(tiny(run_dir))
     assert not any(tmp_path.iterdir())
 
