@@ -22,7 +22,7 @@ from rayvec.training.export import export
 from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.run_state import acting_weights
-from rayvec.training.runs import LEARNERS, make_env
+from rayvec.training.runs import LEARNERS, make_one_env
 from rayvec.training.saved_spaces import spaces_from_plain
 
 __all__ = ["Agent", "load", "load_spaces"]
@@ -78,7 +78,7 @@ def load_spaces(config: TrainConfig, described: Any) -> tuple[spaces.Space[Any],
     """Returns the spaces that a checkpoint describes; where it does not, those of an environment that is made."""
     if described is not None:
         return spaces_from_plain(described)
-    with make_env(replace(config, num_nodes=0, workers_per_node=0, address=None), 1) as env:
+    with make_one_env(config) as env:
         return env.single_observation_space, env.single_action_space
 
 

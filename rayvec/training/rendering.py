@@ -15,11 +15,11 @@ import gymnasium
 import numpy as np
 
 from rayvec.config import TrainConfig
-from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, first_line
 from rayvec.training.agent import load
 from rayvec.training.run_dir import load_config
-from rayvec.training.runs import env_parts
+from rayvec.training.runs import make_one_env
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["check_video", "show"]
 
@@ -76,6 +76,13 @@ def show(
             or a package is missing.
     """
     config = load_config(run_dir)
+    if config.native is not None:
+        raise ConfigError(
+            "--video and --render show a single environment.",
+            expected="a run whose environment has an id, or is a class or function",
+            got=f"native={config.native!r}, which makes vector environments",
+            remedy="Leave --video and --render out.",
+        )
     config = config if seed is None else replace(config, seed=seed)
     if video is not None:
         check_video(video)
@@ -85,24 +92,20 @@ def show(
     with _rendered_env(config, "human" if video is None else "rgb_array") as env, _writer(video, env) as show_frame:
         obs, _ = env.reset(seed=config.eval_seed())
         show_frame()
-        episode_return, ended = 0.0, False
-        while not ended:
-            obs, reward, terminated, truncated, _ = env.step(agent.predict(obs))
+        episode_return, is_done, state = 0.0, False, None
+        while not is_done:
+            action = agent.predict(obs, state)
+            action, state = action if agent.is_recurrent else (action, None)
+            obs, reward, terminated, truncated, _ = env.step(action)
             show_frame()
-            episode_return, ended = episode_return + float(reward), terminated or truncated
+            episode_return, is_done = episode_return + float(reward[0]), bool(terminated[0] or truncated[0])
     return episode_return
 
 
 @contextlib.contextmanager
-def _rendered_env(config: TrainConfig, mode: RenderMode) -> Iterator[gymnasium.Env[Any, Any]]:
-    env_id, env_kwargs, wrappers = env_parts(config)
-
-    def make(**kwargs: Any) -> gymnasium.Env[Any, Any]:
-        return EnvFactory.build(env_id, 1, {**env_kwargs, **kwargs}, wrappers).env_fns[0]()
-
-    plain = make()
-    modes = plain.metadata.get("render_modes") or []
-    plain.close()
+def _rendered_env(config: TrainConfig, mode: RenderMode) -> Iterator[RayVecEnv]:
+    with make_one_env(config) as plain:
+        modes = plain.metadata.get("render_modes") or []
     if mode not in modes:
         raise ConfigError(
             "An environment is shown in a render mode that it has.",
@@ -111,16 +114,13 @@ def _rendered_env(config: TrainConfig, mode: RenderMode) -> Iterator[gymnasium.E
             remedy="Leave --video and --render out, or add the mode to the environment's metadata and render().",
         )
     try:
-        env = make(render_mode=mode)
-        try:
+        with make_one_env(config, render_mode=mode) as env:
             env.reset(seed=0)
             if mode == "rgb_array":
                 _frame(env)
             else:
                 _check_window()
             yield env
-        finally:
-            env.close()
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(
             "Rendering needs a package of the environment.",
@@ -149,9 +149,9 @@ def _screen_error(got: str) -> ConfigError:
     )
 
 
-def _frame(env: gymnasium.Env[Any, Any]) -> Any:
-    """Returns the picture of an environment, ``uint8 [H, W, 3]``, with even sides, as video codecs need them."""
-    picture = np.asarray(env.render(), np.uint8)
+def _frame(env: RayVecEnv) -> Any:
+    """Returns the picture of the environment, ``uint8 [H, W, 3]``, with even sides, as video codecs need them."""
+    picture = np.asarray(env.render()[0], np.uint8)
     if picture.ndim != 3 or picture.shape[2] != 3:
         raise ConfigError(
             "A frame of a video is a picture.",
@@ -164,7 +164,7 @@ def _frame(env: gymnasium.Env[Any, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _writer(path: Path | None, env: gymnasium.Env[Any, Any]) -> Iterator[Callable[[], None]]:
+def _writer(path: Path | None, env: RayVecEnv) -> Iterator[Callable[[], None]]:
     """Yields what appends the picture of an environment to a video; nothing, where it draws on the screen itself."""
     if path is None:
         yield lambda: None

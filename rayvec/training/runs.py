@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -34,9 +34,9 @@ from rayvec.wrappers import MASK_KEY, ActionMask, StaggeredStart, num_choices
 __all__ = [
     "LEARNERS",
     "choose_engine",
-    "env_parts",
     "make_env",
     "make_learner",
+    "make_one_env",
     "open_env",
     "open_learner",
     "register",
@@ -78,11 +78,6 @@ def choose_engine(config: TrainConfig) -> TrainConfig:
     return config if config.num_nodes is not None or asks_for_ray else replace(config, num_nodes=0)
 
 
-def env_parts(config: TrainConfig) -> tuple[Any, Mapping[str, Any], list[Callable[..., Any]]]:
-    """Returns what an environment of a run is made of: its id or maker, its keyword arguments, and its wrappers."""
-    return environment_of(config), config.env_kwargs, [resolve("wrappers", name) for name in config.wrappers]
-
-
 def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0) -> RayVecEnv:
     """Returns the environments of a run; the caller closes them.
 
@@ -92,10 +87,10 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         first_id: Global index of the first of these.
     """
     num_envs = num_envs or config.num_envs
-    env, env_kwargs, wrappers = env_parts(config)
+    wrappers = [resolve("wrappers", name) for name in config.wrappers]
     wrappers += [StaggeredStart] if config.stagger_starts else []
     acts_by_torch = getattr(config, "network", None) is not None and config.inference == "worker"
-    makes: dict[str, Any] = {"env": env, "env_kwargs": env_kwargs}
+    makes: dict[str, Any] = {"env": environment_of(config), "env_kwargs": config.env_kwargs}
     if config.native is not None:
         make_native = functools.partial(resolve("native", config.native), **config.env_kwargs)
         sizes = sub_batch_sizes(num_envs, config.num_nodes, config.workers_per_node)
@@ -123,6 +118,18 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         raise
     env.close()
     return make(wrappers=[*wrappers, ActionMask])
+
+
+def make_one_env(config: TrainConfig, **env_kwargs: Any) -> RayVecEnv:
+    """Returns one environment of a run, which this process steps; the caller closes it.
+
+    Args:
+        config: Settings of the run.
+        env_kwargs: Further arguments of its constructor.
+    """
+    here: dict[str, Any] = {"num_nodes": 0, "workers_per_node": 0, "address": None, "step_timeout_s": None, "groups": 1}
+    kwargs = {**config.env_kwargs, **env_kwargs}
+    return make_env(replace(config, **here, env_kwargs=kwargs, stagger_starts=False), 1)
 
 
 def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:

@@ -66,6 +66,18 @@ class _Pictured(gymnasium.Wrapper[Any, Any, Any, Any]):
         return np.full((33, 47, 3), 128 + int(angle * 400), np.uint8)
 
 
+class _AllAllowed(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Has an action mask in its infos."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        obs, info = self.env.reset(**kwargs)
+        return obs, {**info, "action_mask": np.ones(2, np.int8)}
+
+    def step(self, action: Any) -> Any:
+        *answer, info = self.env.step(action)
+        return (*answer, {**info, "action_mask": np.ones(2, np.int8)})
+
+
 class _Unpictured(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Has no render mode."""
 
@@ -74,6 +86,10 @@ class _Unpictured(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 def pictured(env: Env) -> Env:
     return _Pictured(env)
+
+
+def all_allowed(env: Env) -> Env:
+    return _AllAllowed(env)
 
 
 def unpictured(env: Env) -> Env:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import AssertRefused
@@ -34,6 +35,32 @@ def test_a_video_has_a_frame_for_each_step(tmp_path: Path, capsys: pytest.Captur
         frames = [frame for frame in reader]
     assert len(frames) == int(episode_return) + 1 and frames[0].shape == (34, 48, 3)
     assert len({int(frame.mean()) for frame in frames}) > 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recurrent": "gru", "recurrent_size": 8},
+        {
+            "wrappers": ("helpers.wrap:pictured", "helpers.wrap:all_allowed"),
+            "step_timeout_s": 60,
+            "workers_per_node": 1,
+        },
+    ],
+    ids=["memory", "mask"],
+)
+def test_an_agent_with_memory_and_masks_in_infos_are_shown(tmp_path: Path, changes: dict[str, Any]) -> None:
+    settings = {"wrappers": ("helpers.wrap:pictured",), **changes, "eval_episodes": 1}
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, **settings))
+    returns = json.loads((tmp_path / "a" / "result.json").read_text())["eval_returns"]
+    assert show(tmp_path / "a", tmp_path / "out.mp4") == returns[0]
+
+
+def test_sub_batches_cannot_be_shown(tmp_path: Path, assert_refused: AssertRefused) -> None:
+    """Else a video would show the environment of the default id."""
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, native="helpers.native_envs:cartpoles"))
+    video = ["--video", str(tmp_path / "out.mp4")]
+    assert_refused(["eval", str(tmp_path / "a"), *video], "a single environment", "native_envs:cartpoles")
 
 
 @pytest.mark.parametrize(
