@@ -10,7 +10,7 @@ from rayvec.config.references import resolve
 from rayvec.policies.distributions import make_distribution
 from rayvec.policies.masks import MaskedActorCritic, has_mask, seen, without_mask
 from rayvec.policies.networks import ActorCriticModule, make_actor_critic
-from rayvec.policies.own_network import OwnActorCritic, build_network
+from rayvec.policies.own_network import OwnActorCritic, build_network, seeded
 from rayvec.policies.recurrent import make_recurrent_actor_critic
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def make_module(
         module = make_actor_critic(*spaces_and_sizes, masked=is_masked, shared_trunk=config.shared_trunk, **settings)
     else:
         space = without_mask(observation_space) if is_masked else observation_space
-        net = build_network(resolve("network", config.network), space, action_space, config)
         see, normalized_space = seen if is_masked else None, observation_space if normalize_obs else None
-        module = OwnActorCritic(net, space, make_distribution(action_space), see, normalized_space)
+        with seeded(config.seed):
+            net = build_network(resolve("network", config.network), space, action_space, config)
+            module = OwnActorCritic(net, space, make_distribution(action_space), see, normalized_space)
     return MaskedActorCritic(module) if is_masked else module

@@ -25,7 +25,7 @@ from rayvec.policies.distributions import Categorical, Distribution
 from rayvec.policies.encoders import make_encoder
 from rayvec.policies.masks import has_mask, seen, without_mask
 from rayvec.policies.networks import ModuleActor, copy_to_cpu
-from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch
+from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch, seeded
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -54,11 +54,12 @@ def own_networks(
     assert config.network is not None
     is_masked = config.action_masks and has_mask(observation_space, action_space)
     space = without_mask(observation_space) if is_masked else observation_space
-    module = build_network(resolve("network", config.network), space, action_space, config)
-    actor, critics = _actor_and_critics(module)
     read = Reader(observation_space, is_masked)
     obs = torch.from_numpy(read(tree_map(lambda leaf: leaf.numpy(), sample_batch(observation_space))))
-    _check_outputs(actor, critics, distribution, obs)
+    with seeded(config.seed):
+        module = build_network(resolve("network", config.network), space, action_space, config)
+        actor, critics = _actor_and_critics(module)
+        _check_outputs(actor, critics, distribution, obs)
     shape = tuple(obs.shape[1:])
     layouts = _ModuleLayout(critics, shape), _ModuleLayout([actor], shape)
     of_critics = itertools.chain(*(critic.parameters() for critic in critics))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -23,7 +24,7 @@ from rayvec.policies.encoders import OBS_CLIP, Encoder, float_encoder, leaf_spac
 from rayvec.policies.networks import ActorCriticModule, EncodedActor, to_tensor
 from rayvec.policies.precision import autocast, float32
 
-__all__ = ["OwnActorCritic", "build_network", "check_module", "check_output", "outputs_of", "sample_batch"]
+__all__ = ["OwnActorCritic", "build_network", "check_module", "check_output", "outputs_of", "sample_batch", "seeded"]
 
 _BATCH = 3
 
@@ -130,33 +131,42 @@ class OwnActorCritic(ActorCriticModule):
         return EncodedActor(self, self.distribution)
 
 
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Lets torch's generator begin with a seed, and then be as it was before.
+
+    Layers of the user's own network draw their weights from it: most when they are made, lazy ones in their first call.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 def build_network(
     function: Callable[..., Any], observation_space: Space[Any], action_space: Space[Any], config: Any
 ) -> nn.Module:
-    """Returns the module that a user's function makes; it draws the same initial weights wherever it is called.
+    """Returns the module that a user's function makes.
 
     Args:
         function: Of the two spaces and the settings.
         observation_space: What the network sees.
         action_space: Of one environment.
-        config: The settings; torch's generator begins with their seed, and is then as it was before.
+        config: The settings.
 
     Raises:
         ConfigError: The function raises, or returns no module.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        try:
-            net = function(observation_space, action_space, config)
-        except (RayvecError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise ConfigError(
-                "network is a function of (observation space, action space, settings) that returns a torch module.",
-                expected=f"a module for {observation_space} and {action_space}",
-                got=f"{type(error).__name__} from {getattr(function, '__qualname__', function)}: {error}",
-                remedy="Correct the function, or let it take these three arguments.",
-            ) from error
+    try:
+        net = function(observation_space, action_space, config)
+    except (RayvecError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            "network is a function of (observation space, action space, settings) that returns a torch module.",
+            expected=f"a module for {observation_space} and {action_space}",
+            got=f"{type(error).__name__} from {getattr(function, '__qualname__', function)}: {error}",
+            remedy="Correct the function, or let it take these three arguments.",
+        ) from error
     if not isinstance(net, nn.Module):
         raise ConfigError(
             "network is a function of (observation space, action space, settings) that returns a torch module.",

@@ -69,6 +69,46 @@ def test_the_same_network_learns_the_same(action_space: spaces.Space[Any], kind:
     theirs.load_state_dict(theirs.state_dict())
 
 
+class _LazyCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(1)
+
+    def forward(self, obs: Tensor, act: Tensor) -> Tensor:
+        value: Tensor = self.layer(torch.cat([obs, act], -1))
+        return value
+
+
+def lazy(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    net = own_parts.TwoHeads(observation_space, action_space)
+    net.body[0], net.policy, net.value = nn.LazyLinear(8), nn.LazyLinear(net.policy.out_features), nn.LazyLinear(1)
+    return net
+
+
+def lazy_sac(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    module = nn.Module()
+    module.actor, module.critics = nn.LazyLinear(4), nn.ModuleList([_LazyCritic()])
+    return module
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sac"])
+def test_lazy_layers_begin_with_weights_of_the_seed(kind: str) -> None:
+    """Ranks, and runs of the same seed, begin with the same weights whatever torch's generator has drawn before."""
+
+    def weights(seed: int) -> Any:
+        if kind == "ppo":
+            return PPOLearner(kit.OBS, kit.DISCRETE, kit.ppo_config(network=refer(lazy), seed=seed)).weights()
+        learner = SACLearner(sac_kit.OBS, sac_kit.BOX, sac_kit.make_config(network=refer(lazy_sac), seed=seed))
+        return np.concatenate([learner.weights(), learner.state_dict()["critic"][0]])
+
+    first = weights(1)
+    before = torch.random.get_rng_state()
+    torch.rand(5)
+    np.testing.assert_array_equal(weights(1), first)
+    assert not np.isclose(weights(2), first).any()
+    torch.random.set_rng_state(before)
+
+
 def frozen(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
     net = own_parts.TwoHeads(observation_space, action_space)
     net.body.requires_grad_(False)
