@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from rayvec.errors import ConfigError, first_line
+from rayvec.errors import ConfigError, counted, first_line
 from rayvec.learners.sac_own_network import OwnSACActor
 from rayvec.policies.distributions import NOT_ALLOWED, Categorical, Gaussian, TanhGaussian
 from rayvec.policies.encoders import OBS_CLIP, Encoder, leaf_spaces
@@ -161,13 +161,36 @@ def export(module: Any, observation_space: spaces.Space[Any], action_space: spac
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch warns of its own future
         if path.suffix == ".pt":
-            traced = io.BytesIO()  # torch aborts the process if it can't write the file
-            torch.jit.save(torch.jit.trace(greedy, example), traced)  # type: ignore[no-untyped-call]
+            traced = torch.jit.trace(greedy, example)  # type: ignore[no-untyped-call]
+            _check_any_number(traced, example)
+            data = io.BytesIO()  # torch aborts the process if it can't write the file
+            torch.jit.save(traced, data)
             with written_whole(path) as file:
-                file.write(traced.getbuffer())
+                file.write(data.getbuffer())
         else:
             _export_onnx(greedy, example, _input_names(leaves), path)
     return path
+
+
+def _check_any_number(traced: Callable[..., Tensor], example: tuple[Tensor, ...]) -> None:
+    """Raises a ConfigError where a trace has the number of observations of its example as a constant."""
+    for count in (1, 3):
+        try:
+            found: Any = len(traced(*(torch.cat([part, part])[:count] for part in example)))
+        except RuntimeError as error:
+            found = str(error).strip().rpartition("RuntimeError: ")[2][:200]
+        if found != count:
+            raise _fixed_number(f"{found} for {counted(count, 'observation')}")
+
+
+def _fixed_number(got: str) -> ConfigError:
+    return ConfigError(
+        "An exported network acts on any number of observations.",
+        expected="as many actions as observations",
+        got=got,
+        remedy="Read that number from obs.shape[0] in forward, not from len(obs), or use obs.flatten(1): torch traces "
+        "len() as a constant.",
+    )
 
 
 def _input_names(paths: Iterable[tuple[Any, ...]]) -> list[str]:
@@ -212,6 +235,9 @@ def _export_onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: list[
         ) from error
     assert program is not None
     graph = program.model.graph
+    sizes = {value.name: value.shape[0] for value in (*graph.inputs, *graph.outputs) if value.shape}
+    if fixed := [f"{name} of {size} rows" for name, size in sizes.items() if isinstance(size, int)]:
+        raise _fixed_number(", ".join(fixed))
     for value in [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]:
         if value.name in names:  # of an observation called "linear" or "low"
             value.name += "_of_policy"

@@ -377,6 +377,22 @@ def test_a_network_that_onnx_does_not_have_is_refused(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+class CountsRows(own_parts.TwoHeads):
+    """Reshapes by a number that torch traces as a constant."""
+
+    def forward(self, obs: torch.Tensor) -> Any:
+        return super().forward(obs.reshape(len(obs), -1))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch would rather have torch.export
+@pytest.mark.parametrize("ending", ["pt", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_an_export_that_takes_two_rows_only_is_refused(ending: str, tmp_path: Path) -> None:
+    agent = make_agent(rayvec.PPOConfig, VECTOR, FEW, {"network": refer(lambda obs, act, config: CountsRows(obs, act))})
+    with pytest.raises(ConfigError, match=r"any number of observations.*Remedy: Read that number from obs.shape"):
+        agent.export(tmp_path / f"policy.{ending}")
+    assert not any(tmp_path.iterdir())
+
+
 def test_an_export_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     agent = rayvec.load(rayvec.train(tiny(tmp_path / "a")).run_dir)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
