@@ -69,6 +69,8 @@ class MaskedActorCritic(ActorCriticModule):
         module: The actor-critic, which reads observations without their mask; it becomes a part of this one.
     """
 
+    is_masked = True
+
     def __init__(self, module: ActorCriticModule) -> None:
         super().__init__()
         self.module = module

@@ -192,7 +192,8 @@ def _make_actor(module: Any, action_space: spaces.Space[Any] | None, device: str
             )
         from rayvec.policies.networks import EncodedActor
 
-        return EncodedActor(module, module.distribution, device)
+        actor = EncodedActor(module, module.distribution, device)
+        return MaskedActor(actor) if getattr(module, "is_masked", False) else actor
     if action_space is None:
         raise ConfigError(
             "A policy needs the action space of its module.",

@@ -47,8 +47,7 @@ class GreedyModule(nn.Module):
         distribution, net = getattr(module, "distribution", None), module
         leaves = dict(leaf_spaces(observation_space))
         paths = list(leaves)
-        is_masked = isinstance(module, MaskedActorCritic) or getattr(module, "is_masked", False)
-        self._mask = paths.index((MASK_KEY,)) if is_masked else None
+        self._mask = paths.index((MASK_KEY,)) if getattr(module, "is_masked", False) else None
         if isinstance(module, MaskedActorCritic):
             net = module.module
         self._space = observation_space

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rayvec.config.references import refer
 from rayvec.data import Batch, Chunk, tree_leaves
+from rayvec.errors import ConfigError
 from rayvec.learners.sac import SACLearner
 from rayvec.learners.sac_math import Minibatch, forward
 from rayvec.policies.noise import keyed_noise
@@ -162,6 +163,19 @@ def test_acting_and_random_starts_choose_what_is_allowed() -> None:
                 logp = params.log_softmax(-1)[np.arange(N), act - DISCRETE.start]
                 np.testing.assert_allclose(extras["logp"], logp, atol=1e-5)
         assert chosen == {1, 2, 3}
+
+
+def test_a_random_start_for_a_gpu_chooses_what_is_allowed() -> None:
+    """Random actions do not call the module, so the policy does not move to the device yet."""
+    learner, chunk = make_learner(), masked_chunk(1, num_steps=64)
+    here, there = (Policy(learner.module, random_start=True, device=device) for device in ("cpu", "cuda"))
+    noise = keyed_noise(here.noise, seed=0, env_ids=np.arange(N), first_step=0, num_steps=64)
+    for t in range(64):
+        obs = {key: part[t] for key, part in chunk.obs.items()}
+        for ours, theirs in zip(here.act(obs, noise[t]), there.act(obs, noise[t]), strict=True):
+            np.testing.assert_equal(ours, theirs)
+    with pytest.raises(ConfigError, match="allows at least one choice"):
+        there.act({**obs, "action_mask": 0 * obs["action_mask"]}, noise[0])
 
 
 @pytest.mark.parametrize("key", ["numbers", "observation"])
