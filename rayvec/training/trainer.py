@@ -146,7 +146,7 @@ class Trainer:
         if stragglers is not None:
             stragglers.wait()
             laps.end("wait")
-        metrics = self._learner.update(batch)
+        metrics = {name: _plain(value) for name, value in self._learner.update(batch).items()}
         laps.end("learn")
         if metrics:
             self.collector.set_weights(self._learner.weights())
@@ -208,3 +208,9 @@ class Laps:
         now_s = time.monotonic()
         self.times_s[activity] = now_s - self._began_s
         self._began_s = now_s
+
+
+def _plain(number: Any) -> float:
+    """Returns a number as one of Python: a learner of a user may return those of NumPy and torch."""
+    plain: float = number.item() if hasattr(number, "item") else number
+    return plain

@@ -8,20 +8,26 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
 import pytest
+import torch
+from helpers.training_kit import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+import rayvec
 from rayvec import PPOConfig
 from rayvec.data import CollectStats
+from rayvec.learners.ppo import PPOLearner
 from rayvec.training import progress_display
 from rayvec.training.learning_curve import plot_learning_curve, smoothed
 from rayvec.training.loggers import MetricsFile, RunLogger, read_metrics
 from rayvec.training.progress_display import ProgressDisplay
 from rayvec.training.run_state import Progress
+from rayvec.training.runs import LEARNERS
 from rayvec.training.trainer import Iteration
 
 CONFIG = PPOConfig(num_envs=4, num_steps=4, minibatch_size=16, total_steps=64)
@@ -129,6 +135,20 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
         "none": None,
         "one": 1,
     }
+
+
+class _ReturnsArrays(PPOLearner):
+    def update(self, batch: Any) -> Any:
+        return {**super().update(batch), "numpy": np.float32(1.5), "whole": np.int64(3), "torch": torch.tensor(2.5)}
+
+
+def test_a_learner_of_your_own_may_return_numbers_of_numpy_and_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LEARNERS, PPOConfig, _ReturnsArrays)
+    run_dir = rayvec.train(tiny(tmp_path / "a", total_steps=64)).run_dir
+    *_, line = read_metrics(run_dir / "metrics.jsonl")
+    assert [line[f"learner/{name}"] for name in ("numpy", "whole", "torch")] == [1.5, 3, 2.5]
 
 
 def test_learning_curve_is_drawn_even_if_the_run_fails(tmp_path: Path) -> None:
