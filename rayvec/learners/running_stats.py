@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rayvec.errors import LearnerError
 from rayvec.learners.ranks import Ranks, global_range
 
 __all__ = ["ReturnScale", "RunningMoments"]
@@ -124,6 +125,9 @@ class ReturnScale:
             ranks: The ranks that have the other environments.
             env_ids: The environment of each column, ``int64 [N]``. An environment may have several columns, in the
                 order of time, or none. By default, and with several ranks, the batch has one column for each.
+
+        Raises:
+            LearnerError: A reward is not finite, on any rank. The statistics are as before.
         """
         numbers, total = global_range(ranks, rew.shape[1])
         rows = np.arange(numbers.start, numbers.stop)
@@ -143,6 +147,17 @@ class ReturnScale:
             before[rows[columns]] = everyone[rows[columns]] = running
         own = self._moments.sums(torch.from_numpy(returns[valid])[:, None])
         sums = ranks.sum_(torch.cat([own, torch.from_numpy(everyone)]))  # one sum and not two
+        if not sums.isfinite().all():
+            bad = np.argwhere(valid & ~np.isfinite(rew))
+            step, column = bad[0] if len(bad) else (0, 0)
+            raise LearnerError(
+                "normalize_reward scales rewards by the spread of returns, which are finite numbers.",
+                expected="rewards that are finite",
+                got=f"{rew[step, column]} from environment {rows[column]} at step {step} of the batch"
+                if len(bad)
+                else "others on another rank, or a sum of rewards that overflows",
+                remedy="Correct the environment's reward, or wrap it in one that replaces such rewards",
+            )
         self._moments.merge(sums[: len(own)])
         self._returns = sums[len(own) :].clone()
         largest = 1 / max(_LEAST_SPREAD * abs(float(self._moments.mean)), _EPSILON)

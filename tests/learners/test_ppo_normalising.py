@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ from helpers.actor_critic_kit import (
     make_batch,
     ppo_config,
 )
-from helpers.thread_ranks import learn_on_ranks
+from helpers.thread_ranks import learn_on_ranks, on_ranks
+from helpers.training_kit import assert_same
 
-from rayvec.errors import CheckpointError
+from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.ranks import ALONE
 from rayvec.learners.running_stats import ReturnScale
@@ -94,6 +96,27 @@ def test_equal_returns_are_scaled_by_their_size() -> None:
     scaled = ReturnScale(0.9)(rew, ends, ends, np.zeros(2, bool), ALONE)
     np.testing.assert_allclose(scaled, 100.0)
     assert not ReturnScale(0.9)(0 * rew, ends, ends, np.zeros(2, bool), ALONE).any()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_reward_that_is_not_finite_changes_no_statistics(num_ranks: int) -> None:
+    """Every rank refuses the batch, and learns from the next one."""
+
+    def work(ranks: Any) -> None:
+        scale = ReturnScale(0.9)
+        rng = np.random.default_rng(ranks.rank)
+        rew, none = rng.normal(size=(8, 3)), np.zeros((8, 3), bool)
+        scale(rew, none, ~none, none[0], ranks)
+        before, bad = scale.state_dict(), rew.copy()
+        if ranks.rank == 0:
+            bad[2, 1] = math.nan
+        with pytest.raises(LearnerError, match="nan from environment 1 at step 2|others on another rank"):
+            scale(bad, none, ~none, none[0], ranks)
+        assert_same(scale.state_dict(), before)
+        bad[2, 1] = math.inf
+        scale(bad, none, ~none & np.isfinite(bad), none[0], ranks)  # a step that did not happen
+
+    on_ranks(num_ranks, work)
 
 
 def test_rewards_are_clipped() -> None:
