@@ -69,7 +69,7 @@ class Learner(Protocol):
 
 @runtime_checkable
 class MeasuresObservations(Protocol):
-    """What a learner offers besides whose policy normalises observations by what was seen."""
+    """An optional method of a learner whose policy normalises observations by their statistics."""
 
     def measure(self, batch: Batch) -> None:
         """Adds the observations of a batch to the statistics, from which nothing else is learned."""
@@ -77,7 +77,7 @@ class MeasuresObservations(Protocol):
 
 @runtime_checkable
 class KeepsRankLocalState(Protocol):
-    """What a learner offers besides, part of whose state is rank-local, such as the replay of SAC.
+    """Optional methods of a learner that keeps rank-local state, such as the replay of SAC.
 
     Its ``state_dict()`` is both parts together, and its ``load_state_dict`` takes the shared part alone, too: then
     the rank-local part is empty. It is empty on all ranks or on none.

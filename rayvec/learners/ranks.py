@@ -58,7 +58,7 @@ class ClosableRanks(Ranks, Protocol):
 
 
 class Alone:
-    """The only rank: a sum over all ranks is its own term."""
+    """The only rank: the sum of a tensor over all ranks is that tensor."""
 
     rank = 0
     size = 1

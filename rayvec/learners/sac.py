@@ -82,7 +82,7 @@ class SACLearner:
     minibatch: N ranks compute what one does.
 
     Args:
-        observation_space: Of one environment; images only with networks of your own.
+        observation_space: Of one environment. The default networks read small images flattened, and refuse others.
         action_space: Of one environment: a bounded floating-point Box, or a Discrete.
         config: Settings.
         dtype: Of parameters and their arithmetic.
@@ -155,7 +155,7 @@ class SACLearner:
         return self._metrics(stats) if stats else {}
 
     def _store(self, batch: Batch) -> None:
-        """Stores the steps of a batch in the replay, and tells all ranks how many there are now.
+        """Stores the steps of a batch in the replay, and sums up the number of steps over all ranks.
 
         A reward that is not finite raises before anything changes: it would lie in the replay, and so in every
         checkpoint, until an update happens to draw it.
@@ -185,7 +185,7 @@ class SACLearner:
         self._sizes = self.ranks.sum_(sizes).cpu().numpy()
 
     def _refuse(self, bad: tuple[int, int, float] | None) -> NoReturn:
-        """Raises the same error on all ranks for a reward that one of them found."""
+        """Raises a LearnerError about the first bad reward, which is the same on all ranks."""
         found = torch.zeros(self.ranks.size, 4, dtype=torch.float64, device=self._device)
         if bad is not None:
             found[self.ranks.rank] = torch.tensor([1, *bad], dtype=torch.float64)

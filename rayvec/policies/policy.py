@@ -51,7 +51,7 @@ class Policy:
 
     Raises:
         ConfigError: The module has no ``make_actor`` and there is no action space, or none that has a distribution; or
-            it can act only on the CPU.
+            it can act only on the CPU; or both `deterministic` and `random_start` are set.
     """
 
     noise: NoiseSpec
@@ -67,6 +67,13 @@ class Policy:
         random_start: bool = False,
         device: str = "cpu",
     ) -> None:
+        if deterministic and random_start:
+            raise ConfigError(
+                "A random start draws its actions.",
+                expected="deterministic or random_start, not both",
+                got="deterministic=True, random_start=True",
+                remedy="Leave one of them out",
+            )
         self._actor = _make_actor(module, action_space, device)
         self._random = random_start
         self._deterministic = deterministic

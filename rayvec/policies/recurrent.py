@@ -126,7 +126,7 @@ class RecurrentActorCritic(ActorCritic):
     ) -> None:
         super().__init__(encoder, distribution, hidden_sizes, shared_trunk=True, seed=seed, **settings)
         generator = torch.Generator().manual_seed(seed)
-        last = self.actor[-1]  # the heads on the features give way to heads on the cell's output
+        last = self.actor[-1]  # heads on the cell's output replace those on the features
         assert isinstance(last, nn.Linear)
         self.sequence_length, self.burn_in = sequence_length, burn_in
         self.is_masked = masked

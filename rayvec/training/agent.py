@@ -40,8 +40,8 @@ def load(
 
     Args:
         run_dir: Directory of the run.
-        checkpoint: File in that directory: ``"checkpoint.pt"``, the last one, ``"best.pt"``, of the best evaluation
-            during training, or one of :class:`rayvec.CheckpointHistory`, such as ``"checkpoints/000000010240.pt"``.
+        checkpoint: File in that directory: ``"checkpoint.pt"``, the last one, ``"best.pt"``, of the best evaluation,
+            or one of :class:`rayvec.CheckpointHistory`, such as ``"checkpoints/000000010240.pt"``.
         seed: Of the actions that are drawn with ``deterministic=False``.
         env: The environment of the run, where it was passed in Python and has no name. It is made only where the
             checkpoint can't describe its spaces.

@@ -1,4 +1,4 @@
-"""What a run is made of that is yours: the environment and the network, by name where they have one."""
+"""The user's own environment and network in the settings of a run, by name where they have one."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 runs/<name>/
 ├── config.yaml            the settings, commented
-├── metrics.jsonl          a line for each iteration
+├── metrics.jsonl          a line for each log_interval_steps
 ├── status.json            what the run does now, for `rayvec top`
 ├── events.out.tfevents.*  the same for TensorBoard
 ├── checkpoint.pt          the state that a resumed run continues from

@@ -319,6 +319,11 @@ def test_a_box_without_bounds_has_no_uniform_actions() -> None:
         Policy(module, random_start=True).act(np.ones((1, 3), np.float32), np.zeros((1, 2)))
 
 
+def test_a_random_start_is_not_deterministic() -> None:
+    with pytest.raises(ConfigError, match="deterministic or random_start, not both"):
+        Policy(make_actor_critic(BOX, spaces.Discrete(2)), deterministic=True, random_start=True)
+
+
 def test_buffers_travel_with_the_weights() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     policy = Policy(module, spaces.Discrete(4))
