@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -40,10 +40,8 @@ class ActorCriticLearner:
         observation_space: Of one environment.
         action_space: Of one environment.
         config: The algorithm's own settings, ``total_steps`` and ``seed``.
-        make_optimizer: From the flat parameters to what steps them.
         module: What to train, in place of a network built from the settings; the learner then owns it.
         device: Where to train, in place of ``config.learner_device``.
-        normalize_obs: Whether a network built from the settings normalises its observations.
 
     Attributes:
         config: The settings.
@@ -55,22 +53,24 @@ class ActorCriticLearner:
     """
 
     config: ActorCriticConfig
-    _compiled: CompiledStep | None
+    _num_statistics: ClassVar[int]
+    """How many numbers `_loss_of_rows` returns besides the loss."""
+    _is_joining: ClassVar[bool] = False
+    """Whether minibatches differ little in their lengths."""
 
     def __init__(
         self,
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
-        config: ActorCriticConfig,
-        make_optimizer: Callable[[torch.nn.Parameter], FlatOptimizer],
+        config: Any,
         *,
-        module: ActorCriticModule | None,
-        device: str | None,
-        normalize_obs: bool = False,
+        module: ActorCriticModule | None = None,
+        device: str | None = None,
     ) -> None:
         keep_freed_memory(512 << 20)
         self.config = config
         self.ranks: Ranks = ALONE
+        normalize_obs = getattr(config, "normalize_obs", False)
         self.module = module or make_module(observation_space, action_space, config, normalize_obs)
         self._recurrent = self.module if isinstance(self.module, RecurrentActorCritic) else None
         if (self._recurrent is None) != (config.recurrent is None):
@@ -88,9 +88,18 @@ class ActorCriticLearner:
         self._obs_moments = None if self.module.obs_mean is None else RunningMoments(len(self.module.obs_mean))
         self._return_scale = ReturnScale(config.gamma) if config.normalize_reward else None
         self._flat = FlatParameters(self.module)
-        self._optimizer = make_optimizer(self._flat.param)
+        self._optimizer = self._make_optimizer(self._flat.param)
+        self._compiled = self._make_compiled() if config.compile is True else None
         self._num_updates = 0
         self._num_steps = 0
+
+    def _make_optimizer(self, parameter: torch.nn.Parameter) -> FlatOptimizer:
+        """Returns what steps the flat parameters."""
+        raise NotImplementedError
+
+    def _make_compiled(self) -> CompiledStep:
+        parts = self._network, self._loss_of_rows, self._optimizer, self.config.max_grad_norm, self._num_statistics
+        return CompiledStep(*parts, is_joining=self._is_joining and self._recurrent is None)
 
     def _check_recorded(self, chunk: Chunk) -> None:
         """Raises a LearnerError where a chunk lacks the probabilities of its actions."""

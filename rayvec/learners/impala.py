@@ -8,11 +8,11 @@ the values of the critic as it is at each step of the optimizer. Losses are mean
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -20,12 +20,10 @@ from rayvec.data import Batch, Chunk, Tree, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam, FlatOptimizer, RMSProp
 from rayvec.learners.base import explains_memory
-from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.minibatches import own_part, stratified_shuffle
 from rayvec.learners.ranks import global_range
 from rayvec.learners.sequences import Sequences, cut, happened_by_sequence
 from rayvec.learners.torch_vtrace import num_rounds, vtrace_of_rows
-from rayvec.policies.networks import ActorCriticModule
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig
@@ -110,30 +108,15 @@ class IMPALALearner(ActorCriticLearner):
     """
 
     config: IMPALAConfig
+    _num_statistics = len(_SUMMED) + 5
 
-    def __init__(
-        self,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        config: IMPALAConfig,
-        *,
-        module: ActorCriticModule | None = None,
-        device: str | None = None,
-    ) -> None:
-        super().__init__(
-            observation_space,
-            action_space,
-            config,
-            lambda parameter: _make_optimizer(parameter, config),
-            module=module,
-            device=device,
-        )
-        self._num_rounds = num_rounds(config.num_steps)
-        self._compiled = self._make_compiled() if config.compile is True else None
+    @cached_property
+    def _num_rounds(self) -> int:
+        return num_rounds(self.config.num_steps)
 
-    def _make_compiled(self) -> CompiledStep:
-        parts = self._network, self._loss_of_rows, self._optimizer, self.config.max_grad_norm
-        return CompiledStep(*parts, num_statistics=len(_SUMMED) + 5)
+    def _make_optimizer(self, parameter: torch.nn.Parameter) -> FlatOptimizer:
+        make = RMSProp if self.config.optimizer == "rmsprop" else Adam
+        return make(parameter, self.config.learning_rate, self.config.optimizer_eps)
 
     @explains_memory("Lower num_envs or num_steps, raise num_minibatches")
     def update(self, batch: Batch) -> dict[str, float]:
@@ -320,12 +303,6 @@ class IMPALALearner(ActorCriticLearner):
             "grad_norm": float(norms.mean()),
             "explained_variance": 1 - variance(error, error_square) / whole if whole > 0 else 0.0,
         }
-
-
-def _make_optimizer(parameter: torch.nn.Parameter, config: IMPALAConfig) -> FlatOptimizer:
-    """Returns what steps the flat parameters."""
-    make = RMSProp if config.optimizer == "rmsprop" else Adam
-    return make(parameter, config.learning_rate, config.optimizer_eps)
 
 
 def _fields(trajectories: Trajectories) -> tuple[Tree, ...]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from rayvec.data import Batch, Chunk, Tree, tree_leaves, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.adam import Adam
 from rayvec.learners.base import explains_memory
-from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.minibatches import check_minibatch, own_part, stratified_shuffle
 from rayvec.learners.ranks import global_moments, global_range
 from rayvec.learners.returns import gae
@@ -33,7 +31,6 @@ from rayvec.learners.sequences import (
     join_sequences,
     next_values,
 )
-from rayvec.policies.networks import ActorCriticModule
 from rayvec.policies.recurrent import RecurrentActorCritic
 
 if TYPE_CHECKING:
@@ -110,28 +107,11 @@ class PPOLearner(ActorCriticLearner):
     """
 
     config: PPOConfig
+    _num_statistics = len(_METRICS) - 1
+    _is_joining = True
 
-    def __init__(
-        self,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        config: PPOConfig,
-        *,
-        module: ActorCriticModule | None = None,
-        device: str | None = None,
-    ) -> None:
-        super().__init__(
-            observation_space,
-            action_space,
-            config,
-            lambda parameter: Adam(parameter, lr=config.learning_rate, eps=1e-5),
-            module=module,
-            device=device,
-            normalize_obs=config.normalize_obs,
-        )
-        parts = self._network, self._loss_of_rows, self._optimizer, config.max_grad_norm, len(_METRICS) - 1
-        is_joining = self._recurrent is None
-        self._compiled = CompiledStep(*parts, is_joining=is_joining) if config.compile is True else None
+    def _make_optimizer(self, parameter: torch.nn.Parameter) -> Adam:
+        return Adam(parameter, lr=self.config.learning_rate, eps=1e-5)
 
     @explains_memory("Lower minibatch_size, num_envs or num_steps")
     def update(self, batch: Batch) -> dict[str, float]:

@@ -43,7 +43,7 @@ _METRICS = ("critic_loss", "q_mean", "actor_loss", "entropy", "critic_grad_norm"
 _OF_CRITICS = ("critic_loss", "q_mean", "critic_grad_norm")
 _NUM_GLOBAL = 3  # the last three are the same on every rank
 _ROWS_AHEAD = 8192  # minibatches that are drawn together have at most so many rows
-_COUNTERS = ("num_updates", "num_steps", "num_filled", "num_credited")
+_COUNTERS = ("num_updates", "num_filled", "num_credited")
 _log = logging.getLogger(__name__)
 
 
@@ -124,7 +124,6 @@ class SACLearner:
         self._replay = self._empty_replay()
         self._rate = Fraction(str(config.update_to_data))
         self._num_updates = 0
-        self._num_steps = 0
         self._num_filled = 0
         self._num_credited = 0
         self._own_environments = range(0)
@@ -176,7 +175,6 @@ class SACLearner:
         before, after = self._num_filled, self._num_filled + num_steps
         self._num_credited += max(0, after - max(before, self.config.learning_starts))
         self._num_filled = after
-        self._num_steps += num_steps
 
         own, total = global_range(self.ranks, len(self._replay.sizes))
         self._own_environments = own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -78,6 +77,9 @@ class Policy:
         self._random = random_start
         self._deterministic = deterministic
         self.noise = NO_NOISE if deterministic else self._actor.distribution.noise
+        if isinstance(self._actor, StatefulActor):  # what rayvec.rollout.loop.RecurrentPolicy has besides
+            self.begin_episodes = self._actor.begin_episodes
+            self.state_to_record = self._actor.state_to_record
 
     def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
         """Chooses an action for each of k environments.
@@ -139,24 +141,6 @@ class Policy:
             return *self.act(obs, noise), self._actor.state
         finally:
             self._actor.state = kept
-
-    @property
-    def begin_episodes(self) -> Callable[[NDArray[np.int64]], None]:
-        """Resets hidden states: see :class:`rayvec.rollout.loop.RecurrentPolicy`.
-
-        Only the policy of a recurrent module has it; for others this raises ``AttributeError``.
-        """
-        return self._stateful("begin_episodes").begin_episodes
-
-    @property
-    def state_to_record(self) -> Callable[[int, int], Float | None]:
-        """See :meth:`.recurrent_actors.StatefulActor.state_to_record`; ``AttributeError`` as `begin_episodes`."""
-        return self._stateful("state_to_record").state_to_record
-
-    def _stateful(self, name: str) -> StatefulActor:
-        if isinstance(self._actor, StatefulActor):
-            return self._actor
-        raise AttributeError(f"{name}: this policy has no hidden state")
 
     def load_weights(self, weights: Float) -> None:
         """Loads new weights, ``float32``: one flat vector of the module's parameters, then its buffers; copied.

@@ -19,7 +19,6 @@ from rayvec.policies.encoders import Encoder, make_encoder
 from rayvec.policies.networks import ActorCritic, ModuleActor, flat_weights, linear_places, upload
 from rayvec.policies.recurrent_actors import (
     CellKind,
-    MaskedRecurrentActor,
     NumPyRecurrentActor,
     RecurrentActor,
     StatefulActor,
@@ -202,9 +201,7 @@ class RecurrentActorCritic(ActorCritic):
             )
             actor = NumPyRecurrentActor(self.cell.kind, inputs, (weight, bias, size), outputs)
             actor.load_weights(flat_weights(self))
-        if self.is_masked:
-            actor = MaskedRecurrentActor(actor)
-        return StatefulActor(actor, self.sequence_length, self.burn_in)
+        return StatefulActor(actor, self.sequence_length, self.burn_in, is_masked=self.is_masked)
 
 
 def make_recurrent_actor_critic(

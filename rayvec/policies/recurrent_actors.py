@@ -19,7 +19,6 @@ from rayvec.policies.encoders import Encoder
 
 __all__ = [
     "CellKind",
-    "MaskedRecurrentActor",
     "NumPyRecurrentActor",
     "RecurrentActor",
     "StatefulActor",
@@ -126,31 +125,6 @@ class NumPyRecurrentActor:
         self._bias = weights[bias : bias + count].copy()
 
 
-class MaskedRecurrentActor:
-    """A recurrent actor that gives choices that the observation's action mask does not allow the probability 0.
-
-    Args:
-        actor: From observations with a mask to logits.
-    """
-
-    def __init__(self, actor: RecurrentActor) -> None:
-        self.distribution = actor.distribution
-        self._actor = actor
-
-    def initial_state(self, count: int) -> Float:
-        """See :class:`RecurrentActor`."""
-        return self._actor.initial_state(count)
-
-    def __call__(self, obs: Tree, state: Float) -> tuple[Float, Float]:
-        """See :class:`RecurrentActor`."""
-        logits, following = self._actor(obs, state)
-        return masked_logits(logits, obs, self.distribution), following
-
-    def load_weights(self, weights: Float) -> None:
-        """See :class:`RecurrentActor`."""
-        self._actor.load_weights(weights)
-
-
 def unencoded(num_features: int) -> Encoder:
     """Returns the encoder of what is encoded already."""
     return Encoder((((), np.asarray),), num_features)
@@ -197,8 +171,10 @@ class StatefulActor:
         state: ``float32 [k, D]``. A row that is not there yet is 0.
     """
 
-    def __init__(self, actor: RecurrentActor, sequence_length: int, burn_in: int = 0) -> None:
-        self.actor = actor
+    def __init__(
+        self, actor: RecurrentActor, sequence_length: int, burn_in: int = 0, *, is_masked: bool = False
+    ) -> None:
+        self.actor, self._is_masked = actor, is_masked
         self.distribution = actor.distribution
         self.state = actor.initial_state(0)
         self._sequence_length, self._burn_in = sequence_length, burn_in
@@ -206,7 +182,7 @@ class StatefulActor:
     def __call__(self, obs: Tree) -> Float:
         """Returns parameters ``float32 [k, P]``, and keeps the next states."""
         params, self.state = self.actor(obs, self._states(len(next(tree_leaves(obs)))))
-        return params
+        return masked_logits(params, obs, self.distribution) if self._is_masked else params
 
     def begin_episodes(self, rows: NDArray[np.int64]) -> None:
         """Resets the state of some environments to 0; see :class:`rayvec.rollout.loop.RecurrentPolicy`."""

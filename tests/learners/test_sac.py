@@ -482,7 +482,7 @@ def test_a_reward_that_is_not_finite_is_refused_before_it_is_stored(
     ):
         learner.update(Batch(tuple(chunks), STATS))
     np.testing.assert_array_equal(learner.weights(), before)
-    assert len(learner._replay) == learner._num_steps == 16
+    assert len(learner._replay) == 16
     chunks[1].valid[3, 2] = False
     assert learner.update(Batch(tuple(chunks), STATS))["replay_steps"] == 16 + 31
 
@@ -542,3 +542,10 @@ def test_cuda_equals_cpu(action_space: spaces.Space[Any], compiled: bool) -> Non
         expected = cpu.update(make_batch(action_space, seed))
         assert gpu.update(make_batch(action_space, seed)) == pytest.approx(expected, rel=1e-3)
     np.testing.assert_allclose(gpu.weights(), cpu.weights(), atol=1e-3)
+
+
+def test_a_state_of_an_earlier_version_is_loaded() -> None:
+    """It counted steps once more."""
+    learner = make_learner(DISCRETE)
+    learner.load_state_dict({**learner.state_dict(), "num_steps": 64})
+    assert "num_steps" not in learner.state_dict()

@@ -20,7 +20,7 @@ from tianshou.utils.net.common import ActorCritic
 from tianshou.utils.net.continuous import ContinuousCritic
 from tianshou.utils.net.discrete import DiscreteCritic
 
-from rayvec.learners.returns import vtrace
+from rayvec.learners.torch_vtrace import num_rounds, vtrace_of_rows
 from rayvec.tianshou.policies import joint_logp, record_logp
 
 __all__ = ["IMPALA", "IMPALATrainingStats"]
@@ -168,25 +168,18 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
             next_value: Of the observations after each step, ``[B]``.
             log_ratio: Log-probability of each action, less that by which it was chosen, ``[B]``.
         """
-        place = _places(batch.is_last)
-        valid = np.zeros([int(each.max()) + 1 for each in place], bool)
-        valid[place] = True
-
-        def table(values: NDArray[Any]) -> NDArray[Any]:
-            placed = np.zeros(valid.shape, values.dtype)
-            placed[place] = values
-            return placed
-
-        steps = (batch.rew, value, next_value, log_ratio, batch.terminated, batch.truncated)
-        returns, advantages = vtrace(
-            *map(table, steps),
-            gamma=self.gamma,
-            lam=self.vtrace_lambda,
+        ended = batch.terminated | batch.truncated | batch.is_last
+        discount = np.where(batch.terminated, 0.0, self.gamma)
+        rows = (batch.rew, value, next_value, log_ratio, discount, ~ended)
+        found = vtrace_of_rows(
+            *(torch.from_numpy(np.asarray(each, value.dtype)) for each in rows),
+            decay=self.gamma * self.vtrace_lambda,
             rho_bar=self.rho_bar,
             c_bar=self.c_bar,
-            valid=valid,
+            rounds=num_rounds(len(value)),
         )
-        return returns[place], advantages[place]
+        returns, advantages = (each.numpy() for each in found)
+        return returns, advantages
 
     def _update_with_batch(  # type: ignore[override]
         self,
@@ -224,14 +217,3 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
             importance_weight=float(weights[0].mean()),
             rho_clip_fraction=float((weights[0] > self.rho_bar).double().mean()),
         )
-
-
-def _places(is_last: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns row and column of each step in a table with one column for the steps of each environment.
-
-    >>> _places(np.array([False, True, False, False, True]))
-    (array([0, 1, 0, 1, 2]), array([0, 0, 1, 1, 1]))
-    """
-    column: NDArray[np.int64] = np.cumsum(is_last) - is_last
-    first = np.flatnonzero(np.diff(column, prepend=-1))
-    return np.arange(len(column)) - first[column], column
