@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from rayvec.training.export import export
 from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.run_state import acting_weights
-from rayvec.training.runs import LEARNERS, make_one_env
+from rayvec.training.runs import make_one_env, network_of
 from rayvec.training.saved_spaces import spaces_from_plain
 
 __all__ = ["Agent", "load", "load_spaces"]
@@ -117,8 +116,7 @@ class Agent:
     ) -> None:
         self.steps = steps
         self.config, self.observation_space, self.action_space = config, observation_space, action_space
-        here = replace(config, learner_device="cpu")
-        self.module = LEARNERS[type(config)](observation_space, action_space, here).module
+        self.module = network_of(config, observation_space, action_space)
         load_flat_weights(self.module, weights)
         self._policies = {greedy: Policy(self.module, action_space, deterministic=greedy) for greedy in (True, False)}
         self._seed, self._num_calls = seed, 0

@@ -20,7 +20,7 @@ from rayvec.policies.policy import Policy
 from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.run_state import acting_weights
-from rayvec.training.runs import choose_engine, make_env, make_learner, open_env
+from rayvec.training.runs import choose_engine, make_env, network_of, open_env
 from rayvec.training.space_checks import check_kept_spaces
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -118,7 +118,7 @@ class Evaluator:
         self._config, self._env, self._interval_steps = config, env, interval_steps
         self._num_done = steps // interval_steps
         with torch.random.fork_rng(devices=[]):  # an algorithm may draw its weights from the global generator
-            self._module = make_learner(replace(config, learner_device="cpu"), env).module
+            self._module = network_of(config, env.single_observation_space, env.single_action_space)
 
     def is_due(self, steps: int) -> bool:
         """Whether the weights after `steps` environment steps are to be evaluated."""
@@ -198,7 +198,7 @@ def evaluate_run(
     config = config if seed is None else replace(config, seed=seed)
     with open_env(config) as envs:
         check_kept_spaces((envs.single_observation_space, envs.single_action_space), state)
-        module = make_learner(replace(config, learner_device="cpu"), envs).module
+        module = network_of(config, envs.single_observation_space, envs.single_action_space)
         policy = greedy_policy(module, acting_weights(state))
         max_len = config.longest_eval_episode(time_limit(envs))
         seed = config.eval_seed()

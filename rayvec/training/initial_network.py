@@ -16,7 +16,7 @@ from rayvec.config.references import is_unnamed
 from rayvec.errors import ConfigError
 from rayvec.training.agent import load_spaces
 from rayvec.training.run_dir import load_run
-from rayvec.training.runs import LEARNERS
+from rayvec.training.runs import LEARNERS, network_of
 from rayvec.training.space_checks import parts_of
 
 __all__ = ["initial_state"]
@@ -39,7 +39,7 @@ def initial_state(config: TrainConfig, own: dict[str, Any], own_spaces: Sequence
     if config.init_from is None:
         return own
     other_config, other = load_run(config.init_from)
-    learner, other_learner = LEARNERS[type(config)], LEARNERS[type(other_config)]
+    learner: Any = LEARNERS[type(config)]
     if not hasattr(learner, "with_network"):
         raise ConfigError(
             "A learner begins with the network of another run by its method with_network.",
@@ -54,10 +54,7 @@ def initial_state(config: TrainConfig, own: dict[str, Any], own_spaces: Sequence
     for name, ours, theirs in zip(("observations", "actions"), own_spaces, spaces, strict=True):
         if parts_of(ours) != parts_of(theirs):
             raise _another(config.init_from, f"{name} of {ours}", f"{name} of {theirs}")
-    wanted, found = (
-        _layers(kind(*spaces, replace(each, learner_device="cpu")).module)
-        for kind, each in ((learner, config), (other_learner, other_config))
-    )
+    wanted, found = (_layers(network_of(each, *spaces)) for each in (config, other_config))
     differences = [(a, b) for a, b in zip(wanted, found, strict=False) if a != b]
     if differences or len(wanted) != len(found):
         expected, got = differences[0] if differences else (f"{len(wanted)} layers", f"{len(found)} layers")

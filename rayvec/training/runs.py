@@ -37,6 +37,7 @@ __all__ = [
     "make_env",
     "make_learner",
     "make_one_env",
+    "network_of",
     "open_env",
     "open_learner",
     "register",
@@ -184,6 +185,14 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
 def make_learner(config: TrainConfig, env: RayVecEnv) -> Learner:
     """Returns the learner of a run with its initial weights, in this process."""
     return _learner_builder(config, env)()
+
+
+def network_of(
+    config: TrainConfig, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]
+) -> torch.nn.Module:
+    """Returns the network of a run on the CPU and in float32, as it acts, with its initial weights."""
+    here = replace(config, learner_device="cpu", precision="float32")
+    return LEARNERS[type(config)](observation_space, action_space, here).module
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from rayvec.errors import CheckpointError, ConfigError
 from rayvec.policies.networks import flat_weights
 from rayvec.training import export
 from rayvec.training.agent import Agent
-from rayvec.training.evaluation import greedy_policy
+from rayvec.training.evaluation import evaluate_run, greedy_policy
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS, make_env, make_learner
 from rayvec.training.saved_spaces import space_from_plain, space_to_plain
@@ -360,6 +360,18 @@ def test_arrays_without_numbers_are_exported(observed: Any, acted: Any, tmp_path
     policy = torch.jit.load(agent.export(tmp_path / "policy.pt"))
     tensors = [torch.from_numpy(part) for part in (obs.values() if isinstance(obs, dict) else [obs])]
     np.testing.assert_array_equal(policy(*tensors), agent.predict(obs))
+
+
+def test_no_warning_of_bf16_where_a_policy_only_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It acts in float32: the warning is about the learner."""
+    monkeypatch.setattr("rayvec.policies.precision.products_per_s", lambda device: (2.0, 1.0))
+    settings = {"total_steps": 64, "eval_episodes": 1, "eval_interval_steps": 64, "precision": "bf16"}
+    with pytest.warns(RuntimeWarning, match="bf16") as caught:
+        run_dir = rayvec.train(tiny(tmp_path / "a", **settings)).run_dir
+    assert len([each for each in caught if "bf16" in str(each.message)]) == 1
+    agent = rayvec.load(run_dir)
+    assert agent.module.precision == "float32"
+    evaluate_run(run_dir, num_episodes=1)
 
 
 class Looping(torch.nn.Module):
