@@ -17,7 +17,7 @@ from rayvec.data import Chunk, Tree
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.actor_critic_networks import make_module
 from rayvec.learners.adam import FlatOptimizer
-from rayvec.learners.base import FlatParameters, torch_device
+from rayvec.learners.base import FlatParameters, load_buffers, torch_device
 from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ReturnScale, RunningMoments
@@ -235,13 +235,15 @@ class ActorCriticLearner:
                 "num_steps": self._num_steps,
                 "obs_moments": self._obs_moments.state_dict() if self._obs_moments else {},
                 "return_scale": self._return_scale.state_dict() if self._return_scale else {},
+                "buffers": dict(self.module.named_buffers()),
             }
         )
 
     @staticmethod
     def with_network(own: dict[str, Any], other: Mapping[str, Any], config: Any) -> dict[str, Any]:
         """Returns the state `own` with the network of the state `other`, statistics of observations included."""
-        return {**own, "parameters": other.get("parameters"), "obs_moments": other.get("obs_moments")}
+        network = {name: other.get(name) for name in ("parameters", "obs_moments")}
+        return {**own, **network, "buffers": other.get("buffers", own["buffers"])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where the learner was when `state` was taken.
@@ -262,6 +264,7 @@ class ActorCriticLearner:
                 remedy="Use the configuration that the checkpoint was written with",
             )
         self._flat.data.copy_(state["parameters"])
+        load_buffers(self.module, state.get("buffers", {}))
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._num_updates = int(state["num_updates"])
         self._num_steps = int(state["num_steps"])
@@ -276,4 +279,5 @@ def _shape(state: Mapping[str, Any]) -> str:
     """Describes a state; states of the same kind of learner have the same description."""
     statistics = [name for name in ("obs_moments", "return_scale") if state.get(name)]
     optimizer = f"optimizer of {', '.join(sorted(state.get('optimizer', ())))}"
-    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *sorted(state), *statistics, optimizer])
+    names = sorted(state.keys() - {"buffers"})  # which older checkpoints lack
+    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *names, *statistics, optimizer])

@@ -24,6 +24,7 @@ __all__ = [
     "MeasuresObservations",
     "check_gpu",
     "explains_memory",
+    "load_buffers",
     "torch_device",
 ]
 
@@ -203,6 +204,13 @@ class FlatParameters:
 def flat_parameters(parameters: Iterable[Tensor]) -> Tensor:
     """Returns a copy of parameters, flat. Those of one module may have any memory format."""
     return torch.cat([each.detach().reshape(-1) for each in parameters])
+
+
+def load_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Copies buffers into a module by name; what is not saved, as in older checkpoints, stays."""
+    for name, buffer in module.named_buffers():
+        if name in saved:
+            buffer.copy_(saved[name])
 
 
 class FlatModule:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rayvec.data import Batch, Chunk
 from rayvec.errors import CheckpointError, LearnerError
-from rayvec.learners.base import explains_memory, torch_device
+from rayvec.learners.base import explains_memory, load_buffers, torch_device
 from rayvec.learners.minibatches import check_minibatch
 from rayvec.learners.ranks import ALONE, Ranks, global_range
 from rayvec.learners.replay import ReplayBuffer
@@ -120,6 +120,7 @@ class SACLearner:
         self._nets = initial_nets(*networks.initial, config, dtype, self._device)
         self.module = networks.attach(self._nets.actor.param)
         self._obs_shape = networks.obs_shape
+        self._own_module = networks.module
         self._num_act = distribution.num_params // (1 if self._math.is_discrete else 2)
         self._replay = self._empty_replay()
         self._rate = Fraction(str(config.update_to_data))
@@ -323,6 +324,7 @@ class SACLearner:
             "critic": torch.stack(self._nets.critic).cpu(),
             "target": self._nets.target.cpu().clone(),
             "actor": torch.stack(self._nets.actor).cpu(),
+            "buffers": {name: each.cpu().clone() for name, each in self._own_module.named_buffers()},
             **{name: getattr(self, f"_{name}") for name in _COUNTERS},
         }
 
@@ -341,7 +343,7 @@ class SACLearner:
             net[0] = other[name][0]
         if not config.autotune:
             nets["actor"][0, -1] = own["actor"][0, -1]
-        return {**own, **nets, "target": other["target"]}
+        return {**own, **nets, "target": other["target"], "buffers": other.get("buffers", own["buffers"])}
 
     @explains_memory("Resume with replay_on_device=False, or where more memory is free")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -368,6 +370,7 @@ class SACLearner:
             for part, saved in zip(target, state[name], strict=True):
                 part.copy_(saved)
         self._nets.target.copy_(state["target"])
+        load_buffers(self._own_module, state.get("buffers", {}))
         self._nets.healthy.fill_(1)
         for name in _COUNTERS:
             setattr(self, f"_{name}", int(state[name]))

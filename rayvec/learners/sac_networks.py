@@ -54,6 +54,7 @@ class Networks(NamedTuple):
         attach: From the flat parameters of the actor to the module that acts with them.
         obs_shape: Of one observation in the replay.
         is_masked: Whether it ends with an action mask.
+        module: Your own module, which holds the buffers of actor and critics.
     """
 
     critic: NetLayout
@@ -62,6 +63,7 @@ class Networks(NamedTuple):
     attach: Callable[[Tensor], Any]
     obs_shape: tuple[int, ...]
     is_masked: bool = False
+    module: nn.Module = nn.Module()
 
 
 class ReplayActor(nn.Module):

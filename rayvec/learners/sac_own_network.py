@@ -71,6 +71,7 @@ def own_networks(
         lambda flat: OwnSACActor(read, distribution, actor, flat, shape),
         (math.prod(shape) + distribution.num_params,) if is_masked else shape,
         is_masked,
+        module,
     )
 
 

@@ -109,6 +109,39 @@ def test_lazy_layers_begin_with_weights_of_the_seed(kind: str) -> None:
     torch.random.set_rng_state(before)
 
 
+def with_buffers(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    """Each part shifts what it sees by a buffer that is drawn."""
+    if config.algorithm == "ppo":
+        net: Any = own_parts.TwoHeads(observation_space, action_space)
+        net.register_buffer("noise", torch.rand(3))
+        return net  # type: ignore[no-any-return]
+    net = own_parts.ActorAndCritics(observation_space, action_space)
+    for part in (net.actor, *net.critics):
+        part.register_buffer("noise", torch.rand(3))
+    return net
+
+
+@pytest.mark.parametrize("kind", ["ppo", "sac"])
+def test_buffers_are_a_part_of_the_state_and_of_an_initial_network(kind: str) -> None:
+    def make(seed: int) -> Any:
+        if kind == "ppo":
+            return PPOLearner(kit.OBS, kit.DISCRETE, kit.ppo_config(network=refer(with_buffers), seed=seed))
+        return SACLearner(sac_kit.OBS, sac_kit.BOX, sac_kit.make_config(network=refer(with_buffers), seed=seed))
+
+    first, second, third = map(make, (1, 2, 3))
+    buffers = first.state_dict()["buffers"]
+    assert len(buffers) == (1 if kind == "ppo" else 3)
+    second.load_state_dict(first.with_network(second.state_dict(), first.state_dict(), second.config))
+    third.load_state_dict(second.state_dict())  # a run that is resumed
+    for learner in (second, third):
+        assert learner.state_dict()["buffers"].keys() == buffers.keys()
+        assert all(torch.equal(each, buffers[name]) for name, each in learner.state_dict()["buffers"].items())
+        np.testing.assert_array_equal(learner.weights(), first.weights())
+    older = {name: part for name, part in first.state_dict().items() if name != "buffers"}
+    third.load_state_dict(older)
+    assert third.with_network(third.state_dict(), older, third.config)["buffers"].keys() == buffers.keys()
+
+
 def frozen(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
     net = own_parts.TwoHeads(observation_space, action_space)
     net.body.requires_grad_(False)
