@@ -158,7 +158,8 @@ class _ModuleLayout:
         obs, *rest = inputs
         obs = obs.reshape(-1, *self._shape)
         results = [net(part, obs, *rest) for net, part in zip(self._nets, parts, strict=True)]
-        return torch.stack([result if result.ndim == 2 else result.unsqueeze(-1) for result in results])
+        stacked = torch.stack([result if result.ndim == 2 else result.unsqueeze(-1) for result in results])
+        return stacked.to(flat.dtype)  # a module may compute in another dtype
 
 
 class OwnSACActor(ReplayActor):

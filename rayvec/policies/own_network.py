@@ -22,7 +22,7 @@ from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder, float_encoder, leaf_spaces
 from rayvec.policies.networks import ActorCriticModule, EncodedActor, to_tensor
-from rayvec.policies.precision import autocast, float32
+from rayvec.policies.precision import autocast
 
 __all__ = ["OwnActorCritic", "build_network", "check_module", "check_output", "outputs_of", "sample_batch", "seeded"]
 
@@ -113,7 +113,7 @@ class OwnActorCritic(ActorCriticModule):
         leaf, num_axes = _first(rows, self._num_axes)
         with autocast(self.precision, leaf.device):
             params, value = self._computed(rows, leaf.shape[: leaf.ndim - num_axes])
-        return float32(params), float32(value)
+        return params.float(), value.float()
 
     def _computed(self, rows: Tree, lead: torch.Size) -> tuple[Tensor, Tensor]:
         if not math.prod(lead):  # a module need not know what to do with no row

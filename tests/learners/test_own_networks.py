@@ -142,6 +142,34 @@ def test_buffers_are_a_part_of_the_state_and_of_an_initial_network(kind: str) ->
     assert third.with_network(third.state_dict(), older, third.config)["buffers"].keys() == buffers.keys()
 
 
+class _In(nn.Module):
+    """Computes as another module does, and returns another dtype."""
+
+    def __init__(self, net: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.net, self.dtype = net, dtype
+
+    def forward(self, *inputs: Tensor) -> Any:
+        outputs = self.net(*inputs)
+        return tuple(each.to(self.dtype) for each in outputs) if isinstance(outputs, tuple) else outputs.to(self.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_outputs_of_another_dtype_become_float32(dtype: torch.dtype) -> None:
+    def net(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+        if config.algorithm == "ppo":
+            return _In(own_parts.TwoHeads(observation_space, action_space), dtype)
+        module: Any = own_parts.ActorAndCritics(observation_space, action_space)
+        module.actor = _In(module.actor, dtype)
+        module.critics = nn.ModuleList(_In(critic, dtype) for critic in module.critics)
+        return module  # type: ignore[no-any-return]
+
+    learner = PPOLearner(kit.OBS, kit.DISCRETE, kit.ppo_config(network=refer(net)))
+    assert "policy_loss" in learner.update(kit.make_batch(Policy(learner.module)))
+    sac = SACLearner(sac_kit.OBS, sac_kit.BOX, sac_kit.make_config(network=refer(net), learning_starts=0))
+    assert "critic_loss" in sac.update(sac_kit.make_batch(sac_kit.BOX, 0, num_steps=8))
+
+
 def frozen(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
     net = own_parts.TwoHeads(observation_space, action_space)
     net.body.requires_grad_(False)
