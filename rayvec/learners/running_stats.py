@@ -7,7 +7,7 @@ probabilities it recomputes are those that were recorded; the statistics of the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -88,6 +88,26 @@ def _occurrences(rows: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
         yield np.flatnonzero(occurrence == number)
 
 
+def _refuse(rew: NDArray[np.float64], valid: NDArray[np.bool_], rows: NDArray[np.int64], ranks: Ranks) -> NoReturn:
+    """Raises a LearnerError about the first reward that is not finite, which is the same on all ranks."""
+    found = torch.zeros(ranks.size, 4, dtype=torch.float64)
+    bad = np.argwhere(valid & ~np.isfinite(rew))
+    if len(bad):
+        step, column = bad[0]
+        found[ranks.rank] = torch.tensor([1, rows[column], step, rew[step, column]], dtype=torch.float64)
+    told = [
+        f"{reward} from environment {env_id:.0f} at step {step:.0f} of the batch"
+        for is_bad, env_id, step, reward in ranks.sum_(found).tolist()
+        if is_bad
+    ]
+    raise LearnerError(
+        "normalize_reward scales rewards by the spread of returns, which are finite numbers.",
+        expected="finite rewards, and finite sums of them",
+        got=told[0] if told else "a sum of rewards that is too large",
+        remedy="Correct the environment's reward, or wrap it in one that replaces such rewards",
+    )
+
+
 class ReturnScale:
     """Scales rewards so that discounted returns have a standard deviation of about 1.
 
@@ -148,16 +168,7 @@ class ReturnScale:
         own = self._moments.sums(torch.from_numpy(returns[valid])[:, None])
         sums = ranks.sum_(torch.cat([own, torch.from_numpy(everyone)]))  # one sum and not two
         if not sums.isfinite().all():
-            bad = np.argwhere(valid & ~np.isfinite(rew))
-            step, column = bad[0] if len(bad) else (0, 0)
-            raise LearnerError(
-                "normalize_reward scales rewards by the spread of returns, which are finite numbers.",
-                expected="rewards that are finite",
-                got=f"{rew[step, column]} from environment {rows[column]} at step {step} of the batch"
-                if len(bad)
-                else "others on another rank, or a sum of rewards that overflows",
-                remedy="Correct the environment's reward, or wrap it in one that replaces such rewards",
-            )
+            _refuse(rew, valid, rows, ranks)
         self._moments.merge(sums[: len(own)])
         self._returns = sums[len(own) :].clone()
         largest = 1 / max(_LEAST_SPREAD * abs(float(self._moments.mean)), _EPSILON)

@@ -110,7 +110,7 @@ def test_a_reward_that_is_not_finite_changes_no_statistics(num_ranks: int) -> No
         before, bad = scale.state_dict(), rew.copy()
         if ranks.rank == 0:
             bad[2, 1] = math.nan
-        with pytest.raises(LearnerError, match=r"nan from environment 1 at step 2|others on another rank"):
+        with pytest.raises(LearnerError, match="nan from environment 1 at step 2"):
             scale(bad, none, ~none, none[0], ranks)
         assert_same(scale.state_dict(), before)
         bad[2, 1] = math.inf
