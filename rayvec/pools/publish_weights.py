@@ -28,8 +28,8 @@ class WeightStore:
         first_version: The version of the weights that the policy contains.
         guarded: Calls the function that it is given. If that raises, it closes the owner of the pool.
         on_node: Whether the policy acts in the processes that own the workers, and not in each worker.
-        unused: Gets the key of this store once nobody holds it. What owns the pool drops its policy then, at a time of
-            its own: a finalizer runs at any.
+        unused: Gets the key of this store when it is garbage-collected. The owner of the pool drops the policy later,
+            because a finalizer may run in the middle of another call.
     """
 
     def __init__(

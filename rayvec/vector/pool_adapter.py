@@ -61,7 +61,7 @@ class PoolAdapter:
     closed = True
     _pool: ActingPool
     _creator: int
-    _unused: list[int]  # keys of policies that nobody holds any more
+    _unused: list[int]  # keys of policies whose store was garbage-collected
     _pending: PendingCall | None = None
     _thread: int | None = None  # which thread calls the pool
     close: Any  # a method of the library's own base class
@@ -95,7 +95,7 @@ class PoolAdapter:
     def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights.
 
-        The workers forget the policies of stores that nobody holds any more.
+        The workers forget the policies of stores that were garbage-collected.
 
         Args:
             policy: Pickled as it is now.
