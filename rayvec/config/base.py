@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import textwrap
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ import numpy as np
 
 from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import PRESETS, PresetMeta
-from rayvec.config.schema import Bounds, check, describe, field_names, plain
+from rayvec.config.schema import Bounds, check, check_names, describe, field_names, plain, suggested
 from rayvec.errors import ConfigError, check_node_range
 
 __all__ = [
@@ -207,7 +206,8 @@ class TrainConfig(metaclass=PresetMeta):
     "restart" restarts the affected ones."""
 
     step_timeout_s: Positive | None = None
-    """Seconds that a worker may take for one step of its environments before it is killed; unset: no limit."""
+    """Seconds that a worker may take to step, or reset, all its environments, one after another, before it is killed;
+    unset: no limit."""
 
     on_node_loss: Literal["rehost", "raise"] = "rehost"
     """What happens to the environments of a lost node: "rehost" restarts them on the nodes that remain, "raise" ends
@@ -388,12 +388,15 @@ class TrainConfig(metaclass=PresetMeta):
         before = {name: getattr(self, name, "no such setting") for name in decisive}
         fixed = [name for name in decisive if changes[name] != before[name]]
         if fixed:
+            near = suggested(fixed[0], adjustable) if fixed[0] not in field_names(type(self)) else None
             raise ConfigError(
                 "On resume you may change where and how fast a run executes, not what it learns.",
                 expected=f"only changes of {', '.join(adjustable)}",
                 got=", ".join(f"{name}={changes[name]!r} after {before[name]!r}" for name in fixed),
                 remedy=f"Resume this run by rayvec train {self.algorithm}."
                 if "algorithm" in fixed
+                else f"Did you mean {near}?"
+                if near
                 else "Leave these out, or begin a new run with the weights of this one (init_from).",
             )
         if changes.get("num_nodes") == 0:
@@ -435,26 +438,21 @@ class TrainConfig(metaclass=PresetMeta):
         """
         if isinstance(settings, dict):
             import_plugins(settings.get("plugin") or ())
-        if not isinstance(settings, dict) or settings.get("algorithm") not in list(CONFIGS):  # it may be unhashable
+        algorithm = settings.get("algorithm") if isinstance(settings, dict) else settings
+        if not isinstance(settings, dict) or algorithm not in list(CONFIGS):  # it may be unhashable
             raise ConfigError(
                 "Settings are a mapping with the name of the algorithm.",
                 expected=f"algorithm: one of {', '.join(CONFIGS)}",
-                got=settings.get("algorithm") if isinstance(settings, dict) else settings,
-                remedy="Use the config.yaml of a run, or write one with TrainConfig.to_yaml().",
+                got=algorithm,
+                remedy="Import the module that registers this algorithm, by --plugin MODULE on the command line."
+                if isinstance(algorithm, str) and isinstance(settings, dict)
+                else "Use the config.yaml of a run, or write one with TrainConfig.to_yaml().",
             )
         cls = CONFIGS[settings["algorithm"]]
         values = {name: value for name, value in settings.items() if name != "algorithm"}
         if values.pop("learners_apart", False):  # as runs were written before `learners`
             values["learners"] = "dedicated"
-        unknown = sorted(map(str, values.keys() - set(field_names(cls))))
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], field_names(cls), 1)
-            raise ConfigError(
-                f"{cls.__name__} has a fixed list of settings.",
-                expected=", ".join(field_names(cls)),
-                got=", ".join(unknown),
-                remedy=f"Did you mean {near[0]}?" if near else "Correct the name, or remove it.",
-            )
+        check_names(cls, values)
         return cls(**values)
 
 

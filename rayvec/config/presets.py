@@ -10,6 +10,8 @@ import re
 from dataclasses import MISSING, fields
 from typing import Any
 
+from rayvec.config.schema import check_names
+
 __all__ = ["PRESETS", "PresetMeta", "preset_of", "with_env_id"]
 
 _NAMES = {
@@ -108,14 +110,20 @@ def preset_of(env_id: str, algorithm: str) -> str:
     ('classic', 'atari', 'none')
     """
     name, known = env_id.rpartition(":")[2], PRESETS.get(algorithm, {})
-    return next((each for each in _NAMES if each in known and re.fullmatch(rf"({_NAMES[each]})-v\d+", name)), "none")
+    version = r"-v\d+" if ":" in env_id else r"(-v\d+)?"  # "module:Name" is a class; Gymnasium takes the newest version
+    return next((each for each in _NAMES if each in known and re.fullmatch(f"({_NAMES[each]}){version}", name)), "none")
 
 
 class PresetMeta(type):
     """Lets the settings of a preset take the place of defaults: what is passed to the constructor counts first."""
 
     def __call__(cls, **given: Any) -> Any:
-        """Makes settings; `preset` is replaced by the name of the one that applies."""
+        """Makes settings; `preset` is replaced by the name of the one that applies.
+
+        Raises:
+            ConfigError: There is no such setting, or one can't work.
+        """
+        check_names(cls, given)
         algorithm, env_id = getattr(cls, "algorithm", ""), str(given.get("env_id", getattr(cls, "env_id", "")))
         fitting, preset = preset_of(env_id, algorithm), given.get("preset", "auto")
         if preset == "auto":  # native sub-batches are not the environment of the default id

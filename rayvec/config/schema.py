@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
+import functools
 import inspect
 import math
 import textwrap
+import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
@@ -24,7 +27,26 @@ import numpy as np
 
 from rayvec.errors import ConfigError
 
-__all__ = ["Bounds", "FieldDoc", "check", "describe", "field_names", "plain"]
+__all__ = ["Bounds", "FieldDoc", "check", "check_names", "describe", "field_names", "plain", "suggested"]
+
+_ELSEWHERE = {
+    "lr": ("learning_rate", "policy_lr"),
+    "learning_rate": ("policy_lr",),
+    "clip_range": ("clip_coef",),
+    "buffer_size": ("replay_size",),
+    "net_arch": ("hidden_sizes",),
+}
+"""Settings that have another name in other libraries, where it is not a near one."""
+
+_IN_PYTHON = {
+    "env_id": "Pass an environment itself to rayvec.train(config, env=...)",
+    "env_kwargs": "Pass a function that makes the environment with such values to rayvec.train(config, env=...)",
+    "network": "Pass a function itself to rayvec.train(config, network=...)",
+    "wrappers": "Pass a function that makes and wraps the environment to rayvec.train(config, env=...)",
+}
+"""What to do with values that a file can't hold."""
+
+_parsing = threading.Lock()  # Python 3.11 can't parse in two threads: "AST constructor recursion depth mismatch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +85,7 @@ def describe(cls: type) -> Iterator[FieldDoc]:
     >>> next(describe(PPOConfig))[:4]
     ('env_id', 'str', '', 'CartPole-v1')
     """
-    docs = {name: doc for base in reversed(cls.__mro__[:-1]) for name, doc in _docs(base)}
+    docs = {name: doc for base in reversed(cls.__mro__[:-1]) for name, doc in _docs(base).items()}
     hints = _hints(cls)
     for item in dataclasses.fields(cls):
         default = item.default_factory() if callable(item.default_factory) else item.default
@@ -71,23 +93,54 @@ def describe(cls: type) -> Iterator[FieldDoc]:
         yield FieldDoc(item.name, _type_name(hints[item.name]), bounds, _shown(default), docs.get(item.name, ""))
 
 
-def _docs(cls: type) -> Iterator[tuple[str, str]]:
-    """Yields (name, docstring) of the annotated assignments in the body of `cls`; nothing without its source."""
+@functools.cache
+def _docs(cls: type) -> dict[str, str]:
+    """Returns the docstrings of the annotated assignments in the body of `cls`; none without its source."""
     try:
-        source = inspect.getsource(cls)
+        with _parsing:
+            body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     except (OSError, TypeError):  # defined at a prompt
-        return
-    body = ast.parse(textwrap.dedent(source)).body[0]
+        return {}
     assert isinstance(body, ast.ClassDef)
+    docs = {}
     for statement, following in pairwise(body.body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                yield statement.target.id, " ".join(str(following.value.value).split())
+                docs[statement.target.id] = " ".join(str(following.value.value).split())
+    return docs
 
 
 def field_names(cls: type) -> list[str]:
     """Returns the names of the fields of the dataclass `cls`, in the order of declaration."""
     return [item.name for item in dataclasses.fields(cls)]
+
+
+def suggested(name: str, known: Collection[str]) -> str | None:
+    """Returns which of the `known` settings a misspelt name stands for, or one of another library; None if none.
+
+    >>> suggested("lr", ["learning_rate"]), suggested("total_step", ["total_steps"]), suggested("wings", ["seed"])
+    ('learning_rate', 'total_steps', None)
+    """
+    elsewhere = [each for each in _ELSEWHERE.get(name, ()) if each in known]
+    return next(iter([*elsewhere, *difflib.get_close_matches(name, known, 1)]), None)
+
+
+def check_names(cls: type, names: Collection[object]) -> None:
+    """Checks that each of the names is that of a field of the dataclass `cls`.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    known = field_names(cls)
+    unknown = sorted(str(name) for name in names if name not in known)
+    if unknown:
+        near = [each for name in unknown if (each := suggested(name, known))]
+        raise ConfigError(
+            f"{cls.__name__} has a fixed list of settings.",
+            expected=", ".join(known),
+            got=", ".join(unknown),
+            remedy=f"Did you mean {' and '.join(near)}?" if near else "Correct the name, or remove it.",
+        )
 
 
 def plain(instance: Any) -> dict[str, Any]:
@@ -151,12 +204,13 @@ def check(instance: Any) -> None:
 
 def _refusal(cls: type, name: str, value: object) -> ConfigError:
     row = next(row for row in describe(cls) if row.name == name)
+    option = f"--{name.replace('_', '-')} on the command line"
+    in_python = None if isinstance(value, str | int | float) else _IN_PYTHON.get(name)
     return ConfigError(
         f"{name}: {row.doc}",
         expected=f"{row.type}, {row.bounds}" if row.bounds else row.type,
         got=repr(value),
-        remedy=f"Pass such a value as {name} (--{name.replace('_', '-')} on the command line); "
-        f"the default is {row.default}.",
+        remedy=in_python or f"Pass such a value as {name} ({option}); the default is {row.default}.",
     )
 
 

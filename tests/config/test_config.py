@@ -153,6 +153,48 @@ def test_other_files_are_refused(text: Any, got: str) -> None:
         TrainConfig.from_yaml(text)
 
 
+@pytest.mark.parametrize(
+    ("names", "near"),
+    [
+        ({"lr": 1, "total_timesteps": 2}, "learning_rate and total_steps"),
+        ({"clip_range": 0.1}, "clip_coef"),
+        ({"n_envs": 2}, "num_envs"),
+    ],
+    ids=str,
+)
+def test_names_of_other_libraries_are_known_in_python_too(names: dict[str, Any], near: str) -> None:
+    for make in (lambda: PPOConfig(**names), lambda: TrainConfig.from_plain({"algorithm": "ppo", **names})):
+        with pytest.raises(ConfigError, match=rf"Remedy: Did you mean {near}\?"):
+            make()
+    with pytest.raises(ConfigError, match=r"Did you mean replay_size and policy_lr\?"):
+        SACConfig(buffer_size=3, lr=1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"Did you mean step_timeout_s\?"):
+        PPOConfig().adjusted(step_timeout=3.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"network": len}, r"rayvec\.train\(config, network="),
+        ({"wrappers": [len]}, r"makes and wraps the environment to rayvec\.train\(config, env="),
+        ({"env_kwargs": {"config": {"lanes": 3}}}, r"a function that makes the environment .* env="),
+        ({"env_id": object}, r"rayvec\.train\(config, env="),
+        ({"network": 3}, "Pass such a value as network"),
+    ],
+    ids=str,
+)
+def test_what_to_do_with_values_that_a_file_cannot_hold(settings: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"Remedy: .*{remedy}"):
+        PPOConfig(**settings)
+
+
+def test_source_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 may fail where two threads parse."""
+    before = PPOConfig().to_yaml()
+    monkeypatch.delattr("inspect.getsource")
+    assert PPOConfig().to_yaml() == before
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(0, 10**15), st.integers(0, 2**20 - 1))
 def test_seeds_of_evaluation_and_training_never_meet(seed: int, steps: int, env_index: int) -> None:
     config = PPOConfig(seed=seed)
