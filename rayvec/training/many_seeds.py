@@ -208,7 +208,7 @@ def _signal(processes: Any, signum: int) -> None:
 
 
 def _summarize(run_dirs: Sequence[Path], picture: Path) -> None:
-    """Prints the greedy returns of runs, and draws their curves if episodes have ended in all of them."""
+    """Prints the greedy returns of runs, and draws the curves of those in which episodes have ended."""
     for run_dir in run_dirs:
         result = load_result(run_dir)
         greedy = result.get("eval_return_mean")

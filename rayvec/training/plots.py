@@ -8,14 +8,15 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.config import ADJUSTABLE, TrainConfig
+from rayvec.config.references import is_unnamed
 from rayvec.config.schema import describe
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, without_remedy
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.learning_curve import points_of, sound, training_points
 from rayvec.training.loggers import read_metrics
@@ -64,43 +65,82 @@ class Curves:
         return text
 
 
-def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
+def read_runs(run_dirs: Sequence[Path | str]) -> list[Curves]:
     """Returns the curves of runs, grouped. A directory of ``--seeds`` stands for its runs.
 
-    Files, such as a picture beside the runs, are left out; other directories too, which a line on standard error names.
+    A run whose environment or network has no name, such as a lambda, is a group of its own: others of this description
+    may have another one.
+
+    Files, such as a picture beside the runs, are left out. So are other directories, and runs that can't be read or in
+    which no episode has ended, which lines on standard error name.
 
     Raises:
-        ConfigError: There are none, a path does not exist, or no episode has ended in a run.
+        ConfigError: A path does not exist, or no run is left.
     """
-    configs = {run_dir: load_config(run_dir) for run_dir in _found(run_dirs)}
-    groups: dict[tuple[str, str], list[Path]] = {}
-    for run_dir, config in configs.items():
-        groups.setdefault((config.env_id, _label(config, list(configs.values()))), []).append(run_dir)
-    found = []
-    for (env_id, label), members in groups.items():
-        read = [list(sound(read_metrics(run_dir / "metrics.jsonl"))) for run_dir in members]
-        curves = [training_points(lines)[:2] for lines in read]
-        for run_dir, points in zip(members, curves, strict=True):
-            if not points.size:
-                raise ConfigError(
-                    "A curve is made of episodes.",
-                    expected=f"episodes that have ended, in {run_dir / 'metrics.jsonl'}",
-                    got="none",
-                    remedy="Leave this run out, or let it train for longer.",
-                )
-        evaluations = [points_of(lines, "eval/return_mean") for lines in read]
-        greedy = [load_result(run_dir).get("eval_return_mean") for run_dir in members]
-        finals = [value for value in greedy if value is not None]
-        found.append(Curves(label, env_id, [configs[each].seed for each in members], curves, evaluations, finals))
-    return found
+    runs: dict[Path, _Run] = {}
+    errors: dict[Path, ConfigError] = {}
+    for run_dir in _found([Path(each) for each in run_dirs]):
+        try:
+            runs[run_dir] = _read(run_dir)
+        except ConfigError as error:
+            if not os.path.lexists(run_dir):
+                raise
+            errors[run_dir] = error
+    if not runs:
+        raise next(iter(errors.values()))
+    for run_dir, problem in errors.items():
+        print(f"rayvec: left out {run_dir}: {without_remedy(problem)}", file=sys.stderr)
+    configs = [run.config for run in runs.values()]
+    groups: dict[tuple[str, str], list[_Run]] = {}
+    for run_dir, run in runs.items():
+        label = _label(run.config, configs) + (f", {run_dir}" if _has_unnamed(run.config) else "")
+        groups.setdefault((run.config.env_id, label), []).append(run)
+    return [
+        Curves(
+            label,
+            env_id,
+            [run.config.seed for run in members],
+            [run.training for run in members],
+            [run.evaluations for run in members],
+            [run.final for run in members if run.final is not None],
+        )
+        for (env_id, label), members in groups.items()
+    ]
+
+
+class _Run(NamedTuple):
+    """What a run's directory holds; see `Curves`."""
+
+    config: TrainConfig
+    training: NDArray[np.float64]
+    evaluations: NDArray[np.float64]
+    final: float | None
+
+
+def _read(run_dir: Path) -> _Run:
+    config, lines = load_config(run_dir), list(sound(read_metrics(run_dir / "metrics.jsonl")))
+    training = training_points(lines)[:2]
+    if not training.size:
+        raise ConfigError(
+            "A curve is made of episodes.",
+            expected=f"episodes that have ended, in {run_dir / 'metrics.jsonl'}",
+            got="none",
+            remedy="Let this run train for longer.",
+        )
+    return _Run(config, training, points_of(lines, "eval/return_mean"), load_result(run_dir).get("eval_return_mean"))
+
+
+def _has_unnamed(config: TrainConfig) -> bool:
+    """Whether the environment or the network of a run was passed in Python and has no name."""
+    return is_unnamed(config.env_id) or is_unnamed(getattr(config, "network", None) or "")
 
 
 def _found(paths: Sequence[Path]) -> list[Path]:
-    """Returns the directories of runs that paths stand for."""
+    """Returns the directories of runs that paths stand for, and paths that do not exist or can't be read."""
     found: list[Path] = []
     others: list[Path] = []
     for path in paths:
-        if (path / "config.yaml").exists() or not os.path.exists(path):
+        if _may_be_run(path):
             found.append(path)
         elif of_seeds := sorted(path.glob("seed*/config.yaml")):
             found += [each.parent for each in of_seeds]
@@ -116,6 +156,17 @@ def _found(paths: Sequence[Path]) -> list[Path]:
     if others:
         print(f"rayvec: left out, without a config.yaml: {', '.join(map(str, others))}", file=sys.stderr)
     return list(dict.fromkeys(found))
+
+
+def _may_be_run(path: Path) -> bool:
+    """Whether a path has settings, or `load_config` says why it can't be a run."""
+    try:
+        (path / "config.yaml").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return not os.path.exists(path)
+    except OSError:  # such as a directory that may not be read
+        pass
+    return True
 
 
 def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
@@ -137,7 +188,7 @@ def _shown(config: TrainConfig, name: str) -> str:
     return config.learner_mode if name == "learners" else str(getattr(config, name))
 
 
-def plot_runs(groups: Sequence[Curves], path: Path) -> None:
+def plot_runs(groups: Sequence[Curves], path: Path | str) -> None:
     """Draws returns over steps, smoothed, one panel for each environment and one line for each group.
 
     The line is the mean over runs; the area around it is one standard deviation wide in both directions, whose divisor
@@ -151,6 +202,7 @@ def plot_runs(groups: Sequence[Curves], path: Path) -> None:
     Raises:
         ConfigError: matplotlib writes no such format.
     """
+    path = Path(path)
     labels: dict[str, list[str]] = {}
     for each in groups:
         labels.setdefault(each.env_id, []).append(textwrap.fill(str(each), _LINE_CHARS))

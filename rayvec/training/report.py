@@ -35,7 +35,7 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; } tr.changed 
 """
 
 
-def write_report(run_dir: Path, path: Path | None = None) -> Path:
+def write_report(run_dir: Path | str, path: Path | str | None = None) -> Path:
     """Writes the page of a run, finished or not; returns its path.
 
     Args:
@@ -45,6 +45,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
     Raises:
         ConfigError: `run_dir` is not the directory of a run, or it has not yet written metrics.
     """
+    run_dir = Path(run_dir)
     config = load_config(run_dir)
     metrics = run_dir / "metrics.jsonl"
     lines = list(sound(read_metrics(metrics)))
@@ -70,7 +71,7 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(config.title)}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
-    path = run_dir / "report.html" if path is None else path
+    path = run_dir / "report.html" if path is None else Path(path)
     with written_whole(path) as file:
         file.write(page.encode())
     return path

@@ -41,6 +41,7 @@ from rayvec.training import checkpoint
 from rayvec.training.atomic_files import is_of, written_whole
 from rayvec.training.own_env_and_network import resume_command
 from rayvec.training.run_state import Progress, check_state
+from rayvec.training.status import which_directory
 
 __all__ = [
     "begin_run_dir",
@@ -234,18 +235,23 @@ def load_config(run_dir: Path) -> TrainConfig:
     """Returns the settings of a run.
 
     Raises:
-        ConfigError: `run_dir` is not the directory of a run.
+        ConfigError: `run_dir` is not the directory of a run, or its settings can't be read.
     """
+    path = run_dir / "config.yaml"
     try:
-        text = (run_dir / "config.yaml").read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "The directory of a run holds its settings and its checkpoint.",
-            expected=f"a readable file {run_dir / 'config.yaml'}",
+            expected=f"a readable file {path}",
             got=error.strerror if isinstance(error, OSError) else error,
-            remedy="Pass the directory of a run, such as one below runs/.",
+            remedy=which_directory(run_dir),
         ) from None
-    return TrainConfig.from_yaml(text)
+    try:
+        return TrainConfig.from_yaml(text)
+    except ConfigError as error:
+        error.args = (f"{path}: {error}",)
+        raise
 
 
 def load_result(run_dir: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import psutil
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import finite, is_of
 
-__all__ = ["NodeStatus", "RunStatus", "read_status", "write_status"]
+__all__ = ["NodeStatus", "RunStatus", "read_status", "which_directory", "write_status"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +142,13 @@ def read_status(run_dir: Path) -> RunStatus:
     try:
         return RunStatus.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        if not (run_dir / "config.yaml").exists():
+        if not os.path.exists(run_dir / "config.yaml"):
+            is_hidden = isinstance(error, PermissionError)
             raise ConfigError(
                 "`rayvec top` shows a run while it trains.",
                 expected="the directory of a run, such as one below runs/",
-                got=f"{run_dir}, which has no config.yaml",
-                remedy="Pass the directory that `rayvec train` made, or --address for the runs on a Ray cluster.",
+                got=f"{run_dir}, which {'may not be read' if is_hidden else 'has no config.yaml'}",
+                remedy=f"{which_directory(run_dir)} Or pass --address for the runs on a Ray cluster.",
             ) from None
         raise ConfigError(
             "A run writes its status when training begins.",
@@ -155,3 +156,13 @@ def read_status(run_dir: Path) -> RunStatus:
             got=getattr(error, "strerror", None) or str(error),
             remedy="Wait until training has begun, or resume the run with this version of rayvec.",
         ) from None
+
+
+def which_directory(path: Path) -> str:
+    """Returns a sentence that says which directory to pass in place of a path that is not the directory of a run."""
+    if os.path.isfile(path):
+        option = f", and --checkpoint {path.name} where you evaluate" if path.suffix == ".pt" else ""
+        return f"Pass the directory of the file, {path.parent}{option}."
+    for config in sorted(path.glob("seed*/config.yaml")) if os.path.isdir(path) else ():
+        return f"Pass one of its runs, such as {config.parent}."
+    return "Pass the directory of a run, such as one below runs/."

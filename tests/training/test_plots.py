@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 import rayvec
 from rayvec import PPOConfig
 from rayvec.cli import main
+from rayvec.errors import ConfigError
 from rayvec.training import many_seeds
 from rayvec.training.learning_curve import sound
 from rayvec.training.loggers import read_metrics
@@ -70,6 +71,7 @@ def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: Asse
     assert_refused(["plot", str(tmp_path)], "directory of a run", f"Got: no config.yaml in {tmp_path}")
     assert_refused(["plot", str(runs / "a1" / "config.yaml")], "directory of a run", "Got: no config.yaml in ")
     assert_refused(["plot", str(runs / "a1"), "--out", str(tmp_path / "a.doc")], "says its format", ".pdf")
+    assert_refused(["plot", str(runs / "a1"), "a" * 300], "File name too long")  # as a directory without permission
     assert_refused(["report", str(tmp_path)], "config.yaml")
     (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())
     assert_refused(["plot", str(tmp_path)], "episodes that have ended")
@@ -141,6 +143,52 @@ def test_directories_beside_runs(runs: Path, tmp_path: Path, capsys: pytest.Capt
     (group,) = read_runs([tmp_path / "seeds", tmp_path / "wandb", tmp_path / "seeds" / "seed1"])
     assert group.seeds == [1, 2]
     assert capsys.readouterr().err == f"rayvec: left out, without a config.yaml: {tmp_path / 'wandb'}\n"
+
+
+def test_runs_with_unnamed_parts_are_curves_of_their_own(runs: Path, tmp_path: Path) -> None:
+    """Two lambdas have the same description."""
+    for changes in ({"env_id": "<lambda> (passed in Python)"}, {"network": "f.<locals>.g (passed in Python)"}):
+        run_dirs = [
+            copied(runs, tmp_path / f"{seed}-{next(iter(changes))}", {"seed": seed, **changes}) for seed in (1, 2)
+        ]
+        groups = read_runs(run_dirs)
+        assert [(group.label, group.seeds) for group in groups] == [
+            (f"PPO, {run_dir}", [seed]) for seed, run_dir in enumerate(run_dirs, 1)
+        ]
+    named = [copied(runs, tmp_path / f"n{seed}", {"seed": seed, "network": "mine:make"}) for seed in (1, 2)]
+    assert [group.seeds for group in read_runs(named)] == [[1, 2]]
+
+
+def test_runs_that_cannot_be_read_are_left_out(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], assert_refused: AssertRefused
+) -> None:
+    bad = {"algorithm": {"algorithm": "mine"}, "setting": {"nmu_envs": 3}, "short": {}}
+    run_dirs = [copied(runs, tmp_path / name, changes) for name, changes in bad.items()]
+    (tmp_path / "short" / "metrics.jsonl").unlink()
+    (group,) = read_runs([runs / "a1", *map(str, run_dirs)])
+    assert group.seeds == [1]
+    lines = capsys.readouterr().err.splitlines()
+    for line, run_dir, word in zip(lines, run_dirs, ("Got: mine", "Got: nmu_envs", "episodes that have"), strict=True):
+        assert line.startswith(f"rayvec: left out {run_dir}: ") and word in line
+    assert_refused(["plot", *map(str, run_dirs)], f"{run_dirs[0]}/config.yaml: ", "--plugin MODULE")
+    with pytest.raises(ConfigError, match="nmu_envs"):
+        rayvec.load(run_dirs[1])
+
+
+def test_paths_may_be_strings(runs: Path, tmp_path: Path) -> None:
+    plot_runs(read_runs([str(runs / "a1")]), str(tmp_path / "a.png"))
+    assert write_report(str(runs / "a1"), str(tmp_path / "a.html")) == tmp_path / "a.html"
+    assert (tmp_path / "a.png").exists()
+
+
+def test_the_directory_to_pass_in_place_of_another(runs: Path, tmp_path: Path, assert_refused: AssertRefused) -> None:
+    shutil.copytree(runs / "a1", tmp_path / "s" / "seed1")
+    for command in (["eval", "s"], ["top", "s"], ["report", "s"], ["train", "ppo", "--resume", "s"]):
+        assert_refused(command, "Pass one of its runs, such as s/seed1")
+    assert_refused(["eval", "s/seed1/best.pt"], "config.yaml")
+    (tmp_path / "s" / "seed1" / "best.pt").touch()
+    assert_refused(["eval", "s/seed1/best.pt"], "Pass the directory of the file, s/seed1, and --checkpoint best.pt")
+    assert_refused(["top", "a" * 300], "no config.yaml", "below runs/")
 
 
 def test_runs_of_seeds_with_different_settings(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
