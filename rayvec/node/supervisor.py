@@ -194,9 +194,10 @@ class Supervisor:
         client.note_progress()
         if client.is_starting:
             if client.startup_s > start_s:
-                self._restart_worker(client, client.hangs("start_timeout_s", start_s), client.startup_s)
+                name = "start_timeout_s"
+                self._restart_worker(client, client.hangs(name, start_s), client.startup_s, name)
         elif limit_s is not None and client.overdue_in(limit_s) <= 0:
-            self._restart_worker(client, client.hangs(name, limit_s), client.waited_s)
+            self._restart_worker(client, client.hangs(name, limit_s), client.waited_s, name)
 
     def _limit_of(self, client: WorkerClient) -> tuple[str, float | None]:
         """Returns the name and the seconds of the limit for the oldest pending command of a worker."""
@@ -204,13 +205,16 @@ class Supervisor:
             return "start_timeout_s", self._restart_policy.start_timeout_s
         return "step_timeout_s", self._restart_policy.step_timeout_s
 
-    def _restart_worker(self, client: WorkerClient, error: WorkerLostError, hung_s: float = 0.0) -> None:
+    def _restart_worker(
+        self, client: WorkerClient, error: WorkerLostError, hung_s: float = 0.0, limit: str | None = None
+    ) -> None:
         """Restarts a worker, posts its pending commands again, and ends its interrupted episodes.
 
         Args:
             client: The client of the worker.
             error: The error to raise if the restart policy restarts nothing.
             hung_s: Seconds that the pool waited for the worker, if it hangs.
+            limit: Name of the limit that it exceeded, if it hangs.
 
         Raises:
             WorkerLostError: The restart policy restarts nothing, or the restart budget is spent.
@@ -231,7 +235,9 @@ class Supervisor:
                 "A worker that ends again and again is not restarted for ever.",
                 expected=RestartBudget.rule(),
                 got=f"one more of {client.where}",
-                remedy="Look into the system's log for what ends it.",
+                remedy="Look into the system's log for what ends it."
+                if limit is None
+                else f"Raise {limit}, which it exceeded, or find out why its environments take so long.",
             ) from error
         for chunk in self.acting.done_chunks(client):
             self.note_chunk(client, chunk)

@@ -369,6 +369,8 @@ class WorkerClient:
             limit_s: The limit in seconds.
         """
         rule, seconds = f"An environment answers within {name}.", limit_s
+        if not self.is_starting:
+            rule = f"A worker steps, or resets, all its environments within {name}."
         if self.is_loading:
             rule = f"A worker loads a policy within {name}."
         elif not self.is_starting and self._num_limits > 1:

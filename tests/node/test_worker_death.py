@@ -226,8 +226,19 @@ def test_a_step_that_hangs_shows_where(action: int, shown: str) -> None:
 
     with closing(make(Hangs, step_timeout_s=0.5)) as env:
         env.reset(seed=0)
-        with pytest.raises(WorkerLostError, match=shown):
+        with pytest.raises(WorkerLostError, match=f"(?s)steps, or resets, all its.*{shown}"):
             within(DEADLINE_S, partial(env.step, np.array([action])))
+
+
+class HangsInReset(CountingEnv):
+    def reset(self, **options: Any) -> Any:
+        threading.Event().wait()
+
+
+def test_a_worker_that_hangs_again_and_again_names_the_limit() -> None:
+    with closing(make(HangsInReset, step_timeout_s=0.05, on_env_error="restart")) as env:
+        with pytest.raises(WorkerLostError, match=r"again and again.* Remedy: Raise step_timeout_s"):
+            within(DEADLINE_S, env.reset)
 
 
 class Starts(CountingEnv):
