@@ -79,7 +79,7 @@ def evaluate(
     """Plays `num_episodes` episodes in `env`.
 
     Each environment gets its quota of episodes beforehand, so that short episodes do not crowd out long ones. All
-    environments are reset first.
+    environments are reset first. A Ctrl-C closes them, and ends their workers at once.
 
     Args:
         env: The environments.
@@ -99,6 +99,9 @@ def evaluate(
     try:
         collector.reset(seed=seed)
         stats = collector.play(num_episodes, max_len=max_len)
+    except KeyboardInterrupt:
+        env.close(terminate=True)  # else the collector would wait for its pending chunks
+        raise
     finally:
         collector.close()
     return Evaluation(stats.returns, stats.lens)

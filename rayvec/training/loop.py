@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
-from rayvec.errors import ConfigError, LearnerError, RankLostError, without_remedy
+from rayvec.errors import ConfigError, LearnerError, RankLostError, counted, without_remedy
 from rayvec.learners.base import check_gpu
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, open_evaluator
@@ -304,6 +304,8 @@ class _Run:
                     return False
             if interrupts.requested:
                 return False
+            if config.eval_episodes:
+                print(f"rayvec: evaluating up to {counted(config.eval_episodes, 'episode')}", file=sys.stderr)
             evaluation = trainer.evaluate()
             self._evaluated(evaluation if len(evaluation.returns) else None, self._weights)
             logger.log_evaluation(evaluation)

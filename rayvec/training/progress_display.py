@@ -32,7 +32,9 @@ class _Description(TextColumn):
 
 
 class ProgressDisplay:
-    """Steps, steps/s, recent return and where the time goes: a bar on a terminal, elsewhere a line every few seconds.
+    """Steps, steps/s, recent return and where the time goes: a bar on a terminal, elsewhere lines.
+
+    There is a line every few seconds, and one for the last step.
 
     Args:
         total_steps: Steps at the end of the run.
@@ -65,7 +67,7 @@ class ProgressDisplay:
             self._bar.update(self._task, completed=min(steps, self._total_steps), description=text)
         else:
             self._line = f"{steps:,}/{self._total_steps:,} steps · {text}"
-            if time.monotonic() - self._last_line_s >= PLAIN_INTERVAL_S:
+            if steps >= self._total_steps or time.monotonic() - self._last_line_s >= PLAIN_INTERVAL_S:
                 self._last_line_s = time.monotonic()
                 self._print()
 

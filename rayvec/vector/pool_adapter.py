@@ -24,6 +24,8 @@ from rayvec.vector.open_pool import open_pool
 
 __all__ = ["LOSSES", "PendingCall", "PoolAdapter"]
 
+_INTERRUPTED_S = 1.0
+"""How long environments get to end what they are at and to close after Ctrl-C in a call, in seconds."""
 _T = TypeVar("_T")
 _Fatal = type[BaseException] | tuple[type[BaseException], ...]
 Wait = Callable[[float | None], Any]
@@ -64,6 +66,7 @@ class PoolAdapter:
     _unused: list[int]  # keys of policies whose store was garbage-collected
     _pending: PendingCall | None = None
     _thread: int | None = None  # which thread calls the pool
+    _interrupted = False  # whether Ctrl-C has ended a call
     close: Any  # a method of the library's own base class
 
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
@@ -233,7 +236,7 @@ class PoolAdapter:
         self.closed = True
         if os.getpid() == self._creator:  # in a child that was forked later, what runs belongs to its parent
             try:
-                self._pool.close(timeout_s)
+                self._pool.close(_INTERRUPTED_S if timeout_s is None and self._interrupted else timeout_s)
             except KeyboardInterrupt:  # while it waits for environments: kill what has not ended
                 self._pool.close(0.0)
                 raise
@@ -264,6 +267,7 @@ class PoolAdapter:
         except fatal as error:
             if self.closed and isinstance(error, Exception):
                 raise ClosedEnvironmentError("`close()` was called by another thread during this call.") from error
+            self._interrupted = isinstance(error, KeyboardInterrupt)
             self._close_failed()
             raise
         finally:

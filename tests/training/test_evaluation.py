@@ -15,8 +15,9 @@ from helpers.training_kit import HERE, tiny
 
 import rayvec
 from rayvec import PPOConfig
+from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError
-from rayvec.training.evaluation import evaluate_run
+from rayvec.training.evaluation import evaluate, evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 from rayvec.wrappers import StaggeredStart
@@ -142,6 +143,21 @@ def test_staggering_needs_a_time_limit() -> None:
         StaggeredStart(gymnasium.make("CartPole-v1").unwrapped.__class__())
     limited = gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1").unwrapped, 7)
     assert StaggeredStart(limited)._time_limit == 7
+
+
+def test_an_interrupt_waits_for_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with rayvec.RayVecEnv("CartPole-v1", 2, num_nodes=0, workers_per_node=1) as env:
+        policy = rayvec.Policy(torch.nn.Linear(4, 2), env.single_action_space)
+        limits: list[float | None] = []
+        close = env._pool.close
+        monkeypatch.setattr(env._pool, "close", lambda limit_s: (limits.append(limit_s), close(limit_s)))
+        monkeypatch.setattr(Collector, "play", press)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(env, policy, 2, seed=0)
+        assert limits == [0.0]
 
 
 class Endless(gymnasium.Env[np.ndarray, int]):

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -210,6 +211,20 @@ class TestCtrlC:
         with pytest.raises(gymnasium.error.ClosedEnvironmentError):
             env.reset(seed=0)
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
+
+    def test_an_interrupt_does_not_wait_long_for_an_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Stuck(CountingEnv):
+            def reset(self, **options: Any) -> Any:
+                os.kill(driver, signal.SIGINT)
+                threading.Event().wait()
+
+        driver, limits = os.getpid(), []
+        env = RayVecEnv([Stuck], num_nodes=0, workers_per_node=1)
+        close = env._pool.close
+        monkeypatch.setattr(env._pool, "close", lambda limit_s: (limits.append(limit_s), close(limit_s)))
+        with pytest.raises(KeyboardInterrupt):
+            env.reset()
+        assert limits == [1.0]
 
 
 class TestEnd:
