@@ -145,7 +145,8 @@ def plan_topology(
             "Every worker needs a free core.",
             expected=f"{counted(count, 'node')} with {counted(wanted, 'free core')} each",
             got=", ".join(f"{node.address}: {node.cpus} free" for node in nodes) or "no living node with cores",
-            remedy="Ask for fewer workers_per_node or num_nodes, or free the cores (is another pool still open?).",
+            remedy="Ask for fewer workers_per_node or num_nodes, or free the cores (is another pool still open?). "
+            "num_nodes=0 steps on this machine without Ray, also where Ray's cores are taken.",
         )
     chosen = usable[:count]
     cpus = _limit([workers_per_node or node.cpus for node in chosen], num_envs)

@@ -50,8 +50,7 @@ def with_own_parts(
                 "network makes the module to train.",
                 expected="a function of (observation space, action space, settings)",
                 got=repr(network)[:200],
-                remedy="Pass a function that returns the module; its name belongs into the settings, as "
-                "'module:function'.",
+                remedy="Pass a function that returns the module; its name, 'module:function', belongs in the settings.",
             )
         if "network" not in field_names(type(config)):
             raise ConfigError(

@@ -8,12 +8,12 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_differing_spaces, batch_space
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array
 from numpy.typing import NDArray
 
 from rayvec.data import RawInfo, SubBatchInfo, Tree
 from rayvec.data.sub_batch_infos import merge_columns
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError, EnvError, message
 from rayvec.pools.base import PoolSpaces
 from rayvec.pools.shared_memory import ArrayLayout
 
@@ -27,6 +27,7 @@ __all__ = [
     "check_spaces",
     "checked_actions",
     "checked_mask",
+    "concatenated",
     "in_batch_order",
     "parse_autoreset_mode",
 ]
@@ -56,6 +57,27 @@ class InfoMerger(VectorEnv[Any, Any, Any]):
                 merged = self._add_info(merged, {"final_obs": final_obs, "final_info": final_info}, env_id)
             merged = self._add_info(merged, info, env_id)
         return merged
+
+
+def concatenated(space: Space[Any], observations: Sequence[Any], env_ids: NDArray[np.int64]) -> Any:
+    """Returns observations that are no arrays, batched as Gymnasium does.
+
+    Raises:
+        EnvError: They can't be batched, since one of them is not of its space.
+    """
+    out: Any = create_empty_array(space, len(observations), np.zeros)
+    try:
+        return concatenate(space, observations, out)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        for env_id, observation in zip(env_ids.tolist(), observations, strict=True):
+            if observation not in space:
+                raise EnvError(
+                    "An observation is a value of its space.",
+                    expected=space,
+                    got=f"{observation!r}"[:500] + f" of environment {env_id}",
+                    remedy="Correct the environment or its observation_space.",
+                ) from error
+        raise
 
 
 def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:

@@ -13,7 +13,7 @@ from gymnasium import Space
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+from gymnasium.vector.utils import batch_space, iterate
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree, tree_map
@@ -28,6 +28,7 @@ from rayvec.vector.batching import (
     check_number,
     checked_actions,
     checked_mask,
+    concatenated,
     in_batch_order,
     parse_autoreset_mode,
 )
@@ -462,9 +463,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         """Observations as the caller gets them: copied, or, where they are no arrays, batched by Gymnasium."""
         if self._pool.layout is not None:
             return tree_map(np.copy, batch.obs) if self.copy else batch.obs
-        space = self.single_observation_space
-        out: Any = create_empty_array(space, len(batch.obs), np.zeros)
-        return concatenate(space, list(batch.obs), out)
+        return concatenated(self.single_observation_space, list(batch.obs), batch.env_ids)
 
     def _group(self, group: int) -> NDArray[np.int64]:
         if not 0 <= group < len(self.groups):

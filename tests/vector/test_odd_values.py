@@ -226,6 +226,19 @@ OBJECTS: dict[str, Any] = {
 }
 
 
+class ReturnsAnArray(SpaceEnv):
+    def reset(self, **options: Any) -> Any:
+        return np.zeros(3), {}
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict"])
+def test_an_array_in_place_of_objects(kind: str) -> None:
+    fns = [partial(ReturnsAnArray, OBJECTS[kind][0], spaces.Discrete(2))]
+    with here(fns, 0) as env, pytest.raises(EnvError, match=r"Got: array\(\[0., 0., 0.\]\) of environment 0") as caught:
+        env.reset()
+    assert_explained(caught.value)
+
+
 @pytest.mark.parametrize("as_a", [list, tuple])
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_a_policy_returns_objects(kind: str, as_a: Any) -> None:
