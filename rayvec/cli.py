@@ -28,7 +28,7 @@ import tyro
 
 from rayvec.bench.settings import Compare, Cost, LearnerBench, Model, Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
-from rayvec.config.command_line import subcommands, with_values
+from rayvec.config.command_line import check_options, subcommands, with_values
 from rayvec.config.plugins import import_plugins, split_plugins
 from rayvec.config.schema import Bounds, check, field_names
 from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError, message
@@ -274,6 +274,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         with Interrupts() as interrupts:
             args = with_values(_load_plugins(args))
+            check_options(args)
             command: Train | Eval | Plot | Report | Top | Bench | Doctor = tyro.cli(
                 Command, prog="rayvec", args=args, config=options
             )

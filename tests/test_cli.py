@@ -91,6 +91,8 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
         ("--learner-threads 5000", ["learner_threads", "from 1 to 1024", "Got: 5000"]),
         (f"--num-envs {10**18}", ["memory", "Got: MemoryError", "Lower num_envs"]),
         ("--num-nodes 1:2:3", ["two whole numbers"]),
+        ("--lr 0.1", ["Got: --lr.", "Did you mean --learning-rate?"]),
+        ("--clip_range=0.1", ["Did you mean --clip-coef?"]),
         ("--num-nodes one", ["int | tuple[int, int] | None", "'one'"]),
         ("--num-nodes 1:2 --learners dedicated", ["one number of nodes"]),
         pytest.param("--learner-device cuda", ["learner_device", "a GPU", "'cpu'"], marks=without_gpu),

@@ -14,9 +14,10 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from rayvec.config.base import CONFIGS, Scalar, TrainConfig
-from rayvec.config.schema import describe
+from rayvec.config.schema import OTHER_NAMES, describe, field_names, suggested
+from rayvec.errors import ConfigError
 
-__all__ = ["subcommands", "with_values"]
+__all__ = ["check_options", "subcommands", "with_values"]
 
 _RESUME_HELP = (
     "Resume the run in this directory from its last checkpoint, with its own settings; you may change only {}."
@@ -111,3 +112,23 @@ def with_values(args: Sequence[str]) -> Sequence[str]:
         is_alone = arg == "--compile" and (not following or following.startswith("-"))
         found += ["--compile", "off"] if arg == "--no-compile" else [arg, "on"] if is_alone else [arg]
     return found
+
+
+def check_options(args: Sequence[str]) -> None:
+    """Refuses names of other libraries in the arguments of ``train``; tyro refuses other unknown options.
+
+    Raises:
+        ConfigError: There is one; the message says what it is called here.
+    """
+    cls = CONFIGS.get(args[1]) if args[:1] == ["train"] and len(args) > 1 else None
+    known = field_names(cls) if cls else []
+    for arg in args if cls else ():
+        option = arg.partition("=")[0]
+        name = option.removeprefix("--").replace("-", "_")
+        if option.startswith("--") and name in OTHER_NAMES and name not in known and (near := suggested(name, known)):
+            raise ConfigError(
+                "Options have the names of settings.",
+                expected=f"an option that `rayvec train {args[1]} --help` lists",
+                got=option,
+                remedy=f"Did you mean --{near.replace('_', '-')}?",
+            )

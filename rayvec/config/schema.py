@@ -27,9 +27,9 @@ import numpy as np
 
 from rayvec.errors import ConfigError
 
-__all__ = ["Bounds", "FieldDoc", "check", "check_names", "describe", "field_names", "plain", "suggested"]
+__all__ = ["OTHER_NAMES", "Bounds", "FieldDoc", "check", "check_names", "describe", "field_names", "plain", "suggested"]
 
-_ELSEWHERE = {
+OTHER_NAMES = {
     "lr": ("learning_rate", "policy_lr"),
     "learning_rate": ("policy_lr",),
     "clip_range": ("clip_coef",),
@@ -121,7 +121,7 @@ def suggested(name: str, known: Collection[str]) -> str | None:
     >>> suggested("lr", ["learning_rate"]), suggested("total_step", ["total_steps"]), suggested("wings", ["seed"])
     ('learning_rate', 'total_steps', None)
     """
-    elsewhere = [each for each in _ELSEWHERE.get(name, ()) if each in known]
+    elsewhere = [each for each in OTHER_NAMES.get(name, ()) if each in known]
     return next(iter([*elsewhere, *difflib.get_close_matches(name, known, 1)]), None)
 
 
