@@ -168,6 +168,7 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
     """
     config = choose_engine(config)
     with make_env(config) as env:
+        env.interrupted_close_s = 0.0
         nodes = env.topology.nodes
         on_ray = f"on Ray (nodes: {len(nodes)}, workers: {sum(node.num_workers for node in nodes)})"
         where = "on this machine, without Ray" if config.num_nodes == 0 else on_ray

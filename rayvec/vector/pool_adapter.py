@@ -24,8 +24,6 @@ from rayvec.vector.open_pool import open_pool
 
 __all__ = ["LOSSES", "PendingCall", "PoolAdapter"]
 
-_INTERRUPTED_S = 1.0
-"""How long environments get to end what they are at and to close after Ctrl-C in a call, in seconds."""
 _T = TypeVar("_T")
 _Fatal = type[BaseException] | tuple[type[BaseException], ...]
 Wait = Callable[[float | None], Any]
@@ -58,9 +56,12 @@ class PoolAdapter:
 
     Attributes:
         closed: Whether the pool is closed, or not open yet.
+        interrupted_close_s: Seconds that environments get to end their step and to close after Ctrl-C in a call; None
+            for as many as in :meth:`close`.
     """
 
     closed = True
+    interrupted_close_s: float | None = None
     _pool: ActingPool
     _creator: int
     _unused: list[int]  # keys of policies whose store was garbage-collected
@@ -236,7 +237,7 @@ class PoolAdapter:
         self.closed = True
         if os.getpid() == self._creator:  # in a child that was forked later, what runs belongs to its parent
             try:
-                self._pool.close(_INTERRUPTED_S if timeout_s is None and self._interrupted else timeout_s)
+                self._pool.close(self.interrupted_close_s if timeout_s is None and self._interrupted else timeout_s)
             except KeyboardInterrupt:  # while it waits for environments: kill what has not ended
                 self._pool.close(0.0)
                 raise
