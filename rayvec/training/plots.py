@@ -68,8 +68,8 @@ class Curves:
 def read_runs(run_dirs: Sequence[Path | str]) -> list[Curves]:
     """Returns the curves of runs, grouped. A directory of ``--seeds`` stands for its runs.
 
-    A run whose environment or network has no name, such as a lambda, is a group of its own: others of this description
-    may have another one.
+    A run whose environment or network is a lambda, or a function within another, is a group of its own: other runs of
+    this description may have other ones.
 
     Files, such as a picture beside the runs, are left out. So are other directories, and runs that can't be read or in
     which no episode has ended, which lines on standard error name.
@@ -131,8 +131,9 @@ def _read(run_dir: Path) -> _Run:
 
 
 def _has_unnamed(config: TrainConfig) -> bool:
-    """Whether the environment or the network of a run was passed in Python and has no name."""
-    return is_unnamed(config.env_id) or is_unnamed(getattr(config, "network", None) or "")
+    """Whether the environment or the network of a run is a lambda or a function within another."""
+    parts = config.env_id, getattr(config, "network", None) or ""
+    return any(is_unnamed(part) and "<" in part for part in parts)
 
 
 def _found(paths: Sequence[Path]) -> list[Path]:

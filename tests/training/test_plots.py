@@ -155,8 +155,9 @@ def test_runs_with_unnamed_parts_are_curves_of_their_own(runs: Path, tmp_path: P
         assert [(group.label, group.seeds) for group in groups] == [
             (f"PPO, {run_dir}", [seed]) for seed, run_dir in enumerate(run_dirs, 1)
         ]
-    named = [copied(runs, tmp_path / f"n{seed}", {"seed": seed, "network": "mine:make"}) for seed in (1, 2)]
-    assert [group.seeds for group in read_runs(named)] == [[1, 2]]
+    for number, name in enumerate(["mine:make", "make (passed in Python)"]):  # the second is a function of a script
+        named = [copied(runs, tmp_path / f"n{number}{seed}", {"seed": seed, "network": name}) for seed in (1, 2)]
+        assert [group.seeds for group in read_runs(named)] == [[1, 2]]
 
 
 def test_runs_that_cannot_be_read_are_left_out(
