@@ -97,7 +97,7 @@ return a :data:`Wait` in the order in which they were started.
 def reading_others(waits: Sequence[Wait], deadline: float = math.inf) -> Iterator[None]:
     """Reads the answers of the other nodes too if one raises: unread, they would be taken for those of later requests.
 
-    A lost node, and a timeout after which the caller waits again, read nothing.
+    It waits for them until the deadline. A lost node, and a timeout after which the caller waits again, read nothing.
     """
     try:
         yield

@@ -65,7 +65,7 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
     _shares = 0
     _reaper: subprocess.Popen[bytes] | None = None
     _ending: threading.Thread | None = None
-    _ours = ""  # address of the cluster that the first session connected to; empty if Ray was initialised before
+    _ours: tuple[str, str] | None = None  # cluster and job of the connection that the first session opened, if it did
 
     def __init__(self, address: str | None = None) -> None:
         self._released = False
@@ -83,7 +83,7 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
     def _begin(cls, address: str | None) -> None:
         if ray.is_initialized():
             _check_same(address)
-            cls._ours = ""
+            cls._ours = None
             return
         address = address or os.environ.get("RAY_ADDRESS")
         with _keeping_sigterm():
@@ -92,7 +92,7 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
             else:
                 cls._end_private()
                 cls._reaper = _start_private()
-        cls._ours = ray.get_runtime_context().gcs_address
+        cls._ours = _connection()
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
@@ -124,14 +124,14 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
         cls._shares -= 1
         if cls._shares:
             return
-        if cls._ours and ray.is_initialized() and ray.get_runtime_context().gcs_address == cls._ours:
+        if cls._ours and ray.is_initialized() and _connection() == cls._ours:  # else the program has made its own
             if can_call_ray():
                 ray.shutdown()
             else:  # it would wait for minutes, and hide the error that ends a run
                 cls._ending = threading.Thread(target=ray.shutdown, name="rayvec-shutdown", daemon=True)
                 cls._ending.start()
         cls._end_private()
-        cls._ours = ""
+        cls._ours = None
 
     @classmethod
     def _end_private(cls) -> None:
@@ -149,6 +149,12 @@ def _end_without_head() -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
+
+
+def _connection() -> tuple[str, str]:
+    """Returns the address of the cluster that this process is connected to, and its job there."""
+    context = ray.get_runtime_context()
+    return context.gcs_address, context.get_job_id()
 
 
 def _check_same(address: str | None) -> None:

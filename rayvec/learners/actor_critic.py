@@ -17,7 +17,7 @@ from rayvec.data import Chunk, Tree
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.actor_critic_networks import make_module
 from rayvec.learners.adam import FlatOptimizer
-from rayvec.learners.base import FlatParameters, load_buffers, torch_device
+from rayvec.learners.base import FlatParameters, buffers_of, check_buffers, load_buffers, torch_device
 from rayvec.learners.compiled_step import CompiledStep
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ReturnScale, RunningMoments
@@ -235,7 +235,7 @@ class ActorCriticLearner:
                 "num_steps": self._num_steps,
                 "obs_moments": self._obs_moments.state_dict() if self._obs_moments else {},
                 "return_scale": self._return_scale.state_dict() if self._return_scale else {},
-                "buffers": dict(self.module.named_buffers()),
+                "buffers": buffers_of(self.module),
             }
         )
 
@@ -263,8 +263,9 @@ class ActorCriticLearner:
                 got=got,
                 remedy="Use the configuration that the checkpoint was written with",
             )
+        check_buffers(self.module, state)
         self._flat.data.copy_(state["parameters"])
-        load_buffers(self.module, state.get("buffers", {}))
+        load_buffers(self.module, state)
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._num_updates = int(state["num_updates"])
         self._num_steps = int(state["num_steps"])

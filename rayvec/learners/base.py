@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.utils import vector_to_parameters
 
 from rayvec.data import Batch
-from rayvec.errors import ConfigError, LearnerError, first_line
+from rayvec.errors import CheckpointError, ConfigError, LearnerError, first_line
 
 __all__ = [
     "FlatModule",
@@ -22,6 +22,8 @@ __all__ = [
     "KeepsRankLocalState",
     "Learner",
     "MeasuresObservations",
+    "buffers_of",
+    "check_buffers",
     "check_gpu",
     "explains_memory",
     "load_buffers",
@@ -206,11 +208,31 @@ def flat_parameters(parameters: Iterable[Tensor]) -> Tensor:
     return torch.cat([each.detach().reshape(-1) for each in parameters])
 
 
-def load_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Copies buffers into a module by name; what is not saved, as in older checkpoints, stays."""
-    for name, buffer in module.named_buffers():
-        if name in saved:
-            buffer.copy_(saved[name])
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns copies of a module's buffers by name."""
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def check_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raises a CheckpointError unless the buffers in a learner's state are those of its module.
+
+    States of older versions have none: those of the module stay as they are.
+    """
+    own = {name: list(buffer.shape) for name, buffer in module.named_buffers()}
+    saved = {name: list(buffer.shape) for name, buffer in state.get("buffers", {}).items()}
+    if "buffers" in state and saved != own:
+        raise CheckpointError(
+            "A learner continues from the state of one whose network has the same buffers.",
+            expected=f"buffers of shapes {own}",
+            got=f"buffers of shapes {saved}",
+            remedy="Use the network that the checkpoint was written with",
+        )
+
+
+def load_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Copies the buffers in a learner's state, which :func:`check_buffers` has checked, into its module."""
+    for name, buffer in state.get("buffers", {}).items():
+        module.get_buffer(name).copy_(buffer)
 
 
 class FlatModule:

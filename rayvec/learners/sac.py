@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rayvec.data import Batch, Chunk
 from rayvec.errors import CheckpointError, LearnerError
-from rayvec.learners.base import explains_memory, load_buffers, torch_device
+from rayvec.learners.base import buffers_of, check_buffers, explains_memory, load_buffers, torch_device
 from rayvec.learners.minibatches import check_minibatch
 from rayvec.learners.ranks import ALONE, Ranks, global_range
 from rayvec.learners.replay import ReplayBuffer
@@ -324,7 +324,7 @@ class SACLearner:
             "critic": torch.stack(self._nets.critic).cpu(),
             "target": self._nets.target.cpu().clone(),
             "actor": torch.stack(self._nets.actor).cpu(),
-            "buffers": {name: each.cpu().clone() for name, each in self._own_module.named_buffers()},
+            "buffers": {name: buffer.cpu() for name, buffer in buffers_of(self._own_module).items()},
             **{name: getattr(self, f"_{name}") for name in _COUNTERS},
         }
 
@@ -366,11 +366,12 @@ class SACLearner:
                 got=f"{sorted(state)}, of shapes {shapes}",
                 remedy="Use the configuration that the checkpoint was written with",
             )
+        check_buffers(self._own_module, state)
         for name, target in (("critic", self._nets.critic), ("actor", self._nets.actor)):
             for part, saved in zip(target, state[name], strict=True):
                 part.copy_(saved)
         self._nets.target.copy_(state["target"])
-        load_buffers(self._own_module, state.get("buffers", {}))
+        load_buffers(self._own_module, state)
         self._nets.healthy.fill_(1)
         for name in _COUNTERS:
             setattr(self, f"_{name}", int(state[name]))

@@ -54,7 +54,7 @@ class Networks(NamedTuple):
         attach: From the flat parameters of the actor to the module that acts with them.
         obs_shape: Of one observation in the replay.
         is_masked: Whether it ends with an action mask.
-        module: Your own module, which holds the buffers of actor and critics.
+        module: Your own module, which holds the buffers of actor and critics; else one without buffers.
     """
 
     critic: NetLayout
@@ -62,8 +62,8 @@ class Networks(NamedTuple):
     initial: tuple[Tensor, Tensor]
     attach: Callable[[Tensor], Any]
     obs_shape: tuple[int, ...]
-    is_masked: bool = False
-    module: nn.Module = nn.Module()
+    is_masked: bool
+    module: nn.Module
 
 
 class ReplayActor(nn.Module):
@@ -190,6 +190,7 @@ def default_networks(
         lambda flat: SACActor(encoder, distribution, layouts[1], flat, is_masked=is_masked),
         (encoder.num_features + (distribution.num_params if is_masked else 0),),
         is_masked,
+        nn.Module(),
     )
 
 

@@ -285,7 +285,7 @@ OWN_RAY = """
     start()
     assert ray.get(ray.put(3)) == 3
     ray.shutdown()
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # Ray keeps the token of the private cluster until `env` is closed
     env = rayvec.RayVecEnv("CartPole-v1", 1, workers_per_node=1)
     ray.shutdown()
     start()

@@ -221,9 +221,7 @@ def test_environments_are_those_of_sync_vector_env_and_move_when_cores_come_free
         with env:
             assert [len(node.env_range) for node in env.topology.nodes] == [6] and env.transports == ("shm",)
             assert_identical(env.reset(seed=1), sync.reset(seed=1))
-            for _ in range(
-                5
-            ):  # both parts, which are here, raise: no answer of one is taken for that of a later request
+            for _ in range(5):  # both parts, which are here, raise: each answer is that of its own request
                 with pytest.raises(AttributeError, match="missing"):
                     env.get_attr("missing")
             for _ in range(20):

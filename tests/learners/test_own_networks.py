@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rayvec import IMPALAConfig, PPOConfig, SACConfig
 from rayvec.config.references import refer
-from rayvec.errors import ConfigError
+from rayvec.errors import CheckpointError, ConfigError
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
@@ -139,6 +139,11 @@ def test_buffers_are_a_part_of_the_state_and_of_an_initial_network(kind: str) ->
         np.testing.assert_array_equal(learner.weights(), first.weights())
     older = {name: part for name, part in first.state_dict().items() if name != "buffers"}
     third.load_state_dict(older)
+    name = next(iter(buffers))
+    before = third.weights()
+    with pytest.raises(CheckpointError, match="the same buffers"):
+        third.load_state_dict({**second.state_dict(), "buffers": {**buffers, name: torch.zeros(1)}})
+    np.testing.assert_array_equal(third.weights(), before)
     assert third.with_network(third.state_dict(), older, third.config)["buffers"].keys() == buffers.keys()
 
 

@@ -48,8 +48,9 @@ def check_not_async(wait_num: int | None, timeout: float | None) -> None:
 
 def pop_seed(kwargs: dict[str, Any]) -> int | None:
     """Takes the seed out of the arguments of a reset of native sub-batches, and checks the others."""
-    seed, others = kwargs.pop("seed", None), kwargs.keys() - {"options"}
-    if others or not (seed is None or isinstance(seed, Integral)):
+    seed: Any = kwargs.pop("seed", None)
+    others = kwargs.keys() - {"options"}
+    if others or isinstance(seed, bool) or not (seed is None or isinstance(seed, Integral)):
         raise ConfigError(
             "A reset of native sub-batches takes a seed, from which each environment gets its own, and options.",
             expected="seed=, a whole number or None, and options=",

@@ -169,6 +169,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
             log_ratio: Log-probability of each action, less that by which it was chosen, ``[B]``.
         """
         ended = batch.terminated | batch.truncated | batch.is_last
+        longest = int(np.diff(np.flatnonzero(np.append(ended[:-1], True)), prepend=-1).max())
         discount = np.where(batch.terminated, 0.0, self.gamma)
         rows = (batch.rew, value, next_value, log_ratio, discount, ~ended)
         found = vtrace_of_rows(
@@ -176,7 +177,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
             decay=self.gamma * self.vtrace_lambda,
             rho_bar=self.rho_bar,
             c_bar=self.c_bar,
-            rounds=num_rounds(len(value)),
+            rounds=num_rounds(longest),
         )
         returns, advantages = (each.numpy() for each in found)
         return returns, advantages
