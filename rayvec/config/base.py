@@ -440,11 +440,14 @@ class TrainConfig(metaclass=PresetMeta):
             import_plugins(settings.get("plugin") or ())
         algorithm = settings.get("algorithm") if isinstance(settings, dict) else settings
         if not isinstance(settings, dict) or algorithm not in list(CONFIGS):  # it may be unhashable
+            near = suggested(algorithm.lower(), list(CONFIGS)) if isinstance(algorithm, str) else None
             raise ConfigError(
                 "Settings are a mapping with the name of the algorithm.",
                 expected=f"algorithm: one of {', '.join(CONFIGS)}",
                 got=algorithm,
-                remedy="Import the module that registers this algorithm, by --plugin MODULE on the command line."
+                remedy=f"Did you mean {near}?"
+                if near
+                else "Import the module that registers this algorithm, by --plugin MODULE on the command line."
                 if isinstance(algorithm, str) and isinstance(settings, dict)
                 else "Use the config.yaml of a run, or write one with TrainConfig.to_yaml().",
             )

@@ -110,7 +110,8 @@ def preset_of(env_id: str, algorithm: str) -> str:
     ('classic', 'atari', 'none')
     """
     name, known = env_id.rpartition(":")[2], PRESETS.get(algorithm, {})
-    version = r"-v\d+" if ":" in env_id else r"(-v\d+)?"  # "module:Name" is a class; Gymnasium takes the newest version
+    is_class = ":" in env_id and "/" not in name
+    version = r"-v\d+" if is_class else r"(-v\d+)?"  # Gymnasium takes the newest version
     return next((each for each in _NAMES if each in known and re.fullmatch(f"({_NAMES[each]}){version}", name)), "none")
 
 

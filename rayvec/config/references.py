@@ -39,9 +39,10 @@ def refer(target: Any) -> Reference:
     """Returns the name of an object with the object; :func:`resolve` returns the object.
 
     A function or class of an importable module is named "module:name". Any other object (a lambda, a local function,
-    a function of a script) gets a name that only describes it.
+    a function of a script) gets a name that only describes it, with "<" where other objects have the same.
     """
-    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", type(target).__qualname__)
+    module = getattr(target, "__module__", None)
+    name = getattr(target, "__qualname__", f"<{type(target).__qualname__}>")
     path = f"{module}:{name}"
     if module != "__main__":
         try:

@@ -33,18 +33,23 @@ OTHER_NAMES = {
     "lr": ("learning_rate", "policy_lr"),
     "learning_rate": ("policy_lr",),
     "clip_range": ("clip_coef",),
+    "clip_param": ("clip_coef",),
+    "vf_coef": ("value_coef",),
     "buffer_size": ("replay_size",),
     "net_arch": ("hidden_sizes",),
 }
 """Settings that have another name in other libraries, where it is not a near one."""
 
 _IN_PYTHON = {
-    "env_id": "Pass an environment itself to rayvec.train(config, env=...)",
+    "env_id": "Pass a class or function that makes the environment to rayvec.train(config, env=...)",
     "env_kwargs": "Pass a function that makes the environment with such values to rayvec.train(config, env=...)",
     "network": "Pass a function itself to rayvec.train(config, network=...)",
     "wrappers": "Pass a function that makes and wraps the environment to rayvec.train(config, env=...)",
 }
 """What to do with values that a file can't hold."""
+
+_LEAST_LIKENESS = 0.8
+"""How much of two names is the same if one is a misspelt other: "learning_starts" is none of "learning_rate"."""
 
 _parsing = threading.Lock()  # Python 3.11 can't parse in two threads: "AST constructor recursion depth mismatch"
 
@@ -121,20 +126,24 @@ def suggested(name: str, known: Collection[str]) -> str | None:
     >>> suggested("lr", ["learning_rate"]), suggested("total_step", ["total_steps"]), suggested("wings", ["seed"])
     ('learning_rate', 'total_steps', None)
     """
-    elsewhere = [each for each in OTHER_NAMES.get(name, ()) if each in known]
-    return next(iter([*elsewhere, *difflib.get_close_matches(name, known, 1)]), None)
+    if name in OTHER_NAMES:
+        return next((each for each in OTHER_NAMES[name] if each in known), None)
+    return next(iter(difflib.get_close_matches(name, known, 1, _LEAST_LIKENESS)), None)
 
 
 def check_names(cls: type, names: Collection[object]) -> None:
-    """Checks that each of the names is that of a field of the dataclass `cls`.
+    """Checks that each of the names is that of an argument of the dataclass `cls`.
 
     Raises:
         ConfigError: One is not.
     """
-    known = field_names(cls)
+    arguments = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in arguments.values()):  # a constructor of its own
+        return
+    known = list(arguments)[1:]
     unknown = sorted(str(name) for name in names if name not in known)
     if unknown:
-        near = [each for name in unknown if (each := suggested(name, known))]
+        near = [f"{each} for {name}" if unknown[1:] else each for name in unknown if (each := suggested(name, known))]
         raise ConfigError(
             f"{cls.__name__} has a fixed list of settings.",
             expected=", ".join(known),
@@ -202,10 +211,19 @@ def check(instance: Any) -> None:
             raise _refusal(type(instance), name, value) from None
 
 
+def _holds_objects(value: object) -> bool:
+    """Whether a value is, or has within, what a file of settings can't hold."""
+    if isinstance(value, dict):
+        return any(isinstance(each, dict) or _holds_objects(each) for each in value.values())
+    if isinstance(value, list | tuple):
+        return any(map(_holds_objects, value))
+    return not (value is None or isinstance(value, str | int | float))
+
+
 def _refusal(cls: type, name: str, value: object) -> ConfigError:
     row = next(row for row in describe(cls) if row.name == name)
     option = f"--{name.replace('_', '-')} on the command line"
-    in_python = None if isinstance(value, str | int | float) else _IN_PYTHON.get(name)
+    in_python = _IN_PYTHON.get(name) if _holds_objects(value) else None
     return ConfigError(
         f"{name}: {row.doc}",
         expected=f"{row.type}, {row.bounds}" if row.bounds else row.type,

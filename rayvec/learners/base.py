@@ -219,7 +219,7 @@ def check_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
     States of older versions have none: those of the module stay as they are.
     """
     own = {name: list(buffer.shape) for name, buffer in module.named_buffers()}
-    saved = {name: list(buffer.shape) for name, buffer in state.get("buffers", {}).items()}
+    saved = {name: list(buffer.shape) for name, buffer in (state.get("buffers") or {}).items()}
     if "buffers" in state and saved != own:
         raise CheckpointError(
             "A learner continues from the state of one whose network has the same buffers.",

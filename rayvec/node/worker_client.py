@@ -368,12 +368,12 @@ class WorkerClient:
             name: Name of the limit.
             limit_s: The limit in seconds.
         """
-        rule, seconds = f"An environment answers within {name}.", limit_s
-        if not self.is_starting:
-            rule = f"A worker steps, or resets, all its environments within {name}."
+        rule, seconds = f"A worker steps, resets or calls all its environments within {name}.", limit_s
         if self.is_loading:
             rule = f"A worker loads a policy within {name}."
-        elif not self.is_starting and self._num_limits > 1:
+        elif self.is_starting:
+            rule = f"An environment answers within {name}."
+        elif self._num_limits > 1:
             rule, seconds = f"A policy acts within {name}, times the steps of its chunk.", self._num_limits * limit_s
         return WorkerLostError(
             rule,

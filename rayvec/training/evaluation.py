@@ -163,7 +163,6 @@ def open_evaluator(config: TrainConfig, steps: int) -> Iterator[Evaluator | None
     # a sub-batch of games takes certain numbers of environments only: that of the run fits
     num_envs = config.num_envs if config.native is not None else min(config.num_envs, config.eval_episodes)
     with make_env(here, num_envs) as env:
-        env.interrupted_close_s = 0.0
         try:
             yield Evaluator(config, steps, env, config.eval_interval_steps)
         except KeyboardInterrupt:

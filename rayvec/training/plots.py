@@ -68,8 +68,8 @@ class Curves:
 def read_runs(run_dirs: Sequence[Path | str]) -> list[Curves]:
     """Returns the curves of runs, grouped. A directory of ``--seeds`` stands for its runs.
 
-    A run whose environment or network is a lambda, or a function within another, is a group of its own: other runs of
-    this description may have other ones.
+    A run whose environment or network is a lambda, a function within another, or another object without a name, is a
+    group of its own: other runs of this description may have other ones.
 
     Files, such as a picture beside the runs, are left out. So are other directories, and runs that can't be read or in
     which no episode has ended, which lines on standard error name.
@@ -131,7 +131,7 @@ def _read(run_dir: Path) -> _Run:
 
 
 def _has_unnamed(config: TrainConfig) -> bool:
-    """Whether the environment or the network of a run is a lambda or a function within another."""
+    """Whether the environment or the network of a run is a lambda, a function within another, or another object."""
     parts = config.env_id, getattr(config, "network", None) or ""
     return any(is_unnamed(part) and "<" in part for part in parts)
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,8 +96,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         make_native = functools.partial(resolve("native", config.native), **config.env_kwargs)
         sizes = sub_batch_sizes(num_envs, config.num_nodes, config.workers_per_node)
         makes = {"env": [functools.partial(make_native, size) for size in sizes], "native": True}
-    make = functools.partial(
-        RayVecEnv,
+    settings = dict(
         num_envs=num_envs,
         **makes,
         num_nodes=config.num_nodes,
@@ -110,7 +109,13 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
         first_id=first_id,
     )
-    env = make(wrappers=wrappers)
+
+    def make(wrappers: Sequence[Any]) -> RayVecEnv:
+        env = RayVecEnv(wrappers=wrappers, **settings)
+        env.interrupted_close_s = 0.0
+        return env
+
+    env = make(wrappers)
     try:
         if not _has_masks(env, config, first_id):
             return env
@@ -118,7 +123,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         env.close(terminate=True)
         raise
     env.close()
-    return make(wrappers=[*wrappers, ActionMask])
+    return make([*wrappers, ActionMask])
 
 
 def make_one_env(config: TrainConfig, **env_kwargs: Any) -> RayVecEnv:
@@ -168,7 +173,6 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
     """
     config = choose_engine(config)
     with make_env(config) as env:
-        env.interrupted_close_s = 0.0
         nodes = env.topology.nodes
         on_ray = f"on Ray (nodes: {len(nodes)}, workers: {sum(node.num_workers for node in nodes)})"
         where = "on this machine, without Ray" if config.num_nodes == 0 else on_ray

@@ -156,7 +156,7 @@ def test_other_files_are_refused(text: Any, got: str) -> None:
 @pytest.mark.parametrize(
     ("names", "near"),
     [
-        ({"lr": 1, "total_timesteps": 2}, "learning_rate and total_steps"),
+        ({"lr": 1, "total_timesteps": 2}, "learning_rate for lr and total_steps for total_timesteps"),
         ({"clip_range": 0.1}, "clip_coef"),
         ({"n_envs": 2}, "num_envs"),
     ],
@@ -166,8 +166,13 @@ def test_names_of_other_libraries_are_known_in_python_too(names: dict[str, Any],
     for make in (lambda: PPOConfig(**names), lambda: TrainConfig.from_plain({"algorithm": "ppo", **names})):
         with pytest.raises(ConfigError, match=rf"Remedy: Did you mean {near}\?"):
             make()
-    with pytest.raises(ConfigError, match=r"Did you mean replay_size and policy_lr\?"):
+    with pytest.raises(ConfigError, match=r"Did you mean replay_size for buffer_size and policy_lr for lr\?"):
         SACConfig(buffer_size=3, lr=1)  # type: ignore[call-arg]
+    for wrong in ("learning_starts", "clip_range"):  # another setting whose name is alike is none
+        with pytest.raises(ConfigError, match="Correct the name"):
+            IMPALAConfig(**{wrong: 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"Did you mean ppo\?"):
+        TrainConfig.from_plain({"algorithm": "PPO"})
     with pytest.raises(ConfigError, match=r"Did you mean step_timeout_s\?"):
         PPOConfig().adjusted(step_timeout=3.0)
 

@@ -226,7 +226,7 @@ def test_a_step_that_hangs_shows_where(action: int, shown: str) -> None:
 
     with closing(make(Hangs, step_timeout_s=0.5)) as env:
         env.reset(seed=0)
-        with pytest.raises(WorkerLostError, match=f"(?s)steps, or resets, all its.*{shown}"):
+        with pytest.raises(WorkerLostError, match=f"(?s)steps, resets or calls all its.*{shown}"):
             within(DEADLINE_S, partial(env.step, np.array([action])))
 
 

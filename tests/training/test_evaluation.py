@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,11 @@ import rayvec
 from rayvec import PPOConfig
 from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError
+from rayvec.node.process_pool import ProcessPool
 from rayvec.training.evaluation import evaluate, evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
+from rayvec.training.runs import make_env
 from rayvec.wrappers import StaggeredStart
 
 SLOW = pytest.mark.slow
@@ -158,6 +163,30 @@ def test_an_interrupt_waits_for_no_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(KeyboardInterrupt):
             evaluate(env, policy, 2, seed=0)
         assert limits == [0.0]
+
+
+class Stuck(gymnasium.Env[np.ndarray, int]):
+    """Presses Ctrl-C in its first reset, which does not end."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, driver: int) -> None:
+        self._driver = driver
+
+    def reset(self, **options: Any) -> Any:
+        os.kill(self._driver, signal.SIGINT)
+        threading.Event().wait()
+
+
+def test_an_interrupt_in_the_first_reset_of_a_run_ends_its_workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+    close = ProcessPool.close
+    monkeypatch.setattr(ProcessPool, "close", lambda pool, limit_s=None: (limits.append(limit_s), close(pool, limit_s)))
+    config = PPOConfig(env_id=f"{__name__}:Stuck", env_kwargs={"driver": os.getpid()}, num_nodes=0, workers_per_node=1)
+    with pytest.raises(KeyboardInterrupt):
+        make_env(config, 1)
+    assert limits == [0.0]
 
 
 class Endless(gymnasium.Env[np.ndarray, int]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 import rayvec
 from rayvec import PPOConfig
 from rayvec.cli import main
+from rayvec.config.references import refer
 from rayvec.errors import ConfigError
 from rayvec.training import many_seeds
 from rayvec.training.learning_curve import sound
@@ -147,10 +149,10 @@ def test_directories_beside_runs(runs: Path, tmp_path: Path, capsys: pytest.Capt
 
 def test_runs_with_unnamed_parts_are_curves_of_their_own(runs: Path, tmp_path: Path) -> None:
     """Two lambdas have the same description."""
-    for changes in ({"env_id": "<lambda> (passed in Python)"}, {"network": "f.<locals>.g (passed in Python)"}):
-        run_dirs = [
-            copied(runs, tmp_path / f"{seed}-{next(iter(changes))}", {"seed": seed, **changes}) for seed in (1, 2)
-        ]
+    unnamed = ("<lambda> (passed in Python)", "f.<locals>.g (passed in Python)", str(refer(functools.partial(int, 3))))
+    for number, name in enumerate(unnamed):
+        changes = {"network" if number else "env_id": name}
+        run_dirs = [copied(runs, tmp_path / f"{seed}-{number}", {"seed": seed, **changes}) for seed in (1, 2)]
         groups = read_runs(run_dirs)
         assert [(group.label, group.seeds) for group in groups] == [
             (f"PPO, {run_dir}", [seed]) for seed, run_dir in enumerate(run_dirs, 1)
@@ -188,7 +190,8 @@ def test_the_directory_to_pass_in_place_of_another(runs: Path, tmp_path: Path, a
         assert_refused(command, "Pass one of its runs, such as s/seed1")
     assert_refused(["eval", "s/seed1/best.pt"], "config.yaml")
     (tmp_path / "s" / "seed1" / "best.pt").touch()
-    assert_refused(["eval", "s/seed1/best.pt"], "Pass the directory of the file, s/seed1, and --checkpoint best.pt")
+    assert_refused(["eval", "s/seed1/best.pt"], "Pass the directory of the run, s/seed1, and --checkpoint best.pt")
+    assert_refused(["eval", "s/seed1/checkpoints/8.pt"], "the run, s/seed1, and --checkpoint checkpoints/8.pt")
     assert_refused(["top", "a" * 300], "no config.yaml", "below runs/")
 
 
