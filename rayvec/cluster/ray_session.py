@@ -181,7 +181,7 @@ def _keeping_sigterm() -> Iterator[None]:
 
 
 def _forget_token() -> None:
-    """Lets Ray read its token again, as the next cluster may have another: it reads it once in a process."""
+    """Clears the token that Ray has cached: Ray reads it once per process, and the next cluster may have another."""
     loader: Any = getattr(ray._raylet, "AuthenticationTokenLoader", None)
     if loader is not None:  # not every version of Ray has tokens
         loader.instance().reset_cache()

@@ -39,7 +39,7 @@ def refer(target: Any) -> Reference:
     """Returns the name of an object with the object; :func:`resolve` returns the object.
 
     A function or class of an importable module is named "module:name". Any other object (a lambda, a local function,
-    a function of a script) gets a name that only describes it, with "<" where other objects have the same.
+    a function of a script) gets a name that only describes it. It contains "<" where other objects may have the same.
     """
     module = getattr(target, "__module__", None)
     name = getattr(target, "__qualname__", f"<{type(target).__qualname__}>")

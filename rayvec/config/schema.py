@@ -49,7 +49,7 @@ _IN_PYTHON = {
 """What to do with values that a file can't hold."""
 
 _LEAST_LIKENESS = 0.8
-"""How much of two names is the same if one is a misspelt other: "learning_starts" is none of "learning_rate"."""
+"""The least similarity (difflib's ratio) of an unknown name to the one that is suggested for it."""
 
 _parsing = threading.Lock()  # Python 3.11 can't parse in two threads: "AST constructor recursion depth mismatch"
 

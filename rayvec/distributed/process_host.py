@@ -263,7 +263,7 @@ def rank_main(
 
 
 def _answer(actor: RankActor, request: bytes) -> bytes:
-    """Returns what a rank's method returns, pickled, or the failure where that or its arguments can't be pickled."""
+    """Returns the pickled result of a request; a failure if the request can't be unpickled or the result pickled."""
     try:
         method, args = pickle.loads(request)
         data: bytes = cloudpickle.dumps(getattr(actor, method)(*args))

@@ -231,7 +231,7 @@ def check_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 def load_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Copies the buffers in a learner's state, which :func:`check_buffers` has checked, into its module."""
-    for name, buffer in state.get("buffers", {}).items():
+    for name, buffer in (state.get("buffers") or {}).items():
         module.get_buffer(name).copy_(buffer)
 
 
