@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import reprlib
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class RunContext:
         weights: The acting weights that were evaluated, ``float32 [P]``.
         stop_reason: Why the run ends early; None while it does not.
         result: The totals of the run; None until `on_end`.
+        logged: What callbacks have logged since the last line, by its name there; see :meth:`log`.
     """
 
     config: TrainConfig
@@ -61,6 +63,7 @@ class RunContext:
     weights: NDArray[np.float32] | None = None
     stop_reason: str | None = None
     result: TrainResult | None = None
+    logged: dict[str, float] = field(default_factory=dict)
     _wants_checkpoint: bool = False
 
     def stop(self, reason: str) -> None:
@@ -72,6 +75,37 @@ class RunContext:
             reason: One sentence.
         """
         self.stop_reason = self.stop_reason or reason or "a callback stopped the run"
+
+    def log(self, name: str, value: Any) -> None:
+        """Adds a number to the next line of ``metrics.jsonl``, and to TensorBoard and the tracker.
+
+        If a name is logged several times before a line is written, the last number counts.
+
+        Args:
+            name: Its name there is ``callback/<name>``.
+            value: A number, also one of NumPy or torch; NaN and infinity become null in ``metrics.jsonl``.
+
+        Raises:
+            ConfigError: The value is not a number, or the run has ended, so that no line follows.
+        """
+        if self.result is not None:
+            raise ConfigError(
+                "The metrics of a run are complete before on_end is called.",
+                expected="log in on_iteration, on_evaluation or on_checkpoint",
+                got=f"log({name!r}, ...) in on_end",
+                remedy="Write the number to a file in context.run_dir.",
+            )
+        try:
+            if isinstance(value, str):
+                raise TypeError
+            self.logged[f"callback/{name}"] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+            raise ConfigError(
+                "A callback logs one number by its name.",
+                expected="a number",
+                got=f"log({name!r}, {reprlib.repr(value)})",
+                remedy="Log the mean, or several numbers by names of their own.",
+            ) from None
 
     def request_checkpoint(self) -> None:
         """Lets the next iteration end with a checkpoint."""

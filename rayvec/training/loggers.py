@@ -101,6 +101,8 @@ class _Line:
     sent_bytes: int = 0
     times_s: Counter[str] = field(default_factory=Counter)
     learner: dict[str, float] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+    has_state: bool = False
 
     def add(self, iteration: Iteration) -> None:
         stats = iteration.stats
@@ -113,6 +115,8 @@ class _Line:
         self.sent_bytes += iteration.sent_bytes
         self.times_s.update(iteration.all_times_s)
         self.learner.update(iteration.metrics)
+        self.evaluation = iteration.evaluation
+        self.has_state = iteration.state is not None
 
     @property
     def split_s(self) -> dict[str, float]:
@@ -132,10 +136,19 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         config: Settings of the run.
         progress: How far the run has come, which the caller updates; metrics of later steps are dropped.
         tracker: Where metrics go besides.
+        logged: Numbers by name that the next line gets besides; the line empties it.
     """
 
-    def __init__(self, run_dir: Path, config: TrainConfig, progress: Progress, tracker: Tracker | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        config: TrainConfig,
+        progress: Progress,
+        tracker: Tracker | None = None,
+        logged: dict[str, float] | None = None,
+    ) -> None:
         self._run_dir, self._config, self._progress, self._tracker = run_dir, config, progress, tracker
+        self._logged = {} if logged is None else logged
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", progress.steps)
         self._tensorboard = SummaryWriter(os.fspath(run_dir), purge_step=progress.steps + 1)
         self._display = ProgressDisplay(config.num_iterations * config.steps_per_iteration, progress.steps)
@@ -150,27 +163,29 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
                 raise
             logger.warning("the metrics of the run are not complete: %s", other)  # `error` is raised
 
-    def log(self, iteration: Iteration) -> dict[str, float | int | None]:
-        """Logs one iteration, which `progress` counts already.
+    def add(self, iteration: Iteration) -> dict[str, float | int | None]:
+        """Adds one iteration, which `progress` counts already, to the line.
 
         Returns:
             The metrics since the last line.
         """
-        line, evaluation = self._line, iteration.evaluation
-        line.add(iteration)
+        self._line.add(iteration)
         metrics = self._measured()
-        if evaluation is not None:
-            metrics |= {"eval/return_mean": evaluation.return_mean, "eval/return_std": evaluation.return_std}
-        self._display.show(self._progress.steps, progress_text(self._progress, metrics, line.split_s))
-        is_kept = iteration.state is not None or evaluation is not None
-        if is_kept or line.steps >= self._config.log_interval_steps:
-            self._write(metrics)
+        self._display.show(self._progress.steps, progress_text(self._progress, metrics, self._line.split_s))
         return metrics
+
+    def end_line(self) -> None:
+        """Writes the line if it is long enough, or if it ends with a checkpoint or an evaluation."""
+        line = self._line
+        is_kept = line.has_state or line.evaluation is not None
+        if is_kept or line.steps >= self._config.log_interval_steps:
+            self._write()
 
     def _measured(self) -> dict[str, float | int | None]:
         line, progress = self._line, self._progress
         returns, lens = progress.recent_returns, progress.recent_lens
-        return {
+        passed_s = sum(line.split_s.values())
+        metrics: dict[str, float | int | None] = {
             "steps": progress.steps,
             "episodes": line.episodes,
             "return_sum": line.return_sum,
@@ -178,15 +193,20 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
             "return_min": min(returns) if returns else None,
             "return_max": max(returns) if returns else None,
             "len_mean": float(np.mean(lens)) if lens else None,
-            "steps_per_s": line.steps / sum(line.split_s.values()),
+            "steps_per_s": line.steps / passed_s if passed_s else None,
             "staleness": line.staleness,
             **{f"time_s/{name}": seconds for name, seconds in line.times_s.items()},
             **{f"learner/{name}": value for name, value in line.learner.items()},
             **({"ranks_cut": line.num_cut, "sent_bytes": line.sent_bytes} if "wait" in line.times_s else {}),
         }
+        if (evaluation := line.evaluation) is not None:
+            metrics |= {"eval/return_mean": evaluation.return_mean, "eval/return_std": evaluation.return_std}
+        return metrics
 
-    def _write(self, metrics: Mapping[str, float | int | None]) -> None:
+    def _write(self) -> None:
+        metrics = self._measured() | self._logged
         counts, self._line = self._line.staleness_counts, _Line()
+        self._logged.clear()
         by_age = [counts[age] for age in range(max(counts, default=-1) + 1)]
         self._metrics.write({**metrics, "staleness_counts": by_age} if by_age else metrics)
         if by_age:
@@ -215,8 +235,8 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
             stack.callback(self._metrics.close)
             stack.callback(self._tensorboard.close)
             stack.callback(self._display.close)
-            if self._line.steps:
-                self._write(self._measured())
+            if self._line.steps or self._logged:
+                self._write()
 
     def _draw(self) -> None:
         metrics = read_metrics(self._run_dir / "metrics.jsonl")

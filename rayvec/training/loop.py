@@ -272,7 +272,7 @@ class _Run:
         self._monitor.begin(progress)
         saved_s = time.monotonic()
         with (
-            RunLogger(self._run_dir, config, progress, self._tracker) as logger,
+            RunLogger(self._run_dir, config, progress, self._tracker, context.logged) as logger,
             open_evaluator(config, progress.steps) as evaluator,
         ):
             with interrupts.deferred():
@@ -320,10 +320,11 @@ class _Run:
 
     def _show(self, iteration: Iteration, logger: RunLogger) -> None:
         """Shows an iteration to the logger, the monitor and the callbacks."""
-        self.context.metrics = logger.log(iteration)
+        self.context.metrics = logger.add(iteration)
         self._monitor.add(iteration)
         self._call("on_iteration")
         self._evaluated(iteration.evaluation, iteration.weights)
+        logger.end_line()
 
     def _has_more(self, interrupts: Interrupts) -> bool:
         """Whether an iteration should follow."""

@@ -8,16 +8,20 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 from helpers.training_kit import HERE, lengthen, tiny
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rayvec
+from rayvec.cli import main
 from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
+from rayvec.training.run_state import Progress
 
 SLOW = pytest.mark.slow
 EVALUATED = {"eval_interval_steps": 128, "eval_episodes": 3}
@@ -69,6 +73,61 @@ def test_a_callback_sees_everything_in_order(tmp_path: Path) -> None:
     assert steps_of(witness, "on_checkpoint") == [128, 256, 320], "with each evaluation, too"
     assert witness.seen[-1] == ("on_end", 320) and witness.result == result
     assert result.stop_reason is None
+
+
+class Logs:
+    """Logs numbers in each hook."""
+
+    def on_iteration(self, context: rayvec.RunContext) -> None:
+        context.log("iteration", context.progress.steps)
+        context.log("array", np.float32(0.5))
+        context.log("tensor", torch.tensor(0.25))
+
+    def on_evaluation(self, context: rayvec.RunContext) -> None:
+        context.log("evaluation", context.progress.steps)
+
+    def on_checkpoint(self, context: rayvec.RunContext) -> None:
+        context.log("checkpoint", context.progress.steps)
+
+
+def test_what_callbacks_log_is_in_the_line_of_its_iteration(tmp_path: Path) -> None:
+    settings = {**EVALUATED, "total_steps": 320, "checkpoint_interval_s": 1e9}
+    rayvec.train(tiny(tmp_path / "a", **settings, log_interval_steps=100), callbacks=[Logs()])
+    lines = list(read_metrics(tmp_path / "a" / "metrics.jsonl"))
+    logged = [[line.get(f"callback/{name}") for name in ("iteration", "evaluation", "checkpoint")] for line in lines]
+    assert [line["steps"] for line in lines] == [128, 256, 320, 320]
+    assert logged == [[128, 128, None], [256, 256, 128], [320, None, 256], [None, 320, 320]]
+    assert [line["callback/array"] for line in lines[:3]] == [0.5] * 3
+    assert [line["callback/tensor"] for line in lines[:3]] == [0.25] * 3
+    assert lines[3]["steps_per_s"] is None and lines[3]["return_mean"] == lines[2]["return_mean"]
+    events = EventAccumulator(str(tmp_path / "a")).Reload().Scalars("callback/evaluation")
+    assert [(event.step, event.value) for event in events] == [(128, 128.0), (256, 256.0), (320, 320.0)]
+    assert main(["plot", str(tmp_path / "a"), "--out", str(tmp_path / "a.png")]) == 0
+    assert main(["report", str(tmp_path / "a")]) == 0
+
+
+def test_metrics_before_a_failing_callback_are_kept(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        rayvec.train(tiny(tmp_path / "a", **EVALUATED), callbacks=[Logs(), Witness(fail_in="on_evaluation")])
+    *_, last = read_metrics(tmp_path / "a" / "metrics.jsonl")
+    assert last["steps"] == 128 and last["callback/evaluation"] == 128 and "eval/return_mean" in last
+
+
+@pytest.mark.parametrize("value", ["3", None, [1.0, 2.0], np.zeros(2), torch.zeros(2)])
+def test_a_callback_logs_numbers_alone(tmp_path: Path, value: Any) -> None:
+    context = rayvec.RunContext(tiny(tmp_path), tmp_path, Progress())
+    with pytest.raises(ConfigError, match="one number by its name"):
+        context.log("loss", value)
+    assert not context.logged
+
+
+def test_on_end_is_too_late_to_log(tmp_path: Path) -> None:
+    class LogsLate:
+        def on_end(self, context: rayvec.RunContext) -> None:
+            context.log("late", 1)
+
+    with pytest.raises(ConfigError, match="complete before on_end"):
+        rayvec.train(tiny(tmp_path / "a"), callbacks=LogsLate())
 
 
 class LastsFor(CartPoleEnv):

@@ -55,7 +55,8 @@ def log(run_dir: Path, steps: list[int], resumed_at: int = 0, config: PPOConfig 
             iteration = Iteration(stats(float(step), 0.0), {"loss": math.nan if step == 16 else 0.5}, TIMES_S)
             progress.add(iteration.stats)
             assert progress.steps == step
-            logger.log(iteration)
+            logger.add(iteration)
+            logger.end_line()
 
 
 def test_a_line_for_each_iteration(tmp_path: Path) -> None:
@@ -84,7 +85,8 @@ def test_returns_are_of_the_last_hundred_episodes_and_never_missing_after_the_fi
         for returns in [(), (5.0,), (), tuple(range(150)), ()]:
             iteration = Iteration(stats(*returns), {}, TIMES_S)
             progress.add(iteration.stats)
-            logger.log(iteration)
+            logger.add(iteration)
+            logger.end_line()
     means = [line["return_mean"] for line in read_metrics(tmp_path / "metrics.jsonl")]
     assert means == [None, 5.0, 5.0, np.arange(50, 150).mean(), np.arange(50, 150).mean()]
 
@@ -153,7 +155,7 @@ def test_a_learner_of_your_own_may_return_numbers_of_numpy_and_torch(
 
 def test_learning_curve_is_drawn_even_if_the_run_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), RunLogger(tmp_path, CONFIG, Progress(steps=16)) as logger:
-        logger.log(Iteration(stats(1.0), {}, TIMES_S))
+        logger.add(Iteration(stats(1.0), {}, TIMES_S))
         raise RuntimeError
     picture = matplotlib.image.imread(tmp_path / "learning_curve.png")
     assert picture.shape[1] >= 1000 and picture.std() > 0.01
