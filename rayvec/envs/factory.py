@@ -22,8 +22,9 @@ from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from rayvec.errors import ConfigError, check_count, check_flag, message
 
-__all__ = ["EnvFactory", "EnvIdError", "carrying_sys", "env_seeds", "register_specs", "registered_specs"]
+__all__ = ["EnvFactory", "EnvIdError", "carrying_sys", "check_env", "env_seeds", "register_specs", "registered_specs"]
 
+_EXPECTED = ("observation_space", "action_space", "metadata", "render_mode", "reset", "step", "close")
 _REGISTERED_AGAIN = ".*Overriding environment .* already in registry"
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 Wrapper = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
@@ -73,6 +74,35 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int) -> list[in
     return [None if s is None else int(s) for s in seed]
 
 
+def check_env(env: Any) -> gymnasium.Env[Any, Any]:
+    """Returns what a user's callable has made, if that is an environment.
+
+    Raises:
+        ConfigError: It is a vector environment, one of PettingZoo, or lacks what an environment has.
+    """
+    if isinstance(env, gymnasium.Env) and hasattr(env, "observation_space") and hasattr(env, "action_space"):
+        return env
+    name = f"{type(env).__module__}.{type(env).__qualname__}".removeprefix("builtins.")
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        got, remedy = f"{name}, a vector environment of {env.num_envs}", "Pass [make_vector_env] * n with native=True."
+    elif hasattr(env, "possible_agents"):
+        rows = "RayVecEnv([lambda: ParallelAgents(make_game())] * n, native=True)"
+        got, remedy = f"{name}, a game of several agents", f"rayvec.wrappers makes its agents rows: {rows}."
+    elif isinstance(env, gymnasium.Env):
+        got, remedy = name, "Assign both spaces in the constructor of the environment."
+    elif missing := [each for each in _EXPECTED if not hasattr(env, each)]:
+        remedy = "Return the environment from the callable, of a class derived from gymnasium.Env."
+        got = f"{name} without {missing[0]}"
+    else:
+        return cast("gymnasium.Env[Any, Any]", env)
+    raise ConfigError(
+        "Each callable makes one environment.",
+        expected="a gymnasium.Env with an observation_space and an action_space",
+        got=got,
+        remedy=remedy,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Wrapped:
     """Makes an environment and applies wrappers to it, in order."""
@@ -107,17 +137,7 @@ class _Made:
     function: Callable[..., Any]
 
     def __call__(self, **kwargs: Any) -> gymnasium.Env[Any, Any]:
-        env = self.function(**kwargs)
-        if isinstance(env, gymnasium.Env):
-            return env
-        raise TypeError(
-            message(
-                "A class or function that is passed as an environment makes one.",
-                expected="a gymnasium.Env",
-                got=f"{type(env).__name__} from {getattr(self.function, '__qualname__', self.function)}",
-                remedy="Return the environment; a vector environment can't be stepped one by one.",
-            )
-        )
+        return check_env(self.function(**kwargs))
 
 
 @dataclass(frozen=True, slots=True)

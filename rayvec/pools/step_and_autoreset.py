@@ -9,11 +9,11 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 from rayvec.data import RawInfo
-from rayvec.errors import ConfigError, EnvError, RemoteFailure
+from rayvec.envs.factory import check_env
+from rayvec.errors import EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool
 from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of, store_seed
@@ -30,24 +30,7 @@ class SerialPool(InProcessPool):
     _envs: list[gymnasium.Env[Any, Any]]
 
     def _make(self, unit: int) -> Any:
-        env: Any = self._factory.make(unit)
-        if isinstance(env, VectorEnv):
-            raise ConfigError(
-                "Each callable makes one environment.",
-                expected="a gymnasium.Env",
-                got=f"{type(env).__qualname__}, a vector environment of {env.num_envs}",
-                remedy="Pass native=True, so that each callable makes a sub-batch.",
-            )
-        if not (hasattr(env, "observation_space") and hasattr(env, "action_space")):
-            raise ConfigError(
-                "Each callable makes one environment.",
-                expected="a gymnasium.Env with an observation_space and an action_space",
-                got=f"{type(env).__module__}.{type(env).__qualname__}".removeprefix("builtins."),
-                remedy="Assign both spaces in the constructor of the environment."
-                if isinstance(env, gymnasium.Env)
-                else "Return the environment from the callable.",
-            )
-        return env
+        return check_env(self._factory.make(unit))
 
     def _set_up(self) -> None:
         self._restart_seeds: dict[int, int | None] = {}

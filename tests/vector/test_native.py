@@ -486,7 +486,7 @@ class TestMakeVec:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "ordinary": ({"env": [CountingEnv]}, "each callable makes a vector environment"),
     "an id": ({"env": "CartPole-v1"}, "takes callables"),
-    "native is missing": ({"env": [partial(counting, 2)], "native": False}, "Pass native=True"),
+    "native is missing": ({"env": [partial(counting, 2)], "native": False}, "with native=True"),
     "num_envs": ({"env": [partial(counting, 2)] * 2, "num_envs": 2}, "num_envs=4"),
     "modes": ({"env": [partial(counting, 2), partial(counting, 2, "SameStep")]}, "at the same time"),
     "another mode": ({"env": [partial(counting, 2)], "autoreset_mode": "SameStep"}, "reset environments themselves"),

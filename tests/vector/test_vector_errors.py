@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 from conftest import MakeVec
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation
 from helpers.exact import SpaceEnv
 from helpers.kinds import in_lockstep, within
@@ -408,12 +409,22 @@ class TestConstruction:
 
     @pytest.mark.parametrize(
         ("env", "remedy"),
-        [(None, "Return the environment"), (gymnasium.Env(), "Assign both spaces")],
-        ids=["None", "Env"],
+        [
+            (None, "NoneType without observation_space.*Return the environment"),
+            (gymnasium.Env(), "Assign both spaces"),
+            (SimpleNamespace(possible_agents=["a"], observation_space=None), "ParallelAgents"),
+            (VectorEnv(), "native=True"),
+            (SimpleNamespace(observation_space=None, action_space=None, metadata={}), "without render_mode"),
+        ],
+        ids=["None", "Env", "PettingZoo", "VectorEnv", "duck"],
     )
-    def test_a_callable_that_returns_no_environment(self, env: Any, remedy: str) -> None:
+    @pytest.mark.parametrize("form", ["list", "function"])
+    def test_a_callable_that_returns_no_environment(self, env: Any, remedy: str, form: str) -> None:
+        if isinstance(env, VectorEnv):
+            env.num_envs = 2
         with pytest.raises(ConfigError, match=f"observation_space and an action_space.*{remedy}"):
-            RayVecEnv([lambda: env], num_nodes=0, workers_per_node=0)
+            makes = {"env": [lambda: env]} if form == "list" else {"env": lambda: env, "num_envs": 1}
+            RayVecEnv(**makes, num_nodes=0, workers_per_node=0)
 
     def test_make_vec_mirrors_gymnasiums(self, ray_cluster: object) -> None:
         kwargs = {"max_episode_steps": 7}
