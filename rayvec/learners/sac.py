@@ -27,7 +27,14 @@ from rayvec.learners.minibatches import check_minibatch
 from rayvec.learners.ranks import ALONE, Ranks, global_range
 from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac_math import Minibatch, corrections
-from rayvec.learners.sac_networks import InBF16, default_networks, initial_nets, make_math, make_sac_distribution
+from rayvec.learners.sac_networks import (
+    InBF16,
+    action_form,
+    default_networks,
+    initial_nets,
+    make_math,
+    make_sac_distribution,
+)
 from rayvec.learners.sac_own_network import own_networks
 from rayvec.learners.sac_update import SACUpdate, UpdateInputs
 from rayvec.policies.networks import to_device, upload
@@ -121,7 +128,7 @@ class SACLearner:
         self.module = networks.attach(self._nets.actor.param)
         self._obs_shape = networks.obs_shape
         self._own_module = networks.module
-        self._num_act = distribution.num_params // (1 if self._math.is_discrete else 2)
+        _, self._num_act = action_form(distribution)
         self._replay = self._empty_replay()
         self._rate = Fraction(str(config.update_to_data))
         self._num_updates = 0

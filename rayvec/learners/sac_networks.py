@@ -37,6 +37,7 @@ __all__ = [
     "Networks",
     "ReplayActor",
     "SACActor",
+    "action_form",
     "default_networks",
     "initial_nets",
     "make_math",
@@ -168,6 +169,13 @@ def make_sac_distribution(space: spaces.Space[Any]) -> Distribution:
     )
 
 
+def action_form(distribution: Distribution) -> tuple[bool, int]:
+    """Returns whether actions are choices, and their number of choices, or else of components."""
+    if isinstance(distribution, Categorical):
+        return True, distribution.num_params
+    return False, distribution.num_params // 2
+
+
 def default_networks(
     observation_space: spaces.Space[Any],
     action_space: spaces.Space[Any],
@@ -196,8 +204,7 @@ def default_networks(
 
 def make_mlps(num_features: int, distribution: Distribution, config: SACConfig) -> tuple[MLPLayout, MLPLayout]:
     """Returns the layouts of the default critics and the default actor."""
-    is_discrete = isinstance(distribution, Categorical)
-    num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
+    is_discrete, num_actions = action_form(distribution)
     inputs, outputs = (num_features, num_actions) if is_discrete else (num_features + num_actions, 1)
     return (
         MLPLayout(config.num_critics, (inputs, *config.hidden_sizes, outputs)),
@@ -213,8 +220,7 @@ def make_math(
     The default target entropy is -C for C components of a Box, and for n choices `target_entropy_scale` times the
     largest entropy of n choices; with action masks, of the allowed ones.
     """
-    is_discrete = isinstance(distribution, Categorical)
-    num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
+    is_discrete, num_actions = action_form(distribution)
     usual = config.target_entropy_scale * math.log(num_actions) if is_discrete else -float(num_actions)
     return SACMath(
         critic=critic,

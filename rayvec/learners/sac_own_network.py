@@ -19,9 +19,9 @@ from rayvec.config.references import resolve
 from rayvec.data import Tree, tree_map
 from rayvec.errors import ConfigError
 from rayvec.learners.base import FlatModule, flat_parameters
-from rayvec.learners.sac_networks import Networks, ReplayActor
+from rayvec.learners.sac_networks import Networks, ReplayActor, action_form
 from rayvec.policies.actors import Actor, MaskedActor
-from rayvec.policies.distributions import Categorical, Distribution
+from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import make_encoder
 from rayvec.policies.masks import has_mask, seen, without_mask
 from rayvec.policies.networks import ModuleActor, copy_to_cpu
@@ -104,8 +104,7 @@ def _actor_and_critics(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
 
 def _check_outputs(actor: nn.Module, critics: Sequence[nn.Module], distribution: Distribution, obs: Tensor) -> None:
     """Raises a ConfigError where an output for some observations has another shape than it must have."""
-    is_discrete = isinstance(distribution, Categorical)
-    num_actions = distribution.num_params if is_discrete else distribution.num_params // 2
+    is_discrete, num_actions = action_form(distribution)
     inputs = (obs,) if is_discrete else (obs, torch.zeros(len(obs), num_actions))
     check_output("the parameters of the distribution over actions", outputs_of(actor, obs), distribution.num_params)
     for critic in critics:
