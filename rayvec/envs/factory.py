@@ -22,7 +22,16 @@ from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from rayvec.errors import ConfigError, check_count, check_flag, message
 
-__all__ = ["EnvFactory", "EnvIdError", "carrying_sys", "check_env", "env_seeds", "register_specs", "registered_specs"]
+__all__ = [
+    "EnvFactory",
+    "EnvIdError",
+    "carrying_sys",
+    "check_env",
+    "env_seeds",
+    "register_specs",
+    "registered_specs",
+    "spec_of",
+]
 
 _EXPECTED = ("observation_space", "action_space", "metadata", "render_mode", "reset", "step", "close")
 _REGISTERED_AGAIN = ".*Overriding environment .* already in registry"
@@ -311,7 +320,7 @@ def _checked_wrappers(wrappers: Any) -> tuple[Wrapper, ...]:
 def _named(name: str) -> EnvSpec | EnvFn:
     """Returns the spec of an id, or the class or function that "module:name" names."""
     try:
-        return _spec_of(name)
+        return spec_of(name)
     except EnvIdError:
         found, module = _imported(name), name.partition(":")[0]
         if callable(found):
@@ -345,9 +354,15 @@ def _portable(spec: EnvSpec) -> EnvSpec:
     return changed
 
 
-def _spec_of(env_id: str) -> EnvSpec:
+def spec_of(env_id: str) -> EnvSpec:
+    """Returns the spec of an id; imports the module that it names, and completes a version that it lacks.
+
+    Raises:
+        EnvIdError: No environment of that id is registered.
+        ConfigError: The module raises.
+    """
     try:
-        return _find_spec(env_id)  # what gymnasium.make does: imports the module, completes the version
+        return _find_spec(env_id)  # what gymnasium.make calls
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise EnvIdError(
             "An environment id must be registered with Gymnasium.",

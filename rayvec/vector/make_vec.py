@@ -17,6 +17,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, VectorizeMode, _find_spec
 
 from rayvec.data.partition import even_bounds
+from rayvec.envs.factory import spec_of
 from rayvec.errors import ConfigError, check_choice, check_count, check_node_range
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -78,6 +79,7 @@ def make_vec(
                 got=repr(id)[:200],
                 remedy="Leave vectorization_mode out; RayVecEnv(..., native=True) takes makers of vector environments.",
             )
+        spec = spec_of(id) if isinstance(id, str) else id
         make: Any = partial(gymnasium.make_vec, id, vectorization_mode=_NATIVE, **env_kwargs)
         sizes = sub_batch_sizes(num_envs, ours.get("num_nodes"), ours.get("workers_per_node"))
         env = RayVecEnv(
@@ -87,7 +89,7 @@ def make_vec(
             native=True,
             **ours,
         )
-        env.spec = deepcopy(id if isinstance(id, EnvSpec) else gymnasium.spec(id))
+        env.spec = deepcopy(spec)
         env.spec.kwargs["vectorization_mode"] = _NATIVE
         ours = {**ours, "native": True}
     else:

@@ -25,6 +25,7 @@ from helpers.simple_policies import still
 import rayvec
 from rayvec import Collector, RayVecEnv
 from rayvec.data.sub_batch_infos import SubBatchInfo, merge_columns
+from rayvec.envs.factory import EnvIdError
 from rayvec.errors import ConfigError, EnvError
 from rayvec.testing import CountingEnv, assert_identical, counting_errors
 
@@ -462,6 +463,15 @@ class TestMakeVec:
             with closing(rayvec.make_vec(env.spec, vectorization_mode="sync")) as single:  # type: ignore[arg-type]
                 assert single.num_envs == 5 and single.spec is not None
                 assert "native" not in single.spec.kwargs["vector_kwargs"]
+
+    @pytest.mark.filterwarnings("ignore:.*Using the latest versioned environment")
+    @pytest.mark.parametrize("id", ["CartPole", "gymnasium:CartPole-v1"])
+    def test_ids_that_gymnasiums_make_vec_takes(self, id: str) -> None:
+        settings = {"vectorization_mode": "vector_entry_point", "num_nodes": 0, "workers_per_node": 0}
+        with closing(rayvec.make_vec(id, 3, **settings)) as env:
+            assert env.get_attr("num_envs") == (3, 3, 3) and env.spec is not None and env.spec.id == "CartPole-v1"
+        with pytest.raises(EnvIdError, match="must be registered"):
+            rayvec.make_vec(id.replace("Cart", "Card"), 3, **settings)
 
     def test_an_entry_point_may_fix_the_number_of_environments(self) -> None:
         spec = EnvSpec("Three-v0", vector_entry_point=lambda num_envs: CartPoleVectorEnv(3))
