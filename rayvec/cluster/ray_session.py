@@ -171,13 +171,20 @@ def _check_same(address: str | None) -> None:
 
 @contextlib.contextmanager
 def _keeping_sigterm() -> Iterator[None]:
-    """Keeps the program's own handler of SIGTERM, which ``ray.init`` replaces by one that ends the process at once."""
+    """Keeps the program's own handler of SIGTERM, also while ``ray.init`` runs.
+
+    Ray sets one that raises SystemExit, with the number of the signal as exit code. It is lost if Ray drops it.
+    """
     before = signal.getsignal(signal.SIGTERM)
+    if before in (None, signal.SIG_DFL) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    utils: Any = ray._private.utils
+    original, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
         yield
     finally:
-        if before not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+        utils.set_sigterm_handler = original
 
 
 def _forget_token() -> None:

@@ -286,13 +286,22 @@ def test_sigterm_before_and_after_the_loop_ends_the_run_as_ctrl_c_does(
 
 HANDLER = """
 import signal
+from ray._private.node import Node
 from rayvec.cluster.ray_session import RaySession
 
 came = []
+start = Node.__init__
+
+def terminated_while_ray_starts(self, *args, **kwargs):
+    signal.raise_signal(signal.SIGTERM)
+    start(self, *args, **kwargs)
+
+Node.__init__ = terminated_while_ray_starts
 signal.signal(signal.SIGTERM, lambda *_: came.append(1))
 with RaySession():
-    signal.raise_signal(signal.SIGTERM)
     assert came == [1]
+    signal.raise_signal(signal.SIGTERM)
+    assert came == [1, 1]
 """
 
 
