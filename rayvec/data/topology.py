@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +54,13 @@ class Topology:
 
     nodes: tuple[NodeSlice, ...]
 
+    here: ClassVar[tuple[str, str]] = ("driver", "localhost")
+    """Id and address of the node on which this process steps environments without Ray; a rank on Ray has its own."""
+
     @classmethod
-    def of_driver(cls, worker_bounds: Sequence[int]) -> Topology:
-        """Returns the topology of a driver that steps all environments on its own machine, without Ray."""
-        return cls((NodeSlice("driver", "localhost", tuple(worker_bounds), 0),))
+    def of_driver(cls, worker_bounds: Sequence[int] = (0,)) -> Topology:
+        """Returns the topology of a driver or rank that steps its environments on its own machine, without Ray."""
+        return cls((NodeSlice(*cls.here, tuple(worker_bounds), 0),))
 
     def without_claims(self) -> Topology:
         """Returns the same without a claim to any core."""

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rayvec.data.topology import Topology
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks, can_share_memory
 from rayvec.distributed.allreduce_torch import check_device
 from rayvec.distributed.choose_allreduce import open_ranks
@@ -74,6 +75,8 @@ class RankActor:
         self._block: SharedMemoryRanks | None = None
         self._object: Any = None
         torch.set_num_threads(threads)
+        if placement.node_id:
+            Topology.here = (placement.node_id, placement.host)
 
     @_returning_failures
     def offer(self, probe: str = "", content: bytes = b"") -> RankOffer:

@@ -30,8 +30,6 @@ from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["LocalPool"]
 
-_WHERE = "the driver's process"
-
 logger = logging.getLogger(__name__)
 
 
@@ -58,8 +56,10 @@ class LocalPool:
 
     def __init__(self, factory: EnvFactory, restart_policy: RestartPolicy = NO_RESTARTS, first_id: int = 0) -> None:
         self.first_id = first_id
+        node = Topology.of_driver().nodes[0]
+        self._where = "the driver's process" if node.node_id == "driver" else f"the rank's process on node {node.name}"
         try:
-            self._pool = make_pool(factory, first_id, _WHERE, restart_policy)
+            self._pool = make_pool(factory, first_id, self._where, restart_policy)
         except EnvsFailed as failed:
             raise failed.failures[0][1].rebuild()  # noqa: B904  # rebuild() sets the cause
         self._pool.infos_stay = True
@@ -108,7 +108,8 @@ class LocalPool:
         try:
             copies = deepcopy(results)
         except Exception as error:
-            failure = RemoteFailure.capture(error, f"{_WHERE}, in what an environment returned, which can't be copied")
+            where = f"{self._where}, in what an environment returned, which can't be copied"
+            failure = RemoteFailure.capture(error, where)
             raise failure.rebuild()  # noqa: B904  # rebuild() sets the cause
         return lambda timeout_s: copies
 

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from rayvec.collect.episode_quotas import episode_quotas
 from rayvec.config import TrainConfig
-from rayvec.data.batch import CollectStats, join_stats
+from rayvec.data.batch import join_stats
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.decentralized import DecentralizedGroup
 from rayvec.distributed.rank_actor import pack, unpack
-from rayvec.distributed.rank_host import RankHost, RankPlacement
+from rayvec.distributed.rank_host import RankHost
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.distributed.stragglers import Arrivals, Stragglers
 from rayvec.envs.factory import register_specs, registered_specs
@@ -216,7 +216,7 @@ class DecentralizedTrainer:
         for placement, each in zip(self._group.placements, iterations, strict=True):
             for note in each.notes:
                 logger.warning("%s: %s", placement, note)
-        iteration = _joined(iterations, self._group.placements)
+        iteration = _joined(iterations)
         self._has_iterated = True
         if parts is not None:
             iteration.state = _joined_state(self._group.gather(parts))
@@ -238,26 +238,17 @@ class DecentralizedTrainer:
         return Evaluation(np.concatenate(returns), np.concatenate(lens))
 
 
-def _joined(iterations: list[Iteration], placements: Sequence[RankPlacement]) -> Iteration:
+def _joined(iterations: list[Iteration]) -> Iteration:
     """Returns one iteration from what each rank says of it; metrics are those of the whole on every rank."""
-    stats = [_named(each.stats, placement) for each, placement in zip(iterations, placements, strict=True)]
     names = list(dict.fromkeys(name for each in iterations for name in each.times_s))
     times_s = {name: float(np.mean([each.times_s.get(name, 0.0) for each in iterations])) for name in names}
     return replace(
         iterations[0],
-        stats=join_stats(stats),
+        stats=join_stats([each.stats for each in iterations]),
         times_s=times_s,
         num_cut=sum(each.num_cut for each in iterations),
         sent_bytes=sum(each.sent_bytes for each in iterations),
     )
-
-
-def _named(stats: CollectStats, placement: RankPlacement) -> CollectStats:
-    """Returns the statistics of a rank with the name of its node in the cluster; a rank itself knows none."""
-    if not placement.node_id:
-        return stats
-    name = f"{placement.host}/{placement.node_id[:8]}"
-    return replace(stats, nodes=tuple(replace(node, node=name) for node in stats.nodes))
 
 
 def _joined_state(packed: list[Any]) -> dict[str, Any]:

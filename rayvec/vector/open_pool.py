@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+from rayvec.data.topology import Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.node.local_pool import LocalPool
@@ -15,9 +16,6 @@ from rayvec.pools.base import ActingPool, RestartPolicy
 from rayvec.pools.shared_memory import keep_freed_memory
 
 __all__ = ["open_pool"]
-
-_NAME = "localhost/driver"
-"""What this machine is called in errors, in logs, and as the only node of its topology."""
 
 
 def open_pool(
@@ -126,6 +124,7 @@ def _open_local(
         check_count("workers_per_node", workers)
     num_workers = factory.num_envs if worker_per_env else workers or len(os.sched_getaffinity(0))
     num_workers = min(num_workers, factory.num_envs)
+    name = Topology.of_driver().nodes[0].name
     return ProcessPool.of(
-        factory, num_workers, node=_NAME, preload=preload, restart_policy=restart_policy, first_id=first_id
+        factory, num_workers, node=name, preload=preload, restart_policy=restart_policy, first_id=first_id
     )

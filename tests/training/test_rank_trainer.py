@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -19,6 +20,9 @@ from helpers.training_kit import HERE, SMALL, lengthen, lines_of, options
 
 import rayvec
 from rayvec.config import TrainConfig
+from rayvec.data.topology import Topology
+from rayvec.distributed.rank_actor import RankActor
+from rayvec.distributed.rank_host import RankPlacement
 from rayvec.errors import ConfigError, RankLostError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
@@ -229,6 +233,19 @@ def test_what_ranks_log_is_logged_by_the_driver(
     assert len(said) == 4, caplog.messages
     for number, line in enumerate(said):
         assert line.startswith(f"rank {number // 2} on ") and f"environment {number}, seed " in line, line
+        assert ("the driver's process" in line) == (places == HERE), line
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_on_a_rank_names_its_node(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    monkeypatch.setattr(Topology, "here", Topology.here)
+    placement = RankPlacement(1, 2, "ab" * 20, "192.0.2.7", node_rank=0, node_size=1, node=1, num_nodes=2)
+    RankActor(placement, "cpu", torch.get_num_threads(), 1.0)
+    with rayvec.RayVecEnv([tires], num_nodes=0, workers_per_node=workers) as env:
+        assert env.topology.nodes[0].name == "192.0.2.7/abababab"
+        with pytest.raises(ValueError, match="tired") as caught:
+            env.rollout(lambda obs: np.zeros(1, np.int64), 50)
+    assert "node 192.0.2.7/abababab" in str(caught.value.__cause__)
 
 
 def test_an_error_of_an_environment_keeps_its_type(tmp_path: Path) -> None:
