@@ -49,9 +49,17 @@ class MetricsFile:
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, float | int | list[int] | None]) -> None:
-        """Appends a line; NaN and infinity become null."""
-        self._file.write(_json_line(metrics))
-        self._file.flush()
+        """Appends a line; NaN and infinity become null.
+
+        Raises:
+            OSError: The disk is full, or fails. It names the file.
+        """
+        try:
+            self._file.write(_json_line(metrics))
+            self._file.flush()
+        except OSError as error:  # of a full disk
+            error.filename = self._file.name
+            raise
 
     def close(self) -> None:
         """Closes the file."""

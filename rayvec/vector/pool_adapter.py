@@ -235,7 +235,7 @@ class PoolAdapter:
 
     def _close_pool(self, timeout_s: float | None = None) -> None:
         self.closed = True
-        if os.getpid() == self._creator:  # in a child that was forked later, what runs belongs to its parent
+        if not self._is_forked:  # else what runs belongs to the parent
             try:
                 self._pool.close(self.interrupted_close_s if timeout_s is None and self._interrupted else timeout_s)
             except KeyboardInterrupt:  # while it waits for environments: kill what has not ended
@@ -313,8 +313,13 @@ class PoolAdapter:
         if options and not self._pool.steps_here:
             packed(options)
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process was forked from the one that made the environments."""
+        return os.getpid() != self._creator
+
     def _assert_same_process(self) -> None:
-        if os.getpid() != self._creator:
+        if self._is_forked:
             raise ClosedEnvironmentError(
                 message(
                     "An environment is used by the process that created it.",
@@ -325,7 +330,7 @@ class PoolAdapter:
             )
 
     def _assert_running(self) -> None:
-        if self.closed or os.getpid() != self._creator:
+        if self.closed or self._is_forked:
             self._assert_same_process()
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
 

@@ -416,7 +416,9 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         """
         pending, self._pending = self._pending, None
         self._close_pool(0.0 if terminate else timeout)
-        if pending is not None and pending.name in ("reset", "step", "call") and not pending.timed_out:
+        if self._is_forked or pending is None or pending.timed_out:
+            return
+        if pending.name in ("reset", "step", "call"):
             gymnasium.logger.warn(f"Calling `close` while waiting for a pending call to `{pending.name}` to complete.")
 
     # What the public methods share.

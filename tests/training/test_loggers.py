@@ -139,6 +139,16 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     }
 
 
+def test_an_error_of_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", steps=0)
+    file.close()
+    file._file = open("/dev/full", "w")  # closing it fails, too
+    with pytest.raises(OSError, match="/dev/full"):
+        file.write({"steps": 1})
+    with pytest.raises(OSError, match="No space left"):
+        file.close()
+
+
 class _ReturnsArrays(PPOLearner):
     def update(self, batch: Any) -> Any:
         return {**super().update(batch), "numpy": np.float32(1.5), "whole": np.int64(3), "torch": torch.tensor(2.5)}

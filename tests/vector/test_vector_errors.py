@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from copy import deepcopy
@@ -230,6 +231,18 @@ class TestCtrlC:
 
 
 class TestEnd:
+    def test_close_in_a_forked_child_does_and_says_nothing(self) -> None:
+        with RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1) as env:
+            env.reset(seed=0)
+            env.step_async(np.zeros(1, int))
+            child = os.fork()
+            if not child:
+                with warnings.catch_warnings(record=True) as said:
+                    env.close()
+                os._exit(len(said))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert env.step_wait()[0].shape == (1, 4)
+
     @pytest.mark.parametrize(
         ("nodes", "pending"),
         [
