@@ -145,6 +145,9 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
 def _end_without_head() -> None:
     """Ends a process whose cluster has lost its head, with exit code 1. Ray itself would wait at exit, or crash."""
     if RaySession._ending is not None and RaySession._ending.is_alive():
+        logging.getLogger(__name__).warning(
+            "the head of the Ray cluster does not answer: this process ends without ray.shutdown(), with exit code 1"
+        )
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

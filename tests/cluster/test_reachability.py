@@ -92,6 +92,7 @@ def test_a_run_whose_head_is_stopped_ends_with_its_result(tmp_path: Path) -> Non
     result = tmp_path / "run" / "result.json"
     assert result.exists() and json.loads(result.read_text())["total_steps"] == 512, done.stderr
     assert done.returncode == 1  # that of every program whose cluster has lost its head
+    assert "the head of the Ray cluster does not answer" in done.stderr
 
 
 KILLS_THE_HEAD = """
