@@ -110,15 +110,16 @@ class Eval:
     address: str | None = None
     """Address of a running Ray cluster; not given: as in training."""
 
-    num_nodes: int | None = None
+    num_nodes: Annotated[int, Bounds(0)] | None = None
     """Ray nodes to spread the environments over, 0 for this machine without Ray; not given: as in training."""
 
-    workers_per_node: int | None = None
+    workers_per_node: Annotated[int, Bounds(0)] | None = None
     """Worker processes on each node; not given: as in training."""
 
     def run(self, args: Sequence[str]) -> None:
         """Evaluates; `args` are the arguments of the command line."""
         check(self)
+        mentioned = _mentioned(args)
         from rayvec.training.evaluation import evaluate_run
 
         for path in ([self.video] if self.video else []) + ([None] if self.render else []):
@@ -127,7 +128,7 @@ class Eval:
             episode_return = show(self.run_dir, path, seed=self.seed, checkpoint=self.checkpoint)
             where = f"in {path}" if path else "on the screen"
             print(f"rayvec: an episode with return {episode_return:.2f} {where}", file=sys.stderr)
-        changes = {name: getattr(self, name) for name in ADJUSTABLE if name in _mentioned(args)}
+        changes = {name: getattr(self, name) for name in ADJUSTABLE if name in mentioned}
         evaluation = evaluate_run(
             self.run_dir, num_episodes=self.episodes, seed=self.seed, checkpoint=self.checkpoint, **changes
         )
@@ -147,7 +148,7 @@ class Plot:
     out: Path = Path("curves.png")
     """The picture; the end of its name says its format, such as .png, .pdf or .svg."""
 
-    def run(self, args: Sequence[str]) -> None:
+    def run(self) -> None:
         """Draws the picture and prints a line for each group of runs."""
         from rayvec.training.plots import plot_runs, read_runs
 
@@ -168,7 +169,7 @@ class Report:
     out: Path | None = None
     """The HTML file; not given: report.html in the run's directory."""
 
-    def run(self, args: Sequence[str]) -> None:
+    def run(self) -> None:
         """Writes the page."""
         from rayvec.training.report import write_report
 
@@ -191,7 +192,7 @@ class Top:
     once: bool = False
     """Print one table and end."""
 
-    def run(self, args: Sequence[str]) -> int:
+    def run(self) -> int:
         """Shows the run; returns 1 if its process has died."""
         from rayvec.training.top import top
 
@@ -210,13 +211,17 @@ class Bench:
         | Annotated[LearnerBench, tyro.conf.subcommand("learner")]
     )
 
-    def run(self, args: Sequence[str]) -> None:
-        """Runs the benchmark; `args` are the arguments of the command line."""
+    def run(self, args: Sequence[str]) -> int | None:
+        """Runs the benchmark; returns 1 if nothing could be measured. `args` are the arguments of the command line."""
         from rayvec.bench import compare, learner, scaling
         from rayvec.bench.cost_model import command, cost
 
-        modules = {Scaling: scaling, Compare: compare, Model: command, Cost: cost, LearnerBench: learner}
-        modules[type(self.command)].run(self.command, _mentioned(args))
+        if isinstance(self.command, Scaling):
+            scaling.run(self.command, _mentioned(args))
+            return 0
+        modules = {Compare: compare, Model: command, Cost: cost, LearnerBench: learner}
+        code: int | None = modules[type(self.command)].run(self.command)
+        return code
 
 
 @dataclass(frozen=True)
@@ -235,7 +240,7 @@ class Doctor:
     json: bool = False
     """Print one JSON document instead of lines."""
 
-    def run(self, args: Sequence[str]) -> int:
+    def run(self) -> int:
         """Prints a line for each finding; returns 1 if one is an error."""
         from rayvec.doctor.report import report
 
@@ -280,9 +285,9 @@ def main(args: Sequence[str] | None = None) -> int:
             )
             is_training = isinstance(command, Train)  # it takes SIGTERM itself, to finish the iteration first
             with contextlib.nullcontext() if is_training else interrupts.taking_sigterm():
-                code = command.run(args) or 0
+                code = command.run(args) if isinstance(command, Train | Eval | Bench) else command.run()
             print(end="", flush=True)
-            return code
+            return code or 0
     except KeyboardInterrupt as interrupt:
         _print_error(str(interrupt) or "interrupted", interrupt)
         return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
@@ -350,8 +355,10 @@ def _check_alone(seeds: Sequence[int], mentioned: frozenset[str]) -> None:
         raise ConfigError(
             "--seeds trains new runs, one with each seed.",
             expected="at least one seed, and neither --seed nor --resume",
-            got=f"--seeds {' '.join(map(str, seeds))} {' '.join(others)}".strip(),
-            remedy="Leave out the other option; the same --seeds and --run-dir continue runs that have not finished.",
+            got=" ".join(["--seeds", *map(str, seeds), *others]) + (" without numbers" if not seeds else ""),
+            remedy="Leave out the other option; the same --seeds and --run-dir continue runs that have not finished."
+            if seeds
+            else "Pass --seeds 1 2 3.",
         )
 
 

@@ -75,6 +75,7 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     ("arguments", "words"),
     [
         ("--num-envs 0", ["num_envs", "at least 1", "Got: 0"]),
+        ("--seeds", ["Got: --seeds without numbers. Remedy: Pass --seeds 1 2 3."]),
         ("--num-envs -4", ["num_envs", "Got: -4"]),
         ("--total-steps 0", ["total_steps"]),
         ("--gamma 1.5", ["gamma", "from 0 to 1", "Got: 1.5"]),
@@ -203,6 +204,7 @@ def test_a_run_without_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_evaluating_nothing(tmp_path: Path, assert_refused: AssertRefused) -> None:
     assert_refused(["eval", str(tmp_path / "nowhere")], "config.yaml")
     assert_refused(["eval", str(tmp_path), "--episodes", "0"], "episodes", "Got: 0")
+    assert_refused(["eval", str(tmp_path), "--num-nodes", "-1"], "Expected: int | None, at least 0", "Got: -1")
 
 
 def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +272,7 @@ TERMINATED = """
 import contextlib, signal, sys
 from rayvec import cli
 
-def run(doctor, args):
+def run(doctor):
     with contextlib.ExitStack() as stack:
         stack.callback(print, "cleaned")
         signal.raise_signal(signal.SIGTERM)

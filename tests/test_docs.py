@@ -122,7 +122,7 @@ def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     """A wrong option of ``rayvec`` fails here, and so does a target of make or a script that does not exist."""
     monkeypatch.setattr(cli.Train, "run", check_settings)
     for command_class in (cli.Eval, cli.Plot, cli.Report, cli.Top, cli.Bench, cli.Doctor):
-        monkeypatch.setattr(command_class, "run", lambda self, mentioned: None)
+        monkeypatch.setattr(command_class, "run", lambda self, *args: None)
     targets = set(re.findall(r"^([.\w-]+):", (ROOT / "Makefile").read_text(), re.M)) | {"SEED=1", "MINUTES=10"}
     for command in commands(page):
         words = [PLACEHOLDERS.get(word, word) for word in shlex.split(command)]

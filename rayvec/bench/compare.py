@@ -32,11 +32,12 @@ OURS = ("rayvec-driver", "rayvec-worker")
 _CHUNK_STEPS = 128
 
 
-def run(settings: Compare, mentioned: frozenset[str] = frozenset()) -> None:
+def run(settings: Compare) -> None:
     """Measures, prints a table for each environment, and writes the files."""
     check(settings)
     check_any(settings, "env_id", "num_envs")
-    check_peers((*settings.peer, settings.reference), COMPARE_PEERS)
+    check_peers(settings.peer, COMPARE_PEERS)
+    check_peers((settings.reference,), COMPARE_PEERS, "--reference")
     if settings.reference == "rayvec-tcp":
         raise ConfigError(
             "--reference names a peer that runs without a cluster of its own.",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from rayvec.bench.measured_processes import NOT_INSTALLED, marked_environment, peer_process
 from rayvec.bench.results import Results
-from rayvec.bench.settings import LearnerBench, check_any
+from rayvec.bench.settings import LEARNER_STEPS, LearnerBench, check_any
 from rayvec.bench.simulate import reachable
 from rayvec.bench.terminal import show_table, spread, ticking
 from rayvec.config.schema import check, plain
-from rayvec.errors import RayvecError
+from rayvec.errors import ConfigError, RayvecError
 
 __all__ = ["run", "show"]
 
@@ -23,10 +24,12 @@ _SAME = ("num_envs", "num_steps", "hidden_sizes", "obs_size", "images", "compile
 _KEY = ("algorithm", "way", "minibatch_size")
 
 
-def run(settings: LearnerBench, mentioned: frozenset[str] = frozenset()) -> None:
-    """Measures, prints the table, and writes the files."""
+def run(settings: LearnerBench) -> int:
+    """Measures, prints the table, and writes the files; returns 1 if no row could be measured."""
     check(settings)
     check_any(settings, "num_learners", "algorithm", "way", "minibatch_size", "hidden_sizes")
+    algorithms = settings.algorithm or (("ppo", "impala") if settings.images else ("ppo", "sac", "impala"))
+    _check_batch(settings, algorithms)
     if settings.address is not None:
         reachable(settings.address)
     if settings.device == "cuda":
@@ -35,13 +38,40 @@ def run(settings: LearnerBench, mentioned: frozenset[str] = frozenset()) -> None
         torch_device("cuda")
     results = Results.of("learner", settings)
     counts = sorted(set(settings.num_learners))
-    cells = list(itertools.product(settings.algorithm, settings.way, settings.minibatch_size, counts))
+    cells = list(itertools.product(algorithms, settings.way, settings.minibatch_size, counts))
     with results.shown(show), ticking(len(cells)) as tick:
         for algorithm, way, minibatch_size, count in cells:
             tick(f"{algorithm}, {way}, {count}", 0.0)
             row = {"algorithm": algorithm, "way": way, "minibatch_size": minibatch_size, "num_learners": count}
             results.add({**row, "scaling": settings.scaling, **_measured(settings, row)})
             tick("", 1.0)
+    return int(all("failed" in row for row in results.rows))
+
+
+def _check_batch(settings: LearnerBench, algorithms: Sequence[str]) -> None:
+    """Refuses what the batch of an algorithm can't be.
+
+    Raises:
+        ConfigError: SAC would learn from images, or the parts of a batch can't have so many rows.
+    """
+    if settings.images and "sac" in algorithms:
+        raise ConfigError(
+            "SAC learns from vectors.",
+            expected="--algorithm ppo, impala or both with --images",
+            got=f"--algorithm {' '.join(algorithms)}",
+            remedy="Leave sac or --images out.",
+        )
+    for algorithm in algorithms:
+        steps = settings.num_steps or LEARNER_STEPS[algorithm]
+        least, most = steps if algorithm == "impala" else 1, steps * settings.num_envs
+        wrong = [size for size in settings.minibatch_size if not least <= size <= most]
+        if algorithm != "sac" and wrong:  # SAC's minibatches are drawn from the replay buffer
+            raise ConfigError(
+                "A minibatch of PPO is a part of the batch, and one of IMPALA has whole environments of it.",
+                expected=f"--minibatch-size from {least} to num_envs * num_steps = {most:,} for {algorithm}",
+                got=", ".join(map(str, wrong)),
+                remedy="Pass another --minibatch-size, or more --num-envs.",
+            )
 
 
 def _measured(settings: LearnerBench, row: dict[str, Any]) -> dict[str, Any]:
@@ -91,4 +121,5 @@ def show(results: Results) -> None:
         print(f"More ranks than this machine has cores ({cores}) share them: no gain can be expected there.")
     for row in results.rows:
         if "failed" in row:
-            print(f"{row['algorithm']} by {row['way']}, {row['num_learners']}: {row['failed']}")
+            problem = row["failed"].removeprefix(f"{row['way']}: ")
+            print(f"{row['algorithm']} by {row['way']}, {row['num_learners']}: {problem}")

@@ -43,8 +43,8 @@ _TERM_S = 3.0
 _KILL_S = 5.0
 
 
-def check_peers(names: tuple[str, ...], known: tuple[str, ...]) -> None:
-    """Refuses unknown peers; ``module:name`` is looked up when it starts.
+def check_peers(names: tuple[str, ...], known: tuple[str, ...], option: str = "--peer") -> None:
+    """Refuses unknown peers of an option; ``module:name`` is looked up when it starts.
 
     Raises:
         ConfigError: One is unknown.
@@ -52,7 +52,7 @@ def check_peers(names: tuple[str, ...], known: tuple[str, ...]) -> None:
     unknown = [name for name in names if name not in known and ":" not in name]
     if unknown:
         raise ConfigError(
-            "--peer names what is measured beside rayvec.",
+            f"{option} names what is measured beside rayvec.",
             expected=f"{', '.join(known)}, or module:name of an adapter",
             got=", ".join(unknown),
             remedy="Correct the name, or leave it out. Peers of other libraries are in benchmarks/peers.py.",

@@ -76,7 +76,12 @@ class Results:
 
     @classmethod
     def of(cls, kind: str, settings: Any) -> Results:
-        """Returns an empty file for a command's settings, in the directory that they name."""
+        """Returns an empty file for a command's settings, in the directory that they name.
+
+        Raises:
+            ConfigError: That can't be made, or can't be written to.
+        """
+        _check_directory(settings.out)
         values = {name: str(value) if isinstance(value, Path) else value for name, value in plain(settings).items()}
         return cls(kind, values, settings.out / f"{kind}.json")
 
@@ -114,6 +119,8 @@ class Results:
         try:
             yield
         except KeyboardInterrupt:
+            if not self.rows:
+                raise KeyboardInterrupt("interrupted; nothing was measured") from None
             self._show(show)
             raise KeyboardInterrupt(f"interrupted; the finished rows are in {self.path}{advice}") from None
         self._show(show)
@@ -160,6 +167,18 @@ class Results:
             )
         extra = {name: value for name, value in content.items() if name not in _WRITTEN}
         return cls(kind, settings, path, rows, notes, extra, command)
+
+
+def _check_directory(directory: Path) -> None:
+    there = next(each for each in (directory, *directory.absolute().parents) if os.path.exists(each))
+    is_directory = os.path.isdir(there)
+    if not is_directory or not os.access(there, os.W_OK):
+        raise ConfigError(
+            "--out names the directory for the results.",
+            expected="a directory that can be written to, or a path where one can be made",
+            got=f"{directory}: {there} {'is not writable' if is_directory else 'is no directory'}",
+            remedy="Pass another --out.",
+        )
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -34,7 +34,12 @@ Cell = tuple[int, str, float]
 
 
 def run(given: Scaling, mentioned: frozenset[str] = frozenset()) -> None:
-    """Measures the missing cells, prints the table, writes JSON, CSV and plots."""
+    """Measures the missing cells, prints the table, writes JSON, CSV and plots.
+
+    Args:
+        given: The settings.
+        mentioned: Names of those that the command line sets, of which --resume allows no other.
+    """
     check(given)
     jitter_sigma(given.jitter)
     check_any(given, "nodes", "step_duration", "inference", "learners")

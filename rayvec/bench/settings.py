@@ -10,9 +10,21 @@ from rayvec.config.base import Count, NonNegative, Positive
 from rayvec.config.schema import Bounds
 from rayvec.errors import ConfigError
 
-__all__ = ["PRICES", "Compare", "Cost", "LearnerBench", "Model", "Scaling", "check_any", "jitter_sigma"]
+__all__ = [
+    "LEARNER_STEPS",
+    "PRICES",
+    "Compare",
+    "Cost",
+    "LearnerBench",
+    "Model",
+    "Scaling",
+    "check_any",
+    "jitter_sigma",
+]
 
 PRICES = Path(__file__).with_name("prices_2023.yaml")
+LEARNER_STEPS = {"ppo": 64, "sac": 4, "impala": 64}
+"""Steps of each environment in the batch of ``rayvec bench learner``, by algorithm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +165,8 @@ class LearnerBench:
     device: Literal["cpu", "cuda"] = "cpu"
     """Where updates are computed; with cuda each rank has a GPU of its own."""
 
-    algorithm: tuple[Literal["ppo", "sac", "impala"], ...] = ("ppo", "sac", "impala")
-    """Whose updates."""
+    algorithm: tuple[Literal["ppo", "sac", "impala"], ...] | None = None
+    """Whose updates; unset: of all three, with --images of PPO and IMPALA."""
 
     way: tuple[Literal["ranks", "processes", "shared-memory", "gloo", "threads", "ddp", "share"], ...] = (
         "ranks", "threads", "ddp"
@@ -164,7 +176,8 @@ class LearnerBench:
     written by hand; share: one rank's share of the batch without the other ranks, which bounds what ranks can gain."""
 
     minibatch_size: tuple[Count, ...] = (1024,)
-    """Rows of a minibatch, of one rank where the scaling is weak."""
+    """Rows of a minibatch, of one rank where the scaling is weak. PPO's and IMPALA's are parts of the batch: at most
+    num_envs times num_steps, and for IMPALA at least num_steps."""
 
     num_envs: Count = 64
     """Columns of the batch, of one rank where the scaling is weak."""

@@ -221,7 +221,8 @@ class TrainConfig(metaclass=PresetMeta):
     """Modules that the workers import once for each node."""
 
     plugin: tuple[str, ...] = ()
-    """Modules to import first, which register algorithms with rayvec.training.runs.register."""
+    """Modules that register algorithms; they are imported before the settings are read. On the command line, one module
+    after each --plugin."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -390,7 +391,7 @@ class TrainConfig(metaclass=PresetMeta):
         if fixed:
             near = suggested(fixed[0], adjustable) if fixed[0] not in field_names(type(self)) else None
             raise ConfigError(
-                "On resume you may change where and how fast a run executes, not what it learns.",
+                "A run keeps what it learns. Resuming and evaluating may change only where and how fast it executes.",
                 expected=f"only changes of {', '.join(adjustable)}",
                 got=", ".join(f"{name}={changes[name]!r} after {before[name]!r}" for name in fixed),
                 remedy=f"Resume this run by rayvec train {self.algorithm}."

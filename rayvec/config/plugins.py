@@ -38,6 +38,9 @@ def import_plugins(modules: Sequence[str]) -> None:
 def split_plugins(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the values of ``--plugin``, wherever it stands in a command line, and the other arguments.
 
+    Raises:
+        ConfigError: It has no value.
+
     >>> split_plugins(["train", "--plugin", "mine", "reinforce", "--seed", "3"])
     (['mine'], ['train', 'reinforce', '--seed', '3'])
     """
@@ -45,10 +48,18 @@ def split_plugins(args: Sequence[str]) -> tuple[list[str], list[str]]:
     others: list[str] = []
     rest = iter(args)
     for arg in rest:
-        if arg == "--plugin":
-            plugins.extend(value for value in [next(rest, None)] if value is not None)
-        elif arg.startswith("--plugin="):
-            plugins.append(arg.partition("=")[2])
-        else:
+        option, is_joined, module = arg.partition("=")
+        if option != "--plugin":
             others.append(arg)
+            continue
+        if not is_joined:
+            module = next(rest, "")
+        if not module or module.startswith("-"):
+            raise ConfigError(
+                "--plugin names a module that registers an algorithm.",
+                expected="a module after each --plugin",
+                got=f"--plugin {module}".strip(),
+                remedy="Pass --plugin MODULE, once for each module, or leave it out.",
+            )
+        plugins.append(module)
     return plugins, others

@@ -14,7 +14,7 @@ import torch
 from conftest import AssertRefused
 from helpers.processes import assert_nothing_left, running
 
-from rayvec.bench import compare, simulate
+from rayvec.bench import compare, learner, simulate
 from rayvec.bench.harness.adapters import ADAPTERS
 from rayvec.bench.harness.ddp import UPDATES
 from rayvec.bench.harness.learners import LearnerTask, Threads
@@ -216,10 +216,28 @@ def test_efficiency_is_over_one_rank(tmp_path: Path) -> None:
     assert [row["efficiency"] for row in results.rows] == [1.0, 0.75]
 
 
+def test_ctrl_c_before_the_first_row_names_no_file(tmp_path: Path) -> None:
+    results = Results("learner", {}, tmp_path / "learner.json")
+    with pytest.raises(KeyboardInterrupt, match=r"^interrupted; nothing was measured$"), results.shown(show):
+        raise KeyboardInterrupt
+
+
+def test_a_learner_benchmark_that_measures_nothing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(learner, "_measured", lambda settings, row: {"failed": f"{row['way']}: no memory"})
+    arguments = ["bench", "learner", "--images", "--way", "ranks", "--num-learners", "1", "--out", str(tmp_path)]
+    assert main(arguments) == 1
+    shown = capsys.readouterr().out
+    assert "ppo by ranks, 1: no memory" in shown and "impala by" in shown and "sac" not in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("compare --peer warp-drive", ["warp-drive"]),
+        ("compare --reference warp-drive", ["--reference names", "Got: warp-drive"]),
+        ("compare --out /dev/null", ["--out names the directory", "/dev/null is no directory"]),
         ("compare --reference rayvec-tcp", ["rayvec-tcp", "process-pool"]),
         ("compare --env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
         ("compare --peer-venv rllib=/nowhere", ["rllib=/nowhere", "make_peer_venvs.sh"]),
@@ -228,6 +246,9 @@ def test_efficiency_is_over_one_rank(tmp_path: Path) -> None:
         ("learner --num-learners 0", ["num_learners"]),
         ("learner --window 0", ["window"]),
         ("learner --way", ["--way", "at least one"]),
+        ("learner --minibatch-size 64 4097", ["from 1 to num_envs * num_steps = 4,096 for ppo", "Got: 4097"]),
+        ("learner --minibatch-size 32", ["from 64 to", "for impala", "Got: 32"]),
+        ("learner --images --algorithm ppo sac", ["SAC learns from vectors"]),
         ("model --cores-per-node 0", ["cores_per_node"]),
         ("model --step-duration -1", ["step_duration"]),
         ("model --fit nowhere.json", ["nowhere.json"]),

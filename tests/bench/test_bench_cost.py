@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import AssertRefused
 from helpers.examples import examples
 from hypothesis import given, strategies as st
 
@@ -92,6 +93,20 @@ def test_what_no_mix_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "at most 128 machines" in capsys.readouterr().err
     assert main(["bench", "cost", "--steps-per-s", "1000", "--out", str(tmp_path)]) == 2
     assert "--fit model.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--fit nowhere.json", ["only with --steps-per-s", "Got: --fit nowhere.json"]),
+        ("--step-duration 0.1 --gpu-samples-per-s 5", ["Got: --step-duration 0.1, --gpu-samples-per-s 5.0"]),
+        ("--steps-per-s 5 --gpus 3", ["only without --steps-per-s", "Got: --gpus 3"]),
+        ("--steps-per-s 5", ["Got: no --fit and no samples/s"]),
+        ("--compare-with a1.metal", ["some of g4dn.metal, ", "Got: a1.metal"]),
+    ],
+)
+def test_what_has_no_effect_is_refused(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:
+    assert_refused(["bench", "cost", *arguments.split()], *words)
 
 
 def test_the_example_is_read() -> None:

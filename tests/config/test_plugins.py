@@ -63,4 +63,9 @@ def test_one_that_can_not_be_imported(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_several() -> None:
     assert split_plugins(["--plugin", "a", "train", "--plugin=b", "x"]) == (["a", "b"], ["train", "x"])
-    assert split_plugins(["train", "--plugin"]) == ([], ["train"])
+
+
+@pytest.mark.parametrize("args", [["train", "--plugin"], ["--plugin=", "train"], ["train", "--plugin", "--seed", "3"]])
+def test_an_option_without_a_module(args: list[str]) -> None:
+    with pytest.raises(ConfigError, match="a module after each --plugin"):
+        split_plugins(args)

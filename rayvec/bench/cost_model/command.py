@@ -39,7 +39,7 @@ from rayvec.bench.settings import Model, check_any, jitter_sigma
 from rayvec.bench.simulate import Nodes, Place, check_hosts, check_memory, nodes
 from rayvec.bench.terminal import show_table
 from rayvec.config.schema import check
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, counted
 
 __all__ = ["cluster_of", "compare_overheads", "run"]
 
@@ -51,7 +51,7 @@ _SEARCH, _SEARCH_ENVS = Setting(2, 4, step_s=0.001), 8
 _PLACES = {"simulated": "simulated nodes", "hosts": "hosts in network namespaces", "cluster": "those of a cluster"}
 
 
-def run(settings: Model, mentioned: frozenset[str] = frozenset()) -> None:
+def run(settings: Model) -> None:
     """Measures, fits, predicts."""
     check(settings)
     check_any(settings, "nodes", "step_duration")
@@ -132,7 +132,7 @@ class _Plan:
             self._results.write()
 
         where, cores = self._where()
-        print(f"measuring {len(todo)} settings, about {math.ceil(len(todo) / 10)} minutes")
+        print(f"measuring {len(todo)} settings, about {counted(max(1, round(len(todo) / 16)), 'minute')}")
         return measure_settings(todo, where, cores, self._settings.window, keep)
 
     def _measured(self) -> Measured:

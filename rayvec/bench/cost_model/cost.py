@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +21,13 @@ from rayvec.config.schema import check
 from rayvec.errors import ConfigError
 
 __all__ = ["Instance", "Mix", "cheapest", "read_prices", "run", "suffices"]
+
+
+_FOR_CORES = ("sampling_cpus", "gpus")
+_FOR_STEPS = (
+    "fit", "step_duration", "gpu_samples_per_s", "cpu_samples_per_s", "network_latency_us", "network_gbit"
+)  # fmt: skip
+"""Settings of the two searches: for cores and GPUs, and for steps/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +132,11 @@ def read_prices(path: Path) -> tuple[str, list[Instance]]:
         ) from error
 
 
-def run(settings: Cost, mentioned: frozenset[str] = frozenset()) -> None:
+def run(settings: Cost) -> None:
     """Searches, prints the table, and writes the files."""
     check(settings)
     currency, instances = read_prices(settings.price_file)
+    _check_used(settings, {each.name for each in instances})
     enough, wanted = _need(settings)
     groups = {"cheapest": instances}
     for name in settings.compare_with:
@@ -142,6 +150,32 @@ def run(settings: Cost, mentioned: frozenset[str] = frozenset()) -> None:
         lines.append((what, str(mix), str(mix.cpus), str(mix.gpus), f"{mix.price_per_hour:.4f}", f"{factor:.2f}"))
     show_table(f"For {wanted}", ("", "machines", "cores", "GPUs", f"{currency} per hour", "times the cheapest"), lines)
     results.finish()
+
+
+def _check_used(settings: Cost, instances: Collection[str]) -> None:
+    """Refuses settings that would have no effect.
+
+    Raises:
+        ConfigError: One is for the other kind of search, or names an instance that is not in the price file.
+    """
+    names = _FOR_CORES if settings.steps_per_s is not None else _FOR_STEPS
+    unused = [name for name in names if getattr(settings, name) != getattr(Cost, name)]
+    if unused:
+        takes = "without" if settings.steps_per_s is not None else "with"
+        raise ConfigError(
+            "The search is for steps/s (--steps-per-s), or for cores and GPUs.",
+            expected=f"these options only {takes} --steps-per-s",
+            got=", ".join(f"--{name.replace('_', '-')} {getattr(settings, name)}" for name in unused),
+            remedy="Leave --steps-per-s out, or these options." if takes == "without" else "Pass --steps-per-s too.",
+        )
+    unknown = [name for name in settings.compare_with if name not in instances]
+    if unknown and settings.compare_with != Cost.compare_with:  # other price files may lack the default
+        raise ConfigError(
+            "--compare-with names instances of the price file.",
+            expected=f"some of {', '.join(sorted(instances))}",
+            got=", ".join(unknown),
+            remedy="Correct the name, or leave it out.",
+        )
 
 
 def _choose(instances: Sequence[Instance], enough: Callable[[Mix], bool]) -> Mix:
@@ -162,11 +196,12 @@ def _need(settings: Cost) -> tuple[Callable[[Mix], bool], str]:
         wanted = f"{settings.sampling_cpus} sampling cores and {settings.gpus} GPUs"
         return lambda mix: mix.cpus >= settings.sampling_cpus and mix.gpus >= settings.gpus, wanted
     if settings.fit is None or (settings.gpu_samples_per_s is None and settings.cpu_samples_per_s is None):
-        rates = f"{settings.gpu_samples_per_s} and {settings.cpu_samples_per_s}"
+        has_rate = settings.gpu_samples_per_s is not None or settings.cpu_samples_per_s is not None
+        missing = ["--fit"] * (settings.fit is None) + ["samples/s"] * (not has_rate)
         raise ConfigError(
             "--steps-per-s needs the throughput of machines.",
             expected="--fit model.json, and --gpu-samples-per-s or --cpu-samples-per-s",
-            got=f"--fit {settings.fit}, {rates} samples/s",
+            got=" and ".join(f"no {each}" for each in missing),
             remedy="Measure with rayvec bench model and rayvec bench learner, and pass what they print.",
         )
     measured, wanted_per_s = Measured.read(settings.fit), settings.steps_per_s

@@ -18,6 +18,7 @@ from gymnasium import spaces
 import rayvec
 from rayvec.bench.harness.ddp import UPDATES
 from rayvec.bench.harness.processes import Processes
+from rayvec.bench.settings import LEARNER_STEPS
 from rayvec.config import CONFIGS
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
@@ -25,8 +26,6 @@ from rayvec.distributed.allreduce_torch import CollectiveRanks
 from rayvec.training.runs import LEARNERS
 
 __all__ = ["DDP", "Gloo", "Group", "LearnerTask", "OneShare", "ProcessGroup", "SharedMemory", "Threads"]
-
-_STEPS = {"ppo": 64, "sac": 4, "impala": 64}
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class LearnerTask:
     @property
     def steps(self) -> int:
         """Steps of each environment."""
-        return self.num_steps or _STEPS[self.algorithm]
+        return self.num_steps or LEARNER_STEPS[self.algorithm]
 
     @property
     def rows(self) -> int:
