@@ -21,7 +21,7 @@ from rayvec.cluster.tcp_stream import Listener, connect
 from rayvec.doctor import probe
 from rayvec.doctor.findings import Finding, Node, of_network, of_node, of_versions
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import first_line
+from rayvec.errors import first_line, without_remedy
 
 __all__ = ["examine", "recommended"]
 
@@ -63,7 +63,7 @@ def _no_ray(address: str | None, error: Exception) -> Finding:
         "error",
         "driver",
         "ray",
-        found=" ".join(str(error).split()) or type(error).__name__,
+        found=" ".join(without_remedy(error).split()) or type(error).__name__,
         meaning="A run on several nodes cannot start." if address else "Only num_nodes=0 works, which needs no Ray.",
         remedy="Start Ray (ray start --head), or check the address, RAY_AUTH_MODE and RAY_AUTH_TOKEN.",
     )

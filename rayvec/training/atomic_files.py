@@ -75,7 +75,7 @@ def _opened(partial: Path, path: Path) -> BinaryIO:
             "The output file must be writable.",
             expected=f"a file {path} that can be made",
             got=error.strerror,
-            remedy="Pass another path.",
+            remedy=f"Let this user write to {path.parent}, or use another directory.",
         ) from error
 
 

@@ -188,7 +188,8 @@ def _writer(path: Path | None, env: RayVecEnv) -> Iterator[Callable[[], None]]:
             imageio.get_reader(partial, format="FFMPEG").close()  # ffmpeg does not say that the disk is full
             partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is not there, or the disk can only be read
+            partial.unlink()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rayvec.config.schema import describe, plain
+from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.learning_curve import plot_learning_curve, points_of, sound
@@ -64,7 +64,7 @@ def write_report(run_dir: Path | str, path: Path | str | None = None) -> Path:
         _evaluation(result),
         "<h2>Where the time went</h2>" + _times(lines),
         "<h2>Metrics of the learner</h2>" + _learner(lines),
-        "<h2>Settings</h2><p class=note>Bold: not the default.</p>" + _settings(config),
+        "<h2>Settings</h2><p class=note>Bold: not the default that --help shows.</p>" + _settings(config),
         "<h2>Versions</h2>" + _table([(name, value) for name, value in (result.get("versions") or versions()).items()]),
     ]
     page = (
@@ -166,12 +166,11 @@ def _learner(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _settings(config: Any) -> str:
-    values, rows = plain(config), []
-    default = plain(type(config)())
+    rows = []
     for row in describe(type(config)):
-        value = values[row.name]
-        changed = " class=changed" if value != default[row.name] else ""
+        value = getattr(config, row.name)
         shown = "unset" if value is None else str(value)
+        changed = " class=changed" if shown != row.default else ""
         rows.append(f"<tr{changed}><td>{row.name}</td><td>{html.escape(shown)}</td></tr>")
     return f"<table>{''.join(rows)}</table>"
 

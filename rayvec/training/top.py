@@ -7,6 +7,7 @@ import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ def top(run_dir: Path | None, address: str | None, *, once: bool = False) -> int
 
 def _in_directory(run_dir: Path | None) -> Read:
     assert run_dir is not None
-    return lambda: [read_status(run_dir)]
+    here = str(run_dir.absolute())  # the directory may have been moved or copied since the status was written
+    return lambda: [replace(read_status(run_dir), run_dir=here)]
 
 
 @contextlib.contextmanager

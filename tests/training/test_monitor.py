@@ -145,7 +145,7 @@ def test_an_error_of_publishing_ends_publishing_only(
     monkeypatch.setattr(monitor, "write_status", fails)
     with caplog.at_level(logging.WARNING):
         assert rayvec.train(tiny(tmp_path / "a", total_steps=192)).total_steps == 192
-    assert caplog.text.count("publishing ends") == 1 and not (tmp_path / "a" / "status.json").exists()
+    assert caplog.text.count("no longer shows its status") == 1 and not (tmp_path / "a" / "status.json").exists()
 
 
 def test_a_status_that_cannot_be_written_leaves_no_part_of_it(tmp_path: Path) -> None:
@@ -218,6 +218,13 @@ def test_top_says_what_is_no_run_and_what_has_ended(tmp_path: Path, capsys: pyte
     (tmp_path / "a" / "status.json").write_text("{}")
     with pytest.raises(ConfigError, match="writes its status when training begins"):
         top(tmp_path / "a", None, once=True)
+
+
+def test_top_names_the_directory_of_a_run_that_was_moved(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
+    (tmp_path / "a").rename(tmp_path / "b")
+    with pytest.raises(ConfigError, match=rf"Got: {tmp_path / 'b'}: finished.*rayvec report {tmp_path / 'b'} "):
+        top(tmp_path / "b", None, once=True)
 
 
 def test_top_notices_that_the_process_has_died(tmp_path: Path) -> None:
@@ -293,7 +300,7 @@ def test_on_ray_every_node_is_shown_and_the_board_goes_with_the_run(
         assert len(rows) == 2 and [row[1:3] for row in rows] == [["2", "1"], ["2", "1"]]
         assert len({row[0] for row in rows}) == 2 and all("/" in row[0] for row in rows)
         assert not read_boards()
-    assert "publishing ends" not in caplog.text
+    assert "no longer shows its status" not in caplog.text
     with pytest.raises(ConfigError, match="Got: none at"):
         top(None, ray_cluster.address)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ import rayvec
 from rayvec import PPOConfig
 from rayvec.cli import main
 from rayvec.config.references import refer
+from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
 from rayvec.training import many_seeds
 from rayvec.training.learning_curve import sound
@@ -293,6 +295,11 @@ def test_a_report_is_one_page_that_needs_no_other_file(runs: Path, capsys: pytes
     for word in ("CartPole-v1", "learning_rate", "torch", "collect", "Greedy evaluation", "256", "median"):
         assert word in page
     assert re.search(r"<tr class=changed><td>total_steps</td><td>256", page)
+    shown = {row.name: row.default for row in describe(PPOConfig)}
+    rows = re.findall(r"<tr( class=changed)?><td>(\w+)</td><td>(.*?)</td>", page)
+    settings = [(is_bold, name, html.unescape(value)) for is_bold, name, value in rows if name in shown]
+    assert len(settings) == len(shown)
+    assert all(bool(is_bold) == (value != shown[name]) for is_bold, name, value in settings), "bold: not the default"
 
 
 def test_a_histogram_counts_whole_episodes(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -102,6 +103,19 @@ def test_a_window_is_opened_where_there_is_a_screen(
     assert "an episode with return" in capsys.readouterr().err
     monkeypatch.delenv("SDL_VIDEODRIVER")
     assert_refused(arguments, "a screen", "DISPLAY=:4242")
+
+
+def test_a_disk_that_can_only_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: AssertRefused
+) -> None:
+    """Nothing can be written into /proc; there, as on such a disk, nothing can be removed either."""
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, wrappers=("helpers.wrap:pictured",)))
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert_refused(["eval", str(tmp_path / "a"), "--video", "/proc/out.mp4"], "A video is written into a file")
 
 
 def test_packages_that_are_not_installed(
