@@ -59,6 +59,7 @@ def speed(
         chunk_steps: Steps of a chunk.
         repeats: Starts, by each transport.
     """
+    print(heading())
     rows = []
     for driver_cpus in ((), (0,)):
         found: dict[str, list[float]] = {"start": [], "step": [], "chunk": [], "memory": []}
@@ -142,6 +143,7 @@ def groups(repeats: int = 5) -> None:
     With a policy that takes p for a call, whatever its rows, and environments that take s for a step of all, two groups
     gain (s + p) / max(s, 2 p), at most 1.5. Where p falls with the rows, they gain (s + p) / max(s, p), at most 2.
     """
+    print(heading())
     rows = []
     for case in CASES:
         with simulated_cluster(*case.cpus):
@@ -157,6 +159,5 @@ def groups(repeats: int = 5) -> None:
 
 
 if __name__ == "__main__":
-    print(heading())
     commands: dict[str, Callable[..., None]] = {"speed": speed, "groups": groups}
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)

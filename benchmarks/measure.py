@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 import psutil
 
 from rayvec.bench.measured_processes import PeerProcess, marked_environment, peer_process
-from rayvec.bench.results import machine, versions
+from rayvec.bench.results import machine
 from rayvec.bench.terminal import ratio, show_table, spread
 from rayvec.errors import RayvecError
+from rayvec.training.versions import installed_versions
 
 _T = TypeVar("_T")
 
@@ -109,7 +110,7 @@ def show_updates(
 def heading() -> str:
     """Returns the command, the machine and the versions that a table was measured with."""
     at = machine()
-    found = ", ".join(f"{name} {number}" for name, number in versions().items())
+    found = ", ".join(f"{name} {number}" for name, number in installed_versions().items())
     return f"`python {shlex.join(sys.argv)}`, {date.today()}, {at['cores']} cores of {at['processor']}, {found}"
 
 

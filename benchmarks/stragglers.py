@@ -1,8 +1,8 @@
 """Does straggler mitigation pay, and does it cost learning? Decentralized ranks with environments of uneven speed.
 
-python benchmarks/stragglers.py ranks          8 ranks, heavy-tailed steps, one rank 5 times slower
-python benchmarks/stragglers.py environments   one rank with 16 environments, one of them 20 times slower
-python benchmarks/stragglers.py learning       CartPole with and without mitigation, 5 seeds
+    python benchmarks/stragglers.py ranks          8 ranks, heavy-tailed steps, one rank 5 times slower
+    python benchmarks/stragglers.py environments   one rank with 16 environments, one of them 20 times slower
+    python benchmarks/stragglers.py learning       CartPole with and without mitigation, 5 seeds
 
 Environments sleep, so ranks share cores without disturbing each other. Iterations are timed by the runs themselves
 (``metrics.jsonl``); the first two of each run are left out. Repeats are interleaved.

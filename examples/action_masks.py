@@ -6,7 +6,7 @@ After 150,528 steps (seed 1), the mean greedy return was 5.2 with masks. Without
 brought a passenger to the goal.
 """
 
-import sys
+import tyro
 
 import rayvec
 
@@ -35,4 +35,4 @@ def main(total_steps: int = 150_000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

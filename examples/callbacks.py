@@ -3,7 +3,7 @@
 python examples/callbacks.py
 """
 
-import sys
+import tyro
 
 import rayvec
 
@@ -34,4 +34,4 @@ def main(total_steps: int = 100_000, interval_steps: int = 5_000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

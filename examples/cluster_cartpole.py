@@ -8,10 +8,10 @@ often a rank was stopped because the others had their steps. On a real cluster, 
 
 import json
 import os
-import sys
 import tempfile
 
 import ray
+import tyro
 from ray.cluster_utils import Cluster
 
 import rayvec
@@ -54,4 +54,4 @@ def train(total_steps: int, num_nodes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

@@ -6,7 +6,8 @@ On a cluster, pass num_nodes: each rank is then an actor on one of the nodes.
 """
 
 import json
-import sys
+
+import tyro
 
 import rayvec
 
@@ -31,4 +32,4 @@ def main(total_steps: int = 100_000, num_learners: int = 2) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

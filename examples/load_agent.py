@@ -3,10 +3,10 @@
 python examples/load_agent.py
 """
 
-import sys
 from pathlib import Path
 
 import gymnasium
+import tyro
 
 import rayvec
 
@@ -28,4 +28,4 @@ def main(total_steps: int = 50_000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

@@ -5,9 +5,8 @@ python examples/optuna_search.py
 Needs `pip install optuna`. The study is in ``optuna.db``: a second call adds trials to it.
 """
 
-import sys
-
 import optuna
+import tyro
 
 import rayvec
 
@@ -59,4 +58,4 @@ def main(total_steps: int = 40_000, num_trials: int = 20) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

@@ -9,13 +9,13 @@ that checkpoints keep, and a policy that acts in the worker processes without to
 """
 
 import copy
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import tyro
 from gymnasium import spaces
 from numpy.typing import NDArray
 
@@ -110,4 +110,4 @@ def main(total_steps: int = 200_000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

@@ -5,11 +5,11 @@ python examples/own_environment.py
 On the command line: rayvec train ppo --env-id own_environment:make_grid (in this directory).
 """
 
-import sys
 from typing import Any
 
 import gymnasium
 import numpy as np
+import tyro
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
@@ -62,4 +62,4 @@ def main(total_steps: int = 150_000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

@@ -5,10 +5,10 @@ python examples/own_network.py
 On the command line: rayvec train ppo --env-id CartPole-v1 --network own_network:make_network (in this directory).
 """
 
-import sys
 from typing import Any
 
 import torch
+import tyro
 from gymnasium import spaces
 from torch import Tensor, nn
 
@@ -59,4 +59,4 @@ def main(total_steps: int = 100_000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

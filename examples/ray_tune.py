@@ -5,10 +5,10 @@ python examples/ray_tune.py
 Needs `pip install "ray[tune]"`. Every trial is one process with one core, in which the environments step too.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import tyro
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
@@ -60,4 +60,4 @@ def main(total_steps: int = 40_000, num_trials: int = 20) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

@@ -6,11 +6,11 @@ One observation tells where cart and pole are, but not how they move. A policy w
 python examples/recurrent_cartpole.py 500000 gru 1
 """
 
-import sys
 from typing import Any
 
 import gymnasium
 import numpy as np
+import tyro
 from gymnasium import spaces
 from numpy.typing import NDArray
 
@@ -63,4 +63,4 @@ def main(total_steps: int = 500_000, recurrent: str = "gru", seed: int = 1) -> N
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:2]), *sys.argv[2:3], *map(int, sys.argv[3:4]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

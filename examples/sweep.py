@@ -7,8 +7,9 @@ another, each with all cores; `rayvec plot runs/sweep/*` draws the same picture 
 """
 
 import itertools
-import sys
 from pathlib import Path
+
+import tyro
 
 import rayvec
 from rayvec.training.plots import plot_runs, read_runs
@@ -40,4 +41,4 @@ def main(total_steps: int = 50_000, num_seeds: int = 3) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

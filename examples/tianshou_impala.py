@@ -5,12 +5,12 @@ The environments step in worker processes while the algorithm updates, with the 
 python examples/tianshou_impala.py [STEPS [SEED [EPISODES [LEARNERS]]]]
 """
 
-import sys
 from functools import partial
 
 import gymnasium
 import numpy as np
 import torch
+import tyro
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
 from tianshou.algorithm.optim import AdamOptimizerFactory, LRSchedulerFactoryLinear
 from tianshou.data import VectorReplayBuffer
@@ -80,4 +80,4 @@ def main(total_steps: int = 300_000, seed: int = 1, num_episodes: int = 100, num
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))

@@ -3,7 +3,7 @@
 python examples/train_cartpole.py
 """
 
-import sys
+import tyro
 
 import rayvec
 
@@ -17,4 +17,4 @@ def main(total_steps: int = 50_000) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    tyro.cli(main, config=(tyro.conf.Positional,))
