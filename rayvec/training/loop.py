@@ -309,6 +309,7 @@ class _Run:
             evaluation = trainer.evaluate()
             self._evaluated(evaluation if len(evaluation.returns) else None, self._weights)
             logger.log_evaluation(evaluation)
+            self._save_result()  # before the learning curve is drawn: a Ctrl-C there does not lose the evaluation
         return True
 
     def _keep(self, iteration: Iteration, logger: RunLogger) -> None:
@@ -376,6 +377,12 @@ class _Run:
 
     def end(self) -> TrainResult:
         """Returns the totals of the run, and keeps them in its directory."""
+        self.context.result = self._save_result()
+        self._call("on_end")
+        return self.context.result
+
+    def _save_result(self) -> TrainResult:
+        """Writes the totals of the run up to now; returns them."""
         context, evaluation = self.context, self.context.evaluation
         if context.progress.steps >= self._config.total_steps:
             context.stop_reason = None  # the run had taken all its steps
@@ -383,7 +390,6 @@ class _Run:
         returns = [] if evaluation is None else evaluation.returns.tolist()
         mean = math.nan if evaluation is None else evaluation.return_mean
         run_dir = self._shown if os.path.abspath(self._shown) == str(self._run_dir) else self._run_dir
-        context.result = TrainResult(run_dir, context.progress.steps, wall_s, mean, context.stop_reason)
-        save_result(self._run_dir, self._config, asdict(context.result), returns)
-        self._call("on_end")
-        return context.result
+        result = TrainResult(run_dir, context.progress.steps, wall_s, mean, context.stop_reason)
+        save_result(self._run_dir, self._config, asdict(result), returns)
+        return result

@@ -22,10 +22,11 @@ import rayvec
 from rayvec import PPOConfig
 from rayvec.data import CollectStats
 from rayvec.learners.ppo import PPOLearner
-from rayvec.training import progress_display
+from rayvec.training import loggers, progress_display
 from rayvec.training.learning_curve import plot_learning_curve, smoothed
 from rayvec.training.loggers import MetricsFile, RunLogger, read_metrics
 from rayvec.training.progress_display import ProgressDisplay
+from rayvec.training.run_dir import load_result
 from rayvec.training.run_state import Progress
 from rayvec.training.runs import LEARNERS
 from rayvec.training.trainer import Iteration
@@ -169,6 +170,16 @@ def test_learning_curve_is_drawn_even_if_the_run_fails(tmp_path: Path) -> None:
         raise RuntimeError
     picture = matplotlib.image.imread(tmp_path / "learning_curve.png")
     assert picture.shape[1] >= 1000 and picture.std() > 0.01
+
+
+def test_ctrl_c_while_the_curve_is_drawn_keeps_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loggers, "plot_learning_curve", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=2))
+    assert len(load_result(tmp_path / "a")["eval_returns"]) == 2
 
 
 def test_learning_curve_of_any_number_of_points(tmp_path: Path) -> None:
