@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+import rayvec
 from rayvec.bench.settings import Compare, Cost, LearnerBench, Model, Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.command_line import check_options, subcommands, with_values
@@ -123,9 +124,9 @@ class Eval:
         from rayvec.training.evaluation import evaluate_run
 
         for path in ([self.video] if self.video else []) + ([None] if self.render else []):
-            from rayvec.training.rendering import show
+            from rayvec.training.rendering import render_episode
 
-            episode_return = show(self.run_dir, path, seed=self.seed, checkpoint=self.checkpoint)
+            episode_return = render_episode(self.run_dir, path, seed=self.seed, checkpoint=self.checkpoint)
             where = f"in {path}" if path else "on the screen"
             print(f"rayvec: an episode with return {episode_return:.2f} {where}", file=sys.stderr)
         changes = {name: getattr(self, name) for name in ADJUSTABLE if name in mentioned}
@@ -258,8 +259,10 @@ Command = (
 )
 
 
+_DESCRIPTION = "Train, evaluate and measure. `rayvec --version` prints the version."
 _BROKEN_PIPE = 128 + 13
 """The exit code that a shell gives a command that SIGPIPE ended."""
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 """What the system answers if a disk is full, or a file must not be written."""
 
@@ -278,10 +281,13 @@ def main(args: Sequence[str] | None = None) -> int:
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
         with Interrupts() as interrupts:
+            if args[:1] == ["--version"]:
+                print(f"rayvec {rayvec.__version__}", flush=True)
+                return 0
             args = with_values(_load_plugins(args))
             check_options(args)
             command: Train | Eval | Plot | Report | Top | Bench | Doctor = tyro.cli(
-                Command, prog="rayvec", args=args, config=options
+                Command, prog="rayvec", description=_DESCRIPTION, args=args, config=options
             )
             is_training = isinstance(command, Train)  # it takes SIGTERM itself, to finish the iteration first
             with contextlib.nullcontext() if is_training else interrupts.taking_sigterm():
@@ -403,7 +409,7 @@ def _explanation(error: Exception) -> str | None:
             "The code of environments, wrappers and networks runs without raising.",
             expected="no exception",
             got=_what_and_where(str(cause)),
-            remedy="Correct it, or what is passed to it.",
+            remedy="Correct it, or what is passed to it, such as --env-kwargs.",
         )
     if isinstance(error, OSError) and (hasattr(error, "__notes__") or error.errno in _REFUSED):  # the disk of a run
         return f"{type(error).__name__}: {error}"
@@ -411,10 +417,13 @@ def _explanation(error: Exception) -> str | None:
 
 
 def _what_and_where(text: str) -> str:
-    """Returns the text of an ``EnvError`` on one line, with the line of code that raised instead of the traceback."""
+    """Returns the text of an ``EnvError`` on one line, with the line of code that raised instead of the traceback.
+
+    Lines of rayvec are left out: there it called what raised, such as a constructor with wrong arguments.
+    """
     what, _, traceback = text.partition("\n\n")
     of_worker = traceback.split("\n\n\n", 1)[0]  # the rest is the traceback in this process
-    lines = [line.strip() for line in of_worker.splitlines() if line.startswith("  File ")]
+    lines = [line.strip() for line in of_worker.splitlines() if line.startswith("  File ") and _PACKAGE not in line]
     return ", ".join([" ".join(what.split()), *lines[-1:]])
 
 

@@ -18,6 +18,7 @@ from conftest import AssertRefused
 from helpers.processes import assert_nothing_left, running
 from helpers.training_kit import HERE, SMALL, lengthen, options
 
+import rayvec
 from rayvec.cli import main
 from rayvec.config import PPOConfig
 from rayvec.config.schema import field_names
@@ -43,6 +44,11 @@ def test_help_in_an_encoding_that_lacks_its_characters() -> None:
 
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"rayvec {rayvec.__version__}\n"
 
 
 def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,11 +214,14 @@ def test_evaluating_nothing(tmp_path: Path, assert_refused: AssertRefused) -> No
 
 
 def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["train", "ppo", *TINY, "--env-kwargs", "wings", "2", "--run-dir", str(tmp_path / "a")]
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    for word in ("Expected: ", "TypeError", "wings", "Remedy: "):
-        assert word in error
+    own = ["--env-id", f"{__name__}:{WrongShape.__name__}"]  # rayvec itself calls its constructor
+    for env_id in ([], own):
+        arguments = ["train", "ppo", *TINY, *env_id, "--env-kwargs", "wings", "2", "--run-dir", str(tmp_path / "a")]
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        for word in ("Expected: ", "TypeError", "wings", "Remedy: ", "--env-kwargs"):
+            assert word in error
+        assert "rayvec/envs" not in error
     assert "Traceback" not in error and not (tmp_path / "a").exists()
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import json
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -20,11 +19,11 @@ import psutil
 from rayvec.config.schema import plain
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import written_whole
+from rayvec.training.versions import installed_versions
 
-__all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design", "versions"]
+__all__ = ["SCHEMA_VERSION", "Results", "machine", "old_design"]
 
 SCHEMA_VERSION = 2
-_PACKAGES = ("rayvec", "gymnasium", "ray", "tianshou", "torch", "numpy")
 _WRITTEN = ("schema", "schema_version", "time", "machine", "versions")
 """What every file begins with; each write replaces it."""
 _OLD_DESIGN = Path(__file__).with_name("ray_per_env_scaling_2024.csv")
@@ -41,15 +40,6 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of the packages that matter, where they are installed."""
-    found = {}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 @dataclass
@@ -99,7 +89,7 @@ class Results:
             "command": self.command,
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
             "machine": machine(),
-            "versions": versions(),
+            "versions": installed_versions(),
             "settings": self.settings,
             "notes": self.notes,
             "rows": self.rows,

@@ -28,7 +28,7 @@ __all__ = [
 
 Count = Annotated[int, Bounds(1)]
 NonNegative = Annotated[float, Bounds(0)]
-Positive = Annotated[float, Bounds(0, above=True)]
+Positive = Annotated[float, Bounds(0, excludes_low=True)]
 Fraction = Annotated[float, Bounds(0, 1)]
 _EVAL_STEPS = 50_000
 Scalar = None | bool | int | float | str
@@ -90,8 +90,8 @@ class TrainConfig(metaclass=PresetMeta):
     or function that makes it: "module:Class"."""
 
     preset: Literal["auto", "none", "classic", "box2d", "mujoco", "atari"] = "auto"
-    """Settings tuned to a kind of environment, in place of the defaults; what you set yourself counts first. "auto":
-    by env_id, where a preset is known for it."""
+    """Settings tuned to a kind of environment, in place of the defaults; settings that you pass override it. "auto": by
+    env_id, where a preset is known for it. The defaults shown are those without a preset."""
 
     native: str | None = None
     """Function that makes a gymnasium.vector.VectorEnv of the number of environments that it is called with, as
@@ -145,7 +145,7 @@ class TrainConfig(metaclass=PresetMeta):
     on nodes without environments; "decentralized": by ranks that each step their own share of the environments, so that
     no steps pass through the driver (DD-PPO). Unset: "driver" with one learner, "shared" with several."""
 
-    sync_fraction: Annotated[float, Bounds(0, 1, above=True)] = 0.6
+    sync_fraction: Annotated[float, Bounds(0, 1, excludes_low=True)] = 0.6
     """With decentralized ranks: once this share of them has taken its steps, the others stop at their next step; 1: no
     rank is stopped."""
 
@@ -160,8 +160,8 @@ class TrainConfig(metaclass=PresetMeta):
     """Device that computes updates; with "cuda" and several ranks, each rank has a GPU of its own."""
 
     precision: Literal["float32", "tf32", "bf16"] = "float32"
-    """In what the learner's networks compute: "bf16" where the device is good at it, "tf32" on NVIDIA's GPUs (elsewhere
-    it is float32). Weights, losses and optimizers stay in float32, and so do policies that act."""
+    """Number format in which the learner's networks compute: "bf16" where the device is good at it, "tf32" on NVIDIA's
+    GPUs (elsewhere it is float32). Weights, losses and optimizers stay in float32, and so do policies that act."""
 
     learner_threads: Annotated[int, Bounds(1, 1024)] = 1
     """Threads for the update of each rank; small networks gain nothing from a second thread."""
@@ -176,11 +176,10 @@ class TrainConfig(metaclass=PresetMeta):
 
     eval_interval_steps: Count | None = None
     """Environment steps between two greedy evaluations during training, each with a checkpoint. They have environments
-    of their own on the driver's machine, and change nothing of what is learned. Unset: evaluation only after
-    training."""
+    of their own on the driver's machine, and do not affect training. Unset: evaluation only after training."""
 
     log_interval_steps: Count = 1
-    """Environment steps that a line of metrics.jsonl and a point in TensorBoard are about, rounded up to whole
+    """Environment steps that one line of metrics.jsonl and one point in TensorBoard cover, rounded up to whole
     iterations."""
 
     track: Literal["wandb", "mlflow"] | None = None
@@ -195,8 +194,8 @@ class TrainConfig(metaclass=PresetMeta):
 
     stagger_starts: bool = False
     """Truncate the first episode of each environment after a number of steps between 1 and the environment's time
-    limit, drawn from its seed, so that episodes of equal length do not all end in the same step. So it is after a
-    resume. Evaluations are not affected."""
+    limit, drawn from its seed, so that episodes of equal length do not all end in the same step. A resumed run does the
+    same. Evaluations are not affected."""
 
     checkpoint_interval_s: NonNegative = 5.0
     """Seconds of training between checkpoints; 0 saves one after every iteration."""

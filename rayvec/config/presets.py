@@ -139,10 +139,10 @@ class PresetMeta(type):
 
 def with_env_id(settings: Any, env_id: str) -> Any:
     """Returns settings for another environment: with its preset in place of that of the environment before."""
-    return type(settings)(**{**_given_to(settings), "env_id": env_id})
+    return type(settings)(**{**_settings_given(settings), "env_id": env_id})
 
 
-def _given_to(settings: Any) -> dict[str, Any]:
+def _settings_given(settings: Any) -> dict[str, Any]:
     """Returns what a user has given.
 
     A copy (``dataclasses.replace``, YAML) was given every setting. Then only settings without a default, and those that

@@ -56,21 +56,25 @@ _parsing = threading.Lock()  # Python 3.11 can't parse in two threads: "AST cons
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The interval of allowed numbers, which are finite; it includes `low` unless `above` is set."""
+    """The interval of allowed numbers, which are finite; it includes `low` unless `excludes_low` is set."""
 
     low: float
     high: float = math.inf
-    above: bool = False
+    excludes_low: bool = False
 
     def __contains__(self, value: float) -> bool:
-        return (self.low < value if self.above else self.low <= value) and value <= self.high and math.isfinite(value)
+        return (
+            (self.low < value if self.excludes_low else self.low <= value)
+            and value <= self.high
+            and math.isfinite(value)
+        )
 
     def __str__(self) -> str:
         if self.low == -math.inf:
             return "finite" if self.high == math.inf else f"at most {self.high}"
         if self.high < math.inf:
-            return f"{'above' if self.above else 'from'} {self.low} to {self.high}"
-        return f"{'above' if self.above else 'at least'} {self.low}"
+            return f"{'above' if self.excludes_low else 'from'} {self.low} to {self.high}"
+        return f"{'above' if self.excludes_low else 'at least'} {self.low}"
 
 
 class FieldDoc(NamedTuple):

@@ -108,7 +108,7 @@ def evaluate(
 
 
 class Evaluator:
-    """Plays greedy episodes during training, on environments of its own, and changes nothing of what is learned.
+    """Plays greedy episodes during training, on environments of its own, and does not affect training.
 
     Args:
         config: Settings of the run.

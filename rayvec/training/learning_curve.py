@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rayvec.training.atomic_files import is_of, written_whole
 from rayvec.training.matplotlib_figures import BLUE, ORANGE, curves_figure
 
-__all__ = ["episode_mean", "plot_learning_curve", "points_of", "sound", "training_points"]
+__all__ = ["episode_mean", "metric_points", "plot_learning_curve", "training_points", "without_damaged_lines"]
 
 
 def plot_learning_curve(
@@ -30,12 +30,14 @@ def plot_learning_curve(
         title: The title.
         greedy: Steps at the greedy evaluation after training and its mean return, to be marked.
     """
-    lines = list(sound(metrics))
+    lines = list(without_damaged_lines(metrics))
     steps, returns, line_means = training_points(lines)
-    evaluations = points_of(lines, "eval/return_mean")
+    evaluations = metric_points(lines, "eval/return_mean")
     figure, (axes,) = curves_figure()
     if len(steps):
-        axes.plot(steps, line_means, ".", color=BLUE, alpha=0.35, mew=0, ms=7, label="episodes of a line of metrics")
+        axes.plot(
+            steps, line_means, ".", color=BLUE, alpha=0.35, mew=0, ms=7, label="mean return per line of metrics.jsonl"
+        )
         axes.plot(steps, returns, color=BLUE, linewidth=2, label="smoothed")
     if evaluations.size:
         axes.plot(*evaluations, ".-", color=ORANGE, linewidth=1.2, ms=5, label="greedy evaluations during training")
@@ -52,7 +54,7 @@ def plot_learning_curve(
         figure.savefig(file, format="png")
 
 
-def sound(lines: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def without_damaged_lines(lines: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Yields the lines of metrics but those with a value that no run writes, such as text.
 
     A metric of a learner may have any value. Where it is no number, the line is yielded without it.
@@ -69,7 +71,7 @@ def sound(lines: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
             yield line
 
 
-def points_of(lines: Iterable[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
+def metric_points(lines: Iterable[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
     """Returns steps and values of one metric, of the lines that have it, ``[2, L]``."""
     points = [(line["steps"], line[name]) for line in lines if line.get(name) is not None]
     return np.array(points, np.float64).reshape(-1, 2).T

@@ -18,7 +18,7 @@ from rayvec.config.references import is_unnamed
 from rayvec.config.schema import describe
 from rayvec.errors import ConfigError, without_remedy
 from rayvec.training.atomic_files import written_whole
-from rayvec.training.learning_curve import points_of, sound, training_points
+from rayvec.training.learning_curve import metric_points, training_points, without_damaged_lines
 from rayvec.training.loggers import read_metrics
 from rayvec.training.matplotlib_figures import COLORS, curves_figure
 from rayvec.training.run_dir import load_config, load_result
@@ -29,9 +29,10 @@ _POINTS = 200
 _LINE_CHARS = 106
 _LINE_INCHES = 0.16
 """Characters of a line of the legend, and its height."""
-_OF_LEARNING = {"learners", "num_learners", "sync_fraction", "min_share", "variable_lengths", "precision"}
-_OWN = {"seed", "run_dir", "env_id", "plugin", *ADJUSTABLE} - _OF_LEARNING
-"""Settings that do not tell groups of runs apart."""
+_AFFECTING_CURVES = {"learners", "num_learners", "sync_fraction", "min_share", "variable_lengths", "precision"}
+"""Settings that a resumed run may change, and that can change its curve all the same."""
+_IGNORED_IN_GROUPS = {"seed", "run_dir", "env_id", "plugin", *ADJUSTABLE} - _AFFECTING_CURVES
+"""Settings in which the runs of one group may differ. Runs of different environments are in different panels."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Curves:
         text = f"{self.label} ({of_seeds if runs == len(seeds) else f'{runs} runs, {of_seeds}'})"
         if self.final:
             text += f": greedy {np.mean(self.final):.1f}" + (f" ± {np.std(self.final):.1f}" * (len(self.final) > 1))
-            text += f" of {len(self.final)} that were evaluated" * (len(self.final) < runs)
+            text += f" ({len(self.final)} of {runs} runs evaluated)" * (len(self.final) < runs)
         return text
 
 
@@ -118,7 +119,7 @@ class _Run(NamedTuple):
 
 
 def _read(run_dir: Path) -> _Run:
-    config, lines = load_config(run_dir), list(sound(read_metrics(run_dir / "metrics.jsonl")))
+    config, lines = load_config(run_dir), list(without_damaged_lines(read_metrics(run_dir / "metrics.jsonl")))
     training = training_points(lines)[:2]
     if not training.size:
         raise ConfigError(
@@ -127,7 +128,9 @@ def _read(run_dir: Path) -> _Run:
             got="none",
             remedy="Let this run train for longer.",
         )
-    return _Run(config, training, points_of(lines, "eval/return_mean"), load_result(run_dir).get("eval_return_mean"))
+    return _Run(
+        config, training, metric_points(lines, "eval/return_mean"), load_result(run_dir).get("eval_return_mean")
+    )
 
 
 def _has_unnamed(config: TrainConfig) -> bool:
@@ -176,7 +179,7 @@ def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
     Where presets differ, their names stand for the settings that have the values of the presets.
     """
     kin = [each for each in others if type(each) is type(config) and each.env_id == config.env_id]
-    names = [row.name for row in describe(type(config)) if row.name not in _OWN]
+    names = [row.name for row in describe(type(config)) if row.name not in _IGNORED_IN_GROUPS]
     differing = [name for name in names if len({_shown(each, name) for each in kin}) > 1]
     if "preset" in differing:
         presets = [(each, type(each)(env_id=each.env_id, preset=each.preset)) for each in kin]

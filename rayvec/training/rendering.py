@@ -21,7 +21,7 @@ from rayvec.training.run_dir import load_config
 from rayvec.training.runs import make_one_env
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["check_video", "show"]
+__all__ = ["check_video", "render_episode"]
 
 RenderMode = Literal["human", "rgb_array"]
 _SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER")
@@ -53,7 +53,7 @@ def check_video(path: Path) -> None:
         ) from error
 
 
-def show(
+def render_episode(
     run_dir: Path,
     video: Path | None = None,
     *,

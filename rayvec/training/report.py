@@ -15,10 +15,11 @@ import numpy as np
 from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import written_whole
-from rayvec.training.learning_curve import plot_learning_curve, points_of, sound
+from rayvec.training.learning_curve import metric_points, plot_learning_curve, without_damaged_lines
 from rayvec.training.loggers import read_metrics
 from rayvec.training.matplotlib_figures import BLUE, ORANGE, curves_figure
-from rayvec.training.run_dir import load_config, load_result, versions
+from rayvec.training.run_dir import load_config, load_result
+from rayvec.training.versions import installed_versions
 
 __all__ = ["write_report"]
 
@@ -48,7 +49,7 @@ def write_report(run_dir: Path | str, path: Path | str | None = None) -> Path:
     run_dir = Path(run_dir)
     config = load_config(run_dir)
     metrics = run_dir / "metrics.jsonl"
-    lines = list(sound(read_metrics(metrics)))
+    lines = list(without_damaged_lines(read_metrics(metrics)))
     if not lines:
         raise ConfigError(
             "A report shows the metrics of a run.",
@@ -65,7 +66,7 @@ def write_report(run_dir: Path | str, path: Path | str | None = None) -> Path:
         "<h2>Where the time went</h2>" + _times(lines),
         "<h2>Metrics of the learner</h2>" + _learner(lines),
         "<h2>Settings</h2><p class=note>Bold: not the default that --help shows.</p>" + _settings(config),
-        "<h2>Versions</h2>" + _table([(name, value) for name, value in (result.get("versions") or versions()).items()]),
+        "<h2>Versions</h2>" + _table(list((result.get("versions") or installed_versions()).items())),
     ]
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(config.title)}</title>'
@@ -154,7 +155,7 @@ def _times(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def _learner(lines: Sequence[Mapping[str, Any]]) -> str:
     names = [name for name in dict.fromkeys(name for line in lines for name in line) if name.startswith("learner/")]
-    curves = {name: points for name in names if (points := points_of(lines, name)).size}
+    curves = {name: points for name in names if (points := metric_points(lines, name)).size}
     if not curves:
         return "<p>None.</p>"
     figure, axes = curves_figure(len(curves), columns=3, height=2.0)

@@ -17,10 +17,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import secrets
 import shutil
@@ -41,7 +39,8 @@ from rayvec.training import checkpoint
 from rayvec.training.atomic_files import is_of, written_whole
 from rayvec.training.own_env_and_network import resume_command
 from rayvec.training.run_state import Progress, check_state
-from rayvec.training.status import which_directory
+from rayvec.training.status import directory_advice
+from rayvec.training.versions import installed_versions
 
 __all__ = [
     "begin_run_dir",
@@ -55,7 +54,6 @@ __all__ = [
     "save_best",
     "save_checkpoint",
     "save_result",
-    "versions",
 ]
 
 
@@ -185,17 +183,13 @@ def save_result(run_dir: Path, config: TrainConfig, totals: Mapping[str, Any], r
     run = {"algorithm": config.algorithm, "env_id": config.env_id, "seed": config.seed}
     values = {name: None if value != value else value for name, value in totals.items()}
     text = json.dumps(
-        {**run, **values, "eval_returns": list(returns), "versions": versions()}, indent=2, allow_nan=False, default=str
+        {**run, **values, "eval_returns": list(returns), "versions": installed_versions()},
+        indent=2,
+        allow_nan=False,
+        default=str,
     )
     with written_whole(run_dir / "result.json") as file:
         file.write((text + "\n").encode())
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that results depend on."""
-    packages = ("ray", "gymnasium", "torch", "numpy")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), "rayvec": sys.modules["rayvec"].__version__, **found}
 
 
 def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
@@ -245,7 +239,7 @@ def load_config(run_dir: Path) -> TrainConfig:
             "The directory of a run holds its settings and its checkpoint.",
             expected=f"a readable file {path}",
             got=error.strerror if isinstance(error, OSError) else error,
-            remedy=which_directory(run_dir),
+            remedy=directory_advice(run_dir),
         ) from None
     try:
         return TrainConfig.from_yaml(text)

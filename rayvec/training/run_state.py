@@ -26,7 +26,8 @@ __all__ = ["WINDOW", "Progress", "acting_weights", "begin_collecting", "check_st
 WINDOW = 100
 """Returns and lengths in metrics are about this many last episodes."""
 
-_SINCE_WINDOWS = {"recent_returns", "recent_lens", "eval_return", "best_return", "tracker_run"}
+_OPTIONAL_PROGRESS = {"recent_returns", "recent_lens", "eval_return", "best_return", "tracker_run"}
+"""Fields that older checkpoints lack."""
 
 
 @dataclass
@@ -82,7 +83,7 @@ def check_state(state: Mapping[str, Any]) -> None:
         raise incomplete(f"no {', '.join(missing)}")
     acting_weights(state)
     progress, hints = state["progress"], get_type_hints(Progress)
-    if not isinstance(progress, Mapping) or progress.keys() | _SINCE_WINDOWS != hints.keys():
+    if not isinstance(progress, Mapping) or progress.keys() | _OPTIONAL_PROGRESS != hints.keys():
         raise incomplete(f"progress: {', '.join(progress) if isinstance(progress, Mapping) else progress}")
     if wrong := [f"{name}={value!r}"[:100] for name, value in progress.items() if not is_of(value, hints[name])]:
         raise incomplete(f"progress: {', '.join(wrong)}")

@@ -15,7 +15,7 @@ import psutil
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import finite, is_of
 
-__all__ = ["NodeStatus", "RunStatus", "read_status", "which_directory", "write_status"]
+__all__ = ["NodeStatus", "RunStatus", "directory_advice", "read_status", "write_status"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def read_status(run_dir: Path) -> RunStatus:
                 "`rayvec top` shows a run while it trains.",
                 expected="the directory of a run, such as one below runs/",
                 got=f"{run_dir}, which {'may not be read' if is_hidden else 'has no config.yaml'}",
-                remedy=f"{which_directory(run_dir)} Or pass --address for the runs on a Ray cluster.",
+                remedy=f"{directory_advice(run_dir)} Or pass --address for the runs on a Ray cluster.",
             ) from None
         raise ConfigError(
             "A run writes its status when training begins.",
@@ -158,7 +158,7 @@ def read_status(run_dir: Path) -> RunStatus:
         ) from None
 
 
-def which_directory(path: Path) -> str:
+def directory_advice(path: Path) -> str:
     """Returns a sentence that says which directory to pass in place of a path that is not the directory of a run."""
     run_dir = next((each for each in path.parents if (each / "config.yaml").exists()), None)
     if run_dir is not None:

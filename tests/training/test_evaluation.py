@@ -1,4 +1,4 @@
-"""Evaluation during training changes nothing of what is learned, and is the same wherever it is played."""
+"""Evaluation during training does not affect training, and is the same wherever it is played."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from rayvec.config.references import refer
 from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
 from rayvec.training import many_seeds
-from rayvec.training.learning_curve import sound
+from rayvec.training.learning_curve import without_damaged_lines
 from rayvec.training.loggers import read_metrics
 from rayvec.training.plots import plot_runs, read_runs
 from rayvec.training.report import write_report
@@ -112,7 +112,7 @@ def test_labels_count_runs_and_seeds(runs: Path, tmp_path: Path) -> None:
     ]
     (copies[0] / "result.json").unlink()
     (group,) = read_runs(copies)
-    assert str(group).endswith(f"greedy {group.final[0]:.1f} of 1 that were evaluated")
+    assert str(group).endswith(f"greedy {group.final[0]:.1f} (1 of 2 runs evaluated)")
 
 
 @pytest.mark.parametrize(
@@ -257,9 +257,9 @@ def test_lines_with_another_type_are_left_out(runs: Path, tmp_path: Path) -> Non
     changes = [{"return_mean": "abc"}, {"episodes": [1]}, {"time_s/collect": ""}]
     changes += [{"steps": 10**400}, {"return_sum": 10**400}, {"episodes": 2, "return_sum": None}, {"len_mean": True}]
     damaged = [{**lines[-1], **change} for change in changes]
-    assert list(sound([*lines, *damaged])) == lines
+    assert list(without_damaged_lines([*lines, *damaged])) == lines
     own = [{**lines[-1], "learner/own": value} for value in ({"a": 1}, True, 2**63)]  # of a learner of your own
-    assert list(sound(own)) == lines[-1:] * 3
+    assert list(without_damaged_lines(own)) == lines[-1:] * 3
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in damaged)
     assert "256" in write_report(run_dir).read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from helpers.training_kit import tiny
 
 import rayvec
 from rayvec.cli import main
-from rayvec.training.rendering import show
+from rayvec.training.rendering import render_episode
 
 pytestmark = pytest.mark.filterwarnings(  # of imageio
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
@@ -29,7 +29,7 @@ def test_a_video_has_a_frame_for_each_step(tmp_path: Path, capsys: pytest.Captur
     path = tmp_path / "out.mp4"
     assert main(["eval", str(tmp_path / "a"), "--episodes", "4", "--video", str(path)]) == 0
     said = capsys.readouterr()
-    episode_return = show(tmp_path / "a", path)
+    episode_return = render_episode(tmp_path / "a", path)
     assert f"return {episode_return:.2f} in {path}" in said.err and said.out.startswith("mean return")
     assert episode_return in returns
     with imageio.get_reader(path) as reader:
@@ -54,7 +54,7 @@ def test_an_agent_with_memory_and_masks_in_infos_are_shown(tmp_path: Path, chang
     settings = {"wrappers": ("helpers.wrap:pictured",), **changes, "eval_episodes": 1}
     rayvec.train(tiny(tmp_path / "a", total_steps=64, **settings))
     returns = json.loads((tmp_path / "a" / "result.json").read_text())["eval_returns"]
-    assert show(tmp_path / "a", tmp_path / "out.mp4") == returns[0]
+    assert render_episode(tmp_path / "a", tmp_path / "out.mp4") == returns[0]
 
 
 def test_sub_batches_cannot_be_shown(tmp_path: Path, assert_refused: AssertRefused) -> None:
