@@ -184,6 +184,7 @@ def test_resuming_a_finished_run_only_evaluates(tmp_path: Path, capsys: pytest.C
     assert [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [64]
 
 
+@pytest.mark.filterwarnings("ignore:Exception in thread")  # TensorBoard's, which finds its file gone
 def test_a_run_whose_directory_was_removed_does_not_say_how_to_resume(tmp_path: Path) -> None:
     class Removes:
         def on_iteration(self, context: rayvec.RunContext) -> None:
