@@ -19,8 +19,9 @@ if TYPE_CHECKING:
         save_policy as save_policy,
     )
     from rayvec.tianshou.collect.buffers import add_chunk as add_chunk
-    from rayvec.tianshou.collect.collector import Collector as Collector, PrefetchCollectStats as PrefetchCollectStats
+    from rayvec.tianshou.collect.collector import Collector as Collector
     from rayvec.tianshou.collect.highlevel import RayCollectorFactory as RayCollectorFactory
+    from rayvec.tianshou.collect.prefetch import PrefetchCollectStats as PrefetchCollectStats
     from rayvec.tianshou.env.vector_env import RayVectorEnv as RayVectorEnv, RayVectorEnvType as RayVectorEnvType
     from rayvec.tianshou.learn.data_parallel import data_parallel as data_parallel
     from rayvec.tianshou.learn.impala import IMPALA as IMPALA, IMPALATrainingStats as IMPALATrainingStats
@@ -31,7 +32,7 @@ _HOMES = {
     "Collector": "rayvec.tianshou.collect.collector",
     "IMPALA": "rayvec.tianshou.learn.impala",
     "IMPALATrainingStats": "rayvec.tianshou.learn.impala",
-    "PrefetchCollectStats": "rayvec.tianshou.collect.collector",
+    "PrefetchCollectStats": "rayvec.tianshou.collect.prefetch",
     "RayCollectorFactory": "rayvec.tianshou.collect.highlevel",
     "RayVectorEnv": "rayvec.tianshou.env.vector_env",
     "RayVectorEnvType": "rayvec.tianshou.env.vector_env",

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import tianshou.data
 import torch
+from gymnasium import spaces
 from helpers.exact import DriftEnv
 from helpers.tianshou_buffers import assert_same_buffer
 from helpers.tianshou_kit import Agents, Drift, Exact, Pointed, Remembers
 from tianshou.algorithm import DQN, PPO
+from tianshou.algorithm.algorithm_base import Policy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
 from tianshou.algorithm.optim import AdamOptimizerFactory
@@ -497,3 +499,127 @@ def test_over_other_vector_environments_it_is_tianshous() -> None:
     collector = Collector(Exact(), env)
     collector.reset()
     assert collector.collect(n_episode=3).n_collected_episodes == 3
+
+
+class Gives(Policy):
+    """Gives one action always; its noise adds one. What it draws is random."""
+
+    def __init__(self, act: int | None) -> None:
+        super().__init__(action_space=spaces.Discrete(9))
+        self.act = act
+
+    def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+        n = len(batch.obs)
+        return Batch(act=torch.randint(9, (n,)) if self.act is None else np.full(n, self.act))
+
+    def add_exploration_noise(self, act: Any, batch: Any) -> Any:
+        return act + 1
+
+
+def local(env_fns: list[Any]) -> RayVectorEnv:
+    return RayVectorEnv(env_fns, num_nodes=0, workers_per_node=0)
+
+
+def acts(collector: Any) -> list[int]:
+    return collector.buffer.act[collector.buffer.sample_indices(0)].tolist()
+
+
+class TestAttributesThatAreSetLater:
+    @pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"max_staleness": 2}], ids=str)
+    def test_another_policy_or_noise_acts(self, settings: dict[str, Any]) -> None:
+        with closing(local([Drift] * 2)) as env:
+            collector = Collector(Gives(0), env, VectorReplayBuffer(100, 2), **settings)
+            collector.reset()
+            collector.collect(n_step=4)
+            collector.policy = Gives(3)
+            stats: Any = [collector.collect(n_step=4) for _ in range(3)]
+            assert acts(collector)[-4:] == [3] * 4 and set(acts(collector)) == {0, 3}
+            assert not settings or max(each.staleness for each in stats) in (1, 2)
+            collector.exploration_noise = True
+            collector.reset()
+            collector.collect(n_step=4)
+            assert acts(collector) == [4] * 4
+
+    def test_other_environments_are_stepped_after_a_reset(self) -> None:
+        first = local([Drift] * 2)
+        collector = Collector(Gives(0), first, VectorReplayBuffer(100, 2))
+        collector.reset()
+        collector.collect(n_step=4)
+        with closing(local([partial(Wide, 9)] * 2)) as collector.env:
+            first.close()
+            with pytest.raises(ValueError, match="Initial obs"):
+                collector.collect(n_step=4)
+            collector.reset(reset_buffer=False)
+            assert collector.buffer.truncated.sum() == 2  # the episodes of the first environments end where they are
+            assert collector.collect(n_step=40, random=True).n_collected_steps == 40
+            assert max(acts(collector)) > 2
+
+
+def test_equal_runs_in_one_process_are_equal_and_two_collectors_differ() -> None:
+    runs = []
+    for _ in range(2):
+        with closing(local([lambda: gymnasium.make("CartPole-v1")] * 2)) as env:
+            torch.manual_seed(0)
+            env.seed(0)
+            collectors: list[Any] = [Collector(Gives(None), env, VectorReplayBuffer(200, 2)) for _ in range(2)]
+            for collector in collectors:
+                collector.reset()
+                collector.collect(n_step=100, random=True)
+            runs.append([acts(collector) for collector in collectors])
+    assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
+
+
+class Wide(DriftEnv):
+    """Has as many actions as it is told."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.action_space = spaces.Discrete(count)
+
+    def step(self, action: Any) -> Any:
+        return super().step(action % 2)
+
+
+def test_random_actions_come_from_the_space_of_each_environment() -> None:
+    with closing(local([partial(Wide, 2), partial(Wide, 9)])) as env:
+        collector = Collector(Gives(0), env, VectorReplayBuffer(400, 2))
+        collector.reset()
+        collector.collect(n_step=400, random=True)
+        assert [int(part.act.max()) for part in collector.buffer.buffers] == [1, 8]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_staleness": 1}, {"inference": "driver"}], ids=str)
+def test_after_an_exception_of_a_hook_no_transition_joins_two_episodes(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Any] = []
+
+    def hook(episode: Any) -> None:
+        calls.append(episode)
+        if len(calls) == 1:
+            raise RuntimeError("once")
+
+    with closing(local([Drift] * 2)) as env:
+        collector = Collector(Exact(), env, VectorReplayBuffer(600, 2), on_episode_done_hook=hook, **settings)
+        collector.reset()
+        with pytest.raises(RuntimeError, match="once"):
+            collector.collect(n_step=200)
+        collector.collect(n_step=200)
+        assert "all environments are reset" in caplog.text
+        buffer = collector.buffer
+        rows = buffer.sample_indices(0)
+        inner = ~buffer.done[rows] & (buffer.next(rows) != rows)
+        assert inner.sum() > 150
+        np.testing.assert_array_equal(buffer.obs[buffer.next(rows[inner])], buffer.obs_next[rows[inner]])
+
+
+@pytest.mark.parametrize("policy", [None, torch.nn.Linear(2, 2)], ids=["None", "a network"])
+def test_a_policy_that_is_none_of_tianshous_is_refused(policy: Any) -> None:
+    with pytest.raises(ConfigError, match="policy of Tianshou 2"):
+        Collector(policy, DummyVectorEnv([Drift]))
+
+
+@pytest.mark.parametrize("make", [lambda fns: None, gymnasium.vector.SyncVectorEnv], ids=["None", "Gymnasium's"])
+def test_environments_of_another_library_are_refused(make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Pass rayvec\.tianshou\.RayVectorEnv"):
+        Collector(Exact(), make([Drift]))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, Literal, cast
+from weakref import WeakKeyDictionary
 
-import cloudpickle
 import gymnasium
 import numpy as np
 import tianshou.data
 import torch
 from numpy.typing import NDArray
-from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, Policy
-from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
+from tianshou.algorithm.algorithm_base import Algorithm, Policy
 from tianshou.config import ENABLE_VALIDATION
 from tianshou.data import CollectStats, ReplayBuffer
 from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol, TCollectStats
@@ -32,15 +30,18 @@ from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env, truncate_open_episode
 from rayvec.tianshou.collect.failed_steps import AbsentRows, without_absent_rows
+from rayvec.tianshou.collect.prefetch import PrefetchCollectStats, check_prefetch, prefetch_error
 from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes
+from rayvec.tianshou.collect.worker_policy import WorkerPolicy
 from rayvec.tianshou.env.assembly import assembled_chunk
 from rayvec.tianshou.env.vector_env import RayVectorEnv
-from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry, records_logp
+from rayvec.tianshou.policies import policy_entry
 
-__all__ = ["Collector", "PrefetchCollectStats"]
+__all__ = ["Collector"]
 
 logger = logging.getLogger(__name__)
-_made = itertools.count()
+_num_collectors: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""How many collectors each vector environment has had: each of them draws other random numbers."""
 
 
 class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
@@ -48,8 +49,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
     Over a :class:`rayvec.tianshou.RayVectorEnv` the policy acts in the workers, and whole chunks go into the buffer.
     The collector takes one step of all environments at a time, as Tianshou does, where something requires it: a hook
-    on steps, rendering, arguments for resets, a stats class that looks at every step, observations that do not match
-    their space, another vector environment.
+    on steps, rendering, arguments for resets, a stats class that looks at every step, first observations that do not
+    match their space, random actions of different action spaces, another vector environment.
 
     Two things differ from Tianshou's Collector. Where environments are reset in mid-episode (by ``reset``, or after
     ``collect(n_episode=n)``, which resets all of them), their last stored transition is marked as truncated. Tianshou
@@ -82,8 +83,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             environment, and a call stores at most as many of an environment as there is room for.
 
     Raises:
-        ConfigError: Settings that can't be combined, or `prefetch` or `max_staleness` for an algorithm that can learn
-            only from steps of its present policy.
+        ConfigError: A policy or environments of another library, settings that can't be combined, or `prefetch` or
+            `max_staleness` for an algorithm that can learn only from steps of its present policy.
         ValueError: The buffer has no room for so many environments.
     """
 
@@ -103,12 +104,13 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         prefetch: bool = False,
         max_staleness: int | None = None,
     ) -> None:
+        _check_policy_and_env(policy, env)
         check_choice("inference", inference, ("worker", "driver"))
         if max_staleness is not None:
             check_count("max_staleness", max_staleness)
         prefetch = prefetch or max_staleness is not None
         if prefetch:
-            _check_prefetch(policy, env, inference)
+            check_prefetch(policy, env, inference)
             if collect_stats_class is CollectStats:
                 collect_stats_class = PrefetchCollectStats
         super().__init__(
@@ -124,16 +126,34 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._inference = inference
         self._unbiased = unbiased
         self._prefetch = prefetch
-        self._in_mid_episode = self._bad_obs_reported = self._state_in_driver = False
-        self._acting = TianshouPolicy(self.policy, exploration_noise=exploration_noise)
-        self._store: WeightStore | None = None
-        self._random_store: WeightStore | None = None
-        self._published, self._structure = np.zeros(0, np.float32), self._acting.structure()
-        noise_seed = int(np.random.SeedSequence([torch.initial_seed(), next(_made)]).generate_state(1)[0])
-        self._pipeline = ChunkPipeline(self._pool_env, noise_seed)
         self._max_staleness = max_staleness
-        self._parts = None if max_staleness is None else PartsPipeline(self._pool_env, noise_seed, max_staleness)
+        self._bad_obs_reported = False
+        self._open()
+
+    def _open(self) -> None:
+        """Gets ready to collect from `env`."""
+        self._in_mid_episode = self._state_in_driver = False
+        self._lost_steps = False  # whether steps may be missing in the buffer, since an exception ended a collect
+        self._workers = WorkerPolicy(self._pool_env, self.policy, self.exploration_noise)
+        number = _num_collectors.get(self.env, 0)
+        _num_collectors[self.env] = number + 1
+        noise_seed = int(np.random.SeedSequence([torch.initial_seed(), number]).generate_state(1)[0])
+        self._pipeline = ChunkPipeline(self._pool_env, noise_seed)
+        staleness = self._max_staleness
+        self._parts = None if staleness is None else PartsPipeline(self._pool_env, noise_seed, staleness)
         self._kept_parts: list[PartChunk] = []  # finished chunks of parts that are not in the buffer yet
+
+    def _renew(self) -> None:
+        """Goes over to the `policy`, `exploration_noise` and `env` of now, which may have been set since."""
+        if self.env is self._workers.env and not self._workers.replace(self.policy, self.exploration_noise):
+            return
+        if self._prefetch:
+            check_prefetch(self.policy, self.env, self._inference)
+        if self.env is not self._workers.env:
+            self._validate_buffer()
+            self._action_space = self.env.action_space
+            self._pre_collect_obs_RO = None
+            self._open()
 
     def collect(self, *args: Any, **kwargs: Any) -> Any:
         """Collects steps or episodes; arguments and result as of ``tianshou.data.Collector.collect``."""
@@ -152,7 +172,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
         A pending chunk is dropped. The last stored transition of an episode that is cut here becomes truncated.
         """
-        self._state_in_driver = self._in_mid_episode = False
+        self._renew()
+        self._state_in_driver = self._in_mid_episode = self._lost_steps = False
         self._drop_pending()
         buffer = self.buffer.buffer if isinstance(self.buffer, AbsentRows) else self.buffer
         for env_id in range(self.env_num):
@@ -173,10 +194,15 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         render: float | None = None,
         gym_reset_kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        self._renew()
+        if self._lost_steps:
+            logger.warning("an exception ended an earlier collect while it stored steps: all environments are reset")
+            self.reset_env()
         if render or gym_reset_kwargs or (n_step and n_episode) or not self._takes_chunks(random):
             if self._prefetch:
-                raise _prefetch_error(
-                    "n_step alone, no rendering, no step hook, a picklable policy, observations that match their space",
+                raise prefetch_error(
+                    "n_step alone, no rendering, no step hook, a picklable policy, observations of their space, "
+                    "one action space for random=True",
                     "a collect that takes one step at a time",
                 )
             return self._collect_steps(n_step, n_episode, random, render, gym_reset_kwargs)
@@ -186,7 +212,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 "Either reset the collector (using reset or reset_env) or pass reset_before_collect=True to collect.",
             )
         if self._prefetch and n_episode:
-            raise _prefetch_error("n_step", f"n_episode={n_episode}", "Use another collector for whole episodes.")
+            raise prefetch_error("n_step", f"n_episode={n_episode}", "Use another collector for whole episodes.")
         if n_episode and self._pipeline.pending:
             self.reset_env()  # a call before was interrupted: its chunk need not have been for these episodes
         if n_episode and self._unbiased and self._in_mid_episode:
@@ -201,7 +227,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 self.reset_env()  # a call at random was interrupted
             return self._collect_parts(self._parts, n_step)
         if self._parts and (self._parts.pending or self._kept_parts):
-            raise _prefetch_error(
+            raise prefetch_error(
                 "random=True in the first calls only, before the policy acts", "pending chunks", "Call reset() first."
             )
         return self._collect_chunks(n_step, n_episode, random)
@@ -220,8 +246,11 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             and self._on_step_hook is None
             and type(self).run_on_step_hook is tianshou.data.Collector.run_on_step_hook
             and self.collect_stats_class.update_at_step_batch is CollectStats.update_at_step_batch
-            and (random or self._publish())
+            and (self._has_one_action_space() if random else self._workers.publish())
         )
+
+    def _has_one_action_space(self) -> bool:
+        return all(space == self._action_space[0] for space in self._action_space)
 
     def _collect_steps(
         self,
@@ -239,8 +268,10 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 remedy="Leave unbiased=True out, or what requires single steps.",
             )
         self._in_mid_episode = True
+        self._lost_steps = self._pre_collect_obs_RO is not None
         with without_absent_rows(self) as rows:
             stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
+        self._lost_steps = False
         stats.__class__ = self.collect_stats_class
         stats.n_collected_steps -= rows.count
         self.collect_step -= rows.count
@@ -249,25 +280,6 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         return stats
 
     # A chunk at a time.
-
-    def _publish(self) -> bool:
-        """Gives the workers the policy as it is now; returns whether it can be given."""
-        weights, structure = self._acting.weights(), self._acting.structure()
-        if self._store is not None and structure != self._structure:
-            self._store.drop()
-            self._store = None
-        if self._store is None:
-            try:
-                cloudpickle.dumps(self._acting)
-            except Exception as error:
-                logger.warning("the policy acts in the driver, since it can't be pickled: %s", error)
-                self._inference = "driver"
-                return False
-            self._store = self._pool_env.publish(self._acting)
-        elif weights.tobytes() != self._published.tobytes():
-            self._store.publish(weights)
-        self._published, self._structure = weights, structure
-        return True
 
     @property
     def _pool_env(self) -> RayVectorEnv:
@@ -280,12 +292,13 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         else:
             schedule = (EpisodeQuotas if self._unbiased else TianshouEpisodes)(n_episode or 0, self.env_num)
         stats = self.collect_stats_class()
-        store = self._random() if random else self._store
+        store = self._workers.at_random(self._action_space[0]) if random else self._workers.store
         assert store is not None
         self._in_mid_episode = True
         num_next = StepCount(n_step, self.env_num).next_steps() if n_step and self._prefetch and not random else 0
         for chunk, at_random in self._chunks(store, schedule, num_next):
             self._insert(chunk, stats, at_random, with_episodes=bool(n_episode))
+            self._lost_steps = False
             if self._prefetch and hasattr(stats, "staleness") and not at_random:
                 stats.staleness = max(stats.staleness, store.version - chunk.weights_version)
         self.collect_step += stats.n_collected_steps
@@ -308,7 +321,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         while not is_last:
             if not pipeline.pending:
                 pipeline.start(store, schedule.next_steps())
-            at_random = pipeline.pending[0].store is self._random_store
+            at_random = pipeline.pending[0].store is self._workers.random_store
             taken = self._chunk_of(pipeline.finish())
             chunk = replace(taken, valid=schedule.take(taken.valid, counted_ends(taken)))
             is_last = not schedule.next_steps()
@@ -318,7 +331,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
     def _collect_parts(self, parts: PartsPipeline, n_step: int) -> Any:
         """Stores chunks of parts until there are as many as environments, and every chunk that is due."""
-        store, num_steps = self._store, -(-n_step // self.env_num)
+        store, num_steps = self._workers.store, -(-n_step // self.env_num)
         assert store is not None and self._max_staleness is not None
         self._in_mid_episode = True
         kept_steps = (part.rollout.summary.valid.shape[0] for part in self._kept_parts)
@@ -345,6 +358,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         for members in in_rounds(kept):
             chunk = join_chunks([self._chunk_of(part.rollout) for part in members])
             self._insert(chunk, stats, random=False, with_episodes=False)
+        self._lost_steps = False
         ages = [store.version - part.rollout.summary.weights_version for part in kept for _ in part.envs]
         if hasattr(stats, "staleness"):
             stats.staleness = max(ages)
@@ -354,13 +368,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self.collect_episode += stats.n_collected_episodes
         return stats
 
-    def _random(self) -> WeightStore:
-        if self._random_store is None:
-            self._random_store = self._pool_env.publish(RandomActions(self._action_space[0]))
-        return self._random_store
-
     def _chunk_of(self, rollout: Rollout) -> Chunk:
-        """Returns the chunk of a rollout in the form in which it is stored."""
+        """Returns the chunk of a rollout in the form in which it is stored; the caller stores it next."""
+        self._lost_steps = True
         if rollout.summary.bad_obs is not None and not self._bad_obs_reported:
             self._bad_obs_reported = True
             logger.warning("an observation or a reward is not finite: %s", rollout.summary.bad_obs.first)
@@ -444,37 +454,18 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._pre_collect_hidden_state_RH = state
 
 
-@dataclass(kw_only=True)
-class PrefetchCollectStats(CollectStats):
-    """Statistics of one call of ``collect`` of a prefetching collector."""
-
-    staleness: int = 0
-    """How many times the policy had changed after it started to take the oldest of these steps."""
-
-    staleness_counts: tuple[int, ...] = ()
-    """With `max_staleness`: with how many of these columns (one chunk of one environment) it had changed 0, 1, 2, ...
-    times."""
-
-
-def _check_prefetch(policy: Policy | Algorithm[Any, Any], env: Any, inference: str) -> None:
-    """Refuses environments and algorithms that `prefetch` does not support."""
-    if inference != "worker" or not isinstance(env, RayVectorEnv) or env.is_async:
-        raise _prefetch_error(
-            "inference='worker' and a RayVectorEnv without wait_num and timeout", f"{inference}, {env}"
+def _check_policy_and_env(policy: Any, env: Any) -> None:
+    if not isinstance(policy, Policy | Algorithm):
+        raise ConfigError(
+            "A collector acts with a policy of Tianshou 2.",
+            expected="a tianshou.algorithm.algorithm_base.Policy, or an Algorithm",
+            got=repr(policy),
+            remedy="Put a network into a policy, for example DiscreteActorPolicy(actor=net, action_space=space).",
         )
-    acting = policy.policy if isinstance(policy, Algorithm) else policy
-    on_policy = isinstance(policy, OnPolicyAlgorithm) or isinstance(acting, ProbabilisticActorPolicy)
-    if on_policy and not records_logp(acting):
-        raise _prefetch_error(
-            "an off-policy algorithm or rayvec.tianshou.IMPALA",
-            f"{type(policy).__name__}, which learns from steps of its present policy",
+    if env is None or isinstance(env, gymnasium.vector.VectorEnv):
+        raise ConfigError(
+            "A collector of Tianshou steps vector environments of Tianshou.",
+            expected="rayvec.tianshou.RayVectorEnv, another tianshou.env.BaseVectorEnv, or one gymnasium.Env",
+            got=type(env).__name__,
+            remedy="Pass rayvec.tianshou.RayVectorEnv(env_fns); rayvec.Collector takes a RayVecEnv.",
         )
-
-
-def _prefetch_error(expected: str, got: str, remedy: str = "Leave prefetch and max_staleness out.") -> ConfigError:
-    return ConfigError(
-        "With `prefetch` and `max_staleness` the workers take chunks with the policy as it was before the update.",
-        expected=expected,
-        got=got,
-        remedy=remedy,
-    )

@@ -1,0 +1,82 @@
+"""The policy of a Tianshou collector in the workers of its environments."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from gymnasium import Space
+from tianshou.algorithm.algorithm_base import Policy
+
+from rayvec.pools.publish_weights import WeightStore
+from rayvec.tianshou.env.vector_env import RayVectorEnv
+from rayvec.tianshou.policies import RandomActions, TianshouPolicy
+
+__all__ = ["WorkerPolicy"]
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerPolicy:
+    """Publishes the state of a policy, and random actions, to the workers that step environments.
+
+    Args:
+        env: The environments.
+        policy: The policy.
+        exploration_noise: Whether to add the policy's exploration noise.
+
+    Attributes:
+        env: The same.
+        store: The policy in the workers; None before :meth:`publish`.
+        random_store: Random actions in the workers; None before :meth:`at_random`.
+    """
+
+    def __init__(self, env: RayVectorEnv, policy: Policy, exploration_noise: bool) -> None:
+        self.env = env
+        self.store: WeightStore | None = None
+        self.random_store: WeightStore | None = None
+        self._next_version = 0
+        self._take(policy, exploration_noise)
+
+    def _take(self, policy: Policy, exploration_noise: bool) -> None:
+        self._policy, self._exploration_noise = policy, exploration_noise
+        self._acting = TianshouPolicy(policy, exploration_noise=exploration_noise)
+        self._is_picklable = True
+        self._published = np.zeros(0, np.float32)
+        self._structure: list[tuple[Any, ...]] = []
+
+    def replace(self, policy: Policy, exploration_noise: bool) -> bool:
+        """Publishes another policy from now on; returns False if it is the same one as before."""
+        if policy is self._policy and exploration_noise == self._exploration_noise:
+            return False
+        self._take(policy, exploration_noise)
+        self.store = None
+        return True
+
+    def publish(self) -> bool:
+        """Gives the workers the policy as it is now; returns whether it can be given."""
+        if not self._is_picklable:
+            return False
+        weights, structure = self._acting.weights(), self._acting.structure()
+        if self.store is None or structure != self._structure:
+            try:
+                cloudpickle.dumps(self._acting)
+            except Exception as error:
+                logger.warning("the policy acts in the driver, since it can't be pickled: %s", error)
+                self._is_picklable = False
+                return False
+            self.store = None  # the workers drop an older one
+            self.store = self.env.publish(self._acting, self._next_version)
+        elif weights.tobytes() != self._published.tobytes():
+            self.store.publish(weights)
+        self._published, self._structure = weights, structure
+        self._next_version = self.store.version + 1
+        return True
+
+    def at_random(self, space: Space[Any]) -> WeightStore:
+        """Returns random actions of a space in the workers."""
+        if self.random_store is None:
+            self.random_store = self.env.publish(RandomActions(space))
+        return self.random_store
