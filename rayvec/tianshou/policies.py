@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Iterator, Sequence
+import struct
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from tianshou.algorithm.algorithm_base import Algorithm, Policy
 from tianshou.data import Batch, to_numpy
 from tianshou.data.collector import get_stddev_from_dist
 from tianshou.exploration import BaseNoise
+from torch.nn.parameter import is_lazy
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
@@ -29,6 +32,7 @@ __all__ = ["RandomActions", "TianshouPolicy", "joint_logp", "policy_entry", "rec
 
 _ARRAY, _TENSOR = "array:", "tensor:"
 _KINDS: tuple[type, ...] = (bool, int, float, type(None))
+_NUMBER_BYTES = 16
 _PROCESS = secrets.token_hex(8)
 """Names this process."""
 
@@ -92,8 +96,9 @@ class TianshouPolicy:
     def weights(self) -> NDArray[np.float32]:
         """Returns the policy's state as one flat vector of bits, which mean nothing as numbers."""
         tensors = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for tensor in _tensors(self._policy)]
-        numbers = _packed(list(_numbers(self._policy)))
-        stream = np.concatenate([*tensors, np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)])
+        stream = np.concatenate(
+            [*tensors, *(np.frombuffer(_packed(each), np.uint8) for each in _numbers(self._policy))]
+        )
         return np.pad(stream, (0, -len(stream) % 4)).view(np.float32)
 
     def structure(self) -> list[tuple[Any, ...]]:
@@ -115,7 +120,8 @@ class TianshouPolicy:
         """
         tensors = list(_tensors(self._policy))
         numbers = list(_numbers(self._policy)) if self._numbers is None else self._numbers
-        *ends, size = np.cumsum([*(each.numel() * each.element_size() for each in tensors), 16 * len(numbers)])
+        sizes = [*(each.numel() * each.element_size() for each in tensors), _NUMBER_BYTES * len(numbers)]
+        *ends, size = np.cumsum(sizes)
         if weights.size != -(-size // 4):
             raise ConfigError(
                 "The state of a policy is loaded by the same policy.",
@@ -127,13 +133,11 @@ class TianshouPolicy:
         with torch.no_grad():
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(torch.from_numpy(part.copy()).view(tensor.dtype).view(tensor.shape))
-        received = plain.copy().view(np.float64).reshape(-1, 2)
-        before = None if self._numbers is None else _packed(self._numbers)
-        for k, (number, (kind, value)) in enumerate(zip(numbers, received.tolist(), strict=True)):
-            if before is None or before[k].tobytes() != received[k].tobytes():
-                given = None if _KINDS[int(kind)] is type(None) else _KINDS[int(kind)](value)
-                number.holder[number.name] = given
-                numbers[k] = number._replace(value=given)
+        for k, (number, packed) in enumerate(zip(numbers, plain.reshape(-1, _NUMBER_BYTES), strict=True)):
+            if self._numbers is None or _packed(number) != packed.tobytes():
+                value = _unpacked(packed.tobytes())
+                number.holder[number.name] = value
+                numbers[k] = number._replace(value=value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Moves a copy to the CPU; the hidden state stays behind."""
@@ -237,8 +241,15 @@ def _detached(state: Any) -> Any:
 
 
 def _tensors(policy: Policy) -> Iterator[torch.Tensor]:
-    yield from (parameter.detach() for parameter in policy.parameters())
-    yield from (buffer.detach() for buffer in policy.buffers())
+    for tensor in chain(policy.parameters(), policy.buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                "A policy is sent to the workers with all its parameters.",
+                expected="parameters that have their shapes",
+                got="a lazy layer, which gets them when it first runs",
+                remedy="Call the policy once before: policy(Batch(obs=obs, info=Batch())), with obs of env.reset().",
+            )
+        yield tensor.detach()
 
 
 class _Number(NamedTuple):
@@ -258,7 +269,7 @@ class _Number(NamedTuple):
 
 
 def _numbers(policy: Policy) -> Iterator[_Number]:
-    """Yields the plain numbers of every module and of its exploration noise.
+    """Yields the plain numbers of every module and of its exploration noise, whole numbers of at most 64 bits.
 
     NumPy's numbers are among them: a schedule made with ``np.interp`` sets an epsilon to one.
     """
@@ -268,14 +279,21 @@ def _numbers(policy: Policy) -> Iterator[_Number]:
         for place, holder in ((path, held), *noises):
             for name, value in holder.items():
                 number = value.item() if isinstance(value, np.generic) else value
-                if type(number) in _KINDS and name != "training":
+                is_plain = type(number) in _KINDS and (type(number) is not int or -(2**63) <= number < 2**63)
+                if is_plain and name != "training":
                     yield _Number(place, holder, name, number)
 
 
-def _packed(numbers: Sequence[_Number]) -> NDArray[np.float64]:
-    """Returns kinds and values, ``float64 [K, 2]``."""
-    rows = [(_KINDS.index(type(number.value)), number.value or 0) for number in numbers]
-    return np.array(rows, np.float64).reshape(-1, 2)
+def _packed(number: _Number) -> bytes:
+    """Returns kind and value of a number, exactly, in `_NUMBER_BYTES` bytes."""
+    kind, value = type(number.value), 0 if number.value is None else number.value
+    return struct.pack("=qd" if kind is float else "=qq", _KINDS.index(kind), value)
+
+
+def _unpacked(packed: bytes) -> Any:
+    kind = _KINDS[struct.unpack_from("=q", packed)[0]]
+    [value] = struct.unpack_from("=d" if kind is float else "=q", packed, 8)
+    return None if kind is type(None) else kind(value)
 
 
 def _whole(number: float) -> int:

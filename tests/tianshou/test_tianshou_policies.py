@@ -164,6 +164,42 @@ def test_a_worker_s_copy_keeps_what_it_counts_and_gets_what_the_driver_changes_b
     assert driver.structure() != structure
 
 
+@pytest.mark.parametrize("value", [2**53 + 1, -(2**63), pytest.param(2**1100, id="huge"), -0.0, float("nan")])
+def test_numbers_arrive_exactly(value: Any) -> None:
+    policy = CountsItsActs(5)
+    driver = TianshouPolicy(policy)
+    worker = pickle.loads(pickle.dumps(driver))
+    structure = driver.structure()
+    policy.scale = value
+    if driver.structure() == structure:
+        worker.load_weights(driver.weights())
+    else:  # too large a number: the policy is published again
+        assert value == 2**1100
+        worker = pickle.loads(pickle.dumps(driver))
+        worker.load_weights(driver.weights())
+    assert repr(worker._policy.scale) == repr(value)
+
+
+def test_a_layer_that_has_not_run_yet() -> None:
+    class Lazy(Exact):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.LazyLinear(2)
+
+        def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+            self.layer(torch.as_tensor(batch.obs))
+            return super().forward(batch, state, **kwargs)
+
+    with closing(RayVectorEnv([DriftEnv] * 2, num_nodes=0, workers_per_node=0)) as env:
+        policy = Lazy()
+        collector = rayvec.tianshou.Collector(policy, env, VectorReplayBuffer(100, 2))
+        obs, _ = collector.reset()
+        with pytest.raises(ConfigError, match="Call the policy once before"):
+            collector.collect(n_step=4)
+        policy(Batch(obs=obs, info=Batch()))
+        assert collector.collect(n_step=4).n_collected_steps == 4
+
+
 def test_a_policy_loads_what_its_own_weights_were() -> None:
     policy = make_policy("dqn")
     acting = TianshouPolicy(policy)
