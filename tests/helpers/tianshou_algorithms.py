@@ -272,6 +272,20 @@ class Layers(torch.nn.Sequential):
         return super().forward(torch.as_tensor(obs, dtype=torch.float32)), state
 
 
+class Body(torch.nn.Module):
+    """A body of an actor, as Tianshou calls it, that begins with a layer."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(layer, torch.nn.Linear(OBS, 16))
+
+    def get_output_dim(self) -> int:
+        return 16
+
+    def forward(self, obs: Any, state: Any = None, info: Any = None) -> Any:
+        return self.layers(torch.as_tensor(obs, dtype=torch.float32)), state
+
+
 class Jitter(torch.nn.Module):
     """Draws for every row, in a way that can't be cut."""
 
@@ -291,6 +305,39 @@ class Dust(torch.nn.Module):
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         return obs + torch.empty(obs.shape).cauchy_()
+
+
+class Running(torch.nn.Module):
+    """Keeps the mean of the observations that it saw last, as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        self.mean = obs.mean()
+        return obs
+
+
+class Functional(torch.nn.Module):
+    """Drops out by a function, which no look at the modules finds."""
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(obs, 0.5, self.training)
+
+
+class Scatter(torch.nn.Module):
+    """Adds noise that could be cut into rows."""
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs + torch.randn(obs.shape)
+
+
+class OwnDraws(Normal):
+    """A distribution with a way of its own to draw."""
+
+    def sample(self, sample_shape: Any = ()) -> torch.Tensor:
+        return self.loc + self.scale * torch.randn(self._extended_shape(sample_shape))
 
 
 class Falls(torch.nn.Module):

@@ -35,7 +35,7 @@ from rayvec.errors import ConfigError, LearnerError
 from rayvec.tianshou import IMPALA, data_parallel
 from rayvec.tianshou.learn.algorithm_state import AlgorithmState
 from rayvec.tianshou.learn.data_parallel import EQUAL, pickle_algorithm, wrap
-from rayvec.tianshou.learn.random_draws import Cut, SlicedDraws
+from rayvec.tianshou.learn.random_draws import Cut, NoDraws, SlicedDraws
 
 Parallel = Callable[..., Any]
 SMOKE = ("ppo_variant", "impala", "sac", "rainbow")
@@ -217,6 +217,21 @@ class TestDriver:
             results.append(algorithm)
         assert difference(*results) < 1e-9
 
+    @pytest.mark.parametrize("name", ["ppo", "sac"])
+    def test_parameters_that_are_frozen_here_are_frozen_on_the_ranks(self, parallel: Parallel, name: str) -> None:
+        results = []
+        for make in (lambda each: each, lambda each: parallel(each, 2)):
+            algorithm = make(kit.make(name))
+            buffer = kit.fill(algorithm)
+            for flag in (True, False, True):
+                algorithm.policy.actor.requires_grad_(flag)
+                before = copy.deepcopy(algorithm.policy.actor.state_dict())
+                kit.updates(algorithm, buffer, count=1)
+                after = algorithm.policy.actor.state_dict()
+                assert flag != all(torch.equal(after[key], before[key]) for key in before)
+            results.append(algorithm)
+        assert difference(*results) < 1e-9
+
     def test_weights_that_are_written_past_autograd_reach_the_ranks(self, parallel: Parallel) -> None:
         results = []
         for make in (lambda each: each, lambda each: parallel(each, 2)):
@@ -320,7 +335,15 @@ class TestRefused:
         with pytest.raises(ConfigError, match="Pass the algorithm, not its policy"):
             data_parallel(kit.make("ppo").policy, 2)
 
-    @pytest.mark.parametrize("layer", [torch.nn.BatchNorm1d(kit.OBS), torch.nn.Dropout(0.1)])
+    @pytest.mark.parametrize(
+        "layer",
+        [
+            torch.nn.BatchNorm1d(kit.OBS),
+            torch.nn.Dropout(0.1),
+            torch.nn.GRU(kit.OBS, kit.OBS, num_layers=2, dropout=0.1),
+            torch.nn.MultiheadAttention(kit.OBS, 1, dropout=0.1),
+        ],
+    )
     def test_layers_that_mix_rows_or_draw(self, layer: torch.nn.Module) -> None:
         algorithm = kit.make("dqn")
         algorithm.policy.model = kit.Layers(layer, torch.nn.Linear(kit.OBS, kit.ACTIONS))
@@ -394,6 +417,28 @@ class TestDraws:
         with draws, pytest.raises(LearnerError, match="can't be cut"):
             draw(torch.zeros(2, 2))
 
+    @pytest.mark.parametrize(
+        ("layer", "error"),
+        [
+            (kit.Functional, "only distributions draw.* Got: dropout"),
+            (kit.Scatter, "only distributions draw.* Got: randn"),
+            (kit.Running, "Got: other buffers after the update"),
+        ],
+    )
+    def test_nets_that_an_on_policy_update_refuses(self, layer: Any, error: str) -> None:
+        algorithm = kit.make("a2c", torch.float32)
+        algorithm.policy.actor.preprocess = kit.Body(layer())
+        other = wrap(algorithm, OneRank(pickle_algorithm(algorithm)))
+        with pytest.raises(LearnerError, match=error):
+            kit.updates(other, kit.fill(other, torch.float32), count=1)
+
+    @pytest.mark.parametrize("dist", [kit.Normal(torch.zeros(3), 1.0), kit.OwnDraws(0.0, 1.0)], ids=["torch's", "own"])
+    def test_distributions_may_draw_on_policy(self, dist: Any) -> None:
+        with NoDraws():
+            dist.sample()
+            with pytest.raises(LearnerError, match="Got: rand"):
+                torch.rand(3)
+
 
 class TestTrainers:
     """Tianshou's trainers, unmodified."""
@@ -466,10 +511,11 @@ class TestErrorsOnRanks:
         [
             slow_unless(False, kit.Jitter, "randn_like"),
             slow_unless(False, kit.Dust, "cauchy_"),
+            slow_unless(False, kit.Running, "Got: other buffers after the update"),
             (kit.Flicker, r"the same state of torch's generators.* Got: 2 different states on 2 ranks"),
         ],
     )
-    def test_draws_that_cannot_be_cut(self, parallel: Parallel, layer: Any, error: str) -> None:
+    def test_what_differs_between_ranks(self, parallel: Parallel, layer: Any, error: str) -> None:
         algorithm = kit.make("dqn")
         algorithm.policy.model = kit.Layers(layer(), torch.nn.Linear(kit.OBS, kit.ACTIONS))
         other = parallel(algorithm.float(), 2)

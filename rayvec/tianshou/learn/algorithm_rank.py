@@ -34,7 +34,7 @@ from rayvec.errors import LearnerError
 from rayvec.learners.ranks import ALONE, Ranks, gather_counts
 from rayvec.tianshou.learn.algorithm_state import AlgorithmState, equal, load_algorithm, stepped
 from rayvec.tianshou.learn.impala import IMPALA
-from rayvec.tianshou.learn.random_draws import Cut, SlicedDraws
+from rayvec.tianshou.learn.random_draws import Cut, NoDraws, SlicedDraws
 from rayvec.tianshou.learn.shards import (
     AheadView,
     Generators,
@@ -83,6 +83,8 @@ def patched_tianshou(rank: AlgorithmRank, update: OnPolicyUpdate | OffPolicyUpda
             stack.enter_context(mock.patch.object(holder, name, value, create=True))
         if isinstance(update, OffPolicyUpdate):
             stack.enter_context(rank.draws)
+        elif not rank.has_updated:
+            stack.enter_context(NoDraws())
         yield
 
 
@@ -116,6 +118,8 @@ class AlgorithmRank:
         draws: Cuts what is drawn.
         summed_steps: For each optimizer that Tianshou wraps: the optimizer, a ``step`` that sums gradients over all
             ranks, and what it clips the gradients of.
+        has_updated: Whether an update has succeeded. On-policy the first one looks at every draw; later ones do not,
+            since that costs time.
     """
 
     def __init__(self, pickled: bytes, device: str = "cpu", ranks: Ranks = ALONE) -> None:
@@ -135,7 +139,7 @@ class AlgorithmRank:
         self._shares: list[float] = []
         self._shard = Shard(0, 0, Batch())
         self._whole_returns = self._whole_adv = np.zeros(0)
-        self._normalizes = False
+        self._normalizes = self.has_updated = False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns weights and states of optimizers; numbers come with every update."""
@@ -149,13 +153,14 @@ class AlgorithmRank:
         """Computes this rank's part of an update, together with all others.
 
         Raises:
-            LearnerError: Another rank is gone, or the algorithm draws what can't be cut or was not.
+            LearnerError: Another rank is gone, the algorithm draws what can't be cut or was not, or its nets change
+                their buffers.
         """
         algorithm = self.algorithm
         self._state.set_numbers(update.numbers)
         self._fuse()
         update.generators.restore()
-        before = self._state.numbers()
+        before, buffers = self._state.numbers(), self._buffer_digest()
         batch: Any = writable(shard.batch)
         self._shard = Shard(shard.start, shard.stop, batch, shard.ahead)
         self._shares = []
@@ -178,10 +183,12 @@ class AlgorithmRank:
             if isinstance(update, OffPolicyUpdate):
                 self._check_draws()
                 weight = to_numpy(batch.weight)[: len(mine)] if update.with_weight else None
+            self._check_buffers(buffers if isinstance(update, OnPolicyUpdate) else self._buffer_digest())
             self._set_cut(update.total, mine)  # the minibatches of an on-policy update had others
             self._whole_losses(stats)
         finally:
             self.draws.cut = None
+        self.has_updated = True
         if self._ranks.rank:
             return Reply(weight)
         changed = {
@@ -289,19 +296,44 @@ class AlgorithmRank:
                 remedy="Draw [rows, ...] with at least two dimensions, or update with the plain algorithm.",
             )
 
+    def _buffer_digest(self) -> int:
+        """Returns a checksum of all buffers of the nets; 0 without buffers."""
+        digest = 0
+        for buffer in self.algorithm.buffers():
+            flat = buffer.detach().cpu().contiguous().reshape(-1)
+            digest = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), digest)
+        return digest
+
+    def _check_buffers(self, expected: int) -> None:
+        """Checks that the buffers of all ranks have the same checksum.
+
+        On-policy it must be that before the update, because ranks run nets less often than one rank would.
+
+        Raises:
+            LearnerError: On all ranks, if one has other buffers.
+        """
+        if next(self.algorithm.buffers(), None) is not None and set(
+            gather_counts(self._ranks, self._buffer_digest())
+        ) != {expected}:
+            raise LearnerError(
+                "Ranks run the nets on their own rows: buffers that forward passes change are not those of one rank.",
+                expected="buffers that an on-policy update leaves as they are, and an off-policy one changes alike",
+                got="other buffers after the update",
+                remedy="Leave running statistics and spectral norms out, or update with the plain algorithm.",
+            )
+
     # Gradients.
 
     def _summed_step(self, optimizer: Any) -> tuple[Any, Callable[..., None], Any]:
         """Sums between the backward pass and clipping in Tianshou's ``Algorithm.Optimizer.step``."""
         clipped = list(optimizer._module.parameters())  # looked up once
         both = {id(each): each for each in [*stepped(optimizer._optim), *clipped]}
-        parameters = [each for each in both.values() if each.requires_grad]
         step = optimizer.step
 
         def summed(loss: Any, retain_graph: bool | None = None, create_graph: bool = False) -> None:
             def backward(**graph: Any) -> None:
                 (loss * self._share).backward(**graph)
-                self._sum_gradients(parameters)
+                self._sum_gradients([each for each in both.values() if each.requires_grad])
 
             with torch._C.DisableTorchFunction():  # nothing is drawn here, and looking at every call costs time
                 step(SimpleNamespace(backward=backward), retain_graph, create_graph)
@@ -333,7 +365,7 @@ class AlgorithmRank:
 
     def _sum_gradients(self, parameters: list[Tensor]) -> None:
         """Sums gradients over all ranks; a parameter without a gradient on any rank keeps none."""
-        if self._ranks.size == 1:
+        if self._ranks.size == 1 or not parameters:
             return
         parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         present = torch.tensor([float(each.grad is not None) for each in parameters], device=parts[0].device)

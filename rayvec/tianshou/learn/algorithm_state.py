@@ -27,6 +27,8 @@ Numbers = dict[tuple[str, str], Any]
 
 _PLAIN = frozenset({bool, int, float, type(None), np.float64, np.float32, np.int64})
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_FLAGS = ("parameters", "requires_grad")
+"""Place of the flags of all parameters, among the numbers."""
 
 
 class AlgorithmState:
@@ -89,20 +91,26 @@ class AlgorithmState:
         """Returns every plain number by its place.
 
         These are the numbers of every module (counters, coefficients, whether it is training), of running moments, of
-        a fixed entropy coefficient, and the settings of optimizer groups (learning rates, pairs of momenta).
+        a fixed entropy coefficient, and the settings of optimizer groups (learning rates, pairs of momenta). One entry
+        says which parameters require a gradient.
         """
-        return {
+        numbers = {
             (place, name): value
             for place, holder in self._holders()
             for name, value in holder.items()
             if _is_plain(value) and name not in _OF_TORCH
         }
+        return {**numbers, _FLAGS: tuple(parameter.requires_grad for parameter in self._parameters)}
 
     def set_numbers(self, values: Mapping[tuple[str, str], Any]) -> None:
         """Sets numbers of another copy."""
         holders = dict(self._holders())
         for (place, name), value in values.items():
-            holders[place][name] = value
+            if (place, name) == _FLAGS:
+                for parameter, flag in zip(self._parameters, value, strict=True):
+                    parameter.requires_grad_(flag)
+            else:
+                holders[place][name] = value
 
     def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for path, module in self._modules.items():

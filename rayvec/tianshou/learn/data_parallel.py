@@ -55,7 +55,8 @@ def data_parallel(
     Tianshou would have left them (torch's off-policy only). On ``"cuda"`` the GPU draws noise of the same distribution.
 
     Numbers that you change between updates (a learning rate, the momenta of a schedule, a coefficient) reach the
-    ranks with the next update; so do weights and states of optimizers, however they are changed.
+    ranks with the next update; so do weights, states of optimizers and which parameters require a gradient, however
+    they are changed.
     The structure must not change. A copy or a pickle of the returned algorithm is a plain one.
 
     Args:
@@ -239,7 +240,7 @@ def pickle_algorithm(algorithm: Any) -> bytes:
             "Ranks compute with copies of the algorithm.",
             expected="an algorithm that cloudpickle can pickle",
             got=f"{type(error).__name__}: {error}",
-            remedy="Keep open files, environments and loggers out of policy and nets.",
+            remedy="Keep open files, environments, loggers and torch's parametrizations out of policy and nets.",
         ) from error
     return pickled
 
@@ -289,11 +290,12 @@ def _check_class(kind: type[Any]) -> None:
 def _check_parts(algorithm: Any) -> None:
     mixing = (torch.nn.modules.batchnorm._NormBase, torch.nn.modules.dropout._DropoutNd)
     for path, module in algorithm.named_modules():
-        if isinstance(module, mixing):
+        drops = isinstance(module, torch.nn.RNNBase | torch.nn.MultiheadAttention) and module.dropout > 0
+        if drops or isinstance(module, mixing):
             raise ConfigError(
                 "Nets treat rows one by one, or N ranks are not one.",
                 expected="no batch normalisation and no dropout",
-                got=f"{type(module).__name__} at {path}",
+                got=f"{type(module).__name__}{f'(dropout={module.dropout})' if drops else ''} at {path}",
                 remedy="Use LayerNorm, or leave it out.",
             )
     alpha = getattr(algorithm, "alpha", None)

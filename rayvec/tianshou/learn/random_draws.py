@@ -7,8 +7,10 @@ rows.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from rayvec.errors import LearnerError
 
-__all__ = ["Cut", "SlicedDraws"]
+__all__ = ["Cut", "NoDraws", "SlicedDraws"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,35 @@ class SlicedDraws(TorchFunctionMode):
             if func in _UNCUT:
                 raise _refusal(func)
         return func(*args, **kwargs)
+
+
+class NoDraws(TorchFunctionMode):
+    """While it is entered, only distributions of torch may draw, and subclasses of them.
+
+    An on-policy update of Tianshou draws actions that it does not use. Whatever else draws would draw other numbers on
+    each rank.
+
+    Raises:
+        LearnerError: Something else draws, a net with dropout for example.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (func in _CUTS or func in _UNCUT) and not _is_in_distribution():
+            raise LearnerError(
+                "In an on-policy update on several ranks only distributions draw; nothing uses these numbers.",
+                expected="nets and losses without dropout and noise",
+                got=f"{getattr(func, '__name__', func)}",
+                remedy="Leave the noise out, or update with the plain algorithm.",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_in_distribution() -> bool:
+    """Whether a method of a distribution is running."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), torch.distributions.Distribution):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_by_row(cut: Cut, shape: torch.Size) -> bool:
@@ -141,6 +172,11 @@ _UNCUT = {
     torch.dropout,
     torch.nn.functional.dropout,
     torch.nn.functional.alpha_dropout,
+    torch.nn.functional.dropout1d,
+    torch.nn.functional.dropout2d,
+    torch.nn.functional.dropout3d,
+    torch.nn.functional.feature_alpha_dropout,
+    torch.nn.functional.rrelu,
     torch.nn.functional.gumbel_softmax,
     Tensor.bernoulli,
     Tensor.bernoulli_,
