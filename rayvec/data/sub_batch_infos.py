@@ -31,13 +31,15 @@ class SubBatchInfo(NamedTuple):
     columns: Columns
 
 
-def is_mask(key: str, columns: Columns) -> bool:
-    """Returns whether a key names the mask of another key.
+def is_mask(key: Any, columns: Columns) -> bool:
+    """Returns whether a key names the mask of another key, which need not be a string.
 
-    >>> is_mask("_x", {"x": 1, "_x": 2}), is_mask("_x", {"_x": 2})
-    (True, False)
+    >>> is_mask("_x", {"x": 1, "_x": 2}), is_mask("_x", {"_x": 2}), is_mask("_3", {3: 1, "_3": 2})
+    (True, False, True)
     """
-    return type(key) is str and key[:1] == "_" and key[1:] in columns
+    if type(key) is not str or key[:1] != "_":
+        return False
+    return key[1:] in columns or any(type(other) is not str and f"{other}" == key[1:] for other in columns)
 
 
 def mask_of(key: str, columns: Columns, count: int) -> NDArray[np.bool_]:
