@@ -14,8 +14,9 @@ from rayvec.data import Chunk, ChunkSummary, tree_map
 from rayvec.data.chunk import AXES
 from rayvec.data.finite_checks import find_bad_obs, join_bad_obs
 from rayvec.data.infos import ChunkInfos
+from rayvec.errors import ConfigError
 
-__all__ = ["counted_ends", "join_chunks", "join_summaries", "pad_chunk", "summarize"]
+__all__ = ["check_extras", "counted_ends", "join_chunks", "join_summaries", "pad_chunk", "summarize"]
 
 _SORTED = "final_index"  # the field whose order others follow
 _SUMMARY = [field.name for field in fields(ChunkSummary) if field.name in AXES]
@@ -25,9 +26,32 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
     """Joins chunks of different environments, side by side, in newly allocated memory.
 
     Where their numbers of steps differ, the shorter ones are padded: see :func:`pad_chunk`.
+
+    Raises:
+        ConfigError: The policy has returned other extras in some of them.
     """
     num_steps = max(chunk.num_steps for chunk in chunks)
+    of_first, *of_others = [{name: extra.shape[2:] for name, extra in chunk.extras.items()} for chunk in chunks]
+    for found in of_others:
+        check_extras(of_first, found, "in the first worker")
     return Chunk(**_joined([pad_chunk(chunk, num_steps) for chunk in chunks], AXES)[0])
+
+
+def check_extras(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], where: str) -> None:
+    """Raises ``ConfigError`` if a policy has returned other extras than before.
+
+    Args:
+        expected: The shapes of their rows, by name.
+        found: Likewise.
+        where: Where those were that are expected.
+    """
+    if found != expected:
+        raise ConfigError(
+            "A policy must return the same extras at every step and in every worker.",
+            expected=f"rows of these shapes, as {where}: {expected}",
+            got=found,
+            remedy="Return every extra at every step, in one shape; fill in zeros where there is none.",
+        )
 
 
 def pad_chunk(chunk: Chunk, num_steps: int) -> Chunk:

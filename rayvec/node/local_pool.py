@@ -79,7 +79,7 @@ class LocalPool:
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
         self.acting.note_absence()
-        self._pool.send(env_ids, deepcopy(actions), autoreset)
+        self._pool.send(env_ids, actions, autoreset)
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import StepBatch, Tree
+from rayvec.data import StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, RestartPolicy
@@ -24,7 +24,15 @@ from rayvec.pools.owner_signals import is_left_to_owner
 from rayvec.pools.restart_state import ENV_ARRAYS, RestartBudget
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, split_actions
 
-__all__ = ["FAILURES", "EnvsFailed", "InProcessPool", "captured", "end_if_forked", "failures_ignored"]
+__all__ = [
+    "FAILURES",
+    "EnvsFailed",
+    "InProcessPool",
+    "captured",
+    "copied_actions",
+    "end_if_forked",
+    "failures_ignored",
+]
 
 FAILURES = BaseException
 """What environments raise when they fail, and policies on workers and nodes. :func:`captured` lets Ctrl-C pass."""
@@ -102,6 +110,13 @@ def failures_ignored() -> Iterator[None]:
         raise
     except FAILURES:
         pass
+
+
+def copied_actions(actions: Any) -> Any:
+    """Copies actions: environments may keep a reference to them, and a policy may write into the same array again."""
+    if type(actions) is np.ndarray and not actions.dtype.hasobject:
+        return actions.copy()
+    return tree_map(copied_actions, actions) if isinstance(actions, (dict, tuple)) else deepcopy(actions)
 
 
 class EnvsFailed(Exception):
@@ -308,7 +323,7 @@ class InProcessPool(ABC):
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`. The environments step inside :meth:`recv`."""
-        self._start(env_ids, self.step_rows, split_actions(actions, len(env_ids)), autoreset)
+        self._start(env_ids, self.step_rows, split_actions(copied_actions(actions), len(env_ids)), autoreset)
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None

@@ -16,7 +16,7 @@ from rayvec.envs.sub_batch import SubBatch
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.ids_by_owner import not_whole, whole_units
-from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool
+from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_actions
 from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of
 from rayvec.pools.shared_memory import ArrayLayout
 
@@ -396,7 +396,7 @@ class NativePool(InProcessPool):
         """See :class:`~rayvec.pools.base.EnvPool`. The environments step inside :meth:`recv`."""
         if not self._rows_of(env_ids):
             raise not_whole(len(env_ids))
-        self._start(env_ids, self.step_rows, actions, autoreset)
+        self._start(env_ids, self.step_rows, copied_actions(actions), autoreset)
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None

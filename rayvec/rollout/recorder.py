@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, Tree, as_slice, tree_map
 from rayvec.data.infos import InfoBlock
+from rayvec.data.join_chunks import check_extras
 from rayvec.errors import ConfigError
 from rayvec.pools.restart_state import RESTARTED
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
@@ -139,13 +140,7 @@ class Recorder:
             return
         found = {name: extra.shape[1:] for name, extra in extras.items()}
         expected = {name: array.shape[2:] for name, array in self._extras.items()}
-        if found != expected:
-            raise ConfigError(
-                "A policy must return the same extras at every step.",
-                expected=f"rows of these shapes, as at the first step: {expected}",
-                got=found,
-                remedy="Return every extra at every step, in one shape; fill in zeros where there is none.",
-            )
+        check_extras(expected, found, "at the first step")
         self._act = tree_map(self._widened, self._act, actions)
         self._extras = {name: self._widened(array, extras[name]) for name, array in self._extras.items()}
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector import SyncVectorEnv
 from helpers.chunks import assert_same_chunk
 from helpers.diarist import Diarist
 from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
@@ -296,6 +297,33 @@ class Returns:
         raise NotImplementedError
 
 
+class KeepsActions(DriftEnv):
+    """Rewards by how much an action differs from the one before, which it keeps as it got it."""
+
+    action_space = spaces.Box(0, 99, (1,))
+    kept: Any = np.zeros(1)
+
+    def step(self, action: Any) -> Any:
+        reward, self.kept = float((action - self.kept)[0]), action
+        return self.observation_space.sample(), reward, False, False, {}
+
+
+class Overwrites:
+    """A policy that returns the same array at every step, with numbers one greater."""
+
+    noise = NO_NOISE
+
+    def __init__(self) -> None:
+        self._actions = np.zeros((2, 1), np.float32)
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        self._actions += 1
+        return self._actions, {}
+
+    def load_weights(self, weights: Any) -> None:
+        raise NotImplementedError
+
+
 class TestPolicies:
     def test_what_is_none_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="Remedy"):
@@ -347,6 +375,21 @@ class TestPolicies:
         policy = Returns((np.zeros(2, int), {"a": np.ones(2)}), (np.zeros(2, int), extras))
         with pytest.raises(ConfigError, match="same extras at every step"):
             rollout(SerialPool(factory([CountingEnv] * 2)), policy, 2)
+
+    @pytest.mark.parametrize("extras", [{}, {"a": np.ones(1), "b": np.ones(1)}, {"a": np.ones((1, 1))}])
+    def test_extras_that_differ_among_workers_are_an_error(self, extras: Any) -> None:
+        """Before, what only some workers had was lost, or a KeyError."""
+        policies = [Returns((np.zeros(1, int), each)) for each in ({"a": np.ones(1)}, extras)]
+        chunks = [rollout(SerialPool(factory([CountingEnv])), policy, 2) for policy in policies]
+        with pytest.raises(ConfigError, match="in every worker"):
+            join_chunks(chunks)
+
+    @pytest.mark.parametrize("native", [False, True])
+    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
+    def test_environments_keep_actions_that_the_policy_overwrites(self, inference: Any, native: bool) -> None:
+        fns: Any = [partial(SyncVectorEnv, [KeepsActions] * 2)] if native else [KeepsActions] * 2
+        with RayVecEnv(fns, num_nodes=0, workers_per_node=0, native=native) as env:
+            assert env.rollout(Overwrites(), 4, inference).rew.tolist() == [[1.0, 1.0]] * 4
 
     @pytest.mark.parametrize("results", [np.zeros(2, int), None, (np.zeros(2, int), None), (np.zeros(2, int), {}, {})])
     def test_act_returns_two_results(self, results: Any) -> None:
