@@ -202,8 +202,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             return self._all_after_reset(ids)
 
         self._start("reset", start)
-        if isinstance(seed, int):
-            self._chunk_steps, self._noise_seed = 0, seed
+        if isinstance(seed, int | np.integer):
+            self._chunk_steps, self._noise_seed = 0, int(seed)
         self._done[ids] = False
         self._driver.note_reset(ids)
 

@@ -116,6 +116,11 @@ class TestTopologies:
         ):
             assert_same_chunk(*pair, where=f"chunk {number}")
 
+    def test_a_seed_of_numpy_seeds_the_noise_too(self) -> None:
+        with RayVecEnv([DriftEnv] * 2, num_nodes=0, workers_per_node=0) as env:
+            chunks = [env.rollout(TablePolicy(), 9, seed=seed) for seed in (3, np.int64(3))]  # type: ignore[arg-type]
+        assert_same_chunk(*chunks)
+
     def test_another_seed_is_another_chunk(self, shared: Make) -> None:
         env = shared(DriftEnv, "1x1")
         first, again, other = (env.rollout(TablePolicy(), 20, seed=seed) for seed in (1, 1, 2))
