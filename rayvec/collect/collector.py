@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -47,6 +47,9 @@ class _Counts:
 
 class Collector:
     """Lets a policy act in environments, and returns batches of steps with the statistics of their episodes.
+
+    The environments may be reset and stepped between two calls, also by another collector: the next call then begins
+    new episodes everywhere, since it has not seen where those that it finds began.
 
     Args:
         env: The environments.
@@ -116,7 +119,7 @@ class Collector:
         self._version = 0
         self._closed = False
         self._tracker = EpisodeTracker(env.num_envs)
-        self._started = False
+        self._num_uses: int | None = None  # of the environments up to now; None: no episodes that the tracker knows
 
     def reset(self, seed: int | None = None) -> None:
         """Begins new episodes everywhere, and forgets unfinished ones.
@@ -136,7 +139,7 @@ class Collector:
         of_collector, self._seed = self._seed, None
         self._env.reset(seed=of_collector if seed is None else seed)
         self._tracker.clear()
-        self._started = True
+        self._num_uses = self._env.num_uses
 
     def set_weights(self, weights: NDArray[np.float32]) -> int:
         """Gives the policy new weights, one flat vector; every chunk that starts from now on is taken with them.
@@ -187,16 +190,18 @@ class Collector:
         """
         self._check_counts(n_step, n_episode)
         begin = time.monotonic()
-        self._begin()
-        if n_episode is not None:
-            return self._batch(list(self._episodes(n_episode)), begin)
-        assert n_step is not None
-        num_steps = -(-n_step // self._env.num_envs)
-        if self._parts is not None and self._store is not None:
-            self._parts.start(self._store, num_steps, ahead=ahead)
-            return self._parts_batch(self._parts, self._store, num_steps, begin, ahead=ahead)
-        self._collect_steps(num_steps, cut, ahead=ahead and self._prefetch)
-        return self._kept_batch(begin)
+        with self._use():
+            if n_episode is not None:
+                collected: list[tuple[Rollout, EpisodeStats]] = []
+                self._take_episodes(n_episode, lambda *taken: collected.append(taken))
+                return self._batch(collected, begin)
+            assert n_step is not None
+            num_steps = -(-n_step // self._env.num_envs)
+            if self._parts is not None and self._store is not None:
+                self._parts.start(self._store, num_steps, ahead=ahead)
+                return self._parts_batch(self._parts, self._store, num_steps, begin, ahead=ahead)
+            self._collect_steps(num_steps, cut, ahead=ahead and self._prefetch)
+            return self._kept_batch(begin)
 
     def _collect_steps(self, num_steps: int, cut: Cut | None, *, ahead: bool) -> None:
         """Keeps chunks of `num_steps` steps or more, the pending ones first; with `ahead` starts the next chunk."""
@@ -225,8 +230,9 @@ class Collector:
             ConfigError: An episode does not end within `max_len` steps. Other errors are those of `collect`.
         """
         self._check_counts(None, n_episode)
-        self._begin()
-        played = [stats for _, stats in self._episodes(n_episode, max_len)]
+        played: list[EpisodeStats] = []
+        with self._use():
+            self._take_episodes(n_episode, lambda _, stats: played.append(stats), max_len)
         self._counts = _Counts()
         return join_episodes(played)
 
@@ -239,19 +245,22 @@ class Collector:
         if self._parts is not None and self._store is not None:
             is_empty = not (self._kept_parts or self._parts.pending)
             return None if is_empty else self._parts_batch(self._parts, self._store, 1, begin, ahead=False)
-        for rollout in self._pipeline.drain():
-            self._keep(self._checked(rollout))
+        while self._pipeline.pending:
+            self._keep(self._checked(self._pipeline.finish()))
         return self._kept_batch(begin) if self._kept else None
 
     def drop_pending(self) -> None:
-        """Waits for the pending chunks and drops them.
+        """Waits for the pending chunks and drops them. If there are any, the next `collect` begins new episodes.
 
         Raises:
             Exception: What an environment or a policy raised in one of them.
         """
-        for rollout in chain.from_iterable(pipeline.drain() for pipeline in self._pipelines):
-            self._counts.dropped_steps += rollout.summary.valid.size
-            self._counts.restarts += len(rollout.summary.restarts)
+        for pipeline in self._pipelines:
+            while pipeline.pending:
+                self._num_uses = None  # the unfinished episodes lose a part
+                rollout = pipeline.finish()
+                self._counts.dropped_steps += rollout.summary.valid.size
+                self._counts.restarts += len(rollout.summary.restarts)
 
     def _keep(self, rollout: Rollout) -> None:
         """Keeps a chunk until it is handed over, by a later call if this one is interrupted."""
@@ -278,11 +287,17 @@ class Collector:
         spread = int(versions.min()), int(versions.max())
         return replace(batch, stats=replace(batch.stats, weights_versions=spread, staleness_counts=counts))
 
-    def _begin(self) -> None:
-        """Begins the first episodes, if none has begun."""
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        """Begins new episodes if others have used the environments, or none has begun. The block uses them."""
         check_open(self._closed)
-        if not self._started:
+        if self._num_uses != self._env.num_uses:
             self.reset()
+        try:
+            yield
+        finally:
+            if self._num_uses is not None:
+                self._num_uses = self._env.num_uses
 
     def _check_counts(self, n_step: Any, n_episode: Any) -> None:
         if (n_step is None) == (n_episode is None):
@@ -325,7 +340,7 @@ class Collector:
         if bad is None or self._on_bad_obs == "keep":
             return rollout
         if self._on_bad_obs == "raise":
-            self._started = False  # the unfinished episodes have lost a part
+            self._num_uses = None  # the unfinished episodes lose a part
             self.drop_pending()
             raise bad_obs_error(bad)
         assert rollout.chunk is not None
@@ -338,8 +353,10 @@ class Collector:
                 kept[continues] = new[continues]
         return replace(rollout, chunk=chunk, summary=replace(summarize(chunk), bad_obs=bad))
 
-    def _episodes(self, n_episode: int, max_len: int | None = None) -> Iterator[tuple[Rollout, EpisodeStats]]:
-        """Collects chunks until every environment has ended its quota of episodes."""
+    def _take_episodes(
+        self, n_episode: int, take: Callable[[Rollout, EpisodeStats], None], max_len: int | None = None
+    ) -> None:
+        """Collects chunks until every environment has ended its quota of episodes; calls `take` with each."""
         if self._tracker.unfinished.any() or self._pipeline.pending or self._kept:
             self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
         quotas = EpisodeQuotas(n_episode, self._env.num_envs)
@@ -356,8 +373,7 @@ class Collector:
             counts = valid[tuple(places.T)]
             assert rollout.chunk is not None
             rollout = replace(rollout, summary=replace(summary, valid=valid), chunk=replace(rollout.chunk, valid=valid))
-            stats = EpisodeStats(stats.env_ids[counts], stats.returns[counts], stats.lens[counts])
-            yield rollout, stats
+            take(rollout, EpisodeStats(stats.env_ids[counts], stats.returns[counts], stats.lens[counts]))
 
     def _batch(
         self,

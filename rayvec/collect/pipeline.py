@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -88,11 +87,6 @@ class ChunkPipeline:
         chunk = self.pending.popleft()  # after the wait: an interrupted one leaves it pending
         self.first_step += chunk.num_steps
         return replace(rollout, topology=chunk.topology)
-
-    def drain(self) -> Iterator[Rollout]:
-        """Yields every pending chunk as it is finished; the environments are free afterwards."""
-        while self.pending:
-            yield self.finish()
 
     def forget(self) -> None:
         """Forgets the pending chunks, whose environments are closed."""

@@ -56,11 +56,13 @@ class PoolAdapter:
 
     Attributes:
         closed: Whether the pool is closed, or not open yet.
+        num_uses: How many resets, steps and chunks have been started. By it a collector notices what others start.
         interrupted_close_s: Seconds that environments get to end their step and to close after Ctrl-C in a call; None
             for as many as in :meth:`close`.
     """
 
     closed = True
+    num_uses = 0
     interrupted_close_s: float | None = None
     _pool: ActingPool
     _creator: int
@@ -281,6 +283,8 @@ class PoolAdapter:
             call = self._pending
             if call is not None and (call.name != name or (name != "rollout" and group in call.waits)):
                 raise _Overtaken
+            if name != "call":
+                self.num_uses += 1
             wait = start()
             if call is None:
                 self._pending = PendingCall(name, {group: wait})

@@ -359,6 +359,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._assert_idle("rollout")
         check_count("num_steps", num_steps)
         self._done[:] = False  # every environment whose episode has ended is reset first
+        self.num_uses += 1
         request = ChunkRequest(num_steps, first_step, noise_seed)
         return self._guarded(lambda: self._driver.rollout(policy, request, weights_version, cut))
 

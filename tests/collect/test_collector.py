@@ -20,7 +20,7 @@ from helpers.simple_policies import SlowPolicy, raises_at_ten, still
 from rayvec.collect.collector import Collector, EpisodeTracker
 from rayvec.data import Batch, Chunk
 from rayvec.errors import ConfigError, EnvError
-from rayvec.testing import CoinEnv, CountingEnv, TimedEnv, assert_identical, counting_errors
+from rayvec.testing import CoinEnv, CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 
@@ -156,6 +156,34 @@ class TestEpisodes:
             assert abs(lens.mean() - 20.5) < 3 * standard_error
         collector.collect(n_step=20 * 7)
         assert abs(collector.collect(n_episode=200).stats.lens.mean() - 20.5) < 3 * standard_error
+
+
+OTHERS: dict[str, Any] = {
+    "reset": lambda env: env.reset(),
+    "partial reset": lambda env: env.reset(options={"reset_mask": np.arange(5) == 2}),
+    "step": lambda env: env.step(np.zeros(5, int)),
+    "rollout": lambda env: env.rollout(still, 3),
+    "rollout in the driver": lambda env: env.rollout(still, 3, "driver"),
+    "steps": lambda env: Collector(env, still).collect(n_step=5 * 3),
+    "episodes": lambda env: Collector(env, still).collect(n_episode=5),
+}
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver", "node"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_no_episode_counts_that_others_have_begun_or_continued(other: str, inference: Any) -> None:
+    env = local([CountingEnv] * 5)
+    collector = Collector(env, still, inference, seed=2)
+    for count in ({"n_step": 5 * 30}, {"n_episode": 10}):
+        collector.collect(n_step=5 * 2)
+        if "n_episode" in count:
+            collector.reset()  # nothing unfinished is known
+        OTHERS[other](env)
+        batch = collector.collect(**count)
+        assert_consistent(batch)
+        assert (batch.chunks[0].obs[0, :, 2] == 0).all(), "new episodes begin"
+        assert_identical(*episodes_of(batch))
+    assert (collector.collect(n_step=5 * 4).chunks[0].obs[0] == batch.chunks[-1].last_obs).all(), "and go on"
 
 
 def episodes_of(batch: Batch) -> tuple[list[float], list[float]]:
@@ -424,6 +452,24 @@ class TestPoliciesThatFail:
         with pytest.raises(ConfigError, match="Weights are one flat vector") as caught:
             collector.collect(n_step=2)
         assert "worker 0" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("call", ["steps", "episodes", "play", "drain", "drop_pending"])
+def test_an_exception_that_generators_use_keeps_its_type(call: str) -> None:
+    env = local([partial(FaultyEnv, "raise", at=15, error=StopIteration)])
+    collector = Collector(env, still, seed=1, prefetch=call not in ("episodes", "play"))
+    calls: dict[str, Any] = {
+        "steps": partial(collector.collect, n_step=10),
+        "episodes": partial(collector.collect, n_episode=1),
+        "play": partial(collector.play, 1),
+        "drain": collector.drain,
+        "drop_pending": collector.drop_pending,
+    }
+    if call not in ("episodes", "play"):
+        collector.collect(n_step=10)
+    with pytest.raises(StopIteration) as caught:
+        calls[call]()
+    assert isinstance(caught.value.__cause__, EnvError)
 
 
 def test_an_episode_that_a_fault_cut_does_not_count_as_one_that_never_ends() -> None:

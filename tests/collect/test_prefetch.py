@@ -133,6 +133,26 @@ def test_a_reset_drops_the_pending_chunk_and_says_so(prefetching: Collector) -> 
     assert batch.stats.n_collected_episodes == len(ends)
 
 
+def test_what_follows_dropped_chunks_begins_new_episodes(prefetching: Collector) -> None:
+    prefetching.collect(n_step=5 * 2)
+    prefetching.drop_pending()
+    (chunk,) = prefetching.collect(n_step=5 * 30).chunks
+    assert (chunk.obs[0, :, 2] == 0).all()
+
+
+def test_another_collector_waits_for_the_pending_chunk_to_be_returned(counting: RayVecEnv) -> None:
+    """Before, it returned that chunk as its own."""
+    first, second = (Collector(counting, TablePolicy(), prefetch=True) for _ in range(2))
+    second.collect(n_step=50, ahead=False)
+    first.collect(n_step=50)
+    with pytest.raises(AlreadyPendingCallError, match="rollout"):
+        second.collect(n_step=50)
+    assert first.drain() is not None
+    assert (second.collect(n_step=50).chunks[0].obs[0, :, 2] == 0).all()
+    first.close()
+    second.close()
+
+
 def test_a_state_is_that_of_what_was_returned(counting: RayVecEnv, prefetching: Collector) -> None:
     prefetching.collect(n_step=5 * 8)
     state = prefetching.state_dict()

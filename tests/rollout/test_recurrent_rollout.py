@@ -112,9 +112,10 @@ def test_states_outlive_new_weights_and_end_with_the_episode(make: Make, inferen
 
     collector.reset(seed=9)
     assert not collector.collect(n_step=N * 8).chunks[0].states[0].any(), "new episodes everywhere"
-    collector.collect(n_step=N * 3)
+    policy = Policy(module)
+    env.rollout(policy, 3, inference)
     env.reset(options={"reset_mask": np.arange(N) == 2})
-    states = collector.collect(n_step=N * 3).chunks[0].states[0]
+    states = env.rollout(policy, 3, inference).states[0]
     assert not states[2].any() and states.any()
 
 

@@ -38,7 +38,7 @@ from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, EnvError
 from rayvec.testing import FaultyEnv
 from rayvec.tianshou import Collector, RayVectorEnv
 
@@ -172,6 +172,26 @@ class TestSteps:
             collect_both(mine, other, n_step=25)
 
 
+def assert_joins_no_episodes(buffer: Any) -> None:
+    """Asserts that the transition that `next` finds after another one begins where that one ended."""
+    rows = buffer.sample_indices(0)
+    following = buffer.next(rows)
+    inner = following != rows
+    assert inner.sum() > 40
+    np.testing.assert_array_equal(buffer.obs[following[inner]], buffer.obs_next[rows[inner]])
+    assert not (buffer.terminated & buffer.truncated)[rows].any()
+
+
+def test_an_exception_that_generators_use_keeps_its_type() -> None:
+    fns = [partial(FaultyEnv, "raise", at=5, error=StopIteration)]
+    with RayVectorEnv(fns, num_nodes=0, workers_per_node=0) as venv:
+        collector = Collector(Exact(), venv)
+        collector.reset()
+        with pytest.raises(StopIteration) as caught:
+            collector.collect(n_step=9)
+    assert isinstance(caught.value.__cause__, EnvError)
+
+
 class TestEpisodes:
     @pytest.mark.parametrize("n_episode", [1, 3, 5, 17, 100])
     def test_follows_tianshous_schedule(self, venvs: dict[str, RayVectorEnv], n_episode: int) -> None:
@@ -201,14 +221,23 @@ class TestEpisodes:
         cut += len(mine.buffer.unfinished_index())
         mine.reset(reset_buffer=False, reset_stats=False)
         mine.collect(n_step=25)
-        buffer = mine.buffer
-        rows = buffer.sample_indices(0)
-        following = buffer.next(rows)
-        inner = following != rows
-        assert inner.sum() > 40
-        np.testing.assert_array_equal(buffer.obs[following[inner]], buffer.obs_next[rows[inner]])
-        assert not (buffer.terminated & buffer.truncated)[rows].any()
-        assert cut > 1 and mine.collect_episode == buffer.done[rows].sum() - cut, "cut episodes are not counted"
+        assert_joins_no_episodes(mine.buffer)
+        ended = mine.buffer.done[mine.buffer.sample_indices(0)].sum()
+        assert cut > 1 and mine.collect_episode == ended - cut, "cut episodes are not counted"
+
+    @pytest.mark.parametrize("inference", ["worker", "driver"])
+    def test_no_transition_joins_two_episodes_where_others_step(
+        self, venvs: dict[str, RayVectorEnv], inference: Any
+    ) -> None:
+        venv = venvs["drift"]
+        mine, other = (Collector(Exact(), venv, VectorReplayBuffer(1000, 5), inference=inference) for _ in range(2))
+        mine.reset()
+        collects = partial(other.collect, n_step=15, reset_before_collect=True)
+        for use in (venv.reset, lambda: venv.step(np.zeros(5, int)), collects):
+            mine.collect(n_step=15)
+            use()
+        mine.collect(n_step=25)
+        assert_joins_no_episodes(mine.buffer)
 
     def test_episode_hook_sees_and_changes_the_same(self, venvs: dict[str, RayVectorEnv]) -> None:
         mine, other = pair(venvs, "drift", make_buffer=lambda: VectorReplayBuffer(260, 5))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import replace
 from typing import Any, Generic, Literal, cast
 from weakref import WeakKeyDictionary
@@ -52,10 +51,11 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     on steps, rendering, arguments for resets, a stats class that looks at every step, first observations that do not
     match their space, random actions of different action spaces, another vector environment.
 
-    Two things differ from Tianshou's Collector. Where environments are reset in mid-episode (by ``reset``, or after
-    ``collect(n_episode=n)``, which resets all of them), their last stored transition is marked as truncated. Tianshou
-    leaves it open: ``buffer.next`` joins two episodes, and n-step returns and GAE run across the reset. The cut episode
-    is not counted. And the length of an episode is its number of steps, also if it is longer than its sub-buffer.
+    Two things differ from Tianshou's Collector. Where environments are reset in mid-episode (by ``reset``, after
+    ``collect(n_episode=n)``, which resets all of them, or in the first ``collect`` after others have stepped them),
+    their last stored transition is marked as truncated. Tianshou leaves it open: ``buffer.next`` joins two episodes,
+    and n-step returns and GAE run across the reset. The cut episode is not counted. And the length of an episode is its
+    number of steps, also if it is longer than its sub-buffer.
 
     Args:
         policy: A policy or an algorithm of Tianshou.
@@ -133,6 +133,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     def _open(self) -> None:
         """Gets ready to collect from `env`."""
         self._in_mid_episode = self._state_in_driver = False
+        self._num_uses = 0  # of the environments up to now; other vector environments than rayvec's do not count
         self._lost_steps = False  # whether steps may be missing in the buffer, since an exception ended a collect
         self._workers = WorkerPolicy(self._pool_env, self.policy, self.exploration_noise)
         number = _num_collectors.get(self.env, 0)
@@ -157,7 +158,10 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
     def collect(self, *args: Any, **kwargs: Any) -> Any:
         """Collects steps or episodes; arguments and result as of ``tianshou.data.Collector.collect``."""
-        stats = super().collect(*args, **kwargs)
+        try:
+            stats = super().collect(*args, **kwargs)
+        finally:
+            self._num_uses = getattr(self.env, "num_uses", 0)
         self.collect_time += stats.collect_time
         return stats
 
@@ -178,12 +182,15 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         buffer = self.buffer.buffer if isinstance(self.buffer, AbsentRows) else self.buffer
         for env_id in range(self.env_num):
             truncate_open_episode(buffer, env_id)
-        return super().reset_env(gym_reset_kwargs)
+        first = super().reset_env(gym_reset_kwargs)
+        self._num_uses = getattr(self.env, "num_uses", 0)
+        return first
 
     def _drop_pending(self) -> None:
         """Waits for the pending chunks and drops them."""
         for pipeline in [self._pipeline, *(self._parts.pipelines if self._parts else ())]:
-            deque(pipeline.drain(), maxlen=0)
+            while pipeline.pending:
+                pipeline.finish()
         self._kept_parts.clear()
 
     def _collect(
@@ -198,6 +205,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         if self._lost_steps:
             logger.warning("an exception ended an earlier collect while it stored steps: all environments are reset")
             self.reset_env()
+        if self._pre_collect_obs_RO is not None and self._num_uses != getattr(self.env, "num_uses", 0):
+            self.reset_env()  # others have used the environments
         if render or gym_reset_kwargs or (n_step and n_episode) or not self._takes_chunks(random):
             if self._prefetch:
                 raise prefetch_error(
@@ -296,7 +305,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         assert store is not None
         self._in_mid_episode = True
         num_next = StepCount(n_step, self.env_num).next_steps() if n_step and self._prefetch and not random else 0
-        for chunk, at_random in self._chunks(store, schedule, num_next):
+        is_last = False
+        while not is_last:
+            chunk, at_random, is_last = self._next_chunk(store, schedule, num_next)
             self._insert(chunk, stats, at_random, with_episodes=bool(n_episode))
             self._lost_steps = False
             if self._prefetch and hasattr(stats, "staleness") and not at_random:
@@ -309,25 +320,23 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             self._keep_last(chunk, random)
         return stats
 
-    def _chunks(self, store: WeightStore, schedule: Schedule, num_next: int) -> Iterator[tuple[Chunk, bool]]:
-        """Yields the pending chunk, then new ones, until everything has been taken that the schedule asks for.
+    def _next_chunk(self, store: WeightStore, schedule: Schedule, num_next: int) -> tuple[Chunk, bool, bool]:
+        """Takes the pending chunk, or a new one. After the last, workers start `num_next` steps for the next call.
 
-        Before the last, which is yet to be inserted, the workers start to take `num_next` steps for the next call.
-
-        Yields:
-            A chunk with `valid` cleared where a step does not belong, and whether it was taken at random.
+        Returns:
+            The chunk, its `valid` cleared where a step does not belong; whether it was taken at random; and whether it
+            is the last that the schedule asks for.
         """
-        pipeline, is_last = self._pipeline, False
-        while not is_last:
-            if not pipeline.pending:
-                pipeline.start(store, schedule.next_steps())
-            at_random = pipeline.pending[0].store is self._workers.random_store
-            taken = self._chunk_of(pipeline.finish())
-            chunk = replace(taken, valid=schedule.take(taken.valid, counted_ends(taken)))
-            is_last = not schedule.next_steps()
-            if num_next and is_last:
-                pipeline.start(store, num_next)
-            yield chunk, at_random
+        pipeline = self._pipeline
+        if not pipeline.pending:
+            pipeline.start(store, schedule.next_steps())
+        at_random = pipeline.pending[0].store is self._workers.random_store
+        taken = self._chunk_of(pipeline.finish())
+        chunk = replace(taken, valid=schedule.take(taken.valid, counted_ends(taken)))
+        is_last = not schedule.next_steps()
+        if num_next and is_last:
+            pipeline.start(store, num_next)
+        return chunk, at_random, is_last
 
     def _collect_parts(self, parts: PartsPipeline, n_step: int) -> Any:
         """Stores chunks of parts until there are as many as environments, and every chunk that is due."""

@@ -240,6 +240,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         if action is not None:
             self._assert_id(ids)
             pool_ids, actions = self._checked(action, ids)
+            self.num_uses += 1
             if len(pool_ids):
                 self._guarded(lambda: self._pool.send(pool_ids, actions, Autoreset.DISABLED))
             self.waiting_id += list(ids)
@@ -349,6 +350,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         """Starts a step or a reset of some environments, and waits for all of them."""
 
         def whole() -> StepBatch:
+            self.num_uses += 1
             start()
             return self._pool.recv(ids)
 
