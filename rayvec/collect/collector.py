@@ -18,10 +18,10 @@ from rayvec.collect.checks import check_env, check_open, check_seed, check_setti
 from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.node_statistics import node_stats
 from rayvec.collect.pipeline import ChunkPipeline
-from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout, tree_leaves
+from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
 from rayvec.data.episodes import EpisodeTracker
-from rayvec.data.finite_checks import bad_obs_error, drop_bad_episodes
+from rayvec.data.finite_checks import bad_obs_error, drop_bad_episodes, put_first_obs
 from rayvec.data.join_chunks import counted_ends, summarize
 from rayvec.errors import ConfigError, check_count
 from rayvec.pools.base import Cut
@@ -348,9 +348,9 @@ class Collector:
         self._counts.dropped_episodes += count
         logger.warning("%d episodes are left out: %s", count, bad.first)
         if continues.any():
-            obs, _ = self._env.reset(options={"reset_mask": continues})
-            for kept, new in zip(tree_leaves(chunk.last_obs), tree_leaves(obs), strict=True):
-                kept[continues] = new[continues]
+            self._env.reset(options={"reset_mask": continues})
+            self._num_uses = self._env.num_uses
+            put_first_obs(chunk, continues, self._env.observe())
         return replace(rollout, chunk=chunk, summary=replace(summarize(chunk), bad_obs=bad))
 
     def _take_episodes(

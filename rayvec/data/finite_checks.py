@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rayvec.data import BadObs, Chunk, ChunkSummary, Tree, tree_leaves
 from rayvec.errors import EnvError
 
-__all__ = ["bad_obs_error", "drop_bad_episodes", "find_bad_obs", "join_bad_obs"]
+__all__ = ["bad_obs_error", "drop_bad_episodes", "find_bad_obs", "join_bad_obs", "put_first_obs"]
 
 
 def find_bad_obs(chunk: Chunk) -> BadObs | None:
@@ -56,8 +56,10 @@ def _first_bad(chunk: Chunk, where: NDArray[np.bool_], finals: NDArray[np.bool_]
 def _bad_number(tree: Tree, place: int | tuple[int, int]) -> str | None:
     """Returns the first number that is not finite at one place of all arrays, and its key; None if there is none."""
     for path, leaf in _paths(tree):
+        if leaf.dtype.kind not in "fc":
+            continue
         numbers = np.asarray(leaf[place])
-        if leaf.dtype.kind in "fc" and not np.isfinite(numbers).all():
+        if not np.isfinite(numbers).all():
             return str(numbers[~np.isfinite(numbers)].flat[0]) + (f" at {path}" if path else "")
     return None
 
@@ -137,7 +139,7 @@ def drop_bad_episodes(chunk: Chunk, bad: BadObs, unfinished: NDArray[np.bool_]) 
                 if start == 0 and unfinished[n]:
                     lost.append((-1, n))
         continues[n] |= bool(bad.where[-1, n])
-    _put_zeros(chunk)
+    _put_zeros(chunk.obs, chunk.last_obs, chunk.final_obs, chunk.rew)
     restarts = np.array(sorted({*lost, *map(tuple, chunk.restarts.tolist())}), np.int64).reshape(-1, 2)
     return replace(chunk, valid=valid, restarts=restarts), continues, count
 
@@ -149,8 +151,18 @@ def _episodes(ends: NDArray[np.bool_]) -> Iterator[tuple[int, int, bool]]:
             yield start, stop, not ends[stop - 1]
 
 
-def _put_zeros(chunk: Chunk) -> None:
-    for tree in (chunk.obs, chunk.last_obs, chunk.final_obs, chunk.rew):
+def put_first_obs(chunk: Chunk, among: NDArray[np.bool_], obs: Tree) -> None:
+    """Writes the first observations of new episodes into ``last_obs``, those of some environments, ``bool [N]``.
+
+    NaN and infinity become 0; the next chunk begins with them as they are.
+    """
+    for kept, new in zip(tree_leaves(chunk.last_obs), tree_leaves(obs), strict=True):
+        kept[among] = new[among]
+    _put_zeros(chunk.last_obs)
+
+
+def _put_zeros(*trees: Tree) -> None:
+    for tree in trees:
         for leaf in tree_leaves(tree):
             if leaf.dtype.kind in "fc":
                 leaf[~np.isfinite(leaf)] = 0

@@ -11,9 +11,10 @@ from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn, Self, TypeVar
 
+import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-from rayvec.data import ChunkRequest, Rollout, Topology
+from rayvec.data import ChunkRequest, Rollout, Topology, Tree
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
 from rayvec.node.chunk_memory import packed
@@ -78,6 +79,17 @@ class PoolAdapter:
         self._unused = []
         self._pool = open_pool(factory, **settings)
         self.closed = False
+
+    def observe(self) -> Tree:
+        """Returns the current observation of each environment as chunks have it: objects in an object array."""
+        self._assert_idle("observe")
+        ids = np.arange(self._pool.num_envs)
+
+        def whole() -> Tree:
+            self._pool.observe(ids)
+            return self._pool.recv(ids).obs
+
+        return self._guarded(whole)
 
     @property
     def topology(self) -> Topology:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import MakeVec
 from gymnasium import spaces
+from helpers.exact import SpaceEnv
+from helpers.kinds import OBJECT_SPACES
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk, tree_leaves
@@ -58,6 +61,16 @@ class BadEnv(CountingEnv):
         if kind == 5 and step == 0:
             value = np.inf
         return {"count": count, "inner": (np.array([1.0, value], np.float32),)}
+
+
+class BadAgain(BadEnv):
+    """The episode after one with a NaN in the middle begins with a NaN."""
+
+    def _obs(self) -> Any:
+        obs = super()._obs()
+        if obs["count"][EPISODE] % 7 == 3 and obs["count"][STEP] == 0:
+            obs["inner"][0][:] = np.nan
+        return obs
 
 
 class AlwaysBad(BadEnv):
@@ -165,6 +178,17 @@ def test_no_valid_step_begins_or_ends_with_what_was_dropped(all_bad: RayVecEnv, 
         assert batch.stats.n_restarts == 0
         assert batch.stats.n_collected_steps + batch.stats.n_surplus_steps == 3 * num_steps
     assert counted == np.concatenate([batch.stats.lens for batch in batches]).tolist() and len(counted) > 10
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_the_first_observation_after_a_dropped_episode_is_looked_at_too(num_steps: int) -> None:
+    collector = Collector(local([BadAgain] * 3), zeros, seed=0, on_bad_obs="drop")
+    chunks = [collector.collect(n_step=3 * num_steps).chunks[0] for _ in range(60)]
+    begins_bad = [(chunk.last_obs["count"][:, (EPISODE, STEP)] % (7, 99) == (3, 0)).all(1) for chunk in chunks]
+    assert np.sum(begins_bad) > 3
+    for bad, chunk, following in zip(begins_bad, chunks, chunks[1:], strict=False):
+        assert all(np.isfinite(leaf).all() for leaf in tree_leaves(chunk.last_obs))
+        assert not following.valid[0, bad].any()
 
 
 def test_whole_episodes_are_counted_without_those_that_were_dropped() -> None:
@@ -303,6 +327,34 @@ def test_a_reward_is_treated_as_an_observation_is(value: float) -> None:
     assert np.isfinite(dropped.rew).all() and batch.stats.n_dropped_episodes == 1
     is_bad = kept.obs[:, 1, EPISODE] == kept.obs[t, 1, EPISODE]
     assert np.array_equal(dropped.valid[:, 1], ~is_bad) and dropped.valid[:, 0].all()
+
+
+class BadRewardsOfAny(SpaceEnv):
+    """Observations of any space; every fifth reward is NaN."""
+
+    num_steps = 0
+
+    def step(self, action: Any) -> Any:
+        obs, _, *others = super().step(action)
+        self.num_steps += 1
+        return obs, 1.0 if self.num_steps % 5 else np.nan, *others
+
+
+@pytest.mark.parametrize("kind", ["text", "graph", "sequence", "dict_of_text", "tuple_of_objects"])
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_rewards_beside_observations_that_are_objects(kind: str, inference: Any) -> None:
+    make = partial(BadRewardsOfAny, OBJECT_SPACES[kind], max_episode_steps=9)
+    with pytest.raises(EnvError, match="nan as the reward of step 4 of environment 0"):
+        Collector(local([make] * 3), zeros_of_any, inference, seed=0).collect(n_step=3 * 10)
+    collector = Collector(local([make] * 3), zeros_of_any, inference, seed=0, on_bad_obs="drop")
+    batches = [collector.collect(n_step=3 * steps) for steps in (5, 4, 7, 10)]
+    assert sum(batch.stats.n_dropped_episodes for batch in batches) >= 6
+    for before, after in pairwise(batch.chunks[0] for batch in batches):
+        assert_identical(before.last_obs, after.obs[0])
+
+
+def zeros_of_any(obs: Any) -> Any:
+    return np.zeros(3, int)
 
 
 def zeros_of_counts(obs: Any) -> Any:
