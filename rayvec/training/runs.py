@@ -25,7 +25,6 @@ from rayvec.learners.compile_decision import choice_of, compile_s, compiles, dec
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
-from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.training.own_env_and_network import environment_of
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -139,7 +138,7 @@ def make_one_env(config: TrainConfig, **env_kwargs: Any) -> RayVecEnv:
 
 
 def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
-    """Whether observations or infos have an action mask; for the infos it resets the first environment."""
+    """Whether observations or infos have an action mask; for the infos it resets the environments."""
     sizes, space = num_choices(env.single_action_space), env.single_observation_space
     if not sizes or not getattr(config, "action_masks", False):
         return False
@@ -155,10 +154,7 @@ def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
         return False
     if mask_space is not None:
         return mask_space.shape == (sum(sizes),)  # else the learner refuses it
-    only_first = {"reset_mask": np.arange(env.num_envs) == 0}
-    options = None if ArrayLayout.of(space) is None else only_first  # objects have no value before their first reset
-    _, infos = env.reset(seed=config.train_seed(0) + first_id, options=options)
-    return MASK_KEY in infos
+    return MASK_KEY in env.reset(seed=config.train_seed(0) + first_id)[1]
 
 
 @contextlib.contextmanager

@@ -212,12 +212,18 @@ def _action_message(got: str, space: Space[Any]) -> str:
     )
 
 
-def checked_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
+def checked_mask(mask: Any, num_envs: int, *, is_first: bool = False) -> NDArray[np.bool_]:
     """Returns ``options["reset_mask"]`` if it is valid. Error types and the start of messages match Gymnasium.
+
+    Args:
+        mask: The mask.
+        num_envs: N.
+        is_first: Whether no environment has been reset or stepped yet: the others have no observation then.
 
     Raises:
         TypeError: The mask is no NumPy array, or its dtype isn't bool.
         ValueError: The mask has another shape, or no True value.
+        ConfigError: The first reset leaves environments out.
     """
     if not isinstance(mask, np.ndarray):
         raise TypeError(_mask_message("must be a numpy array", f"{type(mask)}", num_envs))
@@ -228,6 +234,13 @@ def checked_mask(mask: Any, num_envs: int) -> NDArray[np.bool_]:
     if not mask.any():
         rule = "must contain a boolean array with at least one True value"
         raise ValueError(_mask_message(rule, f"reset_mask={mask}", num_envs))
+    if is_first and not mask.all():
+        raise ConfigError(
+            "The first reset resets all environments: before it, the others have no observation to return.",
+            expected="no reset_mask before the first reset",
+            got=f"a mask of {mask.sum()} of {num_envs} environments",
+            remedy="Call reset() once without a mask.",
+        )
     return mask
 
 

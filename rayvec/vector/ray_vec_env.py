@@ -194,7 +194,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         options = None if options is None else dict(options)
         ids = self._everyone
         if options and "reset_mask" in options:
-            ids = np.flatnonzero(checked_mask(options.pop("reset_mask"), self.num_envs))
+            ids = np.flatnonzero(checked_mask(options.pop("reset_mask"), self.num_envs, is_first=not self.num_uses))
         self._check_options(options)
 
         def start() -> Wait:

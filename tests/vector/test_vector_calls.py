@@ -20,12 +20,12 @@ from conftest import MakeVec
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import vector as vector_wrappers
-from helpers.kinds import ARRAY_SPACES, env_fns, within
+from helpers.kinds import ALL_SPACES, ARRAY_SPACES, env_fns, within
 from helpers.odd_envs import SlowCall
 from helpers.vector_kit import DEADLINE_S, TOPOLOGIES, assert_explained, beside_sync, pids_of
 from helpers.waiting import alive, wait_until
 
-from rayvec.errors import WorkerLostError
+from rayvec.errors import ConfigError, WorkerLostError
 from rayvec.testing import CountingEnv, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -206,6 +206,20 @@ class TestStates:
         del env
         gc.collect()
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
+
+
+@pytest.mark.parametrize("kind", ["box32", "text"])
+def test_the_first_reset_is_of_all(kind: str) -> None:
+    """Before, the others had observations that nobody had made."""
+    with RayVecEnv(env_fns(2, ALL_SPACES[kind]), num_nodes=0, workers_per_node=0) as env:
+        for mask in ([True, False], [True, True], [True, False]):
+            options = {"reset_mask": np.array(mask)}
+            if env.num_uses or all(mask):
+                assert env.observation_space.contains(env.reset(options=options)[0])
+                continue
+            with pytest.raises(ConfigError, match="first reset resets all") as caught:
+                env.reset(options=options)
+            assert_explained(caught.value)
 
 
 def test_a_partial_reset_that_takes_longer_stays_pending(make_vec: MakeVec) -> None:
