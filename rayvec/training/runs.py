@@ -138,7 +138,7 @@ def make_one_env(config: TrainConfig, **env_kwargs: Any) -> RayVecEnv:
 
 
 def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
-    """Whether observations or infos have an action mask; for the infos it resets the environments."""
+    """Whether observations or infos have an action mask; for the infos it resets the first environment."""
     sizes, space = num_choices(env.single_action_space), env.single_observation_space
     if not sizes or not getattr(config, "action_masks", False):
         return False
@@ -154,7 +154,7 @@ def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
         return False
     if mask_space is not None:
         return mask_space.shape == (sum(sizes),)  # else the learner refuses it
-    return MASK_KEY in env.reset(seed=config.train_seed(0) + first_id)[1]
+    return MASK_KEY in env.first_info(config.train_seed(0) + first_id)
 
 
 @contextlib.contextmanager

@@ -91,6 +91,17 @@ class PoolAdapter:
 
         return self._guarded(whole)
 
+    def first_info(self, seed: int | None) -> dict[str, Any]:
+        """Resets the first environment alone and returns its info. A reset of all must follow before they are used."""
+        first = np.zeros(1, np.int64)
+
+        def whole() -> dict[str, Any]:
+            self._pool.reset(first, [seed])
+            infos = self._pool.recv(first).info
+            return infos[0].info if infos else {}
+
+        return self._guarded(whole)
+
     @property
     def topology(self) -> Topology:
         """Which node holds which environments, and how many workers step them."""

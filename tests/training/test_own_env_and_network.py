@@ -173,7 +173,7 @@ def test_what_is_no_environment(env: Any) -> None:
 
 
 def test_an_environment_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"gymnasium.Env. Got: int"):
+    with pytest.raises(ConfigError, match=r"gymnasium.Env.*Got: int without observation_space"):
         rayvec.train(tiny(tmp_path / "a"), env=lambda: 3)
 
 
