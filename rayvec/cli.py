@@ -409,7 +409,7 @@ def _explanation(error: Exception) -> str | None:
             "The code of environments, wrappers and networks runs without raising.",
             expected="no exception",
             got=_what_and_where(str(cause)),
-            remedy="Correct it, or what is passed to it, such as --env-kwargs.",
+            remedy="Correct the code that raised, or the run's --env-kwargs.",
         )
     if isinstance(error, OSError) and (hasattr(error, "__notes__") or error.errno in _REFUSED):  # the disk of a run
         return f"{type(error).__name__}: {error}"
@@ -419,7 +419,7 @@ def _explanation(error: Exception) -> str | None:
 def _what_and_where(text: str) -> str:
     """Returns the text of an ``EnvError`` on one line, with the line of code that raised instead of the traceback.
 
-    Lines of rayvec are left out: there it called what raised, such as a constructor with wrong arguments.
+    Lines of rayvec are left out: they only show where rayvec called the code that raised.
     """
     what, _, traceback = text.partition("\n\n")
     of_worker = traceback.split("\n\n\n", 1)[0]  # the rest is the traceback in this process

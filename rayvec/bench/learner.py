@@ -27,7 +27,7 @@ _KEY = ("algorithm", "way", "minibatch_size")
 def run(settings: LearnerBench) -> int:
     """Measures, prints the table, and writes the files; returns 1 if no row could be measured."""
     check(settings)
-    check_any(settings, "num_learners", "algorithm", "way", "minibatch_size", "hidden_sizes")
+    check_any(settings, "num_learners", "algorithm", "way", "hidden_sizes")
     algorithms = settings.algorithm or (("ppo", "impala") if settings.images else ("ppo", "sac", "impala"))
     _check_batch(settings, algorithms)
     if settings.address is not None:
@@ -38,7 +38,11 @@ def run(settings: LearnerBench) -> int:
         torch_device("cuda")
     results = Results.of("learner", settings)
     counts = sorted(set(settings.num_learners))
-    cells = list(itertools.product(algorithms, settings.way, settings.minibatch_size, counts))
+    cells = [
+        cell
+        for algorithm in algorithms
+        for cell in itertools.product([algorithm], settings.way, _minibatch_sizes(settings, algorithm), counts)
+    ]
     with results.shown(show), ticking(len(cells)) as tick:
         for algorithm, way, minibatch_size, count in cells:
             tick(f"{algorithm}, {way}, {count}", 0.0)
@@ -46,6 +50,13 @@ def run(settings: LearnerBench) -> int:
             results.add({**row, "scaling": settings.scaling, **_measured(settings, row)})
             tick("", 1.0)
     return int(all("failed" in row for row in results.rows))
+
+
+def _minibatch_sizes(settings: LearnerBench, algorithm: str) -> tuple[int, ...]:
+    if settings.minibatch_size is not None:
+        return settings.minibatch_size
+    of_batch = (settings.num_steps or LEARNER_STEPS[algorithm]) * settings.num_envs
+    return (1024 if algorithm == "sac" else min(1024, of_batch),)
 
 
 def _check_batch(settings: LearnerBench, algorithms: Sequence[str]) -> None:
@@ -56,7 +67,7 @@ def _check_batch(settings: LearnerBench, algorithms: Sequence[str]) -> None:
     """
     if settings.images and "sac" in algorithms:
         raise ConfigError(
-            "SAC learns from vectors.",
+            "`rayvec bench learner` measures SAC without images.",
             expected="--algorithm ppo, impala or both with --images",
             got=f"--algorithm {' '.join(algorithms)}",
             remedy="Leave sac or --images out.",
@@ -64,10 +75,10 @@ def _check_batch(settings: LearnerBench, algorithms: Sequence[str]) -> None:
     for algorithm in algorithms:
         steps = settings.num_steps or LEARNER_STEPS[algorithm]
         least, most = steps if algorithm == "impala" else 1, steps * settings.num_envs
-        wrong = [size for size in settings.minibatch_size if not least <= size <= most]
+        wrong = [size for size in _minibatch_sizes(settings, algorithm) if not least <= size <= most]
         if algorithm != "sac" and wrong:  # SAC's minibatches are drawn from the replay buffer
             raise ConfigError(
-                "A minibatch of PPO is a part of the batch, and one of IMPALA has whole environments of it.",
+                "PPO's minibatches are no larger than the batch; IMPALA's contain whole environments.",
                 expected=f"--minibatch-size from {least} to num_envs * num_steps = {most:,} for {algorithm}",
                 got=", ".join(map(str, wrong)),
                 remedy="Pass another --minibatch-size, or more --num-envs.",

@@ -166,7 +166,7 @@ class LearnerBench:
     """Where updates are computed; with cuda each rank has a GPU of its own."""
 
     algorithm: tuple[Literal["ppo", "sac", "impala"], ...] | None = None
-    """Whose updates; unset: of all three, with --images of PPO and IMPALA."""
+    """Algorithms to measure; unset: PPO, SAC and IMPALA, with --images PPO and IMPALA."""
 
     way: tuple[Literal["ranks", "processes", "shared-memory", "gloo", "threads", "ddp", "share"], ...] = (
         "ranks", "threads", "ddp"
@@ -175,12 +175,12 @@ class LearnerBench:
     that hold their part of the batch already, with sums by either; threads: one process; ddp: DistributedDataParallel,
     written by hand; share: one rank's share of the batch without the other ranks, which bounds what ranks can gain."""
 
-    minibatch_size: tuple[Count, ...] = (1024,)
-    """Rows of a minibatch, of one rank where the scaling is weak. PPO's and IMPALA's are parts of the batch: at most
-    num_envs times num_steps, and for IMPALA at least num_steps."""
+    minibatch_size: tuple[Count, ...] | None = None
+    """Rows of a minibatch, of one rank where the scaling is weak; unset: 1,024, or the batch if it is smaller. PPO's
+    and IMPALA's are parts of the batch: at most num_envs times num_steps, and for IMPALA at least num_steps."""
 
     num_envs: Count = 64
-    """Columns of the batch, of one rank where the scaling is weak."""
+    """Environments of the batch, of one rank where the scaling is weak."""
 
     num_steps: Count | None = None
     """Steps of each environment in the batch; unset: 64 for PPO and IMPALA, 4 for SAC."""

@@ -176,7 +176,8 @@ def _check_same(address: str | None) -> None:
 def _keeping_sigterm() -> Iterator[None]:
     """Keeps the program's own handler of SIGTERM, also while ``ray.init`` runs.
 
-    Ray sets one that raises SystemExit, with the number of the signal as exit code. It is lost if Ray drops it.
+    Ray sets one that raises SystemExit, with the number of the signal as exit code. Ray's own code may swallow that
+    exception; then the signal is lost.
     """
     before = signal.getsignal(signal.SIGTERM)
     if before in (None, signal.SIG_DFL) or threading.current_thread() is not threading.main_thread():

@@ -390,7 +390,7 @@ class TrainConfig(metaclass=PresetMeta):
         if fixed:
             near = suggested(fixed[0], adjustable) if fixed[0] not in field_names(type(self)) else None
             raise ConfigError(
-                "A run keeps what it learns. Resuming and evaluating may change only where and how fast it executes.",
+                "When you resume or evaluate a run, you may change where and how fast it executes, not what it learns.",
                 expected=f"only changes of {', '.join(adjustable)}",
                 got=", ".join(f"{name}={changes[name]!r} after {before[name]!r}" for name in fixed),
                 remedy=f"Resume this run by rayvec train {self.algorithm}."

@@ -54,13 +54,16 @@ class Topology:
 
     nodes: tuple[NodeSlice, ...]
 
-    here: ClassVar[tuple[str, str]] = ("driver", "localhost")
-    """Id and address of the node on which this process steps environments without Ray; a rank on Ray has its own."""
+    this_node: ClassVar[tuple[str, str]] = ("driver", "localhost")
+    """Id and address of the node on which this process steps environments without Ray. Ranks on Ray set their own."""
+
+    this_process: ClassVar[str] = "the driver's process"
+    """What errors call this process. Ranks set their own name."""
 
     @classmethod
-    def of_driver(cls, worker_bounds: Sequence[int] = (0,)) -> Topology:
-        """Returns the topology of a driver or rank that steps its environments on its own machine, without Ray."""
-        return cls((NodeSlice(*cls.here, tuple(worker_bounds), 0),))
+    def of_this_node(cls, worker_bounds: Sequence[int] = (0,)) -> Topology:
+        """Returns the topology of a driver or rank that steps its environments on its own node, without Ray."""
+        return cls((NodeSlice(*cls.this_node, tuple(worker_bounds), 0),))
 
     def without_claims(self) -> Topology:
         """Returns the same without a claim to any core."""

@@ -75,8 +75,9 @@ class RankActor:
         self._block: SharedMemoryRanks | None = None
         self._object: Any = None
         torch.set_num_threads(threads)
+        Topology.this_process = f"the process of {placement}"
         if placement.node_id:
-            Topology.here = (placement.node_id, placement.host)
+            Topology.this_node = (placement.node_id, placement.host)
 
     @_returning_failures
     def offer(self, probe: str = "", content: bytes = b"") -> RankOffer:

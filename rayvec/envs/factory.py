@@ -33,7 +33,8 @@ __all__ = [
     "spec_of",
 ]
 
-_EXPECTED = ("observation_space", "action_space", "metadata", "render_mode", "reset", "step", "close")
+_ATTRIBUTES = ("observation_space", "action_space", "metadata", "render_mode", "reset", "step")
+"""What an environment must have, the spaces first."""
 _REGISTERED_AGAIN = ".*Overriding environment .* already in registry"
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 Wrapper = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
@@ -84,23 +85,26 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int) -> list[in
 
 
 def check_env(env: Any) -> gymnasium.Env[Any, Any]:
-    """Returns what a user's callable has made, if that is an environment.
+    """Returns the object that a callable of a user made; raises if it is not an environment.
 
     Raises:
-        ConfigError: It is a vector environment, one of PettingZoo, or lacks what an environment has.
+        ConfigError: It is a class, a vector environment, one of PettingZoo, or lacks what an environment has.
     """
-    if isinstance(env, gymnasium.Env) and hasattr(env, "observation_space") and hasattr(env, "action_space"):
+    has_spaces = all(isinstance(getattr(env, name, None), gymnasium.Space) for name in _ATTRIBUTES[:2])
+    if isinstance(env, gymnasium.Env) and has_spaces:
         return env
     name = f"{type(env).__module__}.{type(env).__qualname__}".removeprefix("builtins.")
     if isinstance(env, gymnasium.vector.VectorEnv):
         got, remedy = f"{name}, a vector environment of {env.num_envs}", "Pass [make_vector_env] * n with native=True."
-    elif hasattr(env, "possible_agents"):
-        rows = "RayVecEnv([lambda: ParallelAgents(make_game())] * n, native=True)"
-        got, remedy = f"{name}, a game of several agents", f"rayvec.wrappers makes its agents rows: {rows}."
+    elif isinstance(env, type):
+        got, remedy = f"the class {env.__qualname__}", f"Return an instance: {env.__qualname__}()."
+    elif hasattr(env, "possible_agents") and not has_spaces:
+        rows = "RayVecEnv([lambda: ParallelAgents(make_env())] * n, native=True)"
+        got, remedy = f"{name}, a multi-agent environment", f"Wrap it in rayvec.wrappers.ParallelAgents: {rows}."
     elif isinstance(env, gymnasium.Env):
         got, remedy = name, "Assign both spaces in the constructor of the environment."
-    elif missing := [each for each in _EXPECTED if not hasattr(env, each)]:
-        remedy = "Return the environment from the callable, of a class derived from gymnasium.Env."
+    elif missing := [each for each in _ATTRIBUTES if not hasattr(env, each)]:
+        remedy = "Return the environment from the callable; derive its class from gymnasium.Env."
         got = f"{name} without {missing[0]}"
     else:
         return cast("gymnasium.Env[Any, Any]", env)

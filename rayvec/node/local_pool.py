@@ -56,10 +56,8 @@ class LocalPool:
 
     def __init__(self, factory: EnvFactory, restart_policy: RestartPolicy = NO_RESTARTS, first_id: int = 0) -> None:
         self.first_id = first_id
-        node = Topology.of_driver().nodes[0]
-        self._where = "the driver's process" if node.node_id == "driver" else f"the rank's process on node {node.name}"
         try:
-            self._pool = make_pool(factory, first_id, self._where, restart_policy)
+            self._pool = make_pool(factory, first_id, Topology.this_process, restart_policy)
         except EnvsFailed as failed:
             raise failed.failures[0][1].rebuild()  # noqa: B904  # rebuild() sets the cause
         self._pool.infos_stay = True
@@ -68,7 +66,7 @@ class LocalPool:
         self.num_envs = self._pool.num_envs
         self.acting = NodeInference(self.num_envs)
         self.native_mode = self._pool.native_mode
-        self.topology = Topology.of_driver((0, self.num_envs))
+        self.topology = Topology.of_this_node((0, self.num_envs))
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays for these spaces."""
@@ -108,7 +106,7 @@ class LocalPool:
         try:
             copies = deepcopy(results)
         except Exception as error:
-            where = f"{self._where}, in what an environment returned, which can't be copied"
+            where = f"{Topology.this_process}, in what an environment returned, which can't be copied"
             failure = RemoteFailure.capture(error, where)
             raise failure.rebuild()  # noqa: B904  # rebuild() sets the cause
         return lambda timeout_s: copies

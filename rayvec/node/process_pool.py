@@ -77,7 +77,7 @@ class ProcessPool(PartedPool):
         self.spaces = spaces
         self.native_mode = spaces.native_mode
         self.first_id = self._workers.first_id
-        self.topology = Topology.of_driver(self._workers.bounds)
+        self.topology = Topology.of_this_node(self._workers.bounds)
         self._server_lost = server_lost
         self._block: NodeBlock | None = None
         self._clients: list[WorkerClient] = []

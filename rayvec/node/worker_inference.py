@@ -103,7 +103,7 @@ class WorkerInference(Acting):
         self._step_times = StepTimes(self._num_envs)
         units: NDArray[np.int64] | None = workers.spaces.unit_bounds
         groups = 2 if units is None or len(units) > 2 else 1
-        self.own = NodeInference(workers.bounds[-1], split_groups(Topology.of_driver(workers.bounds), groups, units))
+        self.own = NodeInference(workers.bounds[-1], split_groups(Topology.of_this_node(workers.bounds), groups, units))
 
     def by_reference(self, part: int | None = None) -> bool:
         """Whether the oldest pending chunk, of all workers or of one, goes to the object store."""

@@ -75,7 +75,9 @@ def _opened(partial: Path, path: Path) -> BinaryIO:
             "The output file must be writable.",
             expected=f"a file {path} that can be made",
             got=error.strerror,
-            remedy=f"Let this user write to {path.parent}, or use another directory.",
+            remedy=f"Let this user write to {path.parent}, or use another directory."
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+            else "Pass another path.",
         ) from error
 
 

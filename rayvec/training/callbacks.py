@@ -51,7 +51,7 @@ class RunContext:
         weights: The acting weights that were evaluated, ``float32 [P]``.
         stop_reason: Why the run ends early; None while it does not.
         result: The totals of the run; None until `on_end`.
-        logged: What callbacks have logged since the last line, by its name there; see :meth:`log`.
+        logged: Numbers that callbacks have logged since the last line, by their names there; see :meth:`log`.
     """
 
     config: TrainConfig
@@ -96,10 +96,11 @@ class RunContext:
                 remedy="Write the number to a file in context.run_dir.",
             )
         try:
-            if isinstance(value, str):
+            plain = value.item() if hasattr(value, "item") else value
+            if not isinstance(plain, Real):
                 raise TypeError
-            self.logged[f"callback/{name}"] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
+            self.logged[f"callback/{name}"] = float(plain)
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
             raise ConfigError(
                 "A callback logs one number by its name.",
                 expected="a number",

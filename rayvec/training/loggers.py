@@ -52,12 +52,12 @@ class MetricsFile:
         """Appends a line; NaN and infinity become null.
 
         Raises:
-            OSError: The disk is full, or fails. It names the file.
+            OSError: Writing failed, because the disk is full for example. Its `filename` is this file.
         """
         try:
             self._file.write(_json_line(metrics))
             self._file.flush()
-        except OSError as error:  # of a full disk
+        except OSError as error:
             error.filename = self._file.name
             raise
 
@@ -144,7 +144,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         config: Settings of the run.
         progress: How far the run has come, which the caller updates; metrics of later steps are dropped.
         tracker: Where metrics go besides.
-        logged: Numbers by name that the next line gets besides; the line empties it.
+        logged: Numbers by name to add to the next line. Writing the line clears them.
     """
 
     def __init__(
@@ -192,7 +192,6 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
     def _measured(self) -> dict[str, float | int | None]:
         line, progress = self._line, self._progress
         returns, lens = progress.recent_returns, progress.recent_lens
-        passed_s = sum(line.split_s.values())
         metrics: dict[str, float | int | None] = {
             "steps": progress.steps,
             "episodes": line.episodes,
@@ -201,7 +200,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
             "return_min": min(returns) if returns else None,
             "return_max": max(returns) if returns else None,
             "len_mean": float(np.mean(lens)) if lens else None,
-            "steps_per_s": line.steps / passed_s if passed_s else None,
+            "steps_per_s": line.steps / sum(line.split_s.values()),
             "staleness": line.staleness,
             **{f"time_s/{name}": seconds for name, seconds in line.times_s.items()},
             **{f"learner/{name}": value for name, value in line.learner.items()},
@@ -243,8 +242,10 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
             stack.callback(self._metrics.close)
             stack.callback(self._tensorboard.close)
             stack.callback(self._display.close)
-            if self._line.steps or self._logged:
+            if self._line.steps:
                 self._write()
+            else:
+                self._publish(self._logged)  # each step is in one line of the file
 
     def _draw(self) -> None:
         metrics = read_metrics(self._run_dir / "metrics.jsonl")

@@ -24,6 +24,7 @@ from rayvec.node.fork_server import end_with_parent
 from rayvec.training.plots import plot_runs, read_runs
 from rayvec.training.run_dir import free_run_dir, load_config, load_result
 from rayvec.training.runs import choose_engine
+from rayvec.training.status import read_status
 from rayvec.training.stop_signals import Interrupts
 
 __all__ = ["train_seeds"]
@@ -75,7 +76,7 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) 
     commands = {
         seed: [*args, *workers, "--seed", str(seed), "--resume" if run_dir.exists() else "--run-dir", str(run_dir)]
         for seed, run_dir in runs.items()
-        if not load_result(run_dir)
+        if not _has_ended(run_dir)
     }
     with Interrupts() as interrupts, interrupts.deferred():
         codes = _run_all(commands, at_once, interrupts)
@@ -94,6 +95,16 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) 
             got=f"an error, printed above, with seed {', '.join(map(str, failed))}",
             remedy=f"Correct its cause; {again}.",
         )
+
+
+def _has_ended(run_dir: Path) -> bool:
+    """Whether a run has its result, and was not ended while its learning curve was drawn."""
+    if not load_result(run_dir):
+        return False
+    try:
+        return read_status(run_dir).state == "finished"
+    except ConfigError:  # of an older version
+        return True
 
 
 def _free_directory(config: TrainConfig, seeds: Sequence[int]) -> Path:

@@ -194,7 +194,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
             publish()
         except Exception as error:
             self._has_failed = True
-            logger.warning("the run no longer shows its status and metrics: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "status.json, `rayvec top` and Ray's metrics are no longer updated: %s: %s", type(error).__name__, error
+            )
 
     def _publish(self, state: str) -> None:
         self._published_s = time.monotonic()

@@ -249,7 +249,7 @@ def load_config(run_dir: Path) -> TrainConfig:
 
 
 def load_result(run_dir: Path) -> dict[str, Any]:
-    """Returns ``result.json``; nothing if the run has not ended.
+    """Returns ``result.json``; nothing if the run has no result yet.
 
     Raises:
         ConfigError: The file is damaged, or has values of other types.

@@ -124,7 +124,7 @@ def _open_local(
         check_count("workers_per_node", workers)
     num_workers = factory.num_envs if worker_per_env else workers or len(os.sched_getaffinity(0))
     num_workers = min(num_workers, factory.num_envs)
-    name = Topology.of_driver().nodes[0].name
+    name = Topology.of_this_node().nodes[0].name
     return ProcessPool.of(
         factory, num_workers, node=name, preload=preload, restart_policy=restart_policy, first_id=first_id
     )

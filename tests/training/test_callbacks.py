@@ -95,11 +95,10 @@ def test_what_callbacks_log_is_in_the_line_of_its_iteration(tmp_path: Path) -> N
     rayvec.train(tiny(tmp_path / "a", **settings, log_interval_steps=100), callbacks=[Logs()])
     lines = list(read_metrics(tmp_path / "a" / "metrics.jsonl"))
     logged = [[line.get(f"callback/{name}") for name in ("iteration", "evaluation", "checkpoint")] for line in lines]
-    assert [line["steps"] for line in lines] == [128, 256, 320, 320]
-    assert logged == [[128, 128, None], [256, 256, 128], [320, None, 256], [None, 320, 320]]
-    assert [line["callback/array"] for line in lines[:3]] == [0.5] * 3
-    assert [line["callback/tensor"] for line in lines[:3]] == [0.25] * 3
-    assert lines[3]["steps_per_s"] is None and lines[3]["return_mean"] == lines[2]["return_mean"]
+    assert [line["steps"] for line in lines] == [128, 256, 320]
+    assert logged == [[128, 128, None], [256, 256, 128], [320, None, 256]]
+    assert [line["callback/array"] for line in lines] == [0.5] * 3
+    assert [line["callback/tensor"] for line in lines] == [0.25] * 3
     events = EventAccumulator(str(tmp_path / "a")).Reload().Scalars("callback/evaluation")
     assert [(event.step, event.value) for event in events] == [(128, 128.0), (256, 256.0), (320, 320.0)]
     assert main(["plot", str(tmp_path / "a"), "--out", str(tmp_path / "a.png")]) == 0
@@ -113,7 +112,7 @@ def test_metrics_before_a_failing_callback_are_kept(tmp_path: Path) -> None:
     assert last["steps"] == 128 and last["callback/evaluation"] == 128 and "eval/return_mean" in last
 
 
-@pytest.mark.parametrize("value", ["3", None, [1.0, 2.0], np.zeros(2), torch.zeros(2)])
+@pytest.mark.parametrize("value", ["3", None, [1.0, 2.0], np.zeros(2), torch.zeros(2), b"3", np.array("3"), 10**400])
 def test_a_callback_logs_numbers_alone(tmp_path: Path, value: Any) -> None:
     context = rayvec.RunContext(tiny(tmp_path), tmp_path, Progress())
     with pytest.raises(ConfigError, match="one number by its name"):

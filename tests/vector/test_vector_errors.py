@@ -427,9 +427,10 @@ class TestConstruction:
             (gymnasium.Env(), "Assign both spaces"),
             (SimpleNamespace(possible_agents=["a"], observation_space=None), "ParallelAgents"),
             (VectorEnv(), "native=True"),
+            (CountingEnv, "the class CountingEnv.*Return an instance"),
             (SimpleNamespace(observation_space=None, action_space=None, metadata={}), "without render_mode"),
         ],
-        ids=["None", "Env", "PettingZoo", "VectorEnv", "duck"],
+        ids=["None", "Env", "PettingZoo", "VectorEnv", "class", "duck"],
     )
     @pytest.mark.parametrize("form", ["list", "function"])
     def test_a_callable_that_returns_no_environment(self, env: Any, remedy: str, form: str) -> None:
