@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rayvec.collect.asynchronous import PartChunk, PartsPipeline, join_parts
 from rayvec.collect.checks import check_env, check_open, check_seed, check_settings, check_state
 from rayvec.collect.episode_quotas import EpisodeQuotas
-from rayvec.collect.node_statistics import node_stats
+from rayvec.collect.node_statistics import node_stats, time_split_s
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
@@ -48,8 +48,9 @@ class _Counts:
 class Collector:
     """Lets a policy act in environments, and returns batches of steps with the statistics of their episodes.
 
-    The environments may be reset and stepped between two calls, also by another collector: the next call then begins
-    new episodes everywhere, since it has not seen where those that it finds began.
+    The environments may be reset or stepped between two calls, also by another collector. The next call continues from
+    there. With `n_episode` it begins new episodes. With `n_step` the episodes that it finds are in the chunks, but
+    returns and lengths count only after a reset of all environments, which begins them.
 
     Args:
         env: The environments.
@@ -119,7 +120,7 @@ class Collector:
         self._version = 0
         self._closed = False
         self._tracker = EpisodeTracker(env.num_envs)
-        self._num_uses: int | None = None  # of the environments up to now; None: no episodes that the tracker knows
+        self._uses_seen: int | None = None  # `env.num_uses` after the last call; None: the next one resets
 
     def reset(self, seed: int | None = None) -> None:
         """Begins new episodes everywhere, and forgets unfinished ones.
@@ -139,7 +140,7 @@ class Collector:
         of_collector, self._seed = self._seed, None
         self._env.reset(seed=of_collector if seed is None else seed)
         self._tracker.clear()
-        self._num_uses = self._env.num_uses
+        self._uses_seen = self._env.num_uses
 
     def set_weights(self, weights: NDArray[np.float32]) -> int:
         """Gives the policy new weights, one flat vector; every chunk that starts from now on is taken with them.
@@ -190,7 +191,7 @@ class Collector:
         """
         self._check_counts(n_step, n_episode)
         begin = time.monotonic()
-        with self._use():
+        with self._taking_steps():
             if n_episode is not None:
                 collected: list[tuple[Rollout, EpisodeStats]] = []
                 self._take_episodes(n_episode, lambda *taken: collected.append(taken))
@@ -231,7 +232,7 @@ class Collector:
         """
         self._check_counts(None, n_episode)
         played: list[EpisodeStats] = []
-        with self._use():
+        with self._taking_steps():
             self._take_episodes(n_episode, lambda _, stats: played.append(stats), max_len)
         self._counts = _Counts()
         return join_episodes(played)
@@ -250,14 +251,14 @@ class Collector:
         return self._kept_batch(begin) if self._kept else None
 
     def drop_pending(self) -> None:
-        """Waits for the pending chunks and drops them. If there are any, the next `collect` begins new episodes.
+        """Waits for the pending chunks and drops them. The episodes that they cut do not count.
 
         Raises:
             Exception: What an environment or a policy raised in one of them.
         """
         for pipeline in self._pipelines:
             while pipeline.pending:
-                self._num_uses = None  # the unfinished episodes lose a part
+                self._tracker.skip_unfinished()
                 rollout = pipeline.finish()
                 self._counts.dropped_steps += rollout.summary.valid.size
                 self._counts.restarts += len(rollout.summary.restarts)
@@ -288,16 +289,24 @@ class Collector:
         return replace(batch, stats=replace(batch.stats, weights_versions=spread, staleness_counts=counts))
 
     @contextmanager
-    def _use(self) -> Iterator[None]:
-        """Begins new episodes if others have used the environments, or none has begun. The block uses them."""
+    def _taking_steps(self) -> Iterator[None]:
+        """Goes on from what the environments were used for since the last call; resets them if no episode has begun."""
         check_open(self._closed)
-        if self._num_uses != self._env.num_uses:
+        if self._uses_seen is None:
             self.reset()
+        elif self._env.num_uses != self._uses_seen:
+            if self._kept or self._kept_parts or any(pipeline.pending for pipeline in self._pipelines):
+                self.reset()  # a chunk of before would be followed by one that does not continue it
+            self._env._assert_idle("collect")  # else the pending chunk of another collector would be taken
+            if self._env.num_uses == self._env.fresh_at:
+                self._tracker.clear()
+            else:
+                self._tracker.skip_unfinished()
         try:
             yield
         finally:
-            if self._num_uses is not None:
-                self._num_uses = self._env.num_uses
+            if self._uses_seen is not None:
+                self._uses_seen = self._env.num_uses
 
     def _check_counts(self, n_step: Any, n_episode: Any) -> None:
         if (n_step is None) == (n_episode is None):
@@ -340,7 +349,7 @@ class Collector:
         if bad is None or self._on_bad_obs == "keep":
             return rollout
         if self._on_bad_obs == "raise":
-            self._num_uses = None  # the unfinished episodes lose a part
+            self._uses_seen = None  # the unfinished episodes lose a part
             self.drop_pending()
             raise bad_obs_error(bad)
         assert rollout.chunk is not None
@@ -349,7 +358,7 @@ class Collector:
         logger.warning("%d episodes are left out: %s", count, bad.first)
         if continues.any():
             self._env.reset(options={"reset_mask": continues})
-            self._num_uses = self._env.num_uses
+            self._uses_seen = self._env.num_uses
             put_first_obs(chunk, continues, self._env.observe())
         return replace(rollout, chunk=chunk, summary=replace(summarize(chunk), bad_obs=bad))
 
@@ -398,7 +407,7 @@ class Collector:
             n_surplus_steps=taken - valid + counts.dropped_steps,
             collect_time_s=elapsed_s,
             steps_per_s=taken / elapsed_s,
-            time_split_s=_time_split_s(rollouts, elapsed_s),
+            time_split_s=time_split_s(rollouts, elapsed_s),
             weights_versions=(min(versions), max(versions)),
             staleness=self._version - min(versions),
             n_restarts=counts.restarts,
@@ -456,18 +465,6 @@ class Collector:
         if self._store is not None:
             self._store.drop()
             self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
-
-
-def _time_split_s(rollouts: list[Rollout], elapsed_s: float) -> dict[str, float]:
-    """Returns what the wall time of a call was spent on; see :class:`CollectStats`."""
-    split = dict.fromkeys(("environment", "inference", "waiting"), 0.0)
-    for rollout in rollouts:
-        whole_s, environment_s, inference_s = np.array(rollout.times).T
-        share = min(1.0, rollout.waited_s / whole_s.max())  # the rest was done before the call waited for it
-        split["environment"] += share * float(environment_s.mean())
-        split["inference"] += share * float(inference_s.mean())
-        split["waiting"] += share * float(whole_s.max() - whole_s.mean())
-    return {**split, "transport": elapsed_s - sum(split.values())}
 
 
 def _endless_error(max_len: int) -> ConfigError:

@@ -1,4 +1,4 @@
-"""Statistics of a batch by node."""
+"""Statistics of a batch by node, and by what its time was spent on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from rayvec.data import NodeSlice, Rollout, Topology
 from rayvec.data.batch import NodeStats, merge_nodes
 
-__all__ = ["node_stats"]
+__all__ = ["node_stats", "time_split_s"]
 
 
 def node_stats(
@@ -65,3 +65,15 @@ def _parts(topology: Topology, envs: range, rollout: Rollout, is_measured: bool)
         )
         first_time = last_time
     return found
+
+
+def time_split_s(rollouts: Sequence[Rollout], elapsed_s: float) -> dict[str, float]:
+    """Returns what the wall time of a call was spent on; see :class:`CollectStats`."""
+    split = dict.fromkeys(("environment", "inference", "waiting"), 0.0)
+    for rollout in rollouts:
+        whole_s, environment_s, inference_s = np.array(rollout.times).T
+        share = min(1.0, rollout.waited_s / whole_s.max())  # the rest was done before the call waited for it
+        split["environment"] += share * float(environment_s.mean())
+        split["inference"] += share * float(inference_s.mean())
+        split["waiting"] += share * float(whole_s.max() - whole_s.mean())
+    return {**split, "transport": elapsed_s - sum(split.values())}

@@ -14,6 +14,8 @@ __all__ = ["EpisodeTracker"]
 class EpisodeTracker:
     """Sums rewards and steps of episodes that may span several chunks.
 
+    An episode counts if all its steps were added: see :meth:`skip_unfinished`.
+
     Args:
         num_envs: How many environments.
 
@@ -24,6 +26,7 @@ class EpisodeTracker:
     def __init__(self, num_envs: int) -> None:
         self._returns = np.zeros(num_envs)
         self.lens = np.zeros(num_envs, np.int64)
+        self._skipped = np.zeros(num_envs, bool)
 
     def add(
         self, chunk: Chunk | ChunkSummary, envs: NDArray[np.int64] | slice = slice(None)
@@ -35,13 +38,14 @@ class EpisodeTracker:
             envs: Index of the environment in each column, ``int64 [N]``; by default it is the column's.
 
         Returns:
-            The episodes that ended in it, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
+            The episodes that ended in it and count, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
         """
         ends, restarts = counted_ends(chunk), chunk.restarts
-        sums, nums = self._returns[envs], self.lens[envs]
+        sums, nums, skipped = self._returns[envs], self.lens[envs], self._skipped[envs]
 
         def forget(columns: NDArray[np.int64]) -> None:
             sums[columns] = nums[columns] = 0
+            skipped[columns] = False
 
         forget(restarts[restarts[:, 0] < 0, 1])
         returns, lens, places = [], [], []
@@ -52,11 +56,12 @@ class EpisodeTracker:
             nums += chunk.valid[t]
             ended = np.flatnonzero(ends[t])
             if len(ended):
-                returns.append(sums[ended])
-                lens.append(nums[ended])
-                places += [(t, n) for n in ended.tolist()]
+                counted = ended[~skipped[ended]]
+                returns.append(sums[counted])
+                lens.append(nums[counted])
+                places += [(t, n) for n in counted.tolist()]
                 forget(ended)
-        self._returns[envs], self.lens[envs] = sums, nums
+        self._returns[envs], self.lens[envs], self._skipped[envs] = sums, nums, skipped
         at = np.array(places, np.int64).reshape(-1, 2)
         stats = EpisodeStats(
             chunk.env_ids[at[:, 1]],
@@ -67,11 +72,17 @@ class EpisodeTracker:
 
     @property
     def unfinished(self) -> NDArray[np.bool_]:
-        """Which environments have taken a step since their last episode ended, ``bool [N]``."""
-        going_on: NDArray[np.bool_] = self.lens > 0
+        """Which environments are within an episode of which steps were added or skipped, ``bool [N]``."""
+        going_on: NDArray[np.bool_] = (self.lens > 0) | self._skipped
         return going_on
 
     def clear(self) -> None:
-        """Drops the unfinished episodes."""
+        """Drops the unfinished episodes: every environment begins a new one."""
         self._returns[:] = 0.0
         self.lens[:] = 0
+        self._skipped[:] = False
+
+    def skip_unfinished(self) -> None:
+        """Lets the present episode of every environment not count: some of its steps were not added."""
+        self.clear()
+        self._skipped[:] = True

@@ -152,9 +152,14 @@ def _episodes(ends: NDArray[np.bool_]) -> Iterator[tuple[int, int, bool]]:
 
 
 def put_first_obs(chunk: Chunk, among: NDArray[np.bool_], obs: Tree) -> None:
-    """Writes the first observations of new episodes into ``last_obs``, those of some environments, ``bool [N]``.
+    """Writes the first observations of new episodes into ``last_obs``.
 
-    NaN and infinity become 0; the next chunk begins with them as they are.
+    NaN and infinity become 0. The next chunk begins with the original numbers.
+
+    Args:
+        chunk: The chunk, which is changed.
+        among: Environments whose episode is new, ``bool [N]``.
+        obs: The present observations, tree of ``[N, *obs_shape]``.
     """
     for kept, new in zip(tree_leaves(chunk.last_obs), tree_leaves(obs), strict=True):
         kept[among] = new[among]

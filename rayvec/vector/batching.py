@@ -218,7 +218,7 @@ def checked_mask(mask: Any, num_envs: int, *, is_first: bool = False) -> NDArray
     Args:
         mask: The mask.
         num_envs: N.
-        is_first: Whether no environment has been reset or stepped yet: the others have no observation then.
+        is_first: Whether this is the first reset: environments that it leaves out would have no observation.
 
     Raises:
         TypeError: The mask is no NumPy array, or its dtype isn't bool.
@@ -236,10 +236,10 @@ def checked_mask(mask: Any, num_envs: int, *, is_first: bool = False) -> NDArray
         raise ValueError(_mask_message(rule, f"reset_mask={mask}", num_envs))
     if is_first and not mask.all():
         raise ConfigError(
-            "The first reset resets all environments: before it, the others have no observation to return.",
-            expected="no reset_mask before the first reset",
+            "The first reset resets all environments: one that was never reset has no observation to return.",
+            expected="no reset_mask, or one that is True everywhere",
             got=f"a mask of {mask.sum()} of {num_envs} environments",
-            remedy="Call reset() once without a mask.",
+            remedy="Call reset() without a mask first; masks may follow.",
         )
     return mask
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self, TypeVar
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-from rayvec.data import ChunkRequest, Rollout, Topology, Tree
+from rayvec.data import ChunkRequest, Rollout, Topology, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
 from rayvec.node.chunk_memory import packed
@@ -57,13 +57,16 @@ class PoolAdapter:
 
     Attributes:
         closed: Whether the pool is closed, or not open yet.
-        num_uses: How many resets, steps and chunks have been started. By it a collector notices what others start.
+        num_uses: How many resets, steps and chunks have been started. By it a collector notices uses that are not its
+            own.
+        fresh_at: `num_uses` after the last reset of all environments; None before the first.
         interrupted_close_s: Seconds that environments get to end their step and to close after Ctrl-C in a call; None
             for as many as in :meth:`close`.
     """
 
     closed = True
     num_uses = 0
+    fresh_at: int | None = None
     interrupted_close_s: float | None = None
     _pool: ActingPool
     _creator: int
@@ -81,13 +84,16 @@ class PoolAdapter:
         self.closed = False
 
     def observe(self) -> Tree:
-        """Returns the current observation of each environment as chunks have it: objects in an object array."""
+        """Returns a copy of the current observation of each environment, in the form of chunks.
+
+        Trees of ``[N, *obs_shape]``; objects are in an object array. Before the first reset there are none.
+        """
         self._assert_idle("observe")
         ids = np.arange(self._pool.num_envs)
 
         def whole() -> Tree:
             self._pool.observe(ids)
-            return self._pool.recv(ids).obs
+            return tree_map(np.copy, self._pool.recv(ids).obs)
 
         return self._guarded(whole)
 

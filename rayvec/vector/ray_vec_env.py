@@ -202,6 +202,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             return self._all_after_reset(ids)
 
         self._start("reset", start)
+        self.fresh_at = self.num_uses if len(ids) == self.num_envs else self.fresh_at
         if isinstance(seed, int | np.integer):
             self._chunk_steps, self._noise_seed = 0, int(seed)
         self._done[ids] = False

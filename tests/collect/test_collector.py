@@ -158,7 +158,7 @@ class TestEpisodes:
         assert abs(collector.collect(n_episode=200).stats.lens.mean() - 20.5) < 3 * standard_error
 
 
-OTHERS: dict[str, Any] = {
+OTHER_USES: dict[str, Any] = {
     "reset": lambda env: env.reset(),
     "partial reset": lambda env: env.reset(options={"reset_mask": np.arange(5) == 2}),
     "step": lambda env: env.step(np.zeros(5, int)),
@@ -170,32 +170,51 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
-@pytest.mark.parametrize("other", OTHERS)
-def test_no_episode_counts_that_others_have_begun_or_continued(other: str, inference: Any) -> None:
+@pytest.mark.parametrize("use", OTHER_USES)
+def test_episodes_count_whose_steps_are_all_in_the_chunks(use: str, inference: Any) -> None:
     env = local([CountingEnv] * 5)
     collector = Collector(env, still, inference, seed=2)
-    for count in ({"n_step": 5 * 30}, {"n_episode": 10}):
-        collector.collect(n_step=5 * 2)
-        if "n_episode" in count:
-            collector.reset()  # nothing unfinished is known
-        OTHERS[other](env)
-        batch = collector.collect(**count)
-        assert_consistent(batch)
-        assert (batch.chunks[0].obs[0, :, 2] == 0).all(), "new episodes begin"
-        assert_identical(*episodes_of(batch))
-    assert (collector.collect(n_step=5 * 4).chunks[0].obs[0] == batch.chunks[-1].last_obs).all(), "and go on"
+    collector.collect(n_step=5 * 2)
+    OTHER_USES[use](env)
+    batch = collector.collect(n_step=5 * 30)
+    if use == "reset":
+        assert (batch.chunks[0].obs[0, :, 2] == 0).all()
+    elif use == "step":
+        assert batch.chunks[0].obs[0, :, 2].any(), "it continues from there"
+    assert_identical(*episodes_of(batch, skip_first=use != "reset"))
+    collector.reset()
+    OTHER_USES[use](env)
+    episodes = collector.collect(n_episode=10)
+    assert (episodes.chunks[0].obs[0, :, 2] == 0).all(), "new episodes begin"
+    assert_identical(*episodes_of(episodes))
+    assert (collector.collect(n_step=5 * 4).chunks[0].obs[0] == episodes.chunks[-1].last_obs).all(), "and continue"
 
 
-def episodes_of(batch: Batch) -> tuple[list[float], list[float]]:
-    """Returns, by hand: what the batch says, and what its valid steps add up to, in the order of their ends."""
+def test_the_episodes_of_a_reset_with_a_seed_are_collected() -> None:
+    env = local([CountingEnv] * 2)
+    collector = Collector(env, still, seed=2)
+    collector.collect(n_step=2 * 3)
+    first, _ = env.reset(seed=7)
+    for count in ({"n_step": 2 * 3}, {"n_episode": 2}):
+        first, _ = env.reset(seed=7)
+        assert_identical(collector.collect(**count).chunks[0].obs[0], first)
+
+
+def episodes_of(batch: Batch, skip_first: bool = False) -> tuple[list[float], list[float]]:
+    """Returns, by hand: what the batch says, and what its valid steps add up to, in the order of their ends.
+
+    With `skip_first`, the first end of each environment does not count.
+    """
     sums = np.zeros(batch.chunks[0].num_envs)
+    skipped = np.full(len(sums), skip_first)
     found: list[float] = []
     for chunk in batch.chunks:
         for t in range(chunk.num_steps):
             sums += np.where(chunk.valid[t], chunk.rew[t], 0.0)
             for n in np.flatnonzero(chunk.done[t] & chunk.valid[t]):
-                found.append(float(sums[n]))
-                sums[n] = 0.0
+                if not skipped[n]:
+                    found.append(float(sums[n]))
+                sums[n], skipped[n] = 0.0, False
     return batch.stats.returns.tolist(), found
 
 
