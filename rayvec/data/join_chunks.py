@@ -28,28 +28,32 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
     Where their numbers of steps differ, the shorter ones are padded: see :func:`pad_chunk`.
 
     Raises:
-        ConfigError: The policy has returned other extras in some of them.
+        ConfigError: The policy returned different extras in them.
     """
     num_steps = max(chunk.num_steps for chunk in chunks)
-    of_first, *of_others = [{name: extra.shape[2:] for name, extra in chunk.extras.items()} for chunk in chunks]
-    for found in of_others:
-        check_extras(of_first, found, "in the first worker")
+    first, *following = [{name: extra.shape[2:] for name, extra in chunk.extras.items()} for chunk in chunks]
+    for found, chunk in zip(following, chunks[1:], strict=True):
+        where, there = (" ".join(map(str, each.env_ids[:1])) for each in (chunks[0], chunk))
+        check_extras(first, found, f"for environment {where}", f" for environment {there}")
     return Chunk(**_joined([pad_chunk(chunk, num_steps) for chunk in chunks], AXES)[0])
 
 
-def check_extras(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], where: str) -> None:
-    """Raises ``ConfigError`` if a policy has returned other extras than before.
+def check_extras(
+    expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], where: str, there: str = ""
+) -> None:
+    """Raises ``ConfigError`` if a policy returned other extras than at an earlier step or in another worker.
 
     Args:
-        expected: The shapes of their rows, by name.
-        found: Likewise.
-        where: Where those were that are expected.
+        expected: Shape of a row of each extra, by name.
+        found: The same, of what is checked.
+        where: Where `expected` was returned, for the message.
+        there: Where `found` was returned.
     """
     if found != expected:
         raise ConfigError(
             "A policy must return the same extras at every step and in every worker.",
             expected=f"rows of these shapes, as {where}: {expected}",
-            got=found,
+            got=f"{found}{there}",
             remedy="Return every extra at every step, in one shape; fill in zeros where there is none.",
         )
 

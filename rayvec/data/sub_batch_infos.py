@@ -39,10 +39,10 @@ def is_mask(key: Any, columns: Columns) -> bool:
     """
     if type(key) is not str or key[:1] != "_":
         return False
-    return key[1:] in columns or any(type(other) is not str and f"{other}" == key[1:] for other in columns)
+    return key[1:] in columns or any(type(other) is not str and str(other) == key[1:] for other in columns)
 
 
-def mask_of(key: str, columns: Columns, count: int) -> NDArray[np.bool_]:
+def mask_of(key: Any, columns: Columns, count: int) -> NDArray[np.bool_]:
     """Returns which environments have a value under a key, ``bool [count]``: all of them, where no mask says so."""
     mask = columns.get(f"_{key}")
     return np.ones(count, bool) if mask is None else np.asarray(mask, bool)

@@ -114,9 +114,11 @@ def failures_ignored() -> Iterator[None]:
 
 def copied_actions(actions: Any) -> Any:
     """Copies actions: environments may keep a reference to them, and a policy may write into the same array again."""
-    if type(actions) is np.ndarray and not actions.dtype.hasobject:
-        return actions.copy()
-    return tree_map(copied_actions, actions) if isinstance(actions, (dict, tuple)) else deepcopy(actions)
+    return tree_map(_copied, actions)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if type(leaf) is np.ndarray and not leaf.dtype.hasobject else deepcopy(leaf)
 
 
 class EnvsFailed(Exception):
