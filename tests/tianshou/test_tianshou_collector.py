@@ -33,7 +33,7 @@ from tianshou.data import (
     VectorReplayBuffer,
 )
 from tianshou.data.buffer.buffer_base import MalformedBufferError
-from tianshou.env import DummyVectorEnv
+from tianshou.env import DummyVectorEnv, VectorEnvNormObs
 from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
@@ -41,6 +41,7 @@ from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 from rayvec.errors import ConfigError, EnvError
 from rayvec.testing import FaultyEnv
 from rayvec.tianshou import Collector, RayVectorEnv
+from rayvec.tianshou.collect.checks import are_equal, check_policy_and_env
 
 MakeVenv = Callable[..., RayVectorEnv]
 
@@ -583,6 +584,41 @@ class TestAttributesThatAreSetLater:
             assert collector.collect(n_step=40, random=True).n_collected_steps == 40
             assert max(acts(collector)) > 2
 
+    def test_a_policy_that_is_refused_stays_refused(self) -> None:
+        with closing(local([Drift] * 2)) as env:
+            collector = Collector(Gives(0), env, VectorReplayBuffer(100, 2), prefetch=True)
+            collector.reset()
+            collector.collect(n_step=4)
+            actor = DiscreteActor(preprocess_net=Net(state_shape=2, hidden_sizes=[8]), action_shape=2)
+            on_policy = DiscreteActorPolicy(actor=actor, action_space=spaces.Discrete(2))
+            for policy, error in ((on_policy, "its present policy"), (torch.nn.Linear(2, 2), "Tianshou 2")):
+                collector.policy = policy
+                for _ in range(2):
+                    with pytest.raises(ConfigError, match=error):
+                        collector.collect(n_step=4)
+
+    @pytest.mark.parametrize("settings", [{"prefetch": True}, {"max_staleness": 2}], ids=str)
+    def test_environments_that_are_replaced_are_free_for_use(self, settings: dict[str, Any]) -> None:
+        with closing(local([Drift] * 2)) as first, closing(local([Drift] * 2)) as second:
+            collector = Collector(Gives(0), first, VectorReplayBuffer(100, 2), **settings)
+            for env in (first, second, first):
+                collector.env = env
+                collector.reset()
+                assert collector.collect(n_step=4).n_collected_steps == 4
+
+
+def test_vector_environments_with_other_seeds_get_other_random_actions() -> None:
+    drawn = []
+    for seed in (0, 100):
+        with closing(local([lambda: gymnasium.make("CartPole-v1")] * 2)) as env:
+            torch.manual_seed(0)
+            env.seed(seed)
+            collector = Collector(Gives(None), env, VectorReplayBuffer(100, 2))
+            collector.reset()
+            collector.collect(n_step=40, random=True)
+            drawn.append(acts(collector))
+    assert drawn[0] != drawn[1]
+
 
 def test_equal_runs_in_one_process_are_equal_and_two_collectors_differ() -> None:
     runs = []
@@ -617,6 +653,58 @@ def test_random_actions_come_from_the_space_of_each_environment() -> None:
         assert [int(part.act.max()) for part in collector.buffer.buffers] == [1, 8]
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_refused_collect_does_not_hide_that_the_environments_were_used(is_wrapped: bool) -> None:
+    with closing(local([Drift] * 2)) as inner:
+        env = VectorEnvNormObs(inner, update_obs_rms=False) if is_wrapped else inner
+        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2))
+        collector.reset()
+        collector.collect(n_step=10)
+        inner.reset()
+        with pytest.raises(ConfigError):
+            collector.collect(n_step=-4)
+        collector.collect(n_step=40)
+        assert_joins_no_episodes(collector.buffer)
+
+
+def test_a_reset_after_a_lost_collect_has_the_arguments_of_the_call() -> None:
+    def hook(*transitions: Any) -> None:
+        if collector.collect_step == 0:
+            raise RuntimeError("once")
+
+    seen: list[Any] = []
+
+    class Notes(Drift):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            seen.append(options)
+            return super().reset(seed=seed)
+
+    with closing(local([Notes] * 2)) as env:
+        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), on_step_hook=hook)
+        collector.reset()
+        with pytest.raises(RuntimeError, match="once"):
+            collector.collect(n_step=4)
+        collector.set_on_step_hook(None)
+        seen.clear()
+        collector.collect(n_step=2, gym_reset_kwargs={"options": {"level": 1}})
+        assert seen == [{"level": 1}] * 2
+
+
+class Coin(spaces.Space[Any]):
+    """A space without an equality of its own."""
+
+    def __init__(self) -> None:
+        super().__init__((), np.int64)
+
+    def sample(self, mask: Any = None, probability: Any = None) -> Any:
+        return int(self.np_random.integers(2))
+
+
+def test_spaces_without_equality_are_equal_if_they_are_of_one_class() -> None:
+    assert are_equal([Coin(), Coin()]) and are_equal([spaces.Discrete(2), spaces.Discrete(2)])
+    assert not are_equal([Coin(), spaces.Discrete(2)]) and not are_equal([spaces.Discrete(2), spaces.Discrete(3)])
+
+
 @pytest.mark.parametrize("settings", [{}, {"max_staleness": 1}, {"inference": "driver"}], ids=str)
 def test_after_an_exception_of_a_hook_no_transition_joins_two_episodes(
     settings: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -634,7 +722,7 @@ def test_after_an_exception_of_a_hook_no_transition_joins_two_episodes(
         with pytest.raises(RuntimeError, match="once"):
             collector.collect(n_step=200)
         collector.collect(n_step=200)
-        assert "all environments are reset" in caplog.text
+        assert "resetting all environments" in caplog.text
         buffer = collector.buffer
         rows = buffer.sample_indices(0)
         inner = ~buffer.done[rows] & (buffer.next(rows) != rows)
@@ -644,7 +732,7 @@ def test_after_an_exception_of_a_hook_no_transition_joins_two_episodes(
 
 @pytest.mark.parametrize("policy", [None, torch.nn.Linear(2, 2)], ids=["None", "a network"])
 def test_a_policy_that_is_none_of_tianshous_is_refused(policy: Any) -> None:
-    with pytest.raises(ConfigError, match="policy of Tianshou 2"):
+    with pytest.raises(ConfigError, match="Tianshou 2 policy"):
         Collector(policy, DummyVectorEnv([Drift]))
 
 
@@ -652,3 +740,12 @@ def test_a_policy_that_is_none_of_tianshous_is_refused(policy: Any) -> None:
 def test_environments_of_another_library_are_refused(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"Pass rayvec\.tianshou\.RayVectorEnv"):
         Collector(Exact(), make([Drift]))
+
+
+def test_vector_environments_of_gymnasium_that_are_tianshous_too_are_taken() -> None:
+    """EnvPool's are: they have a length."""
+
+    class Sized(gymnasium.vector.SyncVectorEnv):
+        __len__ = lambda self: self.num_envs  # noqa: E731
+
+    check_policy_and_env(Exact(), Sized([Drift]))

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any, Generic, Literal, cast
-from weakref import WeakKeyDictionary
 
 import gymnasium
 import numpy as np
@@ -28,6 +27,7 @@ from rayvec.data.join_chunks import counted_ends, join_chunks
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env, truncate_open_episode
+from rayvec.tianshou.collect.checks import are_equal, check_policy_and_env, uses_of
 from rayvec.tianshou.collect.failed_steps import AbsentRows, without_absent_rows
 from rayvec.tianshou.collect.prefetch import PrefetchCollectStats, check_prefetch, prefetch_error
 from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes
@@ -39,8 +39,6 @@ from rayvec.tianshou.policies import policy_entry
 __all__ = ["Collector"]
 
 logger = logging.getLogger(__name__)
-_num_collectors: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""How many collectors each vector environment has had: each of them draws other random numbers."""
 
 
 class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
@@ -104,7 +102,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         prefetch: bool = False,
         max_staleness: int | None = None,
     ) -> None:
-        _check_policy_and_env(policy, env)
+        check_policy_and_env(policy, env)
         check_choice("inference", inference, ("worker", "driver"))
         if max_staleness is not None:
             check_count("max_staleness", max_staleness)
@@ -128,40 +126,42 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._prefetch = prefetch
         self._max_staleness = max_staleness
         self._bad_obs_reported = False
-        self._open()
+        self._attach_env()
 
-    def _open(self) -> None:
-        """Gets ready to collect from `env`."""
+    def _attach_env(self) -> None:
+        """Creates the pipelines for `env` and forgets the state of the previous environments."""
         self._in_mid_episode = self._state_in_driver = False
         self._num_uses = 0  # of the environments up to now; other vector environments than rayvec's do not count
         self._lost_steps = False  # whether steps may be missing in the buffer, since an exception ended a collect
         self._workers = WorkerPolicy(self._pool_env, self.policy, self.exploration_noise)
-        number = _num_collectors.get(self.env, 0)
-        _num_collectors[self.env] = number + 1
-        noise_seed = int(np.random.SeedSequence([torch.initial_seed(), number]).generate_state(1)[0])
+        is_own = isinstance(self.env, RayVectorEnv)
+        self._has_one_action_space = is_own and are_equal(self._action_space)
+        noise_seed = self._pool_env.next_noise_seed(torch.initial_seed()) if is_own else 0
         self._pipeline = ChunkPipeline(self._pool_env, noise_seed)
         staleness = self._max_staleness
         self._parts = None if staleness is None else PartsPipeline(self._pool_env, noise_seed, staleness)
         self._kept_parts: list[PartChunk] = []  # finished chunks of parts that are not in the buffer yet
 
-    def _renew(self) -> None:
-        """Goes over to the `policy`, `exploration_noise` and `env` of now, which may have been set since."""
-        if self.env is self._workers.env and not self._workers.replace(self.policy, self.exploration_noise):
+    def _apply_changes(self) -> None:
+        """Applies a `policy`, `exploration_noise` or `env` that was set since the last call."""
+        has_other_env = self.env is not self._workers.env
+        if not has_other_env and self._workers.has_policy(self.policy, self.exploration_noise):
             return
+        check_policy_and_env(self.policy, self.env)
         if self._prefetch:
             check_prefetch(self.policy, self.env, self._inference)
-        if self.env is not self._workers.env:
+        if has_other_env:
             self._validate_buffer()
+            self._drop_pending()
             self._action_space = self.env.action_space
             self._pre_collect_obs_RO = None
-            self._open()
+            self._attach_env()
+        else:
+            self._workers.set_policy(self.policy, self.exploration_noise)
 
     def collect(self, *args: Any, **kwargs: Any) -> Any:
         """Collects steps or episodes; arguments and result as of ``tianshou.data.Collector.collect``."""
-        try:
-            stats = super().collect(*args, **kwargs)
-        finally:
-            self._num_uses = getattr(self.env, "num_uses", 0)
+        stats = super().collect(*args, **kwargs)
         self.collect_time += stats.collect_time
         return stats
 
@@ -176,19 +176,21 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
         A pending chunk is dropped. The last stored transition of an episode that is cut here becomes truncated.
         """
-        self._renew()
+        self._apply_changes()
         self._state_in_driver = self._in_mid_episode = self._lost_steps = False
         self._drop_pending()
         buffer = self.buffer.buffer if isinstance(self.buffer, AbsentRows) else self.buffer
         for env_id in range(self.env_num):
             truncate_open_episode(buffer, env_id)
         first = super().reset_env(gym_reset_kwargs)
-        self._num_uses = getattr(self.env, "num_uses", 0)
+        self._num_uses = uses_of(self.env)
         return first
 
     def _drop_pending(self) -> None:
-        """Waits for the pending chunks and drops them."""
+        """Waits for the pending chunks, unless their environments are closed, and drops them."""
         for pipeline in [self._pipeline, *(self._parts.pipelines if self._parts else ())]:
+            if pipeline.pending and self._workers.env.closed:
+                pipeline.forget()
             while pipeline.pending:
                 pipeline.finish()
         self._kept_parts.clear()
@@ -201,17 +203,34 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         render: float | None = None,
         gym_reset_kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        self._renew()
+        self._apply_changes()
         if self._lost_steps:
-            logger.warning("an exception ended an earlier collect while it stored steps: all environments are reset")
-            self.reset_env()
-        if self._pre_collect_obs_RO is not None and self._num_uses != getattr(self.env, "num_uses", 0):
-            self.reset_env()  # others have used the environments
+            logger.warning(
+                "an exception interrupted an earlier collect, so steps may be missing in the buffer: "
+                "resetting all environments"
+            )
+            self.reset_env(gym_reset_kwargs)
+        if self._pre_collect_obs_RO is not None and self._num_uses != uses_of(self.env):
+            self.reset_env(gym_reset_kwargs)  # something else has reset or stepped them since the last collect
+        try:
+            return self._collect_either_way(n_step, n_episode, random, render, gym_reset_kwargs)
+        finally:
+            self._num_uses = uses_of(self.env)
+
+    def _collect_either_way(
+        self,
+        n_step: int | None,
+        n_episode: int | None,
+        random: bool,
+        render: float | None,
+        gym_reset_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        """Collects in chunks where that can be done, or else a step at a time."""
         if render or gym_reset_kwargs or (n_step and n_episode) or not self._takes_chunks(random):
             if self._prefetch:
                 raise prefetch_error(
-                    "n_step alone, no rendering, no step hook, a picklable policy, observations of their space, "
-                    "one action space for random=True",
+                    "n_step alone, no rendering, no step hook, a picklable policy, "
+                    "observations that match their space, one action space for random=True",
                     "a collect that takes one step at a time",
                 )
             return self._collect_steps(n_step, n_episode, random, render, gym_reset_kwargs)
@@ -255,11 +274,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             and self._on_step_hook is None
             and type(self).run_on_step_hook is tianshou.data.Collector.run_on_step_hook
             and self.collect_stats_class.update_at_step_batch is CollectStats.update_at_step_batch
-            and (self._has_one_action_space() if random else self._workers.publish())
+            and (self._has_one_action_space if random else self._workers.publish())
         )
-
-    def _has_one_action_space(self) -> bool:
-        return all(space == self._action_space[0] for space in self._action_space)
 
     def _collect_steps(
         self,
@@ -461,20 +477,3 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             state = state[last]
             self._reset_hidden_state_based_on_type(np.flatnonzero(chunk.done[last]), state)
         self._pre_collect_hidden_state_RH = state
-
-
-def _check_policy_and_env(policy: Any, env: Any) -> None:
-    if not isinstance(policy, Policy | Algorithm):
-        raise ConfigError(
-            "A collector acts with a policy of Tianshou 2.",
-            expected="a tianshou.algorithm.algorithm_base.Policy, or an Algorithm",
-            got=repr(policy),
-            remedy="Put a network into a policy, for example DiscreteActorPolicy(actor=net, action_space=space).",
-        )
-    if env is None or isinstance(env, gymnasium.vector.VectorEnv):
-        raise ConfigError(
-            "A collector of Tianshou steps vector environments of Tianshou.",
-            expected="rayvec.tianshou.RayVectorEnv, another tianshou.env.BaseVectorEnv, or one gymnasium.Env",
-            got=type(env).__name__,
-            remedy="Pass rayvec.tianshou.RayVectorEnv(env_fns); rayvec.Collector takes a RayVecEnv.",
-        )

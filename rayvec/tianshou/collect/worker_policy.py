@@ -35,28 +35,26 @@ class WorkerPolicy:
 
     def __init__(self, env: RayVectorEnv, policy: Policy, exploration_noise: bool) -> None:
         self.env = env
-        self.store: WeightStore | None = None
+        self.store: WeightStore | None
         self.random_store: WeightStore | None = None
         self._next_version = 0
-        self._take(policy, exploration_noise)
+        self.set_policy(policy, exploration_noise)
 
-    def _take(self, policy: Policy, exploration_noise: bool) -> None:
-        self._policy, self._exploration_noise = policy, exploration_noise
+    def has_policy(self, policy: Policy, exploration_noise: bool) -> bool:
+        """Whether this policy was set last, with the same noise."""
+        return policy is self._policy and exploration_noise == self._exploration_noise
+
+    def set_policy(self, policy: Policy, exploration_noise: bool) -> None:
+        """Sets the policy that the next `publish` sends."""
         self._acting = TianshouPolicy(policy, exploration_noise=exploration_noise)
+        self._policy, self._exploration_noise = policy, exploration_noise
+        self.store = None
         self._is_picklable = True
         self._published = np.zeros(0, np.float32)
         self._structure: list[tuple[Any, ...]] = []
 
-    def replace(self, policy: Policy, exploration_noise: bool) -> bool:
-        """Publishes another policy from now on; returns False if it is the same one as before."""
-        if policy is self._policy and exploration_noise == self._exploration_noise:
-            return False
-        self._take(policy, exploration_noise)
-        self.store = None
-        return True
-
     def publish(self) -> bool:
-        """Gives the workers the policy as it is now; returns whether it can be given."""
+        """Gives the workers the policy as it is now; returns False if the policy can't be pickled."""
         if not self._is_picklable:
             return False
         weights, structure = self._acting.weights(), self._acting.structure()

@@ -106,6 +106,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         self._failed = False
         self._everyone = np.arange(self.env_num)
         self._assembler = Assembler()
+        self._num_collectors = self._last_seed = 0
         self._open(
             factory,
             num_nodes=num_nodes,
@@ -194,6 +195,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         seeds: list[int | None] = [seed] * len(ids)
         if self._native and seed is not None:  # one seed for all would be the same for every sub-batch
             seeds = [seed + env_id for env_id in pool_ids.tolist()]
+        self._last_seed = self._last_seed if seed is None else seed
         batch = self._reset(pool_ids, seeds, {"kwargs": kwargs} if kwargs else None)
         obs, infos, _ = self._assembler.reset(unrolled(batch))
         if isinstance(obs[0], tuple):
@@ -291,9 +293,11 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         """
         self._assert_idle()
         self._assert_id(self._wrap_id(None))
-        batch = self._reset(self._everyone, env_seeds(seed, self.env_num), {"seed": True})
+        seeds = env_seeds(seed, self.env_num)
+        self._last_seed = seeds[0] or 0
+        batch = self._reset(self._everyone, seeds, {"seed": True})
         if self._native:
-            return [[each] for each in env_seeds(seed, self.env_num)]  # type: ignore[list-item]
+            return [[each] for each in seeds]  # type: ignore[list-item]
         _, _, apart = self._assembler.reset(batch)
         return [extra["seeds"] for extra in apart]
 
@@ -333,6 +337,15 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         """See :class:`~rayvec.vector.pool_adapter.PoolAdapter`; a chunk may be pending."""
         self._assert_is_not_closed()
         return self._publish(policy, first_version, on_node=on_node)
+
+    def next_noise_seed(self, base: int) -> int:
+        """Returns the seed of a new collector's noise; each collector gets another one, in equal runs the same ones.
+
+        It depends on `base`, on the last seed of the environments, and on how many collectors they have had.
+        """
+        self._num_collectors += 1
+        entropy = [base % 2**64, self._last_seed % 2**64, self._num_collectors]
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
     # What the public methods share.
 

@@ -1,0 +1,46 @@
+"""What a Tianshou collector checks about its policy and environments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+from tianshou.algorithm.algorithm_base import Algorithm, Policy
+from tianshou.env import BaseVectorEnv, VectorEnvWrapper
+
+from rayvec.errors import ConfigError
+
+__all__ = ["are_equal", "check_policy_and_env", "uses_of"]
+
+
+def uses_of(env: BaseVectorEnv) -> int:
+    """Returns how often anything has reset or stepped environments, also wrapped ones; 0 where they do not count it."""
+    while isinstance(env, VectorEnvWrapper):
+        env = env.venv
+    return getattr(env, "num_uses", 0)
+
+
+def are_equal(spaces: Sequence[gymnasium.Space[Any]]) -> bool:
+    """Whether spaces are equal; those of a class that does not define equality are if they are of one class."""
+    first = spaces[0]
+    by_class = type(first).__eq__ is object.__eq__
+    return all(space == first or (by_class and type(space) is type(first)) for space in spaces)
+
+
+def check_policy_and_env(policy: Any, env: Any) -> None:
+    """Refuses policies and environments of other libraries."""
+    if not isinstance(policy, Policy | Algorithm):
+        raise ConfigError(
+            "Collector needs a Tianshou 2 policy.",
+            expected="a tianshou.algorithm.algorithm_base.Policy, or an Algorithm",
+            got=type(policy).__name__,
+            remedy="Put a network into a policy, for example DiscreteActorPolicy(actor=net, action_space=space).",
+        )
+    if env is None or (isinstance(env, gymnasium.vector.VectorEnv) and not hasattr(type(env), "__len__")):
+        raise ConfigError(
+            "A collector of Tianshou steps vector environments of Tianshou.",
+            expected="rayvec.tianshou.RayVectorEnv, another tianshou.env.BaseVectorEnv, or one gymnasium.Env",
+            got=type(env).__name__,
+            remedy="Pass rayvec.tianshou.RayVectorEnv(env_fns); rayvec.Collector takes a RayVecEnv.",
+        )
