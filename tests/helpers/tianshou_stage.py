@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayvec.learners.ranks import Ranks
+from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank
 
 
@@ -18,6 +18,15 @@ class Unsummed:
 
     def sum_(self, tensor: Any) -> Any:
         return tensor if tensor.is_floating_point() else self._ranks.sum_(tensor)
+
+
+class Twins:
+    """Rank 0 of two, as it sees them: the other one has no rows, and the same counts."""
+
+    rank, size = 0, 2
+
+    def sum_(self, tensor: Any) -> Any:
+        return tensor if tensor.is_floating_point() else tensor + tensor.flip(0)
 
 
 class Stage:
@@ -45,8 +54,8 @@ class OneRank:
 
     num_ranks = 1
 
-    def __init__(self, pickled: bytes) -> None:
-        self._rank = AlgorithmRank(pickled)
+    def __init__(self, pickled: bytes, ranks: Ranks = ALONE) -> None:
+        self._rank = AlgorithmRank(pickled, ranks=ranks)
         self.state_dict = self._rank.state_dict
         self.load_state_dict = self._rank.load_state_dict
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +20,9 @@ import numpy as np
 import pytest
 import tianshou.algorithm
 import torch
+import torch.nn.functional as F
 from helpers import tianshou_algorithms as kit
-from helpers.tianshou_stage import OneRank, Stage
+from helpers.tianshou_stage import OneRank, Stage, Twins
 from helpers.waiting import alive, wait_until
 from tianshou.algorithm import NPG, Reinforce
 from tianshou.algorithm.algorithm_base import Algorithm
@@ -34,7 +36,7 @@ from rayvec.distributed.rank_group import RankGroup
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.tianshou import IMPALA, data_parallel
 from rayvec.tianshou.learn.algorithm_state import AlgorithmState
-from rayvec.tianshou.learn.data_parallel import EQUAL, pickle_algorithm, wrap
+from rayvec.tianshou.learn.data_parallel import EQUAL, _check_algorithm, pickle_algorithm, wrap
 from rayvec.tianshou.learn.random_draws import Cut, NoDraws, SlicedDraws
 
 Parallel = Callable[..., Any]
@@ -350,6 +352,13 @@ class TestRefused:
         with pytest.raises(ConfigError, match=type(layer).__name__):
             data_parallel(algorithm, 2)
 
+    def test_dropout_between_layers_of_which_there_is_one(self) -> None:
+        algorithm = kit.make("dqn")
+        with pytest.warns(UserWarning, match="dropout option"):
+            layer = torch.nn.GRU(kit.OBS, kit.OBS, dropout=0.1)
+        algorithm.policy.model = kit.Layers(layer, torch.nn.Linear(kit.OBS, kit.ACTIONS))
+        _check_algorithm(algorithm)
+
     @pytest.mark.parametrize("num_learners", [0, -1, 1.5, True])
     def test_no_count(self, num_learners: Any) -> None:
         with pytest.raises(ConfigError, match="num_learners"):
@@ -400,6 +409,20 @@ def test_a_subclass_that_adds(parallel: Parallel) -> None:
     assert type(other.plain()) is kit.Named
 
 
+class NoSubclass:
+    """A distribution of its own class."""
+
+    def sample(self) -> torch.Tensor:
+        return torch.randn_like(torch.zeros(3))
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+
+def attend(value: torch.Tensor, dropout_p: float = 0.0) -> torch.Tensor:
+    return F.scaled_dot_product_attention(value, value, value, dropout_p=dropout_p)
+
+
 class TestDraws:
     def test_noise_of_some_rows_is_cut_from_that_of_all(self) -> None:
         torch.manual_seed(0)
@@ -420,24 +443,56 @@ class TestDraws:
     @pytest.mark.parametrize(
         ("layer", "error"),
         [
-            (kit.Functional, "only distributions draw.* Got: dropout"),
-            (kit.Scatter, "only distributions draw.* Got: randn"),
+            (kit.Functional, "only torch distributions may draw.* Got: dropout"),
+            (kit.Scatter, "only torch distributions may draw.* Got: randn"),
             (kit.Running, "Got: other buffers after the update"),
         ],
     )
     def test_nets_that_an_on_policy_update_refuses(self, layer: Any, error: str) -> None:
         algorithm = kit.make("a2c", torch.float32)
         algorithm.policy.actor.preprocess = kit.Body(layer())
-        other = wrap(algorithm, OneRank(pickle_algorithm(algorithm)))
+        other = wrap(algorithm, OneRank(pickle_algorithm(algorithm), Twins()))
         with pytest.raises(LearnerError, match=error):
             kit.updates(other, kit.fill(other, torch.float32), count=1)
+        alone = wrap(algorithm, OneRank(pickle_algorithm(algorithm)))
+        kit.updates(alone, kit.fill(alone, torch.float32), count=1)
 
-    @pytest.mark.parametrize("dist", [kit.Normal(torch.zeros(3), 1.0), kit.OwnDraws(0.0, 1.0)], ids=["torch's", "own"])
+    def test_nets_whose_buffers_stay(self) -> None:
+        algorithm = kit.make("a2c", torch.float32)
+        algorithm.policy.actor.preprocess = kit.Body(torch.nn.Identity())
+        algorithm.policy.register_buffer("constant", torch.ones(3))
+        other = wrap(algorithm, OneRank(pickle_algorithm(algorithm), Twins()))
+        kit.updates(other, kit.fill(other, torch.float32), count=1)
+
+    @pytest.mark.parametrize(
+        "dist",
+        [kit.Normal(torch.zeros(3), 1.0), kit.OwnDraws(0.0, 1.0), NoSubclass()],
+        ids=["torch's", "own", "no subclass"],
+    )
     def test_distributions_may_draw_on_policy(self, dist: Any) -> None:
         with NoDraws():
             dist.sample()
             with pytest.raises(LearnerError, match="Got: rand"):
                 torch.rand(3)
+
+    @pytest.mark.parametrize("refuses", [SlicedDraws, NoDraws])
+    @pytest.mark.parametrize(
+        ("draws", "keeps"),
+        [
+            (partial(F.dropout, p=0.5), partial(F.dropout, p=0.0)),
+            (partial(F.dropout1d, p=0.5), partial(F.dropout1d, training=False)),
+            (partial(F.rrelu, training=True), F.rrelu),
+            (partial(torch.dropout, p=0.5, train=True), partial(torch.dropout, p=0.5, train=False)),
+            (partial(attend, dropout_p=0.5), attend),
+        ],
+    )
+    def test_dropout_that_draws_nothing(self, refuses: Any, draws: Any, keeps: Any) -> None:
+        mode = refuses()
+        mode.cut = Cut(5, torch.tensor([1, 3]), 0.4)
+        with mode:
+            keeps(torch.ones(2, 2, 2))
+            with pytest.raises(LearnerError):
+                draws(torch.ones(2, 2, 2))
 
 
 class TestTrainers:

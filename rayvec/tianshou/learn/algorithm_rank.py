@@ -83,7 +83,7 @@ def patched_tianshou(rank: AlgorithmRank, update: OnPolicyUpdate | OffPolicyUpda
             stack.enter_context(mock.patch.object(holder, name, value, create=True))
         if isinstance(update, OffPolicyUpdate):
             stack.enter_context(rank.draws)
-        elif not rank.has_updated:
+        elif not (rank.has_updated or rank.is_alone):
             stack.enter_context(NoDraws())
         yield
 
@@ -118,8 +118,9 @@ class AlgorithmRank:
         draws: Cuts what is drawn.
         summed_steps: For each optimizer that Tianshou wraps: the optimizer, a ``step`` that sums gradients over all
             ranks, and what it clips the gradients of.
-        has_updated: Whether an update has succeeded. On-policy the first one looks at every draw; later ones do not,
-            since that costs time.
+        has_updated: Whether an update has succeeded. Only the first on-policy update checks for random draws, because
+            the check is slow.
+        is_alone: Whether there is no other rank. Then nothing can differ between ranks.
     """
 
     def __init__(self, pickled: bytes, device: str = "cpu", ranks: Ranks = ALONE) -> None:
@@ -140,6 +141,7 @@ class AlgorithmRank:
         self._shard = Shard(0, 0, Batch())
         self._whole_returns = self._whole_adv = np.zeros(0)
         self._normalizes = self.has_updated = False
+        self.is_alone = ranks.size == 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns weights and states of optimizers; numbers come with every update."""
@@ -153,14 +155,15 @@ class AlgorithmRank:
         """Computes this rank's part of an update, together with all others.
 
         Raises:
-            LearnerError: Another rank is gone, the algorithm draws what can't be cut or was not, or its nets change
-                their buffers.
+            LearnerError: Another rank is gone, the algorithm draws random numbers that can't be split by sample, or its
+                nets change their buffers.
         """
         algorithm = self.algorithm
         self._state.set_numbers(update.numbers)
         self._fuse()
         update.generators.restore()
-        before, buffers = self._state.numbers(), self._buffer_digest()
+        before = self._state.numbers()
+        buffers = {self._buffer_digest()} if isinstance(update, OnPolicyUpdate) else set()
         batch: Any = writable(shard.batch)
         self._shard = Shard(shard.start, shard.stop, batch, shard.ahead)
         self._shares = []
@@ -183,7 +186,7 @@ class AlgorithmRank:
             if isinstance(update, OffPolicyUpdate):
                 self._check_draws()
                 weight = to_numpy(batch.weight)[: len(mine)] if update.with_weight else None
-            self._check_buffers(buffers if isinstance(update, OnPolicyUpdate) else self._buffer_digest())
+            self._check_buffers(buffers)
             self._set_cut(update.total, mine)  # the minibatches of an on-policy update had others
             self._whole_losses(stats)
         finally:
@@ -297,27 +300,28 @@ class AlgorithmRank:
             )
 
     def _buffer_digest(self) -> int:
-        """Returns a checksum of all buffers of the nets; 0 without buffers."""
+        """Returns a checksum of all buffers of the nets; 0 without buffers or other ranks."""
         digest = 0
-        for buffer in self.algorithm.buffers():
+        for buffer in () if self.is_alone else self.algorithm.buffers():
             flat = buffer.detach().cpu().contiguous().reshape(-1)
             digest = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), digest)
         return digest
 
-    def _check_buffers(self, expected: int) -> None:
+    def _check_buffers(self, before: set[int]) -> None:
         """Checks that the buffers of all ranks have the same checksum.
 
-        On-policy it must be that before the update, because ranks run nets less often than one rank would.
+        On-policy it must be that of `before`, because ranks run nets less often than one rank would.
 
         Raises:
             LearnerError: On all ranks, if one has other buffers.
         """
-        if next(self.algorithm.buffers(), None) is not None and set(
-            gather_counts(self._ranks, self._buffer_digest())
-        ) != {expected}:
+        if self.is_alone or next(self.algorithm.buffers(), None) is None:
+            return
+        if len(before.union(gather_counts(self._ranks, self._buffer_digest()))) > 1:
             raise LearnerError(
-                "Ranks run the nets on their own rows: buffers that forward passes change are not those of one rank.",
-                expected="buffers that an on-policy update leaves as they are, and an off-policy one changes alike",
+                "Each rank runs the networks on its own samples, so buffers that a forward pass changes would differ "
+                "from those of a single rank.",
+                expected="buffers that do not change (on-policy), or change equally on all ranks (off-policy)",
                 got="other buffers after the update",
                 remedy="Leave running statistics and spectral norms out, or update with the plain algorithm.",
             )

@@ -27,8 +27,8 @@ Numbers = dict[tuple[str, str], Any]
 
 _PLAIN = frozenset({bool, int, float, type(None), np.float64, np.float32, np.int64})
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_FLAGS = ("parameters", "requires_grad")
-"""Place of the flags of all parameters, among the numbers."""
+_REQUIRES_GRAD = ("parameters", "requires_grad")
+"""Key of the `requires_grad` flags of all parameters in `numbers()`."""
 
 
 class AlgorithmState:
@@ -100,13 +100,13 @@ class AlgorithmState:
             for name, value in holder.items()
             if _is_plain(value) and name not in _OF_TORCH
         }
-        return {**numbers, _FLAGS: tuple(parameter.requires_grad for parameter in self._parameters)}
+        return {**numbers, _REQUIRES_GRAD: tuple(parameter.requires_grad for parameter in self._parameters)}
 
     def set_numbers(self, values: Mapping[tuple[str, str], Any]) -> None:
         """Sets numbers of another copy."""
         holders = dict(self._holders())
         for (place, name), value in values.items():
-            if (place, name) == _FLAGS:
+            if (place, name) == _REQUIRES_GRAD:
                 for parameter, flag in zip(self._parameters, value, strict=True):
                     parameter.requires_grad_(flag)
             else:

@@ -56,8 +56,8 @@ def data_parallel(
 
     Numbers that you change between updates (a learning rate, the momenta of a schedule, a coefficient) reach the
     ranks with the next update; so do weights, states of optimizers and which parameters require a gradient, however
-    they are changed.
-    The structure must not change. A copy or a pickle of the returned algorithm is a plain one.
+    they are changed. The structure must not change. Buffers that a forward pass changes and, on-policy, random numbers
+    in networks raise an error in `update`. A copy or a pickle of the returned algorithm is a plain one.
 
     Args:
         algorithm: An algorithm of :data:`EQUAL`, or of a subclass that changes none of its methods. Its nets
@@ -290,7 +290,8 @@ def _check_class(kind: type[Any]) -> None:
 def _check_parts(algorithm: Any) -> None:
     mixing = (torch.nn.modules.batchnorm._NormBase, torch.nn.modules.dropout._DropoutNd)
     for path, module in algorithm.named_modules():
-        drops = isinstance(module, torch.nn.RNNBase | torch.nn.MultiheadAttention) and module.dropout > 0
+        between = isinstance(module, torch.nn.RNNBase) and module.num_layers > 1  # dropout is between layers
+        drops = (between or isinstance(module, torch.nn.MultiheadAttention)) and module.dropout > 0
         if drops or isinstance(module, mixing):
             raise ConfigError(
                 "Nets treat rows one by one, or N ranks are not one.",

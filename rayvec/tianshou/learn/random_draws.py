@@ -7,6 +7,7 @@ rows.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -63,13 +65,13 @@ class SlicedDraws(TorchFunctionMode):
         if self.cut is not None:
             if func in _CUTS:
                 return _CUTS[func](self.cut, *args, **kwargs)
-            if func in _UNCUT:
+            if func in _UNCUT and _draws(func, args, kwargs):
                 raise _refusal(func)
         return func(*args, **kwargs)
 
 
 class NoDraws(TorchFunctionMode):
-    """While it is entered, only distributions of torch may draw, and subclasses of them.
+    """While it is entered, only distributions may draw: ``sample`` and ``rsample`` of what has a ``log_prob``.
 
     An on-policy update of Tianshou draws actions that it does not use. Whatever else draws would draw other numbers on
     each rank.
@@ -79,22 +81,39 @@ class NoDraws(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (func in _CUTS or func in _UNCUT) and not _is_in_distribution():
+        kwargs = kwargs or {}
+        if (func in _CUTS or (func in _UNCUT and _draws(func, args, kwargs))) and not _is_in_distribution():
             raise LearnerError(
-                "In an on-policy update on several ranks only distributions draw; nothing uses these numbers.",
+                "In an on-policy update on several ranks, only torch distributions may draw random numbers: other "
+                "draws would differ between ranks.",
                 expected="nets and losses without dropout and noise",
                 got=f"{getattr(func, '__name__', func)}",
                 remedy="Leave the noise out, or update with the plain algorithm.",
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _is_in_distribution() -> bool:
-    """Whether a method of a distribution is running."""
+    """Whether ``sample`` or ``rsample`` of a distribution is running."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not isinstance(frame.f_locals.get("self"), torch.distributions.Distribution):
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("sample", "rsample") and code.co_argcount:
+            if hasattr(frame.f_locals.get(code.co_varnames[0]), "log_prob"):
+                return True
         frame = frame.f_back
-    return frame is not None
+    return False
+
+
+def _draws(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call of a function of `_UNCUT` draws: dropout does not with a probability of 0 or outside training."""
+    signature = _UNCUT[function]
+    if signature is None:
+        return True
+    call = signature.bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    return bool(given.get("p", given.get("dropout_p", 1.0)) and given.get("training", given.get("train", True)))
 
 
 def _is_by_row(cut: Cut, shape: torch.Size) -> bool:
@@ -160,29 +179,34 @@ _CUTS: dict[Any, Callable[..., Tensor]] = {
     torch.randn: _draw(torch.randn),
     torch.rand: _draw(torch.rand),
     torch.multinomial: _multinomial,
+    Tensor.multinomial: _multinomial,
     **{function: _in_place(function) for function in (Tensor.normal_, Tensor.uniform_, Tensor.exponential_)},
 }
-_UNCUT = {
-    torch.bernoulli,
-    torch.poisson,
-    torch.randint,
-    torch.rand_like,
-    torch.randn_like,
-    torch.randint_like,
-    torch.dropout,
-    torch.nn.functional.dropout,
-    torch.nn.functional.alpha_dropout,
-    torch.nn.functional.dropout1d,
-    torch.nn.functional.dropout2d,
-    torch.nn.functional.dropout3d,
-    torch.nn.functional.feature_alpha_dropout,
-    torch.nn.functional.rrelu,
-    torch.nn.functional.gumbel_softmax,
-    Tensor.bernoulli,
-    Tensor.bernoulli_,
-    Tensor.random_,
-    Tensor.cauchy_,
-    Tensor.geometric_,
-    Tensor.log_normal_,
-    torch.binomial,
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu)
+_UNCUT: dict[Any, inspect.Signature | None] = {
+    **dict.fromkeys(
+        (
+            torch.bernoulli,
+            torch.binomial,
+            torch.poisson,
+            torch.randint,
+            torch.randperm,
+            torch.rand_like,
+            torch.randn_like,
+            torch.randint_like,
+            F.gumbel_softmax,
+            Tensor.bernoulli,
+            Tensor.bernoulli_,
+            Tensor.random_,
+            Tensor.cauchy_,
+            Tensor.geometric_,
+            Tensor.log_normal_,
+        )
+    ),
+    **{function: inspect.signature(function) for function in _DROPOUTS},
+    **dict.fromkeys((torch.dropout, torch.alpha_dropout), inspect.signature(lambda input, p, train: None)),
+    F.scaled_dot_product_attention: inspect.signature(
+        lambda query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **others: None
+    ),
 }
+"""Draws that can't be cut; with a signature, those that draw only in training and with a probability."""
