@@ -104,10 +104,12 @@ class TianshouPolicy:
     def structure(self) -> list[tuple[Any, ...]]:
         """Returns what :meth:`weights` consists of: each tensor's dtype and shape, each plain number's path and name.
 
-        Only a copy of a policy with the same structure can load the weights.
+        Whole numbers of more than 64 bits, which weights can't hold, are in it with their values. Only a copy of a
+        policy with the same structure can load the weights.
         """
         tensors = ((tensor.dtype, tensor.shape) for tensor in _tensors(self._policy))
-        return [*tensors, *((number.path, number.name) for number in _numbers(self._policy))]
+        numbers = _all_numbers(self._policy)
+        return [*tensors, *((each.path, each.name, *(() if _fits(each) else (each.value,))) for each in numbers)]
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Loads what :meth:`weights` returned in another process.
@@ -269,7 +271,16 @@ class _Number(NamedTuple):
 
 
 def _numbers(policy: Policy) -> Iterator[_Number]:
-    """Yields the plain numbers of every module and of its exploration noise, whole numbers of at most 64 bits.
+    """Yields the plain numbers that weights hold: whole numbers of at most 64 bits, and all others."""
+    return filter(_fits, _all_numbers(policy))
+
+
+def _fits(number: _Number) -> bool:
+    return type(number.value) is not int or -(2**63) <= number.value < 2**63
+
+
+def _all_numbers(policy: Policy) -> Iterator[_Number]:
+    """Yields the plain numbers of every module and of its exploration noise.
 
     NumPy's numbers are among them: a schedule made with ``np.interp`` sets an epsilon to one.
     """
@@ -279,8 +290,7 @@ def _numbers(policy: Policy) -> Iterator[_Number]:
         for place, holder in ((path, held), *noises):
             for name, value in holder.items():
                 number = value.item() if isinstance(value, np.generic) else value
-                is_plain = type(number) in _KINDS and (type(number) is not int or -(2**63) <= number < 2**63)
-                if is_plain and name != "training":
+                if type(number) in _KINDS and name != "training":
                     yield _Number(place, holder, name, number)
 
 

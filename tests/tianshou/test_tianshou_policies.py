@@ -175,6 +175,11 @@ def test_numbers_arrive_exactly(value: Any) -> None:
         worker.load_weights(driver.weights())
     else:  # too large a number: the policy is published again
         assert value == 2**1100
+        structure = driver.structure()
+        policy.scale = value + 1
+        assert driver.structure() != structure
+        policy.scale = value
+        assert driver.structure() == structure
         worker = pickle.loads(pickle.dumps(driver))
         worker.load_weights(driver.weights())
     assert repr(worker._policy.scale) == repr(value)
