@@ -248,7 +248,7 @@ def test_a_learner_benchmark_that_measures_nothing_fails(
         ("learner --way", ["--way", "at least one"]),
         ("learner --minibatch-size 64 4097", ["from 1 to num_envs * num_steps = 4,096 for ppo", "Got: 4097"]),
         ("learner --minibatch-size 32", ["from 64 to", "for impala", "Got: 32"]),
-        ("learner --images --algorithm ppo sac", ["SAC learns from vectors"]),
+        ("learner --images --algorithm ppo sac", ["measures SAC without images"]),
         ("model --cores-per-node 0", ["cores_per_node"]),
         ("model --step-duration -1", ["step_duration"]),
         ("model --fit nowhere.json", ["nowhere.json"]),
