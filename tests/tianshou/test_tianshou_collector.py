@@ -657,13 +657,13 @@ def test_random_actions_come_from_the_space_of_each_environment() -> None:
 def test_a_refused_collect_does_not_hide_that_the_environments_were_used(is_wrapped: bool) -> None:
     with closing(local([Drift] * 2)) as inner:
         env = VectorEnvNormObs(inner, update_obs_rms=False) if is_wrapped else inner
-        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2))
-        collector.reset()
+        collector = Collector(Exact(), env, VectorReplayBuffer(400, 2))
+        collector.reset(gym_reset_kwargs={"seed": 1})
         collector.collect(n_step=10)
         inner.reset()
         with pytest.raises(ConfigError):
             collector.collect(n_step=-4)
-        collector.collect(n_step=40)
+        collector.collect(n_step=200)
         assert_joins_no_episodes(collector.buffer)
 
 
