@@ -290,13 +290,13 @@ class Collector:
 
     @contextmanager
     def _taking_steps(self) -> Iterator[None]:
-        """Goes on from what the environments were used for since the last call; resets them if no episode has begun."""
+        """Continues from where the environments are; resets them if no episode has begun. The block takes the steps."""
         check_open(self._closed)
         if self._uses_seen is None:
             self.reset()
         elif self._env.num_uses != self._uses_seen:
             if self._kept or self._kept_parts or any(pipeline.pending for pipeline in self._pipelines):
-                self.reset()  # a chunk of before would be followed by one that does not continue it
+                self.reset()  # else the next chunk would not continue those that are kept or pending
             self._env._assert_idle("collect")  # else the pending chunk of another collector would be taken
             if self._env.num_uses == self._env.fresh_at:
                 self._tracker.clear()

@@ -90,15 +90,14 @@ def check_env(env: Any) -> gymnasium.Env[Any, Any]:
     Raises:
         ConfigError: It is a class, a vector environment, one of PettingZoo, or lacks what an environment has.
     """
-    has_spaces = all(isinstance(getattr(env, name, None), gymnasium.Space) for name in _ATTRIBUTES[:2])
-    if isinstance(env, gymnasium.Env) and has_spaces:
-        return env
+    if isinstance(env, gymnasium.Env) and all(hasattr(env, name) for name in _ATTRIBUTES[:2]):
+        return env  # what is wrong with its spaces is said where they are used
     name = f"{type(env).__module__}.{type(env).__qualname__}".removeprefix("builtins.")
     if isinstance(env, gymnasium.vector.VectorEnv):
         got, remedy = f"{name}, a vector environment of {env.num_envs}", "Pass [make_vector_env] * n with native=True."
     elif isinstance(env, type):
         got, remedy = f"the class {env.__qualname__}", f"Return an instance: {env.__qualname__}()."
-    elif hasattr(env, "possible_agents") and not has_spaces:
+    elif hasattr(env, "possible_agents") and not isinstance(getattr(env, "action_space", None), gymnasium.Space):
         rows = "RayVecEnv([lambda: ParallelAgents(make_env())] * n, native=True)"
         got, remedy = f"{name}, a multi-agent environment", f"Wrap it in rayvec.wrappers.ParallelAgents: {rows}."
     elif isinstance(env, gymnasium.Env):

@@ -244,7 +244,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
             stack.callback(self._display.close)
             if self._line.steps:
                 self._write()
-            else:
+            elif self._logged:
                 self._publish(self._logged)  # each step is in one line of the file
 
     def _draw(self) -> None:

@@ -440,6 +440,12 @@ class TestConstruction:
             makes = {"env": [lambda: env]} if form == "list" else {"env": lambda: env, "num_envs": 1}
             RayVecEnv(**makes, num_nodes=0, workers_per_node=0)
 
+    def test_spaces_of_another_library_keep_gymnasiums_error(self) -> None:
+        env = CountingEnv()
+        env.observation_space = SimpleNamespace(shape=(4,), dtype=np.int64)  # type: ignore[assignment]
+        with pytest.raises(TypeError, match="not a gymnasium Space"):
+            RayVecEnv([lambda: env], num_nodes=0, workers_per_node=0)
+
     def test_make_vec_mirrors_gymnasiums(self, ray_cluster: object) -> None:
         kwargs = {"max_episode_steps": 7}
         with rayvec.make_vec("CartPole-v1", 3, num_nodes=1, workers_per_node=2, env_kwargs=kwargs) as env:

@@ -29,7 +29,11 @@ def are_equal(spaces: Sequence[gymnasium.Space[Any]]) -> bool:
 
 
 def check_policy_and_env(policy: Any, env: Any) -> None:
-    """Refuses policies and environments of other libraries."""
+    """Refuses policies and environments of other libraries.
+
+    Raises:
+        ConfigError: One of them is of another library.
+    """
     if not isinstance(policy, Policy | Algorithm):
         raise ConfigError(
             "Collector needs a Tianshou 2 policy.",

@@ -50,7 +50,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     match their space, random actions of different action spaces, another vector environment.
 
     Two things differ from Tianshou's Collector. Where environments are reset in mid-episode (by ``reset``, after
-    ``collect(n_episode=n)``, which resets all of them, or in the first ``collect`` after others have stepped them),
+    ``collect(n_episode=n)``, which resets all of them, or in the first ``collect`` after something else stepped them),
     their last stored transition is marked as truncated. Tianshou leaves it open: ``buffer.next`` joins two episodes,
     and n-step returns and GAE run across the reset. The cut episode is not counted. And the length of an episode is its
     number of steps, also if it is longer than its sub-buffer.

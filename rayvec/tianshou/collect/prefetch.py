@@ -29,7 +29,12 @@ class PrefetchCollectStats(CollectStats):
 
 
 def check_prefetch(policy: Policy | Algorithm[Any, Any], env: Any, inference: str) -> None:
-    """Refuses environments and algorithms that `prefetch` does not support."""
+    """Refuses environments and algorithms that `prefetch` does not support.
+
+    Raises:
+        ConfigError: The policy acts in the driver, the environments are asynchronous or not a `RayVectorEnv`, or the
+            algorithm learns only from steps of its present policy.
+    """
     if inference != "worker" or not isinstance(env, RayVectorEnv) or env.is_async:
         raise prefetch_error(
             "inference='worker' and a RayVectorEnv without wait_num and timeout", f"{inference}, {env}"

@@ -28,7 +28,7 @@ class WorkerPolicy:
         exploration_noise: Whether to add the policy's exploration noise.
 
     Attributes:
-        env: The same.
+        env: The environments.
         store: The policy in the workers; None before :meth:`publish`.
         random_store: Random actions in the workers; None before :meth:`at_random`.
     """
