@@ -157,18 +157,18 @@ def export(module: Any, observation_space: spaces.Space[Any], action_space: spac
     greedy = GreedyModule(module, observation_space).eval().requires_grad_(False)
     leaves = dict(leaf_spaces(observation_space))
     example = tuple(_example(space) for space in leaves.values())
-    with warnings.catch_warnings(), torch.no_grad():
+    with written_whole(path) as file, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch warns of its own future
-        if path.suffix == ".pt":
-            traced = torch.jit.trace(greedy, example)  # type: ignore[no-untyped-call]
-            _check_any_number(traced, example)
-            data = io.BytesIO()  # torch aborts the process if it can't write the file
-            torch.jit.save(traced, data)
-            with written_whole(path) as file:
-                file.write(data.getbuffer())
-        else:
-            _export_onnx(greedy, example, _input_names(leaves), path)
+        file.write(_torchscript(greedy, example) if path.suffix == ".pt" else _onnx(greedy, example, list(leaves)))
     return path
+
+
+def _torchscript(greedy: GreedyModule, example: tuple[Tensor, ...]) -> bytes:
+    traced = torch.jit.trace(greedy, example)  # type: ignore[no-untyped-call]
+    _check_any_number(traced, example)
+    data = io.BytesIO()  # torch aborts the process if it can't write a file
+    torch.jit.save(traced, data)
+    return data.getvalue()
 
 
 def _check_any_number(traced: Callable[..., Tensor], example: tuple[Tensor, ...]) -> None:
@@ -203,7 +203,8 @@ def _input_names(paths: Iterable[tuple[Any, ...]]) -> list[str]:
     return names
 
 
-def _export_onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: list[str], path: Path) -> None:
+def _onnx(greedy: GreedyModule, example: tuple[Tensor, ...], paths: Iterable[tuple[Any, ...]]) -> bytes:
+    names = _input_names(paths)
     try:
         importlib.import_module("onnx"), importlib.import_module("onnxscript")
     except ImportError as error:
@@ -240,8 +241,8 @@ def _export_onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: list[
     for value in [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]:
         if value.name in names:  # of an observation called "linear" or "low"
             value.name += "_of_policy"
-    with written_whole(path) as file:
-        file.write(program.model_proto.SerializeToString())
+    data: bytes = program.model_proto.SerializeToString()
+    return data
 
 
 def _example(space: spaces.Space[Any]) -> Tensor:
