@@ -129,10 +129,14 @@ def suggested(name: str, known: Collection[str]) -> str | None:
 
     >>> suggested("lr", ["learning_rate"]), suggested("total_step", ["total_steps"]), suggested("wings", ["seed"])
     ('learning_rate', 'total_steps', None)
+    >>> suggested("epochs", ["num_epochs", "num_envs"])
+    'num_epochs'
     """
     if name in OTHER_NAMES:
         return next((each for each in OTHER_NAMES[name] if each in known), None)
-    return next(iter(difflib.get_close_matches(name, known, 1, _LEAST_LIKENESS)), None)
+    longer = [each for each in known if each.endswith(f"_{name}")]
+    near = longer if len(longer) == 1 else difflib.get_close_matches(name, known, 1, _LEAST_LIKENESS)
+    return next(iter(near), None)
 
 
 def check_names(cls: type, names: Collection[object]) -> None:

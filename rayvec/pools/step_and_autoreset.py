@@ -261,11 +261,14 @@ def _not_api(method: str, expected: str, got: Any) -> EnvError:
 
 def _no_number(reward: Any) -> EnvError:
     """Returns the error for a reward that is no number."""
+    size = reward.size if isinstance(reward, np.ndarray) else len(reward) if isinstance(reward, list | tuple) else 1
     return EnvError(
         "The reward of a step is one number.",
         expected="a float",
         got=f"an array of shape {reward.shape}" if isinstance(reward, np.ndarray) else f"{reward!r:.80}",
-        remedy="Let step() return float(reward).",
+        remedy="Combine its numbers into one, for example with mo_gymnasium.wrappers.LinearReward."
+        if size > 1
+        else "Let step() return float(reward).",
     )
 
 

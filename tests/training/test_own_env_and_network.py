@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from gymnasium.wrappers import ReshapeObservation
 from helpers import own_envs, own_parts
 from helpers.own_envs import Line, make_line
@@ -25,6 +26,7 @@ from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import make_env, make_learner
+from rayvec.training.space_checks import warn_of_wide_ranges
 
 LOCAL_LINE = lambda: Line(4)  # noqa: E731
 
@@ -210,6 +212,14 @@ def test_a_wide_range_is_warned_of(tmp_path: Path, high: float, settings: dict[s
         config = tiny(tmp_path / "a", total_steps=64, eval_episodes=0, **settings)
         rayvec.train(config, env=lambda: own_envs.Line(high=high))
     assert ["±500" in str(each.message) for each in caught] == ([True] if warned else [])
+
+
+def test_a_wide_part_is_named_as_your_space_has_it() -> None:
+    part = spaces.Dict(temp=spaces.Box(-500, 500, (2,)), wind=spaces.Box(-1, 1, (2,)))
+    masked = spaces.Dict(observation=part, action_mask=spaces.MultiBinary(2))
+    for space in (part, masked):
+        with pytest.warns(UserWarning, match=r"^Observations\['temp'\] range up to ±500.*wrappers\.TransformObs"):
+            warn_of_wide_ranges(space, rayvec.PPOConfig())
 
 
 @pytest.mark.parametrize(

@@ -361,11 +361,20 @@ class TestErrors:
         assert "environment 0, seed 0" in str(caught.value.__cause__)
 
     @pytest.mark.parametrize("workers", [0, 1])
-    @pytest.mark.parametrize("reward", [np.ones(1), [1.0], "one"])
-    def test_a_reward_that_is_no_number(self, reward: Any, workers: int) -> None:
+    @pytest.mark.parametrize(
+        ("reward", "remedy"),
+        [
+            (np.ones(1), r"float\(reward\)"),
+            ([1.0], r"float\(reward\)"),
+            ("one", r"float\(reward\)"),
+            (np.ones(2), "Combine its numbers into one"),
+            ([1.0, 2.0], "Combine its numbers into one"),
+        ],
+    )
+    def test_a_reward_that_is_no_number(self, reward: Any, remedy: str, workers: int) -> None:
         with here([partial(Rewards, reward)], workers) as env:
             env.reset(seed=0)
-            with pytest.raises(EnvError, match=r"one number\..*float\(reward\)") as caught:
+            with pytest.raises(EnvError, match=rf"one number\..*{remedy}") as caught:
                 env.step(np.zeros(1, int))
         assert "environment 0, seed 0" in str(caught.value.__cause__)
 
