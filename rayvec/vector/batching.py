@@ -8,7 +8,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array, iterate
 from numpy.typing import NDArray
 
 from rayvec.data import RawInfo, SubBatchInfo, Tree
@@ -179,13 +179,17 @@ def _raise_spaces(kind: str, got: str, remedy: str) -> NoReturn:
     )
 
 
-def checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[Any]) -> Tree:
-    """Returns actions as a tree of arrays, each ``[count, ...]``.
+def checked_actions(actions: Any, layout: ArrayLayout | None, count: int, space: Space[Any]) -> Tree:
+    """Returns actions as a tree of arrays, each ``[count, ...]``, or as a list where no array holds them.
 
     Raises:
         ActionTypeError: A single action was passed.
         ConfigError: The actions have other shapes.
     """
+    if layout is None:
+        objects = list(iterate(space, actions))
+        check_number(len(objects), count, space)
+        return objects
     try:
         leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
         got = f"shapes {[leaf.shape for leaf in leaves]}"

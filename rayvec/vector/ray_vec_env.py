@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 import gymnasium
@@ -13,19 +14,18 @@ from gymnasium import Space
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space, iterate
+from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, check_flag, message
-from rayvec.pools.base import Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in, seconds_until
+from rayvec.pools.base import Autoreset, Cut, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.vector.batching import (
     InfoMerger,
     batched_observations,
-    check_number,
     checked_actions,
     checked_mask,
     concatenated,
@@ -126,34 +126,43 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             address=address,
             first_id=first_id,
         )
-        self.num_envs = self._pool.num_envs
-        self._guarded(lambda: self._pool.spaces.check_native(num_envs, mode))
-        given = Autoreset[(mode or AutoresetMode.NEXT_STEP).name]
-        self._autoreset = given if self._pool.native_mode is None else self._pool.native_mode
-        self.autoreset_mode = AutoresetMode[self._autoreset.name]
-        self._guarded(lambda: self._take_spaces(self._pool.spaces, observation_mode))
+        self._guarded(lambda: self._set_up(num_envs, mode, observation_mode, groups))
         self._everyone = np.arange(self.num_envs)
         self._everyone.setflags(write=False)
-        self._driver = self._guarded(lambda: DriverInference(self._pool, groups))
-        shape = None if self._action_layout is None else self.single_action_space.shape
-        sizes = {self.num_envs, *map(len, self.groups)}
-        self._group_shapes = {} if shape is None else {size: (size, *shape) for size in sizes}
         self._merger = InfoMerger(self.num_envs)
         self._done = np.zeros(self.num_envs, bool)  # whose episode has ended, if the caller resets
         self._chunk_steps = 0
         self._noise_seed = secrets.randbits(63)
         self._rollout_policy = RolloutPolicy()
 
-    def _take_spaces(self, spaces: PoolSpaces, mode: str | tuple[Space[Any], Space[Any]]) -> None:
+    def _set_up(
+        self,
+        num_envs: int | None,
+        mode: AutoresetMode | None,
+        observation_mode: str | tuple[Space[Any], Space[Any]],
+        groups: Literal[1, 2, "auto"],
+    ) -> None:
+        """Checks the environments that were made, and allocates the arrays."""
+        pool, spaces = self._pool, self._pool.spaces
+        spaces.check_native(num_envs, mode)
+        self.num_envs = pool.num_envs
+        given = Autoreset[(mode or AutoresetMode.NEXT_STEP).name]
+        self._autoreset = given if pool.native_mode is None else pool.native_mode
+        self.autoreset_mode = AutoresetMode[self._autoreset.name]
         self.metadata = {**spaces.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = spaces.render_mode
         self.single_action_space = spaces.action
-        self.action_space = batch_space(spaces.action, self.num_envs)
-        self._action_spaces = {self.num_envs: self.action_space}  # of groups, by their size
-        self.observation_space, self.single_observation_space = batched_observations(spaces, mode, self.num_envs)
+        self._action_space_of = cache(partial(batch_space, spaces.action))  # of so many environments
+        self.action_space = self._action_space_of(self.num_envs)
+        self.observation_space, self.single_observation_space = batched_observations(
+            spaces, observation_mode, self.num_envs
+        )
         layout_space = in_batch_order(spaces.action, self.action_space)
-        self._pool.allocate(self.single_observation_space, layout_space)
-        self._action_layout = ArrayLayout.of(layout_space)
+        pool.allocate(self.single_observation_space, layout_space)
+        layout = self._action_layout = ArrayLayout.of(layout_space)
+        shape = None if layout is None else spaces.action.shape
+        self._array_shape_of = cache(lambda count: None if shape is None else (count, *shape))
+        self._driver = DriverInference(pool, groups)
 
     @property
     def groups(self) -> tuple[NDArray[np.int64], ...]:
@@ -221,17 +230,16 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     def _all_after_reset(self, ids: NDArray[np.int64]) -> Wait:
         """Returns what waits for a reset of `ids`, and then for the observations of all environments."""
         reset: StepBatch | None = None
+        are_some = len(ids) < self.num_envs
 
         def wait(timeout_s: float | None) -> tuple[Tree, Any]:
             nonlocal reset
             deadline = deadline_in(timeout_s)
             if reset is None:
                 reset = self._recv(ids, timeout_s)
-                if len(ids) < self.num_envs:
+                if are_some:
                     self._pool.observe(self._everyone)
-            answer = reset
-            if len(ids) < self.num_envs:
-                answer = self._pool.recv(self._everyone, timeout_s=seconds_until(deadline))
+            answer = self._pool.recv(self._everyone, timeout_s=seconds_until(deadline)) if are_some else reset
             return self._observations(answer), reset.info
 
         return wait
@@ -428,28 +436,16 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     def _send(self, name: str, ids: NDArray[np.int64], actions: Any, group: int = 0) -> None:
         if self._autoreset == Autoreset.DISABLED:
             assert not self._done[ids].any(), f"environments {ids[self._done[ids]].tolist()} must be reset first"
-        layout = self._action_layout
-        if layout is not None and type(actions) is np.ndarray and actions.shape == self._group_shapes.get(len(ids)):
-            checked: Any = actions
-        elif layout is None:
-            space = self._action_space_of(len(ids))
-            checked = list(iterate(space, actions))
-            check_number(len(checked), len(ids), space)
-        else:
-            space = self._action_space_of(len(ids))
-            checked = checked_actions(actions, layout, len(ids), space)
+        count = len(ids)
+        if type(actions) is not np.ndarray or actions.shape != self._array_shape_of(count):
+            actions = checked_actions(actions, self._action_layout, count, self._action_space_of(count))
         self._driver.note_absence()
 
         def start() -> Wait:
-            self._pool.send(ids, checked, self._autoreset)
+            self._pool.send(ids, actions, self._autoreset)
             return lambda timeout_s: self._answers(self._recv(ids, timeout_s))
 
         self._start(name, start, group)
-
-    def _action_space_of(self, count: int) -> Space[Any]:
-        if count not in self._action_spaces:
-            self._action_spaces[count] = batch_space(self.single_action_space, count)
-        return self._action_spaces[count]
 
     def _recv(self, ids: NDArray[np.int64], timeout_s: float | None) -> StepBatch:
         batch, first_id = self._pool.recv(ids, timeout_s=timeout_s), self._pool.first_id
