@@ -7,6 +7,7 @@ its part of the pending one.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -143,10 +144,7 @@ class ClusterInference(Acting):
         deadline = deadline_in(timeout_s)
         for number in chunk.parts:
             while number not in chunk.received:
-                try:
-                    self._receive(chunk, number, deadline)
-                except NodeLostError as error:
-                    self._request_again(number, error)
+                self._receive(chunk, number, deadline)
         with Uninterrupted():
             for number, (node, _) in chunk.requested.items():
                 if node is self._nodes[number].node:  # else its environments have moved since
@@ -158,18 +156,16 @@ class ClusterInference(Acting):
         """Whether a node has finished its oldest pending chunk. A node that is lost is replaced."""
         chunk: _PendingChunk = self._pending_of(number)[0]
         if number not in chunk.received:
-            try:
+            with contextlib.suppress(NotReady):
                 self._receive(chunk, number, 0.0)
-            except NotReady:
-                return False
-            except NodeLostError as error:
-                self._request_again(number, error)
-                return False
-        return True
+        return number in chunk.received
 
     def _receive(self, chunk: _PendingChunk, number: int, deadline: float) -> None:
+        """Waits for a node's part. If the node is lost, its replacement is asked for the part, which is to come."""
         try:
             chunk.received[number] = chunk.wait(number, deadline)
+        except NodeLostError as error:
+            self._request_again(number, error)
         except KeyboardInterrupt:
             if chunk.on_node and self._nodes[number].node.transport == "shm":  # this process was taking its steps
                 self._pending.remove(chunk)

@@ -135,6 +135,11 @@ def leaving_nodes() -> frozenset[str]:
     return frozenset(state.get_draining_nodes()) - {ray.get_runtime_context().get_node_id()}
 
 
+def _lasts(until: Mapping[str, float], node_id: str) -> bool:
+    """Whether the time of a node, a ``time.monotonic`` time, is to come."""
+    return until.get(node_id, 0.0) > time.monotonic()
+
+
 class ElasticPlacement:
     """Decides which node holds each part of the environments, and reads from Ray which nodes there are.
 
@@ -178,7 +183,7 @@ class ElasticPlacement:
         self._worker_per_env = worker_per_env
         self._claim_cpus = claim_cpus
         self._cores: dict[str, int] = {}  # of each node that holds parts, when it got the first of them
-        self._distrusted: dict[str, float] = {}
+        self._distrusted: dict[str, float] = {}  # until when a node gets no parts
         self._failed_starts: dict[str, float] = {}  # until when no part moves there
         self._next_look_s = {True: 0.0, False: 0.0}  # for nodes that leave only, and for all
         self._leaving: frozenset[str] = frozenset()
@@ -228,7 +233,7 @@ class ElasticPlacement:
         holders = {each.node_id for each in slices}
         if not self._are_enough(nodes) or not holders <= self._alive:
             return []
-        doubted = {node_id for node_id in holders if not self._is_trusted(node_id)}  # they lost another part
+        doubted = {node_id for node_id in holders if _lasts(self._distrusted, node_id)}  # they lost another part
         if doubted and unreachable({each: raylet for each, raylet in raylets().items() if each in doubted}):
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
@@ -236,7 +241,7 @@ class ElasticPlacement:
         moving = {
             k: node
             for k, node in enumerate(node_of)
-            if node != slices[k].node_id and may_move[k] and not self._has_failed(node)
+            if node != slices[k].node_id and may_move[k] and not _lasts(self._failed_starts, node)
         }
         places = self._places(moving, nodes)
         return [Move(k, place, slices[k].node_id in self._leaving) for k, place in places.items()]
@@ -271,24 +276,13 @@ class ElasticPlacement:
                 got=f"{len(nodes)} after a loss ({error})",
                 remedy="Start more nodes, or lower min.",
             ) from error
-        for node_id in excluded:
-            self.distrust(node_id)
+        self._distrusted.update(dict.fromkeys(excluded, time.monotonic() + _DISTRUST_S))
         node_of = assign_parts(current, self._weights(nodes))
         return self._places({number: node_of[number]}, nodes)[number]
 
     def note_failed_start(self, node_id: str) -> None:
         """Moves no parts to a node for 30 s, because one could not start there. Those that it holds stay."""
         self._failed_starts[node_id] = time.monotonic() + _DISTRUST_S
-
-    def distrust(self, node_id: str) -> None:
-        """Gives a node no parts for 30 s."""
-        self._distrusted[node_id] = time.monotonic() + _DISTRUST_S
-
-    def _is_trusted(self, node_id: str) -> bool:
-        return self._distrusted.get(node_id, 0.0) <= time.monotonic()
-
-    def _has_failed(self, node_id: str) -> bool:
-        return self._failed_starts.get(node_id, 0.0) > time.monotonic()
 
     def _usable(
         self, holders: Collection[str], lost: Collection[str] = (), *, lost_too: bool = False
@@ -311,14 +305,13 @@ class ElasticPlacement:
         def may_hold(node: FreeNode) -> bool:
             if node.node_id in lost:
                 return lost_too
-            may_start = self._is_trusted(node.node_id) and not self._has_failed(node.node_id)
-            return node.node_id in held or (may_start and node.cpus >= wanted)
+            failed = any(_lasts(until, node.node_id) for until in (self._distrusted, self._failed_starts))
+            return node.node_id in held or (not failed and node.cpus >= wanted)
 
         nodes = choose_nodes([node for node in listed if may_hold(node)], held, self._leaving, self._high)
         others = {node.node_id for node in nodes} - held
         silent = unreachable({each: raylet for each, raylet in raylets().items() if each in others} if others else {})
-        for node_id in silent:
-            self.distrust(node_id)
+        self._distrusted.update(dict.fromkeys(silent, time.monotonic() + _DISTRUST_S))
         return [node for node in nodes if node.node_id not in silent]
 
     def _are_enough(self, nodes: Sequence[FreeNode]) -> bool:

@@ -120,11 +120,15 @@ class Member:
 
     Attributes:
         node: The node; another one takes its place if it is lost.
+        place: Its slice of the environments; of native environments, of the sub-batches.
         pending: Each request, with the part of the environments that it is for. A replacement node repeats it.
+        num_moves: How often these environments have started on another node.
     """
 
     node: Node
+    place: NodeSlice
     pending: list[tuple[Part, Request]] = field(default_factory=list)
+    num_moves: int = 0
 
     def repeat_pending(self) -> None:
         """Sends the pending requests to a replacement node."""

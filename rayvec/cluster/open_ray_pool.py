@@ -6,12 +6,13 @@ import logging
 from collections.abc import Sequence
 
 from rayvec.cluster.elastic_placement import ElasticPlacement
-from rayvec.cluster.placement import check_counts, free_nodes, plan_topology, wait_for_topology
+from rayvec.cluster.node_supervisor import NodeSupervisor
+from rayvec.cluster.placement import free_nodes, plan_topology, wait_for_topology
 from rayvec.cluster.ray_pool import RayPool
 from rayvec.cluster.ray_session import RaySession
 from rayvec.data import Topology
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import NodeLostError
+from rayvec.errors import NodeLostError, check_count
 from rayvec.pools.base import NO_RESTARTS, RestartPolicy
 
 __all__ = ["open_ray_pool"]
@@ -42,9 +43,9 @@ def open_ray_pool(
         workers_per_node: Worker processes on each; by default one for each free core.
         worker_per_env: A worker for each environment, answered as soon as it is done.
         claim_cpus: Whether to claim the workers' cores from Ray, so that Ray gives them to no other task.
-        preload: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
-        restart_policy: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
-        rehost: As of :class:`~rayvec.cluster.ray_pool.RayPool`.
+        preload: As of :class:`~rayvec.cluster.node_supervisor.NodeSupervisor`.
+        restart_policy: As of :class:`~rayvec.cluster.node_supervisor.NodeSupervisor`.
+        rehost: As of :class:`~rayvec.cluster.node_supervisor.NodeSupervisor`.
         address: Of a running Ray cluster.
 
     Raises:
@@ -60,7 +61,9 @@ def open_ray_pool(
             claim_cpus=claim_cpus,
         )
     else:
-        check_counts(num_nodes, workers_per_node)
+        for name, value in (("num_nodes", num_nodes), ("workers_per_node", workers_per_node)):
+            if value is not None:
+                check_count(name, value)
     session = RaySession(address)
 
     def plan() -> Topology:
@@ -77,14 +80,16 @@ def open_ray_pool(
                 topology = elastic.first_topology(restart_policy.start_timeout_s)
             try:
                 return RayPool(
-                    factory,
-                    topology,
-                    preload,
-                    restart_policy,
-                    rehost=rehost,
-                    loose=worker_per_env,
-                    elastic=elastic,
-                    session=session,
+                    NodeSupervisor(
+                        factory,
+                        topology,
+                        preload,
+                        restart_policy,
+                        rehost=rehost,
+                        loose=worker_per_env,
+                        elastic=elastic,
+                        session=session,
+                    )
                 )
             except NodeLostError as error:  # a node that ended may be listed for some seconds
                 if attempt + 1 == _START_ATTEMPTS:

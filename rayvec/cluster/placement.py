@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,10 @@ import ray
 from rayvec.cluster.reachability import alive_nodes, check_head
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
-from rayvec.errors import ConfigError, NodeLostError, check_count, counted
+from rayvec.errors import ConfigError, NodeLostError, counted
 
 __all__ = [
     "FreeNode",
-    "check_counts",
     "choose_nodes",
     "free_nodes",
     "look_until",
@@ -99,17 +99,6 @@ def look_until(look: Callable[[], _T], is_enough: Callable[[_T], Any], timeout_s
         time.sleep(_LOOK_AGAIN_S)
 
 
-def check_counts(num_nodes: int | None, workers_per_node: int | None) -> None:
-    """Checks the counts.
-
-    Raises:
-        ConfigError: A count is not a positive integer.
-    """
-    for name, value in (("num_nodes", num_nodes), ("workers_per_node", workers_per_node)):
-        if value is not None:
-            check_count(name, value)
-
-
 def plan_topology(
     nodes: Sequence[FreeNode],
     num_envs: int,
@@ -136,7 +125,6 @@ def plan_topology(
     >>> plan_topology([node], num_envs=7, workers_per_node=3).nodes[0].worker_bounds
     (0, 3, 5, 7)
     """
-    check_counts(num_nodes, workers_per_node)
     wanted = workers_per_node or 1
     usable = [node for node in nodes if node.cpus >= wanted]
     count = min(num_nodes or max(1, len(usable)), num_envs)
@@ -181,14 +169,13 @@ def wait_for_topology(plan: Callable[[], Topology]) -> Topology:
     Raises:
         ConfigError: The last attempt of `plan` raised it.
     """
-    deadline = time.monotonic() + _PLACE_S
-    while True:
-        try:
+
+    def look() -> Topology | None:
+        with contextlib.suppress(ConfigError):
             return plan()
-        except ConfigError:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(_LOOK_AGAIN_S)
+        return None
+
+    return look_until(look, bool, _PLACE_S) or plan()
 
 
 def place_again(lost: NodeSlice, excluded: Collection[str], error: Exception) -> NodeSlice:

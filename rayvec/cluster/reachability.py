@@ -50,9 +50,7 @@ def raylets() -> dict[str, Address]:
 
 def unreachable(addresses: Mapping[str, Address]) -> set[str]:
     """Returns the ids of the nodes that do not answer a connection within two seconds; a refusal is an answer."""
-    if not addresses:
-        return set()
-    with ThreadPoolExecutor(min(len(addresses), _MOST_THREADS)) as threads:
+    with ThreadPoolExecutor(min(len(addresses), _MOST_THREADS) or 1) as threads:
         answers = dict(zip(addresses, threads.map(_answers, addresses.values()), strict=True))
     return {node_id for node_id, does_answer in answers.items() if not does_answer}
 

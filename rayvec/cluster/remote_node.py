@@ -218,8 +218,7 @@ class RemoteNode:
 
     def worker_pids(self) -> list[int]:
         """Returns the process ids of the workers' parent (the fork server or the actor) and of the workers."""
-        found: list[int] = self._start("worker_pids")(None)
-        return found
+        return list(self._start("worker_pids")(None))
 
     def close(self, timeout_s: float | None = None) -> Wait:
         """Closes the environments and stops the workers; kills processes that do not exit in time."""

@@ -163,7 +163,6 @@ class FrameFormat:
         self._fields: list[Field] = [(np.float64, ()), *leaves, (np.bool_, ()), (np.bool_, ())]
         self._answer = Frames(self._fields, _ANSWER.size)
         self._answers: dict[int, Answer] = {}
-        self._answers_buffer: Any = None
         self._steps: dict[bytes, Frames] = {}
         self._packed: dict[tuple[bytes, str, Autoreset, bool], tuple[memoryview, list[NDArray[Any]]]] = {}
         self._row_shape: tuple[Any, ...] = ("no array",)
@@ -305,14 +304,12 @@ class FrameFormat:
             return Answer(np.frombuffer(frame, np.int64, count, _ANSWER.size).copy(), None)
         at = self._answer.size(count)
         _check_size(frame, at + extra_bytes)
-        if frame.obj is not self._answers_buffer:
-            self._answers, self._answers_buffer = {}, frame.obj
+        ids, rew, *leaves, terminated, truncated = self._answer.over(frame.obj, count)
         answer = self._answers.get(count)
-        if answer is None:
+        if answer is None or answer.env_ids is not ids:  # the frame is in another buffer
             assert self._layout is not None
-            ids, rew, *leaves, terminated, truncated = self._answer.over(frame.obj, count)
-            answer = Answer(ids, StepBatch(ids, self._layout.tree(leaves), rew, terminated, truncated))
-            self._answers[count] = answer
+            batch = StepBatch(ids, self._layout.tree(leaves), rew, terminated, truncated)
+            answer = self._answers[count] = Answer(ids, batch)
         if form == _Form.PLAIN:
             return answer
         if form != _Form.INFOS:

@@ -355,7 +355,7 @@ def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray
     return fitted
 
 
-def index_tree(tree: Tree, row: int) -> Any:
+def index_tree(tree: Tree, row: Any) -> Any:
     """Returns the value of one environment, which is one row of every array of `tree`.
 
     >>> index_tree({"x": [1, 2], "y": ([3, 4], [5, 6])}, 1)

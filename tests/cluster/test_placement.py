@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rayvec.cluster import placement
+from rayvec.cluster.open_ray_pool import open_ray_pool
 from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology, wait_for_topology
+from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
 
 nodes_of_any_size = st.lists(st.integers(0, 9), min_size=1, max_size=6).map(
@@ -69,9 +71,13 @@ def test_plans(cpus: list[int], kwargs: dict[str, Any], bounds: list[tuple[int, 
     assert [node.worker_bounds for node in plan_topology(nodes, **kwargs).nodes] == bounds
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{"num_nodes": 2}, {"workers_per_node": 5}, {"num_nodes": 0}, {"workers_per_node": -1}]
-)
+@pytest.mark.parametrize("kwargs", [{"num_nodes": -1}, {"workers_per_node": 0}, {"workers_per_node": True}])
+def test_counts_are_checked_before_ray_is_needed(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is a count"):
+        open_ray_pool(EnvFactory.build("CartPole-v1", 2), address="nowhere:1", **kwargs)
+
+
+@pytest.mark.parametrize("kwargs", [{"num_nodes": 2}, {"workers_per_node": 5}])
 def test_what_there_is_not_is_explained(kwargs: dict[str, int]) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_topology([FreeNode("a" * 40, "10.0.0.1", 4)], 10, **kwargs)

@@ -31,6 +31,7 @@ from helpers.waiting import alive, wait_until
 from hypothesis import HealthCheck, given, strategies as st
 
 from rayvec.cluster import remote_node
+from rayvec.cluster.node_supervisor import NodeSupervisor
 from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology
 from rayvec.cluster.ray_pool import RayPool
 from rayvec.cluster.tcp_stream import FrameSocket, connect
@@ -54,7 +55,7 @@ def make_pool(ray_cluster: object) -> Iterator[MakePool]:
 
     def make(fns: list[Callable[[], Any]], workers: int = 1, nodes: int = 2, loose: bool = False) -> RayPool:
         topology = plan_topology(free_nodes(), len(fns), nodes, workers, worker_per_env=loose)
-        pool = RayPool(factory(fns), topology, loose=loose)
+        pool = RayPool(NodeSupervisor(factory(fns), topology, loose=loose))
         pools.append(pool)
         pool.allocate(pool.spaces.observation, pool.spaces.action)
         return pool
@@ -220,7 +221,7 @@ def test_close_may_be_repeated_and_ends_everything(make_pool: MakePool) -> None:
 def test_a_topology_that_names_no_node_is_not_waited_for(ray_cluster: object) -> None:
     topology = plan_topology([FreeNode("0" * 56, "10.9.9.9", 1)], 1)
     with pytest.raises(NodeLostError, match=r"10\.9\.9\.9"):
-        within(DEADLINE_S, lambda: RayPool(factory([CountingEnv]), topology))
+        within(DEADLINE_S, lambda: NodeSupervisor(factory([CountingEnv]), topology))
 
 
 class TestAStreamThatCanNotBeConnected:

@@ -239,7 +239,7 @@ def test_environments_are_killed_if_a_chunk_takes_longer_than_close_waits(
     gated: RayVecEnv, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
     """The gate never opens, and the time that `close` waits by default is longer than this test may take."""
-    monkeypatch.setattr("rayvec.cluster.ray_pool._CLOSE_S", 1e4)
+    monkeypatch.setattr("rayvec.cluster.node_supervisor._CLOSE_S", 1e4)
     collector = Collector(gated, TablePolicy(), seed=0, prefetch=True)
     pids = [pid for node in pids_of(gated) for pid in node]
     collector.collect(n_step=4 * 3)

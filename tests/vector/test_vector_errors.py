@@ -271,7 +271,7 @@ class TestEnd:
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds + 2, "its descriptors are closed")
 
     def test_close_although_an_environment_hangs(self, make_vec: MakeVec, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rayvec.cluster.ray_pool._CLOSE_S", 1.0)
+        monkeypatch.setattr("rayvec.cluster.node_supervisor._CLOSE_S", 1.0)
         env = make_vec([CountingEnv, partial(FaultyEnv, "hang")], 2)
         pids = [pid for node in pids_of(env) for pid in node]
         env.reset(seed=0)
