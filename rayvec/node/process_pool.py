@@ -135,7 +135,7 @@ class ProcessPool(PartedPool):
             raise
         self.layout, self.action_layout = block.layout, block.action_layout
         self._arrays = block.arrays
-        self._obs: Tree = None if self.layout is None else self.layout.select(block.arrays, "obs")
+        self._obs: Tree = block.obs
         self._clients = [
             WorkerClient(block, k, process, workers.where(k), self._reports)
             for k, process in enumerate(workers.processes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from rayvec.data import RawInfo
 from rayvec.errors import RemoteFailure
 from rayvec.node.step_memory import BlockShape
 
@@ -43,11 +42,6 @@ class Reply(NamedTuple):
     failures: tuple[tuple[int, RemoteFailure], ...] = ()
     objects: tuple[Any, ...] | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def infos(self) -> tuple[RawInfo, ...]:
-        """The infos of a step or reset."""
-        return tuple(self.value)
 
 
 class Setup(NamedTuple):

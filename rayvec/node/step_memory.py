@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Tree
 from rayvec.pools.restart_state import ENV_ARRAYS
-from rayvec.pools.shared_memory import ArrayLayout, Field, Semaphore, SharedBlock
+from rayvec.pools.shared_memory import ArrayLayout, Field, Semaphore, SharedBlock, index_tree
 
 __all__ = ["ActionRows", "BlockShape", "NodeBlock", "Unknown", "action_leaves"]
 
@@ -153,6 +153,7 @@ class NodeBlock:
         self.block = SharedBlock(fields, None if fds is None else fds[0])
         self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if fds is None else fds[1]
         self.arrays = self.block.arrays
+        self.obs: Tree = None if self.layout is None else self.layout.select(self.arrays, "obs")
         self._action_rows = self.actions(slice(None))
         addresses = [(self.block.address("go", k), self.block.address("done", k)) for k in range(workers)]
         self.go = [Semaphore(go, initialise=fds is None) for go, _ in addresses]
@@ -195,8 +196,7 @@ class NodeBlock:
         arrays = {name: self.arrays[name][rows] for name in ENV_ARRAYS}
         if self.layout is None:
             return arrays | {"obs": np.full(len(arrays["rew"]), Unknown.OBS, dtype=object)}
-        leaves: Sequence[Tree] = [self.arrays[f"obs.{i}"][rows] for i in range(len(self.layout.leaves))]
-        return arrays | {"obs": self.layout.tree(leaves)}
+        return arrays | {"obs": index_tree(self.obs, rows)}
 
     def close(self) -> None:
         """Closes the file descriptors."""
@@ -204,4 +204,4 @@ class NodeBlock:
             os.close(self.event_fd)
             self.event_fd = -1
         self.block.close()
-        self.arrays = {}
+        self.arrays, self.obs = {}, None

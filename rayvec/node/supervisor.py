@@ -76,7 +76,7 @@ class Supervisor:
         self._pending = pending
         self._command_of = command_of
         self._server_lost = server_lost
-        self._obs: Tree = None if block.layout is None else block.layout.select(block.arrays, "obs")
+        self._obs: Tree = block.obs
         self.last = LastAnswers(self._obs, len(command_of)) if self._restart_policy.restart else None
         self._budget = RestartBudget()
         self._look_at_s = 0.0

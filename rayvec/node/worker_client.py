@@ -332,7 +332,7 @@ class WorkerClient:
         self.failures += reply.failures
         at, count = command[ROWS_AT], command[COUNT]
         rows = np.arange(count) if at == FIRST_ROWS else self._rows[at : at + count]
-        self._reports.add(reply.infos, (self.start + rows).tolist(), reply.objects)
+        self._reports.add(reply.value, (self.start + rows).tolist(), reply.objects)
 
     def ended(self) -> bool:
         """Whether the worker's process has exited."""
