@@ -225,14 +225,14 @@ class PoolAdapter:
     def _finish_chunk(self, finish: Callable[[], _T]) -> _T:
         """Calls what waits for a pending chunk."""
         self._assert_pending("rollout")
-        fatal = BaseException if self._pool.steps_here else Exception  # Ctrl-C leaves pending what others do
         acting = self._pool.acting
         num_pending = acting.num_pending
         try:
-            rollout = self._guarded(finish, fatal)
-        except BaseException as error:
-            is_lost = acting.num_pending < num_pending or not isinstance(error, KeyboardInterrupt)
-            if is_lost and not isinstance(error, Exception) and not self.closed:
+            rollout = self._guarded(finish, Exception)
+        except Exception:
+            raise
+        except BaseException as error:  # Ctrl-C leaves pending what others do
+            if acting.num_pending < num_pending or not isinstance(error, KeyboardInterrupt):
                 self._close_failed()
             raise
         if not acting.num_pending:
