@@ -68,9 +68,9 @@ class NativePool(InProcessPool):
         super().attach(layout, arrays)
         self._obs_leaves = list(tree_leaves(self.obs))
         self._waiting = np.zeros(self.num_envs, bool)  # for a reset by the caller, after their episode has ended
-        self._state = [NEW if (arrays["episode"][rows] == NEW).all() else CUT for rows in self._slices]
-        for rows, state in zip(self._slices, self._state, strict=True):
-            arrays["episode"][rows] = state
+        self._episodes = [arrays["episode"][rows] for rows in self._slices]  # all of a sub-batch have one state
+        for episodes in self._episodes:
+            episodes[:] = NEW if (episodes == NEW).all() else CUT
 
     def step_rows(self, rows: Sequence[int], actions: Any, autoreset: Autoreset) -> list[SubBatchInfo]:
         """Steps some sub-batches. Writes results into the arrays and returns infos.
@@ -94,10 +94,11 @@ class NativePool(InProcessPool):
         return infos
 
     def _step_unit(self, unit: int, actions: Any, autoreset: Autoreset, infos: list[SubBatchInfo]) -> None:
-        if self._state[unit] == CUT:
+        state = self._episodes[unit][0]
+        if state == CUT:
             self._end_cut(unit, autoreset, infos)
             return
-        if self._state[unit] == ENDED:
+        if state == ENDED:
             self._reset_whole(unit, infos)
             return
         env, rows = self._envs[unit], self._slices[unit]
@@ -242,10 +243,11 @@ class NativePool(InProcessPool):
         infos: list[SubBatchInfo],
     ) -> None:
         env, rows, seeded = self._envs[unit], self._slices[unit], mask
-        if self._state[unit] != RUNNING and not mask.all():
+        state = self._episodes[unit][0]
+        if state != RUNNING and not mask.all():
             self._check_begun(unit)
             mask = np.ones(env.num_envs, bool)  # a restarted sub-batch has no episode to continue
-        if seeds is None and self._state[unit] in (CUT, ENDED):
+        if seeds is None and state in (CUT, ENDED):
             seeds, seeded = self._restart_seeds(unit), mask
         if seeds is not None and env.ignores_seeds:
             where = f"{self._where}, {self._name(unit)}"
@@ -255,12 +257,11 @@ class NativePool(InProcessPool):
         self.rew[rows][mask] = 0.0
         self.terminated[rows][mask] = self.truncated[rows][mask] = False
         self._waiting[rows] &= ~mask
-        self._state[unit] = RUNNING
-        self._arrays["episode"][rows] = RUNNING
+        self._episodes[unit][:] = RUNNING
         self._say(unit, info, infos)
 
     def _check_begun(self, unit: int) -> None:
-        if self._state[unit] == NEW:
+        if self._episodes[unit][0] == NEW:
             raise ConfigError(
                 "The first reset of a native sub-batch resets all its environments.",
                 expected="no reset_mask before the first reset",
@@ -279,7 +280,7 @@ class NativePool(InProcessPool):
         infos: list[SubBatchInfo] = []
         failures: list[tuple[int, RemoteFailure]] = []
         for unit in rows:
-            of_unit, state = self._slices[unit], self._state[unit]
+            state = self._episodes[unit][0]
             try:
                 if state != RUNNING:
                     found: list[SubBatchInfo] = []
@@ -287,7 +288,7 @@ class NativePool(InProcessPool):
                     info = {**(found[0].columns if found else {}), **(self._restarted(unit) if state == CUT else {})}
                     self._say(unit, info, infos)
                 elif self.native_mode == Autoreset.DISABLED:
-                    done = self._waiting[of_unit].copy()
+                    done = self._waiting[self._slices[unit]].copy()
                     if done.any():
                         self._reset_unit(unit, None, None, done, infos)
             except FAILURES as error:
@@ -304,15 +305,13 @@ class NativePool(InProcessPool):
         """Ends interrupted episodes without a step: the last true observations, reward 0, truncated."""
         rows = self._slices[unit]
         mark, final_obs = self._restarted(unit), tree_map(lambda leaf: leaf[rows].copy(), self.obs)
-        self._state[unit] = ENDED
+        self._episodes[unit][:] = ENDED
         if autoreset == Autoreset.SAME_STEP:
             found: list[SubBatchInfo] = []
             self._reset_whole(unit, found)
             ended = np.ones(rows.stop - rows.start, bool)
             final = {"final_obs": final_obs, "_final_obs": ended, "final_info": dict(mark), "_final_info": ended.copy()}
             mark = {**(found[0].columns if found else {}), **mark, **final}
-        else:
-            self._arrays["episode"][rows] = ENDED
         self.rew[rows] = 0.0
         self.terminated[rows], self.truncated[rows] = False, True
         self._say(unit, mark, infos)
@@ -322,10 +321,8 @@ class NativePool(InProcessPool):
         return start, f"{self._name(unit)}, seed {seed_of(self._arrays, start, self.first_id + start)}"
 
     def _end_episodes(self, unit: int) -> None:
-        rows = self._slices[unit]
-        self._arrays["restarts"][rows] += 1
-        self._state[unit] = CUT
-        self._arrays["episode"][rows] = CUT
+        self._arrays["restarts"][self._slices[unit]] += 1
+        self._episodes[unit][:] = CUT
 
     def _restart_seeds(self, unit: int) -> list[int | None] | None:
         """Returns the seeds with which a restarted sub-batch is reset, or None if it never had one."""
