@@ -27,7 +27,8 @@ __all__ = ["LOOK_S", "MessagePipe"]
 LOOK_S = 0.1
 """The interval at which a wait checks whether the worker is alive, in seconds."""
 _HEADER = struct.Struct("<Q")
-_MOST_FDS = 128
+_RIGHTS_BYTES = socket.CMSG_SPACE(4 * 128)
+"""Room for the file descriptors of a message."""
 _READ_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 15
 """The largest message that is copied behind its header, so that one system call sends both."""
@@ -156,16 +157,10 @@ class MessagePipe:
         fds: list[int] = []
         waited, limit_s = WaitedTime(), math.inf if deadline is None else deadline - time.monotonic()
         try:
-            header, all_came = self._read_header(waited, limit_s, fds)
-            (size,) = _HEADER.unpack(header)
-            data = bytearray(size)
-            view = memoryview(data)
-            while view:
-                try:
-                    received = self._receive_into(view[:_READ_BYTES])
-                    view = view[received:]
-                except BlockingIOError:
-                    self._wait(waited, limit_s)
+            header = bytearray(_HEADER.size)
+            all_came = self._fill(header, fds, waited, limit_s)
+            data = bytearray(_HEADER.unpack(header)[0])
+            self._fill(data, fds, waited, limit_s)
             if not all_came:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         except BaseException:
@@ -174,38 +169,27 @@ class MessagePipe:
             raise
         return bytes(data), fds
 
-    def _read_header(self, waited: WaitedTime, limit_s: float, fds: list[int]) -> tuple[bytes, bool]:
-        """Reads a header and appends the message's file descriptors to `fds`. Returns also whether all have come."""
-        header, all_came = b"", True
-        while len(header) < _HEADER.size:
+    def _fill(self, data: bytearray, fds: list[int], waited: WaitedTime, limit_s: float) -> bool:
+        """Receives until `data` is full. Appends file descriptors to `fds`, and returns whether all have come."""
+        left, all_came = memoryview(data), True
+        while left:
             try:
-                data, rights, flags, _ = self._socket.recvmsg(
-                    _HEADER.size - len(header), socket.CMSG_SPACE(4 * _MOST_FDS), socket.MSG_DONTWAIT
+                received, rights, flags, _ = self._socket.recvmsg_into(
+                    [left[:_READ_BYTES]], _RIGHTS_BYTES, socket.MSG_DONTWAIT
                 )
             except BlockingIOError:
                 self._wait(waited, limit_s)
                 continue
             except OSError as error:
                 raise EOFError(str(error)) from error
-            for level, kind, received in rights:
+            for level, kind, numbers in rights:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    fds += array("i", received[: len(received) - len(received) % 4])
+                    fds += array("i", numbers[: len(numbers) - len(numbers) % 4])
             all_came = all_came and not flags & socket.MSG_CTRUNC
-            if not data:
+            if not received:
                 raise EOFError("the peer has closed its end")
-            header += data
-        return header, all_came
-
-    def _receive_into(self, view: memoryview) -> int:
-        try:
-            received = self._socket.recv_into(view, 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise EOFError(str(error)) from error
-        if not received:
-            raise EOFError("the peer has closed its end")
-        return received
+            left = left[received:]
+        return all_came
 
     def _wait(self, waited: WaitedTime, limit_s: float) -> None:
         """Waits until there is data to read, up to a limit. Sends queued output while it waits."""
