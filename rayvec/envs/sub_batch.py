@@ -219,11 +219,11 @@ class SubBatch:
         if not (last is None or isinstance(last, Mapping) or has_rows):
             raise _wrong("a dict, or a dict for each environment, in info['final_info']", f"{last!r:.80}")
         final, mask = info.get("final_obs"), np.asarray(info.get("_final_obs", True), bool)
-        if final is None or (isinstance(final, np.ndarray) and any(item is None for item in _of(final, done))):
+        items = list(final[done]) if isinstance(final, np.ndarray) and final.dtype.hasobject else [final]
+        if any(item is None for item in items):
             raise _wrong("the last observations of episodes that ended in info['final_obs']", "none")
         if (done & ~mask).any():
             raise _wrong("info['_final_obs'] to name every episode that ended", f"{int((done & ~mask).sum())} missing")
-        items = [final] if not isinstance(final, np.ndarray) or not final.dtype.hasobject else _of(final, done)
         if any(np.may_share_memory(a, b) for item in items for a in _arrays(item) for b in _arrays(obs)):
             raise _wrong(
                 "last observations in memory of their own", "views of the observations that the reset overwrites"
@@ -246,10 +246,6 @@ def _is_equal(value: Any, other: Any) -> bool:
     if isinstance(value, np.ndarray) or isinstance(other, np.ndarray):
         return np.array_equal(value, other)
     return bool(value is other or value == other)
-
-
-def _of(final: NDArray[Any], done: NDArray[np.bool_]) -> list[Any]:
-    return list(final[done]) if final.dtype.hasobject else []
 
 
 def _arrays(tree: Any) -> list[NDArray[Any]]:
