@@ -356,15 +356,10 @@ class ProcessPool(PartedPool):
     def _call_all(self, name: str, args: tuple[Any, ...], fds: Sequence[int]) -> None:
         """Calls a method of every worker and waits. A replacement worker repeats only a call without descriptors."""
         everyone = self._plans.of(np.arange(self.num_envs))
-        self._ask(everyone, lambda part: (name, *args), fds=fds, repeat=not fds)(None)
+        self._ask(everyone, lambda part: (name, *args), fds)(None)
 
     def _ask(
-        self,
-        plan: Plan,
-        command: Callable[[Part], tuple[Any, ...]],
-        *,
-        fds: Sequence[int] = (),
-        repeat: bool = True,
+        self, plan: Plan, command: Callable[[Part], tuple[Any, ...]], fds: Sequence[int] = ()
     ) -> Callable[[float | None], list[Any]]:
         """Calls a method on every worker in the plan, in parallel.
 
@@ -372,7 +367,6 @@ class ProcessPool(PartedPool):
             plan: The plan of the environments.
             command: Returns the method name and the arguments for a part.
             fds: File descriptors to send with the call.
-            repeat: Whether a replacement worker repeats the call.
 
         Returns:
             A function that takes a timeout in seconds, waits, and returns one value for each part of the plan.
@@ -380,9 +374,7 @@ class ProcessPool(PartedPool):
         clients = [self._clients[part.owner] for part in plan.parts]
         messages = [pack_call(*command(part)) for part in plan.parts]  # all of them first: one may not be picklable
         try:
-            numbers = [
-                client.post_call(each, fds=fds, repeat=repeat) for client, each in zip(clients, messages, strict=True)
-            ]
+            numbers = [client.post_call(each, fds=fds) for client, each in zip(clients, messages, strict=True)]
         except BaseException as error:
             self._supervisor.broken_by = error
             raise
@@ -414,9 +406,8 @@ class ProcessPool(PartedPool):
         infos = self._reports.infos
         if not infos:
             return ()
-        if self.spaces.sub_batches:
-            return tuple(infos.pop(env_id) for env_id in self._first_ids(plan) if env_id in infos)
-        return tuple(infos.pop(env_id) for env_id in (self.first_id + plan.ids).tolist() if env_id in infos)
+        env_ids = self._first_ids(plan) if self.spaces.sub_batches else (self.first_id + plan.ids).tolist()
+        return tuple(infos.pop(env_id) for env_id in env_ids if env_id in infos)
 
     def _first_ids(self, plan: Plan) -> list[int]:
         """Returns the global index of the first environment of each native sub-batch in a plan."""

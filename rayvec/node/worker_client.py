@@ -165,17 +165,16 @@ class WorkerClient:
         self._next_row = stop
         return start
 
-    def post_call(self, message: bytes, num_steps: int = 1, fds: Sequence[int] = (), repeat: bool = True) -> int:
+    def post_call(self, message: bytes, num_steps: int = 1, fds: Sequence[int] = ()) -> int:
         """Posts a call of one of the worker's methods. Returns the command's number.
 
         Args:
             message: See :func:`pack_call`.
             num_steps: Number of environment steps in the call.
-            fds: File descriptors to send with the call. Allowed only if `repeat` is False.
-            repeat: Whether a replacement worker repeats the call.
+            fds: File descriptors to send with the call. A replacement worker does not repeat such a call.
         """
         self._ring[self.num_posted % self._depth][OP] = Op.CALL
-        return self._post(_Posted(num_steps, message, repeat), fds)
+        return self._post(_Posted(num_steps, message, repeat=not fds), fds)
 
     def post_close(self) -> None:
         """Requests that the worker completes its pending commands, closes its environments and exits.
@@ -230,7 +229,7 @@ class WorkerClient:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the oldest pending command loads or drops a policy: that is no step, and may import modules."""
+        """Whether the oldest pending command loads a policy: that is no step, and may import modules."""
         return not self._posted[self.num_done].repeat
 
     @property
