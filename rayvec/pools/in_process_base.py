@@ -30,6 +30,7 @@ __all__ = [
     "InProcessPool",
     "captured",
     "copied_actions",
+    "copied_value",
     "end_if_forked",
     "failures_ignored",
 ]
@@ -114,11 +115,14 @@ def failures_ignored() -> Iterator[None]:
 
 def copied_actions(actions: Any) -> Any:
     """Copies actions: environments may keep a reference to them, and a policy may write into the same array again."""
-    return tree_map(_copied, actions)
+    return tree_map(copied_value, actions)
 
 
-def _copied(leaf: Any) -> Any:
-    return leaf.copy() if type(leaf) is np.ndarray and not leaf.dtype.hasobject else deepcopy(leaf)
+def copied_value(value: Any) -> Any:
+    """Copies an action, or an observation: some environments modify it after they return it."""
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        return value.copy()  # ten times faster than deepcopy for small arrays
+    return deepcopy(value)
 
 
 class EnvsFailed(Exception):

@@ -15,7 +15,7 @@ from rayvec.data import RawInfo
 from rayvec.envs.factory import check_env
 from rayvec.errors import EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
-from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool
+from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_value
 from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of, store_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
@@ -95,7 +95,7 @@ class SerialPool(InProcessPool):
                 if term or trunc:
                     terminated[row], truncated[row] = term, trunc
                     if same_step:
-                        infos.append(RawInfo(self.first_id + row, {}, _kept(obs), self._copied(info)))
+                        infos.append(RawInfo(self.first_id + row, {}, copied_value(obs), self._copied(info)))
                         recovery = self._reset_within_step
                         self._reset_within_step(row, same_step, infos)
                         continue
@@ -239,13 +239,6 @@ class SerialPool(InProcessPool):
         return {
             key: value if isinstance(value, _IMMUTABLE) else self._info_value(key, value) for key, value in info.items()
         }
-
-
-def _kept(obs: Any) -> Any:
-    """Copies an observation, because some environments modify it after they return it."""
-    if type(obs) is np.ndarray and not obs.dtype.hasobject:
-        return obs.copy()  # ten times faster than deepcopy for small arrays
-    return deepcopy(obs)
 
 
 def _not_api(method: str, expected: str, got: Any) -> EnvError:

@@ -17,7 +17,7 @@ from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.ids_by_owner import not_whole, whole_units
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_actions
-from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of
+from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of, store_seed
 from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["NativePool"]
@@ -208,13 +208,14 @@ class NativePool(InProcessPool):
         every_seed[ids] = seeds
         selected = np.zeros(self.num_envs, bool)
         selected[ids] = True
+        for row, seed in zip(rows, seeds, strict=True):
+            if seed is not None:
+                store_seed(self._arrays, row, seed)
         for unit, of_unit in enumerate(self._slices):
             mask = selected[of_unit]
             if not mask.any():
                 continue
             given = every_seed[of_unit].tolist() if any(s is not None for s in seeds) else None
-            if given is not None:
-                self._store_seeds(of_unit, given)
             try:
                 self._reset_unit(unit, given, options, mask, infos)
             except FAILURES as error:
@@ -226,13 +227,6 @@ class NativePool(InProcessPool):
         if failures:
             raise EnvsFailed(failures)
         return infos
-
-    def _store_seeds(self, rows: slice, seeds: Sequence[int | None]) -> None:
-        given = [seed is not None for seed in seeds]
-        values = np.array([0 if seed is None else seed % (1 << 64) for seed in seeds], np.uint64)
-        self._arrays["seed"][rows][given] = values[given]
-        self._arrays["has_seed"][rows][given] = True
-        self._arrays["restarts"][rows] = np.where(given, 0, self._arrays["restarts"][rows])
 
     def _reset_unit(
         self,
