@@ -326,8 +326,7 @@ class _Server:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for fd in self._own_fds:
                 os.close(fd)
-            target = partial(serve, fds[0], self._owner) if self._is_root else partial(_work, main, fds)
-            _run(server, target)
+            _run(server, partial(serve, fds[0], self._owner) if self._is_root else lambda: pickle.loads(main)(fds))
         return pid
 
 
@@ -344,10 +343,6 @@ def _tell(pipe: MessagePipe, pid: int) -> None:
         pipe.send(_PID.pack(pid), pidfds)
     for each in pidfds:
         os.close(each)
-
-
-def _work(main: bytes, fds: Sequence[int]) -> None:
-    pickle.loads(main)(fds)
 
 
 def _reap(forked: set[int], *, wait: bool = False) -> None:

@@ -42,7 +42,7 @@ class ProcessWatch:
 
     def ended(self) -> bool:
         """Whether the process has exited."""
-        return self._fd < 0 or readable([self._fd], 0.0)
+        return self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s` until the process has exited. Returns whether it has."""

@@ -214,17 +214,12 @@ class Worker:
         op, pool = command[OP], self.pool
         if op in (Op.STEP, Op.STEP_OBJECTS):
             self._inference.note_absence()  # the policy that acts here next has not seen this step
-        if op == Op.STEP:
-            actions = self._read_actions(rows, command[DTYPES:])
+            actions = self._read_actions(rows, command[DTYPES:]) if op == Op.STEP else content
             return pool.step_rows(rows, actions, Autoreset(command[AUTORESET]))
-        if op == Op.OBSERVE:
-            return []
-        if op == Op.BEGIN:
-            return pool.begin_rows(rows)
         if op == Op.RESET:
             self._inference.note_reset(content[0])
             return pool.reset_rows(*content)
-        return pool.step_rows(rows, content, Autoreset(command[AUTORESET]))
+        return pool.begin_rows(rows) if op == Op.BEGIN else []
 
     def _send(self, reply: Reply) -> None:
         """Sends a reply. If the reply can't be pickled, it sends that failure instead."""
