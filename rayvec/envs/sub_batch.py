@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -103,27 +103,24 @@ class SubBatch:
 
     def reset(
         self,
-        seeds: Sequence[int | None] | None,
+        seeds: Mapping[int, int | None] | None,
         options: Mapping[str, Any] | None,
         mask: NDArray[np.bool_] | None,
-        seeded: NDArray[np.bool_] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Resets all environments, or those that a mask names.
 
         Args:
-            seeds: One seed for each environment, or None for it. A sub-batch that takes one seed gets that of its first
-                environment. `seeds=None`: no seeds.
+            seeds: The seed, or None, of each environment that counts, by row. A sub-batch that takes one seed gets that
+                of its first environment. `seeds=None`: no seeds.
             options: Passed on.
             mask: Added to the options as ``reset_mask``.
-            seeded: Whose seeds count, by default those of the mask.
 
         Raises:
             ConfigError: Seeds that are not consecutive, of a sub-batch that takes one.
         """
         kwargs: dict[str, Any] = {}
         if seeds is not None:
-            counting = mask if seeded is None else seeded
-            kwargs["seed"] = self._seed(seeds, range(self.num_envs) if counting is None else np.flatnonzero(counting))
+            kwargs["seed"] = self._seed(seeds)
         if options is not None or mask is not None:
             kwargs["options"] = {**(options or {}), **({} if mask is None else {"reset_mask": mask})}
         result = self.env.reset(**kwargs)
@@ -140,9 +137,9 @@ class SubBatch:
             elif is_mask(key, info) and np.shape(value) not in ((), (self.num_envs,)):
                 raise _wrong(f"a mask infos[{key!r}] of shape ({self.num_envs},)", f"shape {np.shape(value)}")
 
-    def _seed(self, seeds: Sequence[int | None], rows: Iterable[int]) -> Any:
-        """Returns what the vector environment's `reset` gets as its seed, of which only some rows count."""
-        bases = {None if (seed := seeds[row]) is None else seed - int(row) for row in rows}
+    def _seed(self, seeds: Mapping[int, int | None]) -> Any:
+        """Returns what the vector environment's `reset` gets as its seed."""
+        bases = {None if seed is None else seed - row for row, seed in seeds.items()}
         base = bases.pop()
         if not bases and (base is None or base >= 0):
             return base
@@ -150,10 +147,10 @@ class SubBatch:
             raise ConfigError(
                 "A native sub-batch takes one seed, that of its first environment.",
                 expected="one int, or consecutive seeds without None",
-                got=f"seeds {list(seeds)[:8]}",
+                got=f"seeds {[seeds.get(row) for row in range(self.num_envs)][:8]}",
                 remedy="Pass one int to reset.",
             )
-        return list(seeds)
+        return [seeds.get(row) for row in range(self.num_envs)]
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """Calls a method, or reads an attribute; returns a value for each environment.

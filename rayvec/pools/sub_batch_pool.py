@@ -168,20 +168,19 @@ class NativePool(InProcessPool):
     def _reset_some(
         self,
         unit: int,
-        seeds: Sequence[int | None] | None,
+        seeds: Mapping[int, int | None] | None,
         options: Mapping[str, Any] | None,
         mask: NDArray[np.bool_],
-        seeded: NDArray[np.bool_] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """Resets some environments of a sub-batch; `seeded` says whose seeds count.
+        """Resets some environments of a sub-batch.
 
         Raises:
             EnvError: The sub-batch has reset others too: it does not support ``options["reset_mask"]``.
         """
         env, rows = self._envs[unit], self._slices[unit]
         if mask.all():
-            return env.reset(seeds, options, None, seeded)
-        obs, info = env.reset(seeds, options, mask.copy(), seeded)
+            return env.reset(seeds, options, None)
+        obs, info = env.reset(seeds, options, mask.copy())
         assert self.layout is not None
         for kept, leaf, field in zip(self._obs_leaves, self.layout.flatten(obs), self.layout.leaves, strict=True):
             new = env.leaf(leaf, *field)
@@ -204,20 +203,18 @@ class NativePool(InProcessPool):
         """
         infos: list[SubBatchInfo] = []
         failures: list[tuple[int, RemoteFailure]] = []
-        ids, every_seed = np.asarray(rows, np.int64), np.full(self.num_envs, None, object)
-        every_seed[ids] = seeds
         selected = np.zeros(self.num_envs, bool)
-        selected[ids] = True
-        for row, seed in zip(rows, seeds, strict=True):
-            if seed is not None:
-                store_seed(self._arrays, row, seed)
+        selected[rows] = True
+        given = {row: seed for row, seed in zip(rows, seeds, strict=True) if seed is not None}
+        for row, seed in given.items():
+            store_seed(self._arrays, row, seed)
         for unit, of_unit in enumerate(self._slices):
             mask = selected[of_unit]
             if not mask.any():
                 continue
-            given = every_seed[of_unit].tolist() if any(s is not None for s in seeds) else None
+            own = {row: given.get(of_unit.start + row) for row in np.flatnonzero(mask).tolist()} if given else None
             try:
-                self._reset_unit(unit, given, options, mask, infos)
+                self._reset_unit(unit, own, options, mask, infos)
             except FAILURES as error:
                 if isinstance(error, ConfigError):
                     failures.append(self._failure(unit, error))
@@ -231,22 +228,22 @@ class NativePool(InProcessPool):
     def _reset_unit(
         self,
         unit: int,
-        seeds: Sequence[int | None] | None,
+        seeds: Mapping[int, int | None] | None,
         options: Mapping[str, Any] | None,
         mask: NDArray[np.bool_],
         infos: list[SubBatchInfo],
     ) -> None:
-        env, rows, seeded = self._envs[unit], self._slices[unit], mask
+        env, rows = self._envs[unit], self._slices[unit]
         state = self._episodes[unit][0]
         if state != RUNNING and not mask.all():
             self._check_begun(unit)
             mask = np.ones(env.num_envs, bool)  # a restarted sub-batch has no episode to continue
         if seeds is None and state in (CUT, ENDED):
-            seeds, seeded = self._restart_seeds(unit), mask
+            seeds = self._restart_seeds(unit)
         if seeds is not None and env.ignores_seeds:
             where = f"{self._where}, {self._name(unit)}"
             self.notes.append(f"{where} ignores the seeds of a reset; pass seeds to envpool.make")
-        obs, info = self._reset_some(unit, seeds, options, mask, seeded)
+        obs, info = self._reset_some(unit, seeds, options, mask)
         self._write_obs(unit, obs)
         self.rew[rows][mask] = 0.0
         self.terminated[rows][mask] = self.truncated[rows][mask] = False
@@ -318,11 +315,11 @@ class NativePool(InProcessPool):
         self._arrays["restarts"][self._slices[unit]] += 1
         self._episodes[unit][:] = CUT
 
-    def _restart_seeds(self, unit: int) -> list[int | None] | None:
+    def _restart_seeds(self, unit: int) -> dict[int, int | None] | None:
         """Returns the seeds with which a restarted sub-batch is reset, or None if it never had one."""
         start = self._slices[unit].start
         seed = seed_of(self._arrays, start, self.first_id + start) if self._arrays["restarts"][start] else None
-        return None if seed is None else [seed + row for row in range(self._envs[unit].num_envs)]
+        return None if seed is None else {row: seed + row for row in range(self._envs[unit].num_envs)}
 
     def _name(self, unit: int) -> str:
         rows = self._slices[unit]

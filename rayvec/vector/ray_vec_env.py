@@ -416,11 +416,11 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes the environments, ends the workers and actors, and the Ray that was started for them.
 
-        It waits for nothing that is pending, and warns where that is a reset, a step or a call, whose result is lost,
-        unless a wait for it has timed out.
+        It does not wait for a pending call. It warns that the result of a pending reset, step or call is lost, unless
+        a wait for that call has timed out.
 
         Args:
-            timeout: Seconds that the environments get to end what they are at and close, 10 by default; after it,
+            timeout: Seconds in which the environments may complete their step and close, 10 by default. After that,
                 their workers are killed.
             terminate: Whether they are killed at once, without being closed.
         """
