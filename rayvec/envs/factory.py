@@ -230,13 +230,9 @@ class EnvFactory:
         """How many environments there are in all; where they are native, how many sub-batches."""
         return len(self.env_fns)
 
-    def part(self, env_ids: range) -> EnvFactory:
-        """Returns a factory of only these environments, for one node or worker."""
-        return EnvFactory(self.env_fns[env_ids.start : env_ids.stop], self.spec, self.registered, self.native)
-
     def in_parts(self, bounds: Sequence[int]) -> list[bytes]:
         """Returns a pickled factory for the environments between each two consecutive bounds."""
-        return [self.part(range(start, stop)).to_bytes() for start, stop in pairwise(bounds)]
+        return [replace(self, env_fns=self.env_fns[start:stop]).to_bytes() for start, stop in pairwise(bounds)]
 
     def make(self, index: int) -> gymnasium.Env[Any, Any]:
         """Makes the environment with this index. A copy registers what it carries: one before may have changed that."""
