@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ _PROMPT = 1
 
 
 class PartChunk(NamedTuple):
-    """A finished chunk of a part.
+    """A finished chunk of some environments.
 
     Attributes:
         rollout: The chunk.
@@ -97,41 +98,49 @@ class PartsPipeline:
             if not num_pending or (ahead and part.is_prompt and num_pending < MOST_CHUNKS):
                 part.chunks.start(store, num_steps, is_ahead=num_pending > 0)
 
-    def finish(
-        self, store: WeightStore, num_steps: int, num_columns: int, *, ahead: bool, full: Container[range] = ()
-    ) -> PartChunk | None:
-        """Waits for a chunk that belongs to the present batch, and starts the next one of its part.
+    def collect(
+        self,
+        store: WeightStore,
+        num_steps: int,
+        kept: list[PartChunk],
+        *,
+        ahead: bool,
+        checked: Callable[[Rollout], Rollout] = lambda rollout: rollout,
+        most: float = math.inf,
+    ) -> None:
+        """Waits for the chunks of the present batch, and starts the next one of each part that finishes.
 
-        Chunks with older weights come first. An environment of a fast part may be in a batch several times, in the
-        order of time, and one of a slow part not at all.
+        An environment of a fast part may be in a batch several times, in the order of time, and one of a slow part not
+        at all. The batch is complete when it has a column for each environment and no pending chunk is due.
 
         Args:
             store: The weights of the policy.
-            num_steps: T of the chunk to start.
-            num_columns: How many columns the batch has so far.
-            ahead: Whether to start one. If not, all pending chunks belong to the batch.
-            full: Parts of which the batch takes no further chunk, each by its environments.
-
-        Returns:
-            The chunk; None if the batch has a column for each environment and no pending chunk is due.
+            num_steps: T of the chunks to start.
+            kept: The chunks that the batch has so far; gets the others, also where a wait is interrupted.
+            ahead: Whether to start chunks. If not, all pending chunks belong to the batch.
+            checked: Returns what of a finished chunk is to be used.
+            most: How many chunks of a part the batch may have.
         """
+        while among := self._wanted(store.version, kept, ahead, most):
+            number, rollout = self._env.part_wait(among)
+            part = self._parts[number]
+            part.is_prompt = store.version - part.chunks.pending[0].version <= _PROMPT
+            kept.append(PartChunk(checked(part.chunks.finished(rollout)), part.envs))
+            if ahead and not part.chunks.pending:
+                part.chunks.start(store, num_steps, is_ahead=True)
+
+    def _wanted(self, version: int, kept: Sequence[PartChunk], ahead: bool, most: float) -> list[int]:
+        """Returns the parts whose oldest chunk may come next into the batch, by age of its weights; none at its end."""
+        counts = Counter(chunk.envs for chunk in kept)
         by_age = sorted(
             (self._due(part.chunks.pending[0]), number)
             for number, part in enumerate(self._parts)
-            if part.chunks.pending and part.envs not in full
+            if part.chunks.pending and counts[part.envs] < most
         )
-        due = [number for newest, number in by_age if not ahead or newest <= store.version]
-        is_enough = num_columns + sum(len(self._parts[number].envs) for number in due) >= self._num_envs
-        among = due if is_enough else [number for _, number in by_age]
-        if not among:
-            return None
-        number, rollout = self._env.part_wait(among)
-        part = self._parts[number]
-        part.is_prompt = store.version - part.chunks.pending[0].version <= _PROMPT
-        taken = PartChunk(part.chunks.finished(rollout), part.envs)
-        if ahead and not part.chunks.pending:
-            part.chunks.start(store, num_steps, is_ahead=True)
-        return taken
+        due = [number for newest, number in by_age if not ahead or newest <= version]
+        envs = [*(chunk.envs for chunk in kept), *(self._parts[number].envs for number in due)]
+        is_enough = sum(map(len, envs)) >= self._num_envs
+        return due if is_enough else [number for _, number in by_age]
 
     def _due(self, chunk: PendingChunk) -> int:
         """Returns the newest version that may have been published before a chunk is in a batch.

@@ -275,15 +275,10 @@ class Collector:
         self, parts: PartsPipeline, store: WeightStore, num_steps: int, begin: float, *, ahead: bool
     ) -> Batch:
         """Waits for the chunks of a batch, and joins them."""
-        while True:
-            num_columns = sum(chunk.rollout.summary.valid.shape[1] for chunk in self._kept_parts)
-            taken = parts.finish(store, num_steps, num_columns, ahead=ahead)
-            if taken is None:
-                break
-            self._kept_parts.append(taken._replace(rollout=self._checked(taken.rollout)))
+        parts.collect(store, num_steps, self._kept_parts, ahead=ahead, checked=self._checked)
         rollout, stats, versions = join_parts(self._kept_parts, self._tracker, time.monotonic() - begin)
-        taken_parts, self._kept_parts = [(chunk.envs, chunk.rollout) for chunk in self._kept_parts], []
-        batch = self._batch([(rollout, stats)], begin, taken_parts)
+        taken, self._kept_parts = self._kept_parts, []
+        batch = self._batch([(rollout, stats)], begin, taken)
         counts = tuple(np.bincount(self._version - versions).tolist())
         spread = int(versions.min()), int(versions.max())
         return replace(batch, stats=replace(batch.stats, weights_versions=spread, staleness_counts=counts))
@@ -388,7 +383,7 @@ class Collector:
         self,
         collected: list[tuple[Rollout, EpisodeStats]],
         begin: float,
-        parts: Sequence[tuple[range, Rollout]] | None = None,
+        parts: Sequence[PartChunk] | None = None,
     ) -> Batch:
         rollouts = [rollout for rollout, _ in collected]
         taken = sum(rollout.summary.valid.size - rollout.num_padded for rollout in rollouts)
@@ -414,7 +409,7 @@ class Collector:
             n_dropped_episodes=counts.dropped_episodes,
             nodes=node_stats(
                 env.topology,
-                [(everyone, rollout) for rollout in rollouts] if parts is None else parts,
+                [PartChunk(rollout, everyone) for rollout in rollouts] if parts is None else parts,
                 {everyone: len(self._pipeline.pending)} if self._parts is None else self._parts.num_pending,
                 is_measured=is_measured,
             ),

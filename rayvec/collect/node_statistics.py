@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from rayvec.collect.asynchronous import PartChunk
 from rayvec.data import NodeSlice, Rollout, Topology
 from rayvec.data.batch import NodeStats, merge_nodes
 
@@ -15,7 +16,7 @@ __all__ = ["node_stats", "time_split_s"]
 
 def node_stats(
     topology: Topology,
-    rollouts: Sequence[tuple[range, Rollout]],
+    chunks: Sequence[PartChunk],
     pending: Mapping[range, int],
     *,
     is_measured: bool,
@@ -24,14 +25,13 @@ def node_stats(
 
     Args:
         topology: Which node holds which environments now.
-        rollouts: The chunks of the batch, each with the indices of its environments: all of them, those of a node, or
-            those of a worker.
+        chunks: The chunks of the batch, each of all environments, of those of a node, or of those of a worker.
         pending: How many chunks are requested and not finished, by the same indices.
         is_measured: Whether the times of a chunk are those of each worker.
     """
     found = [NodeStats(node.name, len(node.env_range), node.num_workers) for node in topology.nodes]
     found += [
-        part for envs, rollout in rollouts for part in _parts(rollout.topology or topology, envs, rollout, is_measured)
+        part for rollout, envs in chunks for part in _parts(rollout.topology or topology, envs, rollout, is_measured)
     ]
     for envs, count in pending.items():
         names = {node.name: None for node in _nodes_of(topology, envs)}  # one may hold several slices

@@ -11,7 +11,7 @@ from helpers.exact import TablePolicy
 from helpers.examples import examples
 from hypothesis import given, strategies as st
 
-from rayvec.collect.asynchronous import PartsPipeline
+from rayvec.collect.asynchronous import PartChunk, PartsPipeline
 from rayvec.collect.collector import Collector
 from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.pipeline import ChunkPipeline
@@ -77,12 +77,14 @@ def test_steps_are_numbered_through_also_after_an_interrupted_wait(monkeypatch: 
 def test_an_interrupt_before_the_next_chunk_of_a_part_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=2) as env:
         store, parts = env.publish(TablePolicy()), PartsPipeline(env, noise_seed=1, max_staleness=2)
+        kept: list[PartChunk] = []
         env.reset(seed=0)
         parts.start(store, 3, ahead=False)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(env, "rollout_async", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt()))
-            parts.finish(store, 3, 0, ahead=True)
+            parts.collect(store, 3, kept, ahead=True)
         assert sorted(parts.num_pending.values()) == [0, 1]
+        assert len(kept) == 1  # the chunk that had finished is not lost
         for pipeline in parts.pipelines:
             if pipeline.pending:
                 pipeline.finish()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from dataclasses import replace
 from typing import Any, Generic, Literal, cast
 
@@ -370,14 +369,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 remedy="Double the size of the buffer, or pass max_staleness=1.",
             )
         parts.start(store, num_steps, ahead=True)
-        while True:
-            num_columns = sum(len(part.envs) for part in self._kept_parts)
-            counts = Counter(part.envs for part in self._kept_parts)
-            full = [envs for envs, count in counts.items() if count >= most]
-            taken = parts.finish(store, num_steps, num_columns, ahead=True, full=full)
-            if taken is None:
-                break
-            self._kept_parts.append(taken)
+        parts.collect(store, num_steps, self._kept_parts, ahead=True, most=most)
         stats = self.collect_stats_class()
         kept, self._kept_parts = self._kept_parts, []
         for members in in_rounds(kept):
