@@ -132,13 +132,14 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._in_mid_episode = self._state_in_driver = False
         self._num_uses = 0  # of the environments up to now; other vector environments than rayvec's do not count
         self._lost_steps = False  # whether steps may be missing in the buffer, since an exception ended a collect
-        self._workers = WorkerPolicy(self._pool_env, self.policy, self.exploration_noise)
-        is_own = isinstance(self.env, RayVectorEnv)
+        env = cast(RayVectorEnv, self.env)  # others collect a step at a time
+        self._workers = WorkerPolicy(env, self.policy, self.exploration_noise)
+        is_own = isinstance(env, RayVectorEnv)
         self._has_one_action_space = is_own and are_equal(self._action_space)
-        noise_seed = self._pool_env.next_noise_seed(torch.initial_seed()) if is_own else 0
-        self._pipeline = ChunkPipeline(self._pool_env, noise_seed)
+        noise_seed = env.next_noise_seed(torch.initial_seed()) if is_own else 0
+        self._pipeline = ChunkPipeline(env, noise_seed)
         staleness = self._max_staleness
-        self._parts = None if staleness is None else PartsPipeline(self._pool_env, noise_seed, staleness)
+        self._parts = None if staleness is None else PartsPipeline(env, noise_seed, staleness)
         self._kept_parts: list[PartChunk] = []  # finished chunks of parts that are not in the buffer yet
 
     def _apply_changes(self) -> None:
@@ -211,53 +212,13 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             self.reset_env(gym_reset_kwargs)
         if self._pre_collect_obs_RO is not None and self._num_uses != uses_of(self.env):
             self.reset_env(gym_reset_kwargs)  # something else has reset or stepped them since the last collect
+        is_plain = not (render or gym_reset_kwargs or (n_step and n_episode))
         try:
-            return self._collect_either_way(n_step, n_episode, random, render, gym_reset_kwargs)
+            if is_plain and self._takes_chunks(random):
+                return self._collect_chunks(n_step, n_episode, random)
+            return self._collect_steps(n_step, n_episode, random, render, gym_reset_kwargs)
         finally:
             self._num_uses = uses_of(self.env)
-
-    def _collect_either_way(
-        self,
-        n_step: int | None,
-        n_episode: int | None,
-        random: bool,
-        render: float | None,
-        gym_reset_kwargs: dict[str, Any] | None,
-    ) -> Any:
-        """Collects in chunks where that can be done, or else a step at a time."""
-        if render or gym_reset_kwargs or (n_step and n_episode) or not self._takes_chunks(random):
-            if self._prefetch:
-                raise prefetch_error(
-                    "n_step alone, no rendering, no step hook, a picklable policy, "
-                    "observations that match their space, one action space for random=True",
-                    "a collect that takes one step at a time",
-                )
-            return self._collect_steps(n_step, n_episode, random, render, gym_reset_kwargs)
-        if self._pre_collect_obs_RO is None:
-            raise ValueError(
-                "Initial obs and info should not be None. "
-                "Either reset the collector (using reset or reset_env) or pass reset_before_collect=True to collect.",
-            )
-        if self._prefetch and n_episode:
-            raise prefetch_error("n_step", f"n_episode={n_episode}", "Use another collector for whole episodes.")
-        if n_episode and self._pipeline.pending:
-            self.reset_env()  # a call before was interrupted: its chunk need not have been for these episodes
-        if n_episode and self._unbiased and self._in_mid_episode:
-            raise ConfigError(
-                "With unbiased=True, episodes begin in the call that counts them.",
-                expected="environments at the beginning of an episode",
-                got="some in mid-episode, begun by an earlier collect",
-                remedy="Pass reset_before_collect=True, or call reset() first.",
-            )
-        if n_step and self._parts and not random:
-            if self._pipeline.pending:
-                self.reset_env()  # a call at random was interrupted
-            return self._collect_parts(self._parts, n_step)
-        if self._parts and (self._parts.pending or self._kept_parts):
-            raise prefetch_error(
-                "random=True in the first calls only, before the policy acts", "pending chunks", "Call reset() first."
-            )
-        return self._collect_chunks(n_step, n_episode, random)
 
     # A step at a time.
 
@@ -276,14 +237,14 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             and (self._has_one_action_space if random else self._workers.publish())
         )
 
-    def _collect_steps(
-        self,
-        n_step: int | None,
-        n_episode: int | None,
-        random: bool,
-        render: float | None,
-        gym_reset_kwargs: dict[str, Any] | None,
-    ) -> Any:
+    def _collect_steps(self, n_step: int | None, n_episode: int | None, *how: Any) -> Any:
+        """Collects as Tianshou does; takes the arguments of `_collect`."""
+        if self._prefetch:
+            raise prefetch_error(
+                "n_step alone, no rendering, no step hook, a picklable policy, "
+                "observations that match their space, one action space for random=True",
+                "a collect that takes one step at a time",
+            )
         if n_episode and self._unbiased:
             raise ConfigError(
                 "Unbiased episodes are collected in chunks.",
@@ -294,7 +255,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._in_mid_episode = True
         self._lost_steps = self._pre_collect_obs_RO is not None
         with without_absent_rows(self) as rows:
-            stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
+            stats = super()._collect(n_step, n_episode, *how)
         self._lost_steps = False
         stats.__class__ = self.collect_stats_class
         stats.n_collected_steps -= rows.count
@@ -305,11 +266,37 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
     # A chunk at a time.
 
-    @property
-    def _pool_env(self) -> RayVectorEnv:
-        return cast(RayVectorEnv, self.env)
-
     def _collect_chunks(self, n_step: int | None, n_episode: int | None, random: bool) -> Any:
+        parts = None if random else self._parts
+        if self._pre_collect_obs_RO is None:
+            raise ValueError(
+                "Initial obs and info should not be None. "
+                "Either reset the collector (using reset or reset_env) or pass reset_before_collect=True to collect.",
+            )
+        if self._prefetch and n_episode:
+            raise prefetch_error("n_step", f"n_episode={n_episode}", "Use another collector for whole episodes.")
+        if self._pipeline.pending and (n_episode or parts):
+            self.reset_env()  # a call before was interrupted: its chunk need not have been for this one
+        if n_episode and self._unbiased and self._in_mid_episode:
+            raise ConfigError(
+                "With unbiased=True, episodes begin in the call that counts them.",
+                expected="environments at the beginning of an episode",
+                got="some in mid-episode, begun by an earlier collect",
+                remedy="Pass reset_before_collect=True, or call reset() first.",
+            )
+        if self._parts and not parts and (self._parts.pending or self._kept_parts):
+            raise prefetch_error(
+                "random=True in the first calls only, before the policy acts", "pending chunks", "Call reset() first."
+            )
+        if n_step and parts:
+            stats = self._collect_parts(parts, n_step)
+        else:
+            stats = self._collect_scheduled(n_step, n_episode, random)
+        self.collect_step += stats.n_collected_steps
+        self.collect_episode += stats.n_collected_episodes
+        return stats
+
+    def _collect_scheduled(self, n_step: int | None, n_episode: int | None, random: bool) -> Any:
         schedule: Schedule
         if n_step:
             schedule = StepCount(n_step, self.env_num)
@@ -327,8 +314,6 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             self._lost_steps = False
             if self._prefetch and hasattr(stats, "staleness") and not at_random:
                 stats.staleness = max(stats.staleness, store.version - chunk.weights_version)
-        self.collect_step += stats.n_collected_steps
-        self.collect_episode += stats.n_collected_episodes
         if n_episode:
             self.reset_env()
         elif not self._prefetch:
@@ -381,8 +366,6 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             stats.staleness = max(ages)
         if hasattr(stats, "staleness_counts"):
             stats.staleness_counts = tuple(np.bincount(ages).tolist())
-        self.collect_step += stats.n_collected_steps
-        self.collect_episode += stats.n_collected_episodes
         return stats
 
     def _chunk_of(self, rollout: Rollout) -> Chunk:
