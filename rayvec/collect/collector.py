@@ -360,7 +360,10 @@ class Collector:
     def _take_episodes(
         self, n_episode: int, take: Callable[[Rollout, EpisodeStats], None], max_len: int | None = None
     ) -> None:
-        """Collects chunks until every environment has ended its quota of episodes; calls `take` with each."""
+        """Collects chunks until every environment has ended its quota of episodes; calls `take` with each.
+
+        A generator would turn a ``StopIteration`` of an environment into a ``RuntimeError``.
+        """
         if self._tracker.unfinished.any() or self._pipeline.pending or self._kept:
             self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
         quotas = EpisodeQuotas(n_episode, self._env.num_envs)
@@ -389,16 +392,16 @@ class Collector:
         taken = sum(rollout.summary.valid.size - rollout.num_padded for rollout in rollouts)
         valid = sum(int(rollout.summary.valid.sum()) for rollout in rollouts)
         versions = [rollout.summary.weights_version for rollout in rollouts]
-        returns = np.concatenate([stats.returns for _, stats in collected])
+        episodes = join_episodes([stats for _, stats in collected])
         counts, self._counts = self._counts, _Counts()
         elapsed_s = time.monotonic() - begin
         env, everyone = self._env, range(self._env.num_envs)
         is_measured = "local" in env.transports or (self._store is not None and not self._on_node)
         stats = CollectStats(
-            returns=returns,
-            lens=np.concatenate([stats.lens for _, stats in collected]),
+            returns=episodes.returns,
+            lens=episodes.lens,
             n_collected_steps=valid,
-            n_collected_episodes=len(returns),
+            n_collected_episodes=len(episodes.returns),
             n_surplus_steps=taken - valid + counts.dropped_steps,
             collect_time_s=elapsed_s,
             steps_per_s=taken / elapsed_s,
@@ -441,7 +444,7 @@ class Collector:
         A pending chunk is not in it either: the run that resumes takes it again, from new episodes.
         """
         first_step = max(pipeline.first_step for pipeline in self._pipelines)
-        return {"noise_seed": self._pipeline.noise_seed, "first_step": first_step, "version": self._version}
+        return {"noise_seed": self._pipelines[0].noise_seed, "first_step": first_step, "version": self._version}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resumes where :meth:`state_dict` was taken, with new episodes; call :meth:`reset` after it.
@@ -454,7 +457,7 @@ class Collector:
         """
         state = check_state(state)
         self.drop_pending()
-        for pipeline in {*self._pipelines, self._pipeline}:
+        for pipeline in self._pipelines:
             pipeline.noise_seed, pipeline.first_step = state["noise_seed"], state["first_step"]
         self._version = state["version"]
         if self._store is not None:
