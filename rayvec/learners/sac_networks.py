@@ -25,7 +25,7 @@ from rayvec.policies.distributions import (
 )
 from rayvec.policies.encoders import Encoder, make_encoder
 from rayvec.policies.masks import has_mask
-from rayvec.policies.networks import flat_weights, linear_places, to_tensor
+from rayvec.policies.networks import flat_weights, layer_places, to_tensor
 from rayvec.policies.precision import autocast
 from rayvec.wrappers import MASK_KEY
 
@@ -144,7 +144,7 @@ class SACActor(ReplayActor):
 
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights, free of torch."""
-        weights, layers = self.weights(), linear_places(self.net)
+        weights, layers = self.weights(), layer_places(self.net, nn.Linear)
         actor = MLPActor(self.encoder, self.distribution, layers, len(weights), slice(0), activation="relu")
         actor.load_weights(weights)
         return MaskedActor(actor) if self.is_masked else actor

@@ -57,7 +57,7 @@ class MLPActor:
         normalizer: Where in the flat vector the mean of the rows and the factors to scale them by start; None
             leaves them as they are.
         activation: Function between the layers; GELU in its approximation by tanh.
-        norms: Of each hidden layer, where the weight and the bias start of its layer norm; none without layer norms.
+        norms: Likewise of the layer norm after each hidden layer, with its width; none without layer norms.
     """
 
     encoder: Encoder
@@ -67,7 +67,7 @@ class MLPActor:
     constants: slice
     normalizer: tuple[int, int] | None = None
     activation: Activation = "tanh"
-    norms: tuple[tuple[int, int], ...] = ()
+    norms: tuple[tuple[int, int, int], ...] = ()
     _moments: tuple[Float, Float] | None = field(init=False, repr=False, default=None)
     _arrays: list[tuple[Float, Float]] = field(init=False, repr=False)
     _norms: list[tuple[Float, Float]] = field(init=False, repr=False)
@@ -111,10 +111,9 @@ class MLPActor:
             zeros = np.zeros((len(weight), len(constants)), np.float32)
             arrays[-1] = (np.hstack([weight, zeros]), np.concatenate([bias, constants]))
         self._arrays = arrays
-        widths = [len(bias) for _, bias in arrays]
         self._norms = [
             (weights[scale : scale + width].copy(), weights[shift : shift + width].copy())
-            for (scale, shift), width in zip(self.norms, widths, strict=False)
+            for scale, shift, width in self.norms
         ]
         if self.normalizer is not None:
             mean, scale = (weights[start : start + self.encoder.num_features].copy() for start in self.normalizer)

@@ -27,7 +27,7 @@ __all__ = [
     "NatureCNN",
     "copy_to_cpu",
     "flat_weights",
-    "linear_places",
+    "layer_places",
     "load_flat_weights",
     "make_actor_critic",
     "to_device",
@@ -224,8 +224,8 @@ class ActorCritic(ActorCriticModule):
         actor = MLPActor(
             self.encoder,
             self.distribution,
-            layers=linear_places(self, ("trunk.", "actor.")),
-            norms=_norm_places(self, ("trunk.", "actor.")),
+            layers=layer_places(self, nn.Linear, ("trunk.", "actor.")),
+            norms=layer_places(self, nn.LayerNorm, ("trunk.", "actor.")),
             num_weights=stop,
             constants=constants,
             normalizer=(starts["obs_mean"], starts["obs_scale"]) if "obs_mean" in starts else None,
@@ -315,25 +315,14 @@ def copy_to_cpu(module: nn.Module) -> Any:
     return copied
 
 
-def linear_places(module: nn.Module, prefixes: Sequence[str] = ("",)) -> tuple[tuple[int, int, int, int], ...]:
-    """Returns where the linear layers lie in the flat vector of a module's weights; see `MLPActor.layers`."""
+def layer_places(module: nn.Module, kind: type[nn.Module], prefixes: Sequence[str] = ("",)) -> tuple[Any, ...]:
+    """Returns where the layers of a kind lie in the flat vector of a module's weights; see `MLPActor.layers`."""
     starts, _ = _starts(module)
     return tuple(
-        (starts[f"{name}.weight"], starts[f"{name}.bias"], layer.out_features, layer.in_features)
+        (starts[f"{name}.weight"], starts[f"{name}.bias"], *layer.get_parameter("weight").shape)
         for prefix in prefixes
         for name, layer in module.named_modules()
-        if isinstance(layer, nn.Linear) and name.startswith(prefix)
-    )
-
-
-def _norm_places(module: nn.Module, prefixes: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Returns where the layer norms lie in the flat vector of a module's weights; see `MLPActor.norms`."""
-    starts, _ = _starts(module)
-    return tuple(
-        (starts[f"{name}.weight"], starts[f"{name}.bias"])
-        for prefix in prefixes
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.LayerNorm) and name.startswith(prefix)
+        if isinstance(layer, kind) and name.startswith(prefix)
     )
 
 

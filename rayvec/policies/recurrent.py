@@ -16,7 +16,7 @@ from rayvec.data import Tree
 from rayvec.policies.actors import MLPActor
 from rayvec.policies.distributions import NOT_ALLOWED, Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, make_encoder
-from rayvec.policies.networks import ActorCritic, ModuleActor, flat_weights, linear_places, upload
+from rayvec.policies.networks import ActorCritic, ModuleActor, flat_weights, layer_places, upload
 from rayvec.policies.recurrent_actors import (
     CellKind,
     NumPyRecurrentActor,
@@ -190,12 +190,13 @@ class RecurrentActorCritic(ActorCritic):
         whole = super().make_actor()
         actor: RecurrentActor = TorchRecurrentActor(self, self.distribution)
         if isinstance(whole, MLPActor):
-            [(weight, bias, _, size)] = linear_places(self, ("cell.recurrent",))
-            inputs = replace(whole, layers=linear_places(self, ("trunk.", "cell.inputs")), constants=slice(0))
+            [(weight, bias, _, size)] = layer_places(self, nn.Linear, ("cell.recurrent",))
+            layers = layer_places(self, nn.Linear, ("trunk.", "cell.inputs"))
+            inputs = replace(whole, layers=layers, constants=slice(0))
             outputs = replace(
                 whole,
                 encoder=unencoded(size),
-                layers=linear_places(self, ("actor.",)),
+                layers=layer_places(self, nn.Linear, ("actor.",)),
                 norms=(),
                 normalizer=None,
             )
