@@ -17,6 +17,7 @@ __all__ = [
     "Alone",
     "ClosableRanks",
     "Ranks",
+    "first_bad_reward",
     "gather_counts",
     "global_moments",
     "global_range",
@@ -80,6 +81,22 @@ def gather_counts(ranks: Ranks, count: int) -> list[int]:
     counts = torch.zeros(ranks.size, dtype=torch.int64)
     counts[ranks.rank] = count
     return [int(each) for each in ranks.sum_(counts)]
+
+
+def first_bad_reward(ranks: Ranks, bad: tuple[int, int, float] | None) -> str | None:
+    """Describes a reward that is not finite, the same one on all ranks; None if no rank has found one.
+
+    Args:
+        ranks: The ranks, which all call this.
+        bad: The first one that this rank has found: its environment, its step of the batch, and the reward.
+    """
+    found = torch.zeros(ranks.size, 4, dtype=torch.float64)
+    if bad is not None:
+        found[ranks.rank] = torch.tensor([1, *bad], dtype=torch.float64)
+    for is_bad, env_id, step, reward in ranks.sum_(found).tolist():
+        if is_bad:
+            return f"{reward} from environment {env_id:.0f} at step {step:.0f} of the batch"
+    return None
 
 
 def global_range(ranks: Ranks, count: int) -> tuple[range, int]:

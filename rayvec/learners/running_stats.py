@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.errors import LearnerError
-from rayvec.learners.ranks import Ranks, global_range
+from rayvec.learners.ranks import Ranks, first_bad_reward, global_range
 
 __all__ = ["ReturnScale", "RunningMoments"]
 
@@ -90,20 +90,11 @@ def _occurrences(rows: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
 
 def _refuse(rew: NDArray[np.float64], valid: NDArray[np.bool_], rows: NDArray[np.int64], ranks: Ranks) -> NoReturn:
     """Raises a LearnerError about the first reward that is not finite, which is the same on all ranks."""
-    found = torch.zeros(ranks.size, 4, dtype=torch.float64)
-    bad = np.argwhere(valid & ~np.isfinite(rew))
-    if len(bad):
-        step, column = bad[0]
-        found[ranks.rank] = torch.tensor([1, rows[column], step, rew[step, column]], dtype=torch.float64)
-    told = [
-        f"{reward} from environment {env_id:.0f} at step {step:.0f} of the batch"
-        for is_bad, env_id, step, reward in ranks.sum_(found).tolist()
-        if is_bad
-    ]
+    found = ((rows[n], t, rew[t, n]) for t, n in np.argwhere(valid & ~np.isfinite(rew)))
     raise LearnerError(
         "normalize_reward scales rewards by the spread of returns, which are finite numbers.",
         expected="finite rewards, and finite sums of them",
-        got=told[0] if told else "a sum of rewards that is too large",
+        got=first_bad_reward(ranks, next(found, None)) or "a sum of rewards that is too large",
         remedy="Correct the environment's reward, or wrap it in one that replaces such rewards",
     )
 

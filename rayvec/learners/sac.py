@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from rayvec.data import Batch, Chunk
 from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.base import buffers_of, check_buffers, explains_memory, load_buffers, torch_device
 from rayvec.learners.minibatches import check_minibatch
-from rayvec.learners.ranks import ALONE, Ranks, global_range
+from rayvec.learners.ranks import ALONE, Ranks, first_bad_reward, global_range
 from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac_math import Minibatch, corrections
 from rayvec.learners.sac_networks import (
@@ -174,7 +174,12 @@ class SACLearner:
         news = torch.tensor([count, is_foreign, bad is not None], dtype=torch.int64, device=self._device)
         num_steps, num_foreign, num_bad = self.ranks.sum_(news).tolist()
         if num_bad:
-            self._refuse(bad)
+            raise LearnerError(
+                "A replay holds finite rewards, or updates would fail at some later time.",
+                expected="rewards that are finite in float32",
+                got=first_bad_reward(self.ranks, bad),
+                remedy="Correct the environment's reward, or wrap it in one that replaces such rewards",
+            )
         if num_foreign:
             self._refill("it holds steps of other environments than this rank's")
         with self._changing_replay():
@@ -189,19 +194,6 @@ class SACLearner:
         sizes = torch.zeros(total, dtype=torch.int64, device=self._device)
         sizes[own.start : own.stop] = torch.from_numpy(self._replay.sizes)
         self._sizes = self.ranks.sum_(sizes).cpu().numpy()
-
-    def _refuse(self, bad: tuple[int, int, float] | None) -> NoReturn:
-        """Raises a LearnerError about the first bad reward, which is the same on all ranks."""
-        found = torch.zeros(self.ranks.size, 4, dtype=torch.float64, device=self._device)
-        if bad is not None:
-            found[self.ranks.rank] = torch.tensor([1, *bad], dtype=torch.float64)
-        _, env_id, step, reward = next(row for row in self.ranks.sum_(found).tolist() if row[0])
-        raise LearnerError(
-            "A replay holds finite rewards, or updates would fail at some later time.",
-            expected="rewards that are finite in float32",
-            got=f"{reward} from environment {env_id:.0f} at step {step:.0f} of the batch",
-            remedy="Correct the environment's reward, or wrap it in one that replaces such rewards",
-        )
 
     def _step(self, inputs: UpdateInputs) -> Tensor:
         """Makes one update; returns its metrics, ``[7]``."""

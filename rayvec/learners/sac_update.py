@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rayvec.learners.compiling import Compiled, CUDAGraph, GraphPool, can_capture
-from rayvec.learners.ranks import Ranks
+from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.sac_math import Minibatch, Nets, SACMath
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class SACUpdate:
         self._parts = _Parts(*map(_compiled, eager)) if is_compiled else eager
 
         def whole(nets: Nets, *inputs: Any) -> Tensor:
-            return _update(eager, _identity, nets, *inputs)
+            return _update(eager, ALONE.sum_, nets, *inputs)
 
         pool = GraphPool()
 
@@ -91,10 +91,6 @@ def _update(
         grad, actor_stats = parts.actor_gradient(nets, minibatch, noise[k])
         actor_norm = parts.actor_step(nets, sum_(grad), correction[k])
     return torch.cat([critic_stats, actor_stats, critic_norm, actor_norm])
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _compiled(function: Callable[..., Any]) -> Compiled:
