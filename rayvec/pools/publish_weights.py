@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
 
-import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,7 +22,7 @@ class WeightStore:
 
     Args:
         pool: The pool whose workers run the policy.
-        policy: The policy. It is pickled once and sent to every worker.
+        pickled: The policy, pickled. Every worker gets it.
         first_version: The version of the weights that the policy contains.
         guarded: Calls the function that it is given. If that raises, it closes the owner of the pool.
         on_node: Whether the policy acts in the processes that own the workers, and not in each worker.
@@ -35,7 +33,7 @@ class WeightStore:
     def __init__(
         self,
         pool: ActingPool,
-        policy: Any,
+        pickled: bytes,
         first_version: int = 0,
         guarded: Callable[[Callable[[], None]], None] = lambda function: function(),
         *,
@@ -47,7 +45,6 @@ class WeightStore:
         self._pool = pool
         self._size: int | None = None
         self._guarded = guarded
-        pickled = cloudpickle.dumps(policy)
         guarded(lambda: pool.acting.load(self.key, pickled, first_version, on_node=on_node))
         self._end = weakref.finalize(self, ([] if unused is None else unused).append, self.key)
         self._end.atexit = False

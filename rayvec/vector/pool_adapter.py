@@ -11,6 +11,7 @@ from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn, Self, TypeVar
 
+import cloudpickle
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
@@ -138,14 +139,13 @@ class PoolAdapter:
             on_node: Whether it acts in the process that owns the workers of a node, in place of each worker.
         """
         self._assert_idle("publish")
-        return self._publish(policy, first_version, on_node=on_node)
+        return self._publish(cloudpickle.dumps(as_policy(policy)), first_version, on_node=on_node)
 
-    def _publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
+    def _publish(self, pickled: bytes, first_version: int, *, on_node: bool = False) -> WeightStore:
         guarded = partial(self._guarded, fatal=LOSSES)  # a policy's error is no loss
         while self._unused and not self._pool.acting.num_pending:
             guarded(partial(self._pool.acting.drop, self._unused.pop()))
-        acting = as_policy(policy)
-        return WeightStore(self._pool, acting, first_version, guarded, on_node=on_node, unused=self._unused)
+        return WeightStore(self._pool, pickled, first_version, guarded, on_node=on_node, unused=self._unused)
 
     def rollout_async(
         self,

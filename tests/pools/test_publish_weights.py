@@ -9,6 +9,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 from conftest import MakeVec
@@ -116,7 +117,7 @@ def large_memory(pid: int, num_bytes: int) -> set[int]:
 
 def test_the_first_version_may_be_told(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv])
-    store = WeightStore(env._pool, Weighs(), first_version=7)
+    store = WeightStore(env._pool, cloudpickle.dumps(Weighs()), first_version=7)
     assert store.publish(np.zeros(1, np.float32)) == 8
     assert rollout(env, store, 1).weights_version == 8
 

@@ -12,6 +12,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from tianshou.env import DummyVectorEnv, SubprocVectorEnv
 from tianshou.utils.net.common import Net
 
 from rayvec.errors import WorkerLostError
+from rayvec.rollout.loop import CallablePolicy
 from rayvec.testing import CountingEnv, FaultyEnv
 from rayvec.tianshou import Collector, RayVectorEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -221,7 +223,7 @@ def test_chunks_leave_environments_busy_until_they_are_waited_for() -> None:
         venv.rollout_async(store, 5, 0, 0)
         with pytest.raises(AssertionError, match="chunk"):
             venv.worker_pids()
-        again = venv.publish(lambda obs: np.ones(len(obs), int))
+        again = venv.publish_pickled(cloudpickle.dumps(CallablePolicy(lambda obs: np.ones(len(obs), int))))
         venv.rollout_async(again, 5, 5, 0)
         first, second = venv.rollout_wait(), venv.rollout_wait()
         assert first.chunk is not None and second.chunk is not None

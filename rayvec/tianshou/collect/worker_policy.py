@@ -60,13 +60,13 @@ class WorkerPolicy:
         weights, structure = self._acting.weights(), self._acting.structure()
         if self.store is None or structure != self._structure:
             try:
-                cloudpickle.dumps(self._acting)
+                pickled = cloudpickle.dumps(self._acting)
             except Exception as error:
                 logger.warning("the policy acts in the driver, since it can't be pickled: %s", error)
                 self._is_picklable = False
                 return False
             self.store = None  # the workers drop an older one
-            self.store = self.env.publish(self._acting, self._next_version)
+            self.store = self.env.publish_pickled(pickled, self._next_version)
         elif weights.tobytes() != self._published.tobytes():
             self.store.publish(weights)
         self._published, self._structure = weights, structure
@@ -76,5 +76,5 @@ class WorkerPolicy:
     def at_random(self, space: Space[Any]) -> WeightStore:
         """Returns random actions of a space in the workers."""
         if self.random_store is None:
-            self.random_store = self.env.publish(RandomActions(space))
+            self.random_store = self.env.publish_pickled(cloudpickle.dumps(RandomActions(space)))
         return self.random_store

@@ -333,10 +333,10 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         """Whether current observations are arrays of the space's shape and data type, or dicts of such."""
         return self._pool.layout is not None and not self._assembler.any_apart
 
-    def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
-        """See :class:`~rayvec.vector.pool_adapter.PoolAdapter`; a chunk may be pending."""
+    def publish_pickled(self, pickled: bytes, first_version: int = 0) -> WeightStore:
+        """Sends a policy to every worker, as `publish` does; a chunk may be pending."""
         self._assert_is_not_closed()
-        return self._publish(policy, first_version, on_node=on_node)
+        return self._publish(pickled, first_version)
 
     def next_noise_seed(self, base: int) -> int:
         """Returns the seed of a new collector's noise; each collector gets another one, in equal runs the same ones.
