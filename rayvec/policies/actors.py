@@ -127,6 +127,8 @@ class MaskedActor:
         actor: From observations with a mask to logits.
     """
 
+    is_masked = True
+
     def __init__(self, actor: Actor) -> None:
         self.distribution = actor.distribution
         self._actor = actor

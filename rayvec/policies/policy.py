@@ -93,11 +93,11 @@ class Policy:
             log-probability of the sample, and for a Box ``raw_act`` ``float32 [k, C]``, the sample before clipping.
         """
         distribution = self._actor.distribution
-        if self._random and not isinstance(self._actor, MaskedActor):
-            sample, logp = distribution.uniform(noise)
-        elif self._random:
+        if self._random and getattr(self._actor, "is_masked", False):
             allowed = masked_logits(np.zeros((len(noise), distribution.num_params), np.float32), obs, distribution)
             sample, logp = distribution.sample(allowed, noise)
+        elif self._random:
+            sample, logp = distribution.uniform(noise)
         else:
             params = self._actor(obs)
             sample, logp = distribution.mode(params) if self._deterministic else distribution.sample(params, noise)

@@ -167,6 +167,7 @@ class StatefulActor:
 
     Attributes:
         actor: The actor.
+        is_masked: Whether observations have an action mask.
         distribution: What the parameters are parameters of.
         state: ``float32 [k, D]``. A row that is not there yet is 0.
     """
@@ -174,7 +175,7 @@ class StatefulActor:
     def __init__(
         self, actor: RecurrentActor, sequence_length: int, burn_in: int = 0, *, is_masked: bool = False
     ) -> None:
-        self.actor, self._is_masked = actor, is_masked
+        self.actor, self.is_masked = actor, is_masked
         self.distribution = actor.distribution
         self.state = actor.initial_state(0)
         self._sequence_length, self._burn_in = sequence_length, burn_in
@@ -182,7 +183,7 @@ class StatefulActor:
     def __call__(self, obs: Tree) -> Float:
         """Returns parameters ``float32 [k, P]``, and keeps the next states."""
         params, self.state = self.actor(obs, self._states(len(next(tree_leaves(obs)))))
-        return masked_logits(params, obs, self.distribution) if self._is_masked else params
+        return masked_logits(params, obs, self.distribution) if self.is_masked else params
 
     def begin_episodes(self, rows: NDArray[np.int64]) -> None:
         """Resets the state of some environments to 0; see :class:`rayvec.rollout.loop.RecurrentPolicy`."""

@@ -192,3 +192,12 @@ def test_large_numbers_do_not_overflow() -> None:
     noise = noise_of(policy, 2)
     for step in noise:
         assert np.isfinite(policy.act(np.full((K, 3), 1e20, np.float32), step)[1]["logp"]).all()
+
+
+def test_a_random_start_chooses_what_the_mask_allows() -> None:
+    space = spaces.Dict(observation=OBS, action_mask=spaces.MultiBinary(4))
+    policy = Policy(make("gru", space, spaces.Discrete(4), masked=True), random_start=True)
+    mask = np.eye(4, dtype=np.int8)
+    obs = {"observation": np.zeros((4, *OBS.shape), np.float32), "action_mask": mask}
+    actions, extras = policy.act(obs, noise_of(policy, 1, 4)[0])
+    assert actions.tolist() == [0, 1, 2, 3] and (extras["logp"] == 0).all()
