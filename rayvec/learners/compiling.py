@@ -49,23 +49,20 @@ class Compiled:
     def __init__(self, function: Update, **cpu_options: Any) -> None:
         self._function = function
         self._cpu_options = {"cpp_wrapper": True, **_CONCATENATE_FIRST, **cpu_options}
-        self._call: Update | None = None
+        self._call: Update = self._first
         self._is_compiled = False
 
     def __call__(self, *args: Any) -> Any:
         """Calls the function."""
-        if self._call is None:
-            return self._first(*args)
-        if not self._is_compiled:
-            return self._call(*args)
         try:
             return self._call(*args)
         except Exception as error:
-            if not _is_of_compiler(error):
+            if not (self._is_compiled and _is_of_compiler(error)):
                 raise
             return self._fall_back(error, *args)  # nothing was computed yet
 
     def _first(self, *args: Any) -> Any:
+        """Compiles the function and calls it."""
         on_cpu = next(tree_leaves(args)).device.type == "cpu"
         options = {"guard_filter_fn": _checked, **(self._cpu_options if on_cpu else {})}
         try:  # a torch that lacks one of the options says so at once
