@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "has_images",
     "leaf_spaces",
     "make_encoder",
+    "unencoded",
 ]
 
 Float = NDArray[np.float32]
@@ -72,7 +73,7 @@ class Encoder:
         images: The arrays of an observation that are images.
     """
 
-    leaves: tuple[tuple[Path, Callable[[NDArray[Any]], Float]], ...]
+    leaves: tuple[tuple[Path, _Flatten | _OneHot], ...]
     num_features: int
     images: tuple[ImageLeaf, ...] = ()
 
@@ -88,7 +89,7 @@ class Encoder:
     @property
     def measured(self) -> NDArray[np.bool_]:
         """Which features are numbers that were measured and not choices, ``bool [D]``."""
-        parts = [np.full(encode.size, isinstance(encode, _Flatten)) for _, encode in self.leaves]  # type: ignore[attr-defined]
+        parts = [np.full(encode.size, isinstance(encode, _Flatten)) for _, encode in self.leaves]
         return np.concatenate([np.zeros(0, bool), *parts])
 
 
@@ -206,6 +207,11 @@ def float_encoder(space: spaces.Space[Any]) -> Encoder:
         if isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating) and path != (MASK_KEY,)
     )
     return Encoder(leaves, sum(encode.size for _, encode in leaves))
+
+
+def unencoded(num_features: int) -> Encoder:
+    """Returns the encoder of what is encoded already."""
+    return Encoder((((), _Flatten((num_features,))),), num_features)
 
 
 def _numbers(space: spaces.Box, scaled: bool) -> _Flatten:

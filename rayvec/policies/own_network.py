@@ -67,8 +67,8 @@ class OwnActorCritic(ActorCriticModule):
         self._places: dict[Any, tuple[int, tuple[int, ...]]] = {}
         start = 0
         for path, encode in self.encoder.leaves:
-            self._places[path] = start, encode.shape  # type: ignore[attr-defined]
-            start += encode.size  # type: ignore[attr-defined]
+            self._places[path] = start, encode.shape
+            start += encode.size
         sample = sample_batch(observation_space)
         self._num_axes = tree_map(lambda leaf: leaf.ndim - 1, sample)
         check_module(net)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rayvec.data import Tree
 from rayvec.policies.actors import MLPActor
 from rayvec.policies.distributions import NOT_ALLOWED, Distribution, make_distribution
-from rayvec.policies.encoders import Encoder, make_encoder
+from rayvec.policies.encoders import Encoder, make_encoder, unencoded
 from rayvec.policies.networks import ActorCritic, ModuleActor, flat_weights, layer_places, upload
 from rayvec.policies.recurrent_actors import (
     CellKind,
@@ -24,7 +24,6 @@ from rayvec.policies.recurrent_actors import (
     StatefulActor,
     num_gates,
     state_size,
-    unencoded,
 )
 from rayvec.wrappers import MASK_KEY
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from rayvec.data import Tree, tree_leaves
 from rayvec.policies.actors import MLPActor, masked_logits
 from rayvec.policies.distributions import Distribution
-from rayvec.policies.encoders import Encoder
 
 __all__ = [
     "CellKind",
@@ -24,7 +23,6 @@ __all__ = [
     "StatefulActor",
     "num_gates",
     "state_size",
-    "unencoded",
 ]
 
 Float = NDArray[np.float32]
@@ -123,11 +121,6 @@ class NumPyRecurrentActor:
         count = num_gates(self.kind) * size
         self._weight = weights[start : start + count * size].reshape(count, size).T.copy()
         self._bias = weights[bias : bias + count].copy()
-
-
-def unencoded(num_features: int) -> Encoder:
-    """Returns the encoder of what is encoded already."""
-    return Encoder((((), np.asarray),), num_features)
 
 
 def _gru(inputs: Float, recurrent: Float, state: Float) -> Float:
