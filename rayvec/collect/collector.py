@@ -133,10 +133,6 @@ class Collector:
         """
         check_open(self._closed)
         self.drop_pending()
-        self._counts.dropped_steps += sum(rollout.summary.valid.size for rollout, _ in self._kept)
-        self._counts.dropped_steps += sum(chunk.rollout.summary.valid.size for chunk in self._kept_parts)
-        self._kept.clear()
-        self._kept_parts.clear()
         of_collector, self._seed = self._seed, None
         self._env.reset(seed=of_collector if seed is None else seed)
         self._tracker.clear()
@@ -251,11 +247,18 @@ class Collector:
         return self._kept_batch(begin) if self._kept else None
 
     def drop_pending(self) -> None:
-        """Waits for the pending chunks and drops them. The episodes that they cut do not count.
+        """Waits for the pending chunks and drops them, and those that an interrupted call has kept.
+
+        The next chunk would not continue them. The episodes that they cut do not count.
 
         Raises:
             Exception: What an environment or a policy raised in one of them.
         """
+        for kept in [*(rollout for rollout, _ in self._kept), *(chunk.rollout for chunk in self._kept_parts)]:
+            self._tracker.skip_unfinished()
+            self._counts.dropped_steps += kept.summary.valid.size
+        self._kept.clear()
+        self._kept_parts.clear()
         for pipeline in self._pipelines:
             while pipeline.pending:
                 self._tracker.skip_unfinished()

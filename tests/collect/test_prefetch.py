@@ -196,6 +196,27 @@ def test_an_interrupted_wait_loses_nothing(
     assert counting.call("unwrapped")  # the environments are free
 
 
+def test_what_an_interrupted_call_kept_is_dropped_with_the_pending_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunk after the one that is dropped does not continue the one before."""
+    env = RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0)
+    collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
+    collector.collect(n_step=2 * 4)
+    waits, wait = iter([False, True]), env.rollout_wait
+
+    def interrupted(cut: Any) -> Any:
+        if next(waits):
+            raise KeyboardInterrupt
+        return wait(cut=cut)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(env, "rollout_wait", interrupted)
+        collector.collect(n_step=2 * 10)
+    collector.drop_pending()
+    batch = collector.collect(n_step=2 * 10)
+    assert [(chunk.first_step, chunk.num_steps) for chunk in batch.chunks] == [(14, 10)]
+    assert batch.stats.n_surplus_steps == 2 * 10 and counting_errors(batch.chunks) == []
+
+
 def test_a_fault_in_a_pending_chunk_surfaces_at_the_next_collect(make_vec: MakeVec) -> None:
     env = make_vec([FailingEnv] * 3, workers=2)
     collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
