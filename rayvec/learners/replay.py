@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.data import Chunk, Tree
-from rayvec.errors import CheckpointError, ConfigError
+from rayvec.errors import CheckpointError, ConfigError, check_count
 from rayvec.policies.networks import upload
 
 __all__ = ["ReplayBuffer", "Transitions"]
@@ -79,18 +79,9 @@ class ReplayBuffer:
         encode_act: Callable[[Tree], NDArray[Any]] = np.asarray,
         device: torch.device = _CPU,
     ) -> None:
-        if capacity_steps < 1:
-            raise ConfigError(
-                "A replay keeps steps.",
-                expected="capacity_steps of at least 1",
-                got=capacity_steps,
-                remedy="Pass a larger one.",
-            )
-        self.capacity_steps = capacity_steps
-        self.env_ids = None
-        self.sizes = np.zeros(0, np.int64)
+        self.capacity_steps = check_count("capacity_steps", capacity_steps)
         self._encode_obs, self._encode_act, self._device = encode_obs, encode_act, device
-        self._heads = np.zeros(0, np.int64)
+        self._empty()
 
     def __len__(self) -> int:
         """Transitions that can be sampled, of all environments together."""
@@ -164,6 +155,7 @@ class ReplayBuffer:
             )
 
     def _empty(self) -> None:
+        """Forgets all steps and environments; the next chunk allocates memory."""
         for name in (*_TENSORS, "_finals"):
             self.__dict__.pop(name, None)
         self.env_ids, self.sizes, self._heads = None, np.zeros(0, np.int64), np.zeros(0, np.int64)
