@@ -95,16 +95,13 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         self._native = native
         if native:
             check_not_async(wait_num, timeout)
-        self.env_num = factory.num_envs
-        self.wait_num = wait_num or self.env_num
-        assert 1 <= self.wait_num <= self.env_num, f"wait_num should be in [1, {self.env_num}], but got {wait_num}"
+        most = factory.num_envs
+        assert 1 <= (wait_num or most) <= most, f"wait_num should be in [1, {most}], but got {wait_num}"
         self.timeout = timeout
         assert timeout is None or timeout > 0, f"timeout is {timeout}, it should be positive if provided!"
-        self.is_async = self.wait_num != self.env_num or timeout is not None
+        self.is_async = wait_num not in (None, 0, most) or timeout is not None
         self.waiting_id: list[int] = []
-        self.ready_id = list(range(self.env_num))
         self._failed = False
-        self._everyone = np.arange(self.env_num)
         self._assembler = Assembler()
         self._num_collectors = self._last_seed = 0
         self._open(
@@ -118,10 +115,11 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             worker_per_env=self.is_async,
             claim_cpus=False,
         )
+        self.env_num = self._pool.num_envs
+        self.wait_num = wait_num or self.env_num
+        self.ready_id = list(range(self.env_num))
+        self._everyone = np.arange(self.env_num)
         spaces = self._pool.spaces
-        if native:
-            self.env_num = self.wait_num = self._pool.num_envs
-            self._everyone, self.ready_id = np.arange(self.env_num), list(range(self.env_num))
         self._guarded(lambda: self._pool.allocate(_joint_space(spaces), spaces.action))
         self._action_spaces: dict[int, Any] = {}  # of workers that were asked for theirs
         self._plain_actions = not isinstance(spaces.action, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple))
