@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -10,29 +11,30 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rayvec.config import TrainConfig
+from rayvec.distributed.decentralized import DecentralizedGroup
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_host import RankHost, divided_workers
+from rayvec.envs.factory import registered_specs
 from rayvec.errors import counted
 from rayvec.training.initial_network import initial_state
-from rayvec.training.rank_trainer import open_decentralized
+from rayvec.training.rank_trainer import DecentralizedTrainer, RankTrainer
 from rayvec.training.run_state import Progress, restore
-from rayvec.training.runs import choose_engine, open_env, open_learner, wait_limit_s
+from rayvec.training.runs import LEARNERS, choose_engine, open_env, open_learner, wait_limit_s
 from rayvec.training.space_checks import check_kept_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import RunTrainer, Trainer
 
 __all__ = ["open_trainer"]
 
 
-@contextlib.contextmanager
 def open_trainer(
     config: TrainConfig,
     progress: Progress,
     state: Mapping[str, Any] | None,
     *,
-    fewer: bool = False,
-    cores: dict[str, int] | None = None,
-) -> Iterator[RunTrainer]:
-    """Yields what makes the iterations of a run, and prints on standard error where its environments are.
+    fewer: bool,
+    cores: dict[str, int],
+) -> contextlib.AbstractContextManager[RunTrainer]:
+    """Returns what makes the iterations of a run, as a context; it prints on standard error where environments are.
 
     Args:
         config: Settings of the run.
@@ -43,26 +45,13 @@ def open_trainer(
     """
     config = choose_engine(config)
     if config.learner_mode == "decentralized":
-        places = _places(config, fewer, {} if cores is None else cores)
-        rank_config = replace(config, num_nodes=0, workers_per_node=places.num_workers, address=None)
-        with open_decentralized(
-            rank_config,
-            progress,
-            state,
-            places.host,
-            num_ranks=places.num_ranks,
-            has_changed=places.has_changed,
-            fewer=fewer or places.has_changed is not None,
-            timeout_s=wait_limit_s(config),
-        ) as (trainer, group):
-            workers = places.num_workers
-            nodes = len({placement.node for placement in group.placements})
-            where = "on this machine, without Ray" if config.num_nodes == 0 else f"on Ray (nodes: {nodes})"
-            stepped = f"{counted(workers, 'worker')} for each" if workers else "which step their own"
-            ranks = f"{counted(group.num_ranks, 'rank')}, {stepped}"
-            print(f"rayvec: {counted(config.num_envs, 'environment')} {where}: {ranks}", file=sys.stderr)
-            yield trainer
-        return
+        return _open_ranks(config, progress, state, fewer, cores)
+    return _open_here(config, progress, state)
+
+
+@contextlib.contextmanager
+def _open_here(config: TrainConfig, progress: Progress, state: Mapping[str, Any] | None) -> Iterator[Trainer]:
+    """Yields a training of this process, whose learner may be ranks."""
     with open_env(config, trains=True) as env, open_learner(config, env) as learner:
         warn_of_wide_ranges(env.single_observation_space, config)
         spaces = env.single_observation_space, env.single_action_space
@@ -72,6 +61,37 @@ def open_trainer(
         elif config.init_from:
             restore(learner, initial_state(config, learner.state_dict(), spaces))
         yield Trainer(config, env, learner, progress, state["collector"] if state else None)
+
+
+@contextlib.contextmanager
+def _open_ranks(
+    config: TrainConfig, progress: Progress, state: Mapping[str, Any] | None, fewer: bool, cores: dict[str, int]
+) -> Iterator[DecentralizedTrainer]:
+    """Yields a training on decentralized ranks. An error or a KeyboardInterrupt that passes ends the ranks at once."""
+    places = _places(config, fewer, cores)
+    workers = places.num_workers
+    rank_config = replace(config, num_nodes=0, workers_per_node=workers, address=None)
+    group = DecentralizedGroup(
+        functools.partial(RankTrainer, rank_config, LEARNERS[type(config)], registered_specs()),
+        places.num_ranks,
+        places.host,
+        fewer=fewer or places.has_changed is not None,
+        device=config.learner_device,
+        threads=config.learner_threads,
+        timeout_s=wait_limit_s(config),
+    )
+    try:
+        trainer = DecentralizedTrainer(rank_config, group, progress, state, places.has_changed)
+        nodes = len({placement.node for placement in group.placements})
+        where = "on this machine, without Ray" if config.num_nodes == 0 else f"on Ray (nodes: {nodes})"
+        stepped = f"{counted(workers, 'worker')} for each" if workers else "which step their own"
+        ranks = f"{counted(group.num_ranks, 'rank')}, {stepped}"
+        print(f"rayvec: {counted(config.num_envs, 'environment')} {where}: {ranks}", file=sys.stderr)
+        yield trainer
+    except BaseException:
+        group.close(terminate=True)
+        raise
+    group.close()
 
 
 class _Places(NamedTuple):
@@ -105,15 +125,13 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
     from rayvec.distributed.ray_host import RayHost
 
     with RaySession(config.address):
-        num_gpus = int(config.learner_device == "cuda")
+        num_gpus, threads = int(config.learner_device == "cuda"), config.learner_threads
         if isinstance(config.num_nodes, tuple):
-            least = max(config.workers_per_node or 1, config.learner_threads)
-            nodes = RankNodes(config.num_nodes, count, cores_of_nodes, ResourceRequest(least, num_gpus))
-            workers = nodes.workers_per_rank(config.workers_per_node)
-            num_cpus = max(workers, config.learner_threads)
-            request = ResourceRequest(num_cpus, num_gpus, nodes=nodes.node_ids, num_nodes=len(nodes.node_ids))
+            least = ResourceRequest(max(config.workers_per_node or 1, threads), num_gpus)
+            nodes = RankNodes(config.num_nodes, count, cores_of_nodes, least)
+            workers, ids = nodes.workers_per_rank(config.workers_per_node), nodes.node_ids
+            request = ResourceRequest(max(workers, threads), num_gpus, nodes=ids, num_nodes=len(ids))
             return _Places(RayHost(request, config.address), nodes.num_ranks, workers, nodes.has_changed)
         num_nodes, workers = rank_share(count, config.num_nodes, config.workers_per_node, is_restart=fewer)
-        num_cpus = max(workers, config.learner_threads)
-        request = ResourceRequest(num_cpus, num_gpus, num_nodes=num_nodes)
+        request = ResourceRequest(max(workers, threads), num_gpus, num_nodes=num_nodes)
         return _Places(RayHost(request, config.address), count, workers)

@@ -7,12 +7,10 @@ statistics of each iteration, and the state from time to time; ranks do not wait
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -28,10 +26,9 @@ from rayvec.data.batch import join_stats
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.decentralized import DecentralizedGroup
 from rayvec.distributed.rank_actor import pack, unpack
-from rayvec.distributed.rank_host import RankHost
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.distributed.stragglers import Arrivals, Stragglers
-from rayvec.envs.factory import register_specs, registered_specs
+from rayvec.envs.factory import register_specs
 from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import choice_of, decided
 from rayvec.learners.ranks import ClosableRanks
@@ -39,11 +36,11 @@ from rayvec.node.log_lines import LogLines
 from rayvec.training.evaluation import Evaluation
 from rayvec.training.initial_network import initial_state
 from rayvec.training.run_state import Progress, restore
-from rayvec.training.runs import LEARNERS, make_env
+from rayvec.training.runs import make_env
 from rayvec.training.space_checks import check_kept_spaces, check_same_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import Iteration, Trainer
 
-__all__ = ["DecentralizedTrainer", "open_decentralized"]
+__all__ = ["DecentralizedTrainer", "RankTrainer"]
 
 logger = logging.getLogger(__name__)
 
@@ -256,36 +253,3 @@ def _joined_state(packed: list[Any]) -> dict[str, Any]:
     weights, shared, collector_state, spaces = parts[0][0]
     learner = join_state(shared, [local for _, local in parts])
     return {"weights": weights, "learner": learner, "collector": collector_state, "spaces": spaces}
-
-
-@contextlib.contextmanager
-def open_decentralized(
-    config: TrainConfig,
-    progress: Progress,
-    state: Mapping[str, Any] | None,
-    host: RankHost,
-    *,
-    num_ranks: int,
-    has_changed: Callable[[Collection[str]], bool] | None,
-    fewer: bool,
-    timeout_s: float,
-) -> Iterator[tuple[DecentralizedTrainer, DecentralizedGroup]]:
-    """Yields a training on decentralized ranks and the ranks; arguments are those of the two.
-
-    An error or a KeyboardInterrupt that passes ends the ranks at once.
-    """
-    group = DecentralizedGroup(
-        functools.partial(RankTrainer, config, LEARNERS[type(config)], registered_specs()),
-        num_ranks,
-        host,
-        fewer=fewer,
-        device=config.learner_device,
-        threads=config.learner_threads,
-        timeout_s=timeout_s,
-    )
-    try:
-        yield DecentralizedTrainer(config, group, progress, state, has_changed), group
-    except BaseException:
-        group.close(terminate=True)
-        raise
-    group.close()
