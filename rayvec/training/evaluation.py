@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,37 +68,40 @@ def time_limit(env: RayVecEnv) -> int | None:
 
 
 def evaluate(
+    config: TrainConfig,
     env: RayVecEnv,
-    policy: Any,
-    num_episodes: int,
+    module: Any,
+    weights: NDArray[np.float32],
+    num_episodes: int | None = None,
     *,
     seed: int,
-    inference: Literal["worker", "driver", "node"] = "worker",
-    max_len: int | None = None,
 ) -> Evaluation:
-    """Plays `num_episodes` episodes in `env`.
+    """Plays greedy episodes in `env`.
 
     Each environment gets its quota of episodes beforehand, so that short episodes do not crowd out long ones. All
     environments are reset first. A Ctrl-C closes them, and ends their workers at once.
 
     Args:
+        config: Settings of the run, which say where the policy acts and how long an episode may be.
         env: The environments.
-        policy: The policy, such as a `greedy_policy`.
-        num_episodes: F, the number of episodes; 0 plays none.
+        module: The network, as :class:`rayvec.Policy` takes it.
+        weights: Its acting weights, ``float32 [P]``.
+        num_episodes: F, the number of episodes; 0 plays none. By default as the settings say.
         seed: Environment i begins with `seed` + i; :meth:`rayvec.config.TrainConfig.eval_seed` gives a seed that
             training never uses.
-        inference: Where the policy acts, ``"worker"``, ``"node"`` or ``"driver"``.
-        max_len: An episode that has not ended at the end of a chunk, after more steps, is an error. Unset: no limit.
 
     Raises:
-        ConfigError: An episode does not end within `max_len` steps.
+        ConfigError: An episode has not ended after :meth:`rayvec.config.TrainConfig.longest_eval_episode` steps.
     """
+    limit = time_limit(env)
+    if num_episodes is None:
+        num_episodes = config.num_eval_episodes(limit)
     if num_episodes == 0:
         return Evaluation(np.zeros(0), np.zeros(0, np.int64))
-    collector = Collector(env, policy, inference=inference, seed=seed)
+    collector = Collector(env, greedy_policy(module, weights), inference=config.inference, seed=seed)
     try:
         collector.reset(seed=seed)
-        stats = collector.play(num_episodes, max_len=max_len)
+        stats = collector.play(num_episodes, max_len=config.longest_eval_episode(limit))
     except KeyboardInterrupt:
         env.close(terminate=True)  # else the collector would wait for its pending chunks
         raise
@@ -136,14 +139,8 @@ class Evaluator:
         """
         began_s = time.monotonic()
         self._num_done = steps // self._interval_steps
-        evaluation = evaluate(
-            self._env,
-            greedy_policy(self._module, weights),
-            self._config.num_eval_episodes(time_limit(self._env)),
-            seed=self._config.eval_seed(is_final=False),
-            inference=self._config.inference,
-            max_len=self._config.longest_eval_episode(time_limit(self._env)),
-        )
+        seed = self._config.eval_seed(is_final=False)
+        evaluation = evaluate(self._config, self._env, self._module, weights, seed=seed)
         return evaluation, time.monotonic() - began_s
 
 
@@ -202,7 +199,4 @@ def evaluate_run(
     with open_env(config) as envs:
         check_kept_spaces((envs.single_observation_space, envs.single_action_space), state)
         module = network_of(config, envs.single_observation_space, envs.single_action_space)
-        policy = greedy_policy(module, acting_weights(state))
-        max_len = config.longest_eval_episode(time_limit(envs))
-        seed = config.eval_seed()
-        return evaluate(envs, policy, num_episodes, seed=seed, inference=config.inference, max_len=max_len)
+        return evaluate(config, envs, module, acting_weights(state), num_episodes, seed=config.eval_seed())

@@ -33,7 +33,7 @@ from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import choice_of, decided
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.node.log_lines import LogLines
-from rayvec.training.evaluation import Evaluation
+from rayvec.training.evaluation import Evaluation, time_limit
 from rayvec.training.initial_network import initial_state
 from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import make_env
@@ -130,7 +130,7 @@ class RankTrainer:
 
     def num_eval_episodes(self) -> int:
         """Returns how many episodes all ranks play in an evaluation."""
-        return self._trainer.num_eval_episodes
+        return self._config.num_eval_episodes(time_limit(self._env))
 
     def parts(self) -> Any:
         """Returns the state of the run, packed: what all ranks share, on rank 0; and what belongs to this rank."""

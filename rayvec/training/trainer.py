@@ -19,7 +19,7 @@ from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
 from rayvec.distributed.stragglers import Stragglers
 from rayvec.learners.base import Learner, MeasuresObservations
-from rayvec.training.evaluation import Evaluation, evaluate, greedy_policy, time_limit
+from rayvec.training.evaluation import Evaluation, evaluate
 from rayvec.training.run_state import Progress, begin_collecting
 from rayvec.training.saved_spaces import space_to_plain
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -172,27 +172,21 @@ class Trainer:
         described = [space_to_plain(space) for space in (env.single_observation_space, env.single_action_space)]
         return None if None in described else described
 
-    @property
-    def num_eval_episodes(self) -> int:
-        """How many episodes an evaluation plays, with the environments of all ranks."""
-        return self._config.num_eval_episodes(time_limit(self._env))
-
     def evaluate(self, num_episodes: int | None = None) -> Evaluation:
         """See :class:`RunTrainer`.
 
         Args:
             num_episodes: How many episodes; by default as the settings say.
         """
-        config = self._config
         self.collector.drop_pending()  # an error in one of them ends the run, and close() would only log it
         self.collector.close()
         return evaluate(
+            self._config,
             self._env,
-            greedy_policy(self._learner.module, self._learner.weights()),
-            self.num_eval_episodes if num_episodes is None else num_episodes,
-            seed=config.eval_seed() + self._first_id,
-            inference=config.inference,
-            max_len=config.longest_eval_episode(time_limit(self._env)),
+            self._learner.module,
+            self._learner.weights(),
+            num_episodes,
+            seed=self._config.eval_seed() + self._first_id,
         )
 
 

@@ -21,10 +21,11 @@ from rayvec import PPOConfig
 from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError
 from rayvec.node.process_pool import ProcessPool
+from rayvec.policies.networks import flat_weights
 from rayvec.training.evaluation import evaluate, evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
-from rayvec.training.runs import make_env
+from rayvec.training.runs import make_env, network_of
 from rayvec.wrappers import StaggeredStart
 
 SLOW = pytest.mark.slow
@@ -155,13 +156,14 @@ def test_an_interrupt_waits_for_no_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
         raise KeyboardInterrupt
 
     with rayvec.RayVecEnv("CartPole-v1", 2, num_nodes=0, workers_per_node=1) as env:
-        policy = rayvec.Policy(torch.nn.Linear(4, 2), env.single_action_space)
+        config = PPOConfig(env_id="CartPole-v1")
+        module = network_of(config, env.single_observation_space, env.single_action_space)
         limits: list[float | None] = []
         close = env._pool.close
         monkeypatch.setattr(env._pool, "close", lambda limit_s: (limits.append(limit_s), close(limit_s)))
         monkeypatch.setattr(Collector, "play", press)
         with pytest.raises(KeyboardInterrupt):
-            evaluate(env, policy, 2, seed=0)
+            evaluate(config, env, module, flat_weights(module), 2, seed=0)
         assert limits == [0.0]
 
 

@@ -18,7 +18,7 @@ import rayvec
 from rayvec import PPOConfig, TrainConfig
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch
-from rayvec.training.evaluation import evaluate, evaluate_run, greedy_policy
+from rayvec.training.evaluation import evaluate, evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 from rayvec.training.run_state import Progress
@@ -57,10 +57,10 @@ def test_evaluation_is_greedy_and_begins_where_it_says(tmp_path: Path) -> None:
     config = tiny(tmp_path / "a")
     with make_env(config) as env:
         learner = make_learner(config, env)
-        policy = greedy_policy(learner.module, learner.weights())
-        returns = [evaluate(env, policy, 6, seed=5, inference="worker").returns.tolist() for _ in range(2)]
+        acting = config, env, learner.module, learner.weights()
+        returns = [evaluate(*acting, 6, seed=5).returns.tolist() for _ in range(2)]
         assert returns[0] == returns[1] and len(returns[0]) == 6
-        assert math.isnan(evaluate(env, policy, 0, seed=5).return_mean)
+        assert math.isnan(evaluate(*acting, 0, seed=5).return_mean)
 
 
 def test_without_evaluation(tmp_path: Path) -> None:
