@@ -21,7 +21,7 @@ from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError, LearnerError, RankLostError, counted, without_remedy
 from rayvec.learners.base import check_gpu
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
-from rayvec.training.evaluation import Evaluation, open_evaluator
+from rayvec.training.evaluation import Evaluation, Evaluator, open_evaluator
 from rayvec.training.loggers import RunLogger, Tracker
 from rayvec.training.monitor import Monitor
 from rayvec.training.open_trainer import open_trainer
@@ -264,39 +264,21 @@ class _Run:
             Whether the run is done; not if Ctrl-C or SIGTERM came before, or if it should continue with other ranks.
             Then the checkpoint is of the last iteration.
         """
-        config, context, progress = self._config, self.context, self.context.progress
+        config, progress = self._config, self.context.progress
         if not self.has_begun and progress.steps >= config.total_steps:
             follows = "; only the evaluation follows" if config.eval_episodes else ""
             print(f"rayvec: the run has taken all its {progress.steps:,} steps{follows}", file=sys.stderr)
         self.has_begun = True
         self._monitor.begin(progress)
-        saved_s = time.monotonic()
+        self._saved_s = time.monotonic()
         with (
-            RunLogger(self._run_dir, config, progress, self._tracker, context.logged) as logger,
+            RunLogger(self._run_dir, config, progress, self._tracker, self.context.logged) as logger,
             open_evaluator(config, progress.steps) as evaluator,
         ):
             with interrupts.deferred():
                 is_saved = False
                 while trainer.has_pending or (self._has_more(interrupts) and not trainer.is_outdated):
-                    last_step = progress.steps + config.steps_per_iteration
-                    is_end = self._ends(interrupts) or last_step >= config.total_steps
-                    is_last = is_end or trainer.is_outdated
-                    is_evaluated = evaluator is not None and evaluator.is_due(last_step) and not is_end
-                    is_late = time.monotonic() - saved_s >= config.checkpoint_interval_s
-                    is_requested = context.take_request()
-                    is_saved = is_requested or is_late or is_last or is_evaluated
-                    iteration = trainer.iterate(ahead=not is_last, keep=is_saved, evaluate=is_evaluated)
-                    progress.add(iteration.stats)
-                    try:
-                        if evaluator is not None and iteration.weights is not None:
-                            iteration.evaluation, elapsed_s = evaluator.evaluate(progress.steps, iteration.weights)
-                            iteration.times_s["evaluate"] = elapsed_s
-                    except Exception:
-                        self._keep(iteration, logger)  # an evaluation that fails loses nothing of the training
-                        raise
-                    self._keep(iteration, logger)
-                    if iteration.state is not None:
-                        saved_s = time.monotonic()
+                    is_saved = self._iterate(trainer, interrupts, evaluator, logger)
                 if not is_saved:
                     self._save(trainer.state())
                 self._monitor.flush()
@@ -312,20 +294,39 @@ class _Run:
             self._save_result()  # before the learning curve is drawn: a Ctrl-C there does not lose the evaluation
         return True
 
-    def _keep(self, iteration: Iteration, logger: RunLogger) -> None:
-        """Shows an iteration, and saves its state if it has one."""
-        self._show(iteration, logger)
-        if iteration.state is not None:
-            self._save(iteration.state)
-            self.num_losses = 0
+    def _iterate(
+        self, trainer: RunTrainer, interrupts: Interrupts, evaluator: Evaluator | None, logger: RunLogger
+    ) -> bool:
+        """Makes an iteration, evaluates and saves its weights where that is due; returns whether it saved them."""
+        config, progress = self._config, self.context.progress
+        last_step = progress.steps + config.steps_per_iteration
+        is_end = self._ends(interrupts) or last_step >= config.total_steps
+        is_last = is_end or trainer.is_outdated
+        is_evaluated = evaluator is not None and evaluator.is_due(last_step) and not is_end
+        is_late = time.monotonic() - self._saved_s >= config.checkpoint_interval_s
+        is_saved = self.context.take_request() or is_late or is_last or is_evaluated
+        iteration = trainer.iterate(ahead=not is_last, keep=is_saved, evaluate=is_evaluated)
+        progress.add(iteration.stats)
+        try:
+            if evaluator is not None and iteration.weights is not None:
+                iteration.evaluation, elapsed_s = evaluator.evaluate(progress.steps, iteration.weights)
+                iteration.times_s["evaluate"] = elapsed_s
+        except Exception:
+            self._keep(iteration, logger)  # an evaluation that fails loses nothing of the training
+            raise
+        self._keep(iteration, logger)
+        return is_saved
 
-    def _show(self, iteration: Iteration, logger: RunLogger) -> None:
-        """Shows an iteration to the logger, the monitor and the callbacks."""
+    def _keep(self, iteration: Iteration, logger: RunLogger) -> None:
+        """Shows an iteration to the logger, the monitor and the callbacks, and saves its state if it has one."""
         self.context.metrics = logger.add(iteration)
         self._monitor.add(iteration)
         self._call("on_iteration")
         self._evaluated(iteration.evaluation, iteration.weights)
         logger.end_line()
+        if iteration.state is not None:
+            self._save(iteration.state)
+            self.num_losses = 0
 
     def _has_more(self, interrupts: Interrupts) -> bool:
         """Whether an iteration should follow."""
@@ -347,6 +348,7 @@ class _Run:
         self._weights = state["weights"].numpy()
         save_checkpoint(self._run_dir, self._complete(state))
         self._call("on_checkpoint")
+        self._saved_s = time.monotonic()
 
     def _call(self, hook: str) -> None:
         call(self._callbacks, hook, self.context)

@@ -152,9 +152,14 @@ class Trainer:
             self.collector.set_weights(self._learner.weights())
             laps.end("publish")
         num_cut = int(stragglers is not None and stragglers.has_cut)
-        state = self.state() if keep else None
-        weights = self._learner.weights() if evaluate else None
-        return Iteration(batch.stats, metrics, laps.times_s, num_cut, state=state, weights=weights)
+        return Iteration(
+            batch.stats,
+            metrics,
+            laps.times_s,
+            num_cut,
+            state=self.state() if keep else None,
+            weights=self._learner.weights() if evaluate else None,
+        )
 
     def state(self) -> dict[str, Any]:
         """See :class:`RunTrainer`."""
