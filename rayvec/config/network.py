@@ -104,9 +104,6 @@ class ActorCriticConfig(NetworkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_recurrent()
-
-    def _check_recurrent(self) -> None:
         if self.recurrent is None:
             return
         if self.network is not None:

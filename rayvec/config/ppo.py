@@ -59,15 +59,11 @@ class PPOConfig(ActorCriticConfig):
                 remedy="Lower minibatch_size, or raise num_envs or num_steps.",
             )
         check_ranks(self, "minibatch_size")
-        if self.recurrent is not None:
-            self._check_sequences()
-
-    def _check_sequences(self) -> None:
-        if self.sequence_length * self.num_learners > self.minibatch_size:
+        least = self.sequence_length * self.num_learners
+        if self.recurrent is not None and least > self.minibatch_size:
             raise ConfigError(
                 "A minibatch has whole sequences, at least one for each rank.",
-                expected=f"minibatch_size at least sequence_length * num_learners = "
-                f"{self.sequence_length * self.num_learners}",
+                expected=f"minibatch_size at least sequence_length * num_learners = {least}",
                 got=self.minibatch_size,
                 remedy="Raise minibatch_size, or lower sequence_length or num_learners.",
             )

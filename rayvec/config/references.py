@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from typing import Any
 
 from rayvec.errors import ConfigError
 
-__all__ = ["Reference", "imported", "is_unnamed", "refer", "resolve"]
+__all__ = ["Reference", "is_unnamed", "refer", "resolve"]
 
 _UNNAMED = " (passed in Python)"
 """Ends the name of an object that can't be imported by it."""
@@ -46,7 +47,7 @@ def refer(target: Any) -> Reference:
     path = f"{module}:{name}"
     if module != "__main__":
         try:
-            if imported(path) is target:
+            if _imported(path) is target:
                 return Reference(path, target)
         except (ImportError, AttributeError, ValueError, TypeError):
             pass
@@ -81,7 +82,7 @@ def resolve(setting: str, name: str) -> Any:
         )
     cause: BaseException | None = None
     try:
-        target = imported(name)
+        target = _imported(name)
         if callable(target):
             return target
         problem = f"it is no function or class but {type(target).__name__}"
@@ -97,7 +98,7 @@ def resolve(setting: str, name: str) -> Any:
     ) from cause
 
 
-def imported(name: str) -> Any:
+def _imported(name: str) -> Any:
     """Returns the object that "module:name" names.
 
     Raises:
@@ -106,7 +107,4 @@ def imported(name: str) -> Any:
         ValueError: There is no module in the name.
     """
     module, _, path = name.partition(":")
-    target: Any = importlib.import_module(module)
-    for part in path.split("."):
-        target = getattr(target, part)
-    return target
+    return operator.attrgetter(path)(importlib.import_module(module))
