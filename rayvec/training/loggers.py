@@ -91,8 +91,8 @@ class Tracker(Protocol):
         """Logs finite numbers by name, at a number of environment steps."""
         ...
 
-    def close(self, *, failed: bool, interrupted: bool = False) -> None:
-        """Ends the connection; `failed` if the run did, `interrupted` if it was by Ctrl-C."""
+    def close(self, state: str) -> None:
+        """Ends the connection, and says how the run has ended: see :attr:`rayvec.training.status.RunStatus.state`."""
         ...
 
 

@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from rayvec.data.batch import NodeStats, merge_nodes
 from rayvec.errors import ConfigError
 from rayvec.training.prometheus_names import METRICS
 from rayvec.training.run_state import Progress
-from rayvec.training.status import NodeStatus, RunStatus, write_status
+from rayvec.training.status import NodeStatus, RunStatus, end_state, write_status
 from rayvec.training.trainer import Iteration
 
 __all__ = ["Monitor"]
@@ -139,10 +139,9 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._has_failed = False
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        state = "finished" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         if self._last is not None:
             with contextlib.suppress(Exception):  # it counts even if an earlier one could not be published
-                self._publish(state)
+                self._publish(end_state(error))
         if self._ray is not None:
             self._ray.board.close()
         if self._port is not None:
@@ -151,7 +150,7 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def begin(self, progress: Progress) -> None:
         """Says that training begins, or continues after ranks were lost."""
         self._progress = progress
-        self._guarded(lambda: self._publish("running"))
+        self._publish_running()
 
     def count_lost_ranks(self) -> None:
         """Counts a restart of all ranks."""
@@ -180,18 +179,18 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
     def flush(self) -> None:
         """Publishes what was counted since the last time."""
         if self._iterations:
-            self._guarded(lambda: self._publish("running"))
+            self._publish_running()
 
     def _count(self, name: str, amount: float, *labels: str) -> None:
         if amount > 0:
             for counts in (self._totals, self._new):
                 counts[name, labels] += amount  # type: ignore[assignment]  # counters of seconds
 
-    def _guarded(self, publish: Callable[[], None]) -> None:
+    def _publish_running(self) -> None:
         if self._has_failed:
             return
         try:
-            publish()
+            self._publish("running")
         except Exception as error:
             self._has_failed = True
             logger.warning(

@@ -15,7 +15,12 @@ import psutil
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import finite, is_of
 
-__all__ = ["NodeStatus", "RunStatus", "directory_advice", "read_status", "write_status"]
+__all__ = ["NodeStatus", "RunStatus", "directory_advice", "end_state", "read_status", "write_status"]
+
+
+def end_state(error: BaseException | None) -> str:
+    """Returns the `state` of a run that has ended, with the error that it raised, if any."""
+    return "finished" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
 @dataclass(frozen=True, slots=True)

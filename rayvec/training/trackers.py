@@ -22,6 +22,7 @@ from pathlib import Path
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError
 from rayvec.training.loggers import Tracker
+from rayvec.training.status import end_state
 
 __all__ = ["TRACKERS", "check_tracker", "open_tracker"]
 
@@ -66,9 +67,9 @@ class WandbTracker:
         """See :class:`rayvec.training.loggers.Tracker`."""
         self._run.log({"steps": steps, **metrics})
 
-    def close(self, *, failed: bool, interrupted: bool = False) -> None:
+    def close(self, state: str) -> None:
         """See :class:`rayvec.training.loggers.Tracker`."""
-        self._run.finish(exit_code=130 if interrupted else int(failed))
+        self._run.finish(exit_code={"finished": 0, "interrupted": 130, "failed": 1}[state])
 
 
 class MLflowTracker:
@@ -114,8 +115,7 @@ class MLflowTracker:
         settings = config.to_plain().items()
         params = [self._entities.Param(key, str(value)) for key, value in settings if str(value)]
         self._client.log_batch(run.info.run_id, params=params)
-        found: str = run.info.run_id
-        return found
+        return str(run.info.run_id)
 
     def log(self, steps: int, metrics: Mapping[str, float | int]) -> None:
         """See :class:`rayvec.training.loggers.Tracker`."""
@@ -124,9 +124,9 @@ class MLflowTracker:
         values = [self._entities.Metric(names[name], float(value), now_ms, steps) for name, value in metrics.items()]
         self._client.log_batch(self.run_id, metrics=values)
 
-    def close(self, *, failed: bool, interrupted: bool = False) -> None:
+    def close(self, state: str) -> None:
         """See :class:`rayvec.training.loggers.Tracker`."""
-        self._client.set_terminated(self.run_id, "KILLED" if interrupted else "FAILED" if failed else "FINISHED")
+        self._client.set_terminated(self.run_id, "KILLED" if state == "interrupted" else state.upper())
 
 
 TRACKERS: dict[str, Callable[[TrainConfig, Path, str | None], WandbTracker | MLflowTracker]] = {
@@ -136,8 +136,8 @@ TRACKERS: dict[str, Callable[[TrainConfig, Path, str | None], WandbTracker | MLf
 """Trackers by the name that the setting `track` has for them, which is that of their package."""
 
 
-class _Forgiving:
-    """A tracker whose first error ends tracking with a warning."""
+class _Forgiving(contextlib.AbstractContextManager["_Forgiving"]):
+    """A tracker whose first error ends tracking with a warning; a context that closes it."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker: Tracker | None = tracker
@@ -145,9 +145,11 @@ class _Forgiving:
     def log(self, steps: int, metrics: Mapping[str, float | int]) -> None:
         self._try(lambda tracker: tracker.log(steps, metrics))
 
-    def close(self, *, failed: bool, interrupted: bool = False) -> None:
-        how = {"interrupted": True} if interrupted else {}
-        self._try(lambda tracker: tracker.close(failed=failed, **how))
+    def close(self, state: str) -> None:
+        self._try(lambda tracker: tracker.close(state))
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(end_state(error))
 
     def _try(self, action: Callable[[Tracker], None]) -> None:
         if self._tracker is not None:
@@ -193,13 +195,8 @@ def open_tracker(config: TrainConfig, run_dir: Path, run_id: str | None) -> Iter
         return
     kind, _, known = (run_id or "").partition("/")
     opened = TRACKERS[config.track](config, run_dir, known if kind == config.track else None)
-    tracker = _Forgiving(opened)
-    try:
+    with _Forgiving(opened) as tracker:
         yield tracker, f"{config.track}/{opened.run_id}"
-    except BaseException as error:
-        tracker.close(failed=True, interrupted=isinstance(error, KeyboardInterrupt))
-        raise
-    tracker.close(failed=False)
 
 
 def _without_secrets(uri: str) -> str:

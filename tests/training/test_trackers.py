@@ -87,15 +87,15 @@ def test_a_run_that_ctrl_c_ends_was_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_tracker_settings")
-@pytest.mark.parametrize(("failed", "interrupted", "code"), [(False, False, 0), (True, False, 1), (True, True, 130)])
-def test_wandb_gets_the_exit_code_of_the_run(failed: bool, interrupted: bool, code: int) -> None:
+@pytest.mark.parametrize(("state", "code"), [("finished", 0), ("failed", 1), ("interrupted", 130)])
+def test_wandb_gets_the_exit_code_of_the_run(state: str, code: int) -> None:
     """Its process and its server are left out."""
     from wandb import Run
 
     calls = []
     tracker = trackers.WandbTracker.__new__(trackers.WandbTracker)
     tracker._run = SimpleNamespace(finish=lambda **kwargs: calls.append(signature(Run.finish).bind(None, **kwargs)))
-    tracker.close(failed=failed, interrupted=interrupted)
+    tracker.close(state)
     assert [call.arguments["exit_code"] for call in calls] == [code]
 
 
@@ -211,7 +211,7 @@ def test_an_error_of_a_tracker_ends_tracking_only(
             calls["log"] += 1
             raise OSError("the server is gone")
 
-        def close(self, *, failed: bool) -> None:
+        def close(self, state: str) -> None:
             calls["close"] += 1
 
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda *args: Breaks())
