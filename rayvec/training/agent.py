@@ -51,26 +51,12 @@ def load(
         CheckpointError: The file is missing or damaged, or holds something else than a run.
     """
     run_dir = Path(run_dir)
-    if run_dir.is_file():
-        raise _no_directory(run_dir)
     config = with_own_parts(load_config(run_dir), env, network, begun=True)
     state = load_checkpoint(run_dir, checkpoint)
     observation_space, action_space = load_spaces(config, state["spaces"])
     progress = state.get("progress")
     steps = progress.get("steps") if isinstance(progress, Mapping) else None
     return Agent(config, observation_space, action_space, acting_weights(state), seed=seed, steps=steps)
-
-
-def _no_directory(path: Path) -> ConfigError:
-    run_dir = next((each for each in path.parents if (each / "config.yaml").exists()), path.parent)
-    name = path.relative_to(run_dir).as_posix()
-    checkpoint = f", {name!r}" if path.suffix == ".pt" and name != "checkpoint.pt" else ""
-    return ConfigError(
-        "A run is loaded from its directory.",
-        expected="the directory of a run",
-        got=f"{path}, which is a file",
-        remedy=f"Pass the directory: rayvec.load({str(run_dir)!r}{checkpoint})",
-    )
 
 
 def load_spaces(config: TrainConfig, described: Any) -> tuple[spaces.Space[Any], spaces.Space[Any]]:

@@ -167,8 +167,9 @@ def directory_advice(path: Path) -> str:
     """Returns a sentence that says which directory to pass in place of a path that is not the directory of a run."""
     run_dir = next((each for each in path.parents if (each / "config.yaml").exists()), None)
     if run_dir is not None:
-        option = f", and --checkpoint {path.relative_to(run_dir)} where you evaluate" if path.suffix == ".pt" else ""
-        return f"Pass the directory of the run, {run_dir}{option}."
+        name = path.relative_to(run_dir).as_posix()
+        option = f", and --checkpoint {name}, in Python checkpoint={name!r}, to evaluate or load it"
+        return f"Pass the directory of the run, {run_dir}{option if path.suffix == '.pt' else ''}."
     for config in sorted(path.glob("seed*/config.yaml")) if os.path.isdir(path) else ():
         return f"Pass one of its runs, such as {config.parent}."
     return "Pass the directory of a run, such as one below runs/."

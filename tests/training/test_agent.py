@@ -239,17 +239,20 @@ def test_an_agent_says_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "call"),
-    [("checkpoint.pt", ""), ("config.yaml", ""), ("checkpoints/9.pt", ", 'checkpoints/9.pt'")],
+    ("file", "advice"),
+    [
+        ("config.yaml", "."),
+        ("checkpoints/9.pt", ", and --checkpoint checkpoints/9.pt, in Python checkpoint='checkpoints/9.pt'"),
+    ],
 )
-def test_a_file_in_place_of_the_directory(tmp_path: Path, file: str, call: str) -> None:
+def test_a_file_in_place_of_the_directory(tmp_path: Path, file: str, advice: str) -> None:
     run_dir = tmp_path / "a"
     (run_dir / "checkpoints").mkdir(parents=True)
     for name in ("config.yaml", file):
         (run_dir / name).touch()
     with pytest.raises(ConfigError) as caught:
         rayvec.load(run_dir / file)
-    assert f"Pass the directory: rayvec.load('{run_dir}'{call})" in str(caught.value)
+    assert f"Pass the directory of the run, {run_dir}{advice}" in str(caught.value)
 
 
 def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
