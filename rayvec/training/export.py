@@ -44,12 +44,11 @@ class GreedyModule(nn.Module):
 
     def __init__(self, module: Any, observation_space: spaces.Space[Any]) -> None:
         super().__init__()
-        distribution, net = getattr(module, "distribution", None), module
+        distribution = getattr(module, "distribution", None)
+        net: Any = module.module if isinstance(module, MaskedActorCritic) else module
         leaves = dict(leaf_spaces(observation_space))
         paths = list(leaves)
         self._mask = paths.index((MASK_KEY,)) if getattr(module, "is_masked", False) else None
-        if isinstance(module, MaskedActorCritic):
-            net = module.module
         self._space = observation_space
         self._sees_all = isinstance(net, OwnActorCritic)
         encoder = getattr(net, "encoder", None)
@@ -58,16 +57,14 @@ class GreedyModule(nn.Module):
             encoder = net.encoder.encoder
             if encoder is None:
                 encoder, self._box = Encoder((), 0), next(i for i, path in enumerate(paths) if path != (MASK_KEY,))
-        has_memory = isinstance(net, RecurrentActorCritic)
-        is_known = isinstance(encoder, Encoder) and isinstance(distribution, Categorical | Gaussian | TanhGaussian)
-        if has_memory or not is_known:
+        is_known = isinstance(distribution, Categorical | Gaussian | TanhGaussian)
+        if isinstance(net, RecurrentActorCritic) or not isinstance(encoder, Encoder) or not is_known:
             raise ConfigError(
                 "A network is exported together with its encoder and its distribution of actions.",
                 expected="a network of PPO, IMPALA or SAC without memory",
                 got=type(module).__name__,
                 remedy="Export the torch module itself: agent.module",
             )
-        assert isinstance(encoder, Encoder)
         self.module = net
         self._encoder, self._distribution = encoder, distribution
         self._numbers = [
@@ -85,27 +82,22 @@ class GreedyModule(nn.Module):
             params = torch.where(obs[self._mask] != 0, params, NOT_ALLOWED)
         return self._greedy(params)
 
-    def _outputs(self, obs: tuple[Tensor, ...]) -> Tensor:
+    def _outputs(self, obs: tuple[Tensor, ...]) -> Any:
         """Returns the parameters of the distribution, without a mask."""
-        params: Tensor
         if self._sees_all:
-            params = self.module.action_parameters(self.module.read(_assembled(iter(obs), self._space)))
-            return params
+            return self.module.action_parameters(self.module.read(_assembled(iter(obs), self._space)))
         if self._box is not None:
-            params = self.module(obs[self._box].float())
-            return params
+            return self.module(obs[self._box].float())
         rows = [_encoded(obs[index], space, scale) for index, space, scale in self._numbers]
         images = [obs[index] for index in self._images]
         if not isinstance(self.module, ActorCritic):
-            params = self.module(torch.cat(rows, -1))
-        else:
-            numbers = [torch.cat(rows, -1)] if rows else []
-            mean, scale = self.module.obs_mean, self.module.obs_scale
-            if numbers and mean is not None and scale is not None:
-                numbers = [((numbers[0] - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)]
-            parts = [*numbers, *images]
-            params = self.module.action_parameters(parts[0] if len(parts) == 1 else tuple(parts))
-        return params
+            return self.module(torch.cat(rows, -1))
+        numbers = [torch.cat(rows, -1)] if rows else []
+        mean, scale = self.module.obs_mean, self.module.obs_scale
+        if numbers and mean is not None and scale is not None:
+            numbers = [((numbers[0] - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)]
+        parts = [*numbers, *images]
+        return self.module.action_parameters(parts[0] if len(parts) == 1 else tuple(parts))
 
     def _greedy(self, params: Tensor) -> Tensor:
         """Returns the most probable actions; for a squashed normal, the means squashed."""
@@ -131,7 +123,7 @@ def _assembled(leaves: Iterator[Tensor], space: spaces.Space[Any]) -> Any:
     return next(leaves)
 
 
-def _encoded(array: Tensor, space: spaces.Space[Any], scale: Any = None) -> Tensor:
+def _encoded(array: Tensor, space: spaces.Space[Any], scale: Any) -> Tensor:
     """Returns one leaf of an observation as numbers ``[B, D]``, as the encoder does."""
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         sizes, starts = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0))), np.atleast_1d(space.start)
