@@ -43,6 +43,7 @@ __all__ = [
     "check_flag",
     "check_node_range",
     "counted",
+    "duration",
     "first_line",
     "message",
     "without_remedy",
@@ -292,6 +293,18 @@ def counted(count: int, noun: str) -> str:
     ('1 rank', '20,000 steps')
     """
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a duration with three digits and its unit.
+
+    >>> duration(2.0), duration(0.0123), duration(4.56e-05)
+    ('2 s', '12.3 ms', '45.6 µs')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"
 
 
 def without_remedy(error: BaseException) -> str:

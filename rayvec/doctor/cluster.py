@@ -21,7 +21,7 @@ from rayvec.cluster.tcp_stream import Listener, connect
 from rayvec.doctor import probe
 from rayvec.doctor.findings import Finding, Node, of_network, of_node, of_versions
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import first_line, without_remedy
+from rayvec.errors import duration, first_line, without_remedy
 
 __all__ = ["examine", "recommended"]
 
@@ -164,7 +164,7 @@ class _Examination:
                 )
                 continue
             measured.append((node, found))
-            times = f"made in {found['make_s']:.2f} s, a step takes {_duration(found['step_s'])}"
+            times = f"made in {found['make_s']:.2f} s, a step takes {duration(found['step_s'])}"
             yield Finding("ok", node.name, "environment", f"{env_id}: {times}")
         if measured:
             yield from _slow_nodes(measured)
@@ -237,7 +237,7 @@ def _slow_nodes(measured: Sequence[tuple[Node, Mapping[str, Any]]]) -> Iterator[
                 "warning",
                 node.name,
                 "environment",
-                f"a step takes {_duration(each['step_s'])}, {times}",
+                f"a step takes {duration(each['step_s'])}, {times}",
                 meaning="All nodes wait for the slowest.",
                 remedy="Look for other work on it, or train with learners='decentralized' and sync_fraction=0.6.",
             )
@@ -245,7 +245,3 @@ def _slow_nodes(measured: Sequence[tuple[Node, Mapping[str, Any]]]) -> Iterator[
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{1e6 * seconds:.0f} µs" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"

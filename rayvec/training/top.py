@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, duration
 from rayvec.training.status import NodeStatus, RunStatus, read_status
 
 __all__ = ["top"]
@@ -149,7 +149,7 @@ def _table(nodes: Sequence[NodeStatus], age_s: float, width: int) -> Table:
         "envs": [f"{node.num_envs:,}" for node in nodes],
         "workers": [f"{node.num_workers:,}" for node in nodes],
         "steps/s": [f"{node.steps_per_s:,.0f}" for node in nodes],
-        "step": [_duration(node.step_s) for node in nodes],
+        "step": ["-" if node.step_s is None else duration(node.step_s) for node in nodes],
         "efficiency": ["-" if node.efficiency is None else f"{node.efficiency:.0%}" for node in nodes],
         "restarts": [f"{node.n_restarts:,}" for node in nodes],
         "queue": [f"{node.n_pending:,}" for node in nodes],
@@ -165,17 +165,3 @@ def _table(nodes: Sequence[NodeStatus], age_s: float, width: int) -> Table:
     for node, *cells in zip((node.node for node in nodes), *columns.values(), strict=True):
         table.add_row(node, *cells)
     return table
-
-
-def _duration(seconds: float | None) -> str:
-    """Returns a duration with three digits and its unit.
-
-    >>> [_duration(each) for each in (None, 2.0, 0.0123, 4.56e-05)]
-    ['-', '2 s', '12.3 ms', '45.6 µs']
-    """
-    if seconds is None:
-        return "-"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
