@@ -1,36 +1,32 @@
-"""The learning curve of a run as a picture."""
+"""The learning curve of a run as a figure, and its points."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.training.atomic_files import is_of, written_whole
+from rayvec.training.atomic_files import is_of
 from rayvec.training.matplotlib_figures import BLUE, ORANGE, curves_figure
 
-__all__ = ["episode_mean", "metric_points", "plot_learning_curve", "training_points", "without_damaged_lines"]
+__all__ = ["episode_mean", "learning_curve_figure", "metric_points", "training_points", "without_damaged_lines"]
 
 
-def plot_learning_curve(
-    metrics: Iterable[Mapping[str, Any]], path: Path | BinaryIO, title: str, greedy: tuple[int, float] | None = None
-) -> None:
-    """Draws returns against environment steps: of training episodes, with a smoothed line, and of evaluations.
+def learning_curve_figure(
+    lines: Sequence[Mapping[str, Any]], title: str, greedy: tuple[int, float] | None = None
+) -> Any:
+    """Returns a figure of returns against environment steps, for savefig: training episodes and evaluations.
 
     The smoothed line is a centred mean over about a twelfth of the run, each line of metrics weighted by its
     number of episodes.
 
     Args:
-        metrics: Lines of a metrics file; those in which no episode ended have no point.
-        path: The PNG file, or an open file.
+        lines: Undamaged lines of a metrics file; those in which no episode ended have no point.
         title: The title.
         greedy: Steps at the greedy evaluation after training and its mean return, to be marked.
     """
-    lines = list(without_damaged_lines(metrics))
     steps, returns, line_means = training_points(lines)
     evaluations = metric_points(lines, "eval/return_mean")
     figure, (axes,) = curves_figure()
@@ -50,8 +46,7 @@ def plot_learning_curve(
         axes.text(0.5, 0.5, "no episode has ended", transform=axes.transAxes, ha="center", color="grey")
     axes.set(title=title, xlabel="environment steps", ylabel="return (sum of rewards in an episode)")
     axes.set_xlim(left=0)
-    with written_whole(path) if isinstance(path, Path) else contextlib.nullcontext(path) as file:
-        figure.savefig(file, format="png")
+    return figure
 
 
 def without_damaged_lines(lines: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

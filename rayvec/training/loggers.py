@@ -20,7 +20,7 @@ from rayvec.config import TrainConfig
 from rayvec.errors import counted
 from rayvec.training.atomic_files import finite, written_whole
 from rayvec.training.evaluation import Evaluation
-from rayvec.training.learning_curve import plot_learning_curve
+from rayvec.training.learning_curve import learning_curve_figure, without_damaged_lines
 from rayvec.training.progress_display import ProgressDisplay, progress_text
 from rayvec.training.run_state import Progress
 from rayvec.training.trainer import Iteration
@@ -248,5 +248,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
                 self._publish(self._logged)  # each step is in one line of the file
 
     def _draw(self) -> None:
-        metrics = read_metrics(self._run_dir / "metrics.jsonl")
-        plot_learning_curve(metrics, self._run_dir / "learning_curve.png", self._config.title, self._greedy)
+        lines = list(without_damaged_lines(read_metrics(self._run_dir / "metrics.jsonl")))
+        figure = learning_curve_figure(lines, self._config.title, self._greedy)
+        with written_whole(self._run_dir / "learning_curve.png") as file:
+            figure.savefig(file, format="png")

@@ -15,7 +15,7 @@ import numpy as np
 from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import written_whole
-from rayvec.training.learning_curve import metric_points, plot_learning_curve, without_damaged_lines
+from rayvec.training.learning_curve import learning_curve_figure, metric_points, without_damaged_lines
 from rayvec.training.loggers import read_metrics
 from rayvec.training.matplotlib_figures import BLUE, ORANGE, curves_figure
 from rayvec.training.run_dir import load_config, load_result
@@ -105,9 +105,8 @@ def _facts(lines: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> str
 
 def _learning_curve(lines: Sequence[Mapping[str, Any]], result: Mapping[str, Any], title: str) -> str:
     final = result.get("eval_return_mean")
-    figure = io.BytesIO()
-    plot_learning_curve(lines, figure, title, None if final is None else (result["total_steps"], final))
-    return _picture(figure, "return over environment steps")
+    greedy = None if final is None else (result["total_steps"], final)
+    return _saved(learning_curve_figure(lines, title, greedy), "return over environment steps")
 
 
 def _evaluation(result: Mapping[str, Any]) -> str:
@@ -184,9 +183,5 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 def _saved(figure: Any, description: str) -> str:
     stream = io.BytesIO()
     figure.savefig(stream, format="png")
-    return _picture(stream, description)
-
-
-def _picture(stream: io.BytesIO, description: str) -> str:
     data = base64.b64encode(stream.getvalue()).decode()
     return f'<img alt="{html.escape(description)}" src="data:image/png;base64,{data}">'

@@ -23,7 +23,7 @@ from rayvec import PPOConfig
 from rayvec.data import CollectStats
 from rayvec.learners.ppo import PPOLearner
 from rayvec.training import loggers, progress_display
-from rayvec.training.learning_curve import plot_learning_curve, smoothed
+from rayvec.training.learning_curve import learning_curve_figure, smoothed
 from rayvec.training.loggers import MetricsFile, RunLogger, read_metrics
 from rayvec.training.progress_display import ProgressDisplay
 from rayvec.training.run_dir import load_result
@@ -176,20 +176,23 @@ def test_ctrl_c_while_the_curve_is_drawn_keeps_the_evaluation(tmp_path: Path, mo
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loggers, "plot_learning_curve", interrupt)
+    monkeypatch.setattr(loggers, "learning_curve_figure", interrupt)
     with pytest.raises(KeyboardInterrupt):
         rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=2))
     assert len(load_result(tmp_path / "a")["eval_returns"]) == 2
 
 
-def test_learning_curve_of_any_number_of_points(tmp_path: Path) -> None:
-    blank = tmp_path / "blank.png"
-    plot_learning_curve([], blank, "no episode")
+def test_learning_curve_of_any_number_of_points() -> None:
+    def drawn(lines: list[dict[str, Any]], greedy: tuple[int, float] | None = None) -> bytes:
+        stream = io.BytesIO()
+        learning_curve_figure(lines, "title", greedy).savefig(stream, format="png")
+        return stream.getvalue()
+
+    blank = drawn([])
     for count in (1, 2, 3, 500):
         lines = [{"steps": i, "return_mean": float(i), "episodes": 1} for i in range(count)]
         silent = [{"steps": 9, "return_mean": None, "episodes": 0, "eval/return_mean": 2.0}]
-        plot_learning_curve(lines + silent, tmp_path / "curve.png", "title", greedy=(count, 1.0))
-        assert (tmp_path / "curve.png").read_bytes() != blank.read_bytes()
+        assert drawn(lines + silent, (count, 1.0)) != blank
 
 
 def test_smoothing_keeps_a_constant_and_both_ends() -> None:
