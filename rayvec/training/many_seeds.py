@@ -21,7 +21,7 @@ from rayvec.config import TrainConfig
 from rayvec.config.schema import field_names
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.node.fork_server import end_with_parent
-from rayvec.training.plots import plot_runs, read_runs
+from rayvec.training.plots import plot_and_list, read_runs
 from rayvec.training.run_dir import free_run_dir, load_config, load_result
 from rayvec.training.runs import choose_engine
 from rayvec.training.status import read_status
@@ -229,7 +229,4 @@ def _summarize(run_dirs: Sequence[Path], picture: Path) -> None:
     except ConfigError as error:
         print(f"There is no picture of the curves: {error}")
         return
-    plot_runs(groups, picture)
-    for group in groups:
-        print(f"{group.env_id} {group}")
-    print(f"the curves are in {picture}")
+    plot_and_list(groups, picture)

@@ -23,7 +23,7 @@ from rayvec.training.loggers import read_metrics
 from rayvec.training.matplotlib_figures import COLORS, curves_figure
 from rayvec.training.run_dir import load_config, load_result
 
-__all__ = ["Curves", "plot_runs", "read_runs"]
+__all__ = ["Curves", "plot_and_list", "plot_runs", "read_runs"]
 
 _POINTS = 200
 _LINE_CHARS = 106
@@ -234,6 +234,14 @@ def plot_runs(groups: Sequence[Curves], path: Path | str) -> None:
         axes.legend(frameon=False, fontsize=8, **below)
     with written_whole(path) as file:
         figure.savefig(file, format=kind)
+
+
+def plot_and_list(groups: Sequence[Curves], path: Path) -> None:
+    """Draws the picture of `plot_runs`, and prints a line for each group and where the picture is."""
+    plot_runs(groups, path)
+    for group in groups:
+        print(f"{group.env_id} {group}")
+    print(f"the curves are in {path}")
 
 
 def _draw(axes: Any, runs: Sequence[NDArray[np.float64]], color: str, style: str, label: str | None) -> None:
