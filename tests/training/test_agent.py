@@ -386,10 +386,9 @@ class Looping(torch.nn.Module):
         return obs
 
 
-def test_a_network_that_onnx_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_network_that_onnx_does_not_have_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"torch.onnx traces a network.*Remedy: Export to TorchScript"):
-        export._export_onnx(Looping(), (torch.ones(2, 3),), ["obs"], tmp_path / "policy.onnx")  # type: ignore[arg-type]
-    assert not any(tmp_path.iterdir())
+        export._onnx(Looping(), (torch.ones(2, 3),), [("obs",)])  # type: ignore[arg-type]
 
 
 class CountsRows(own_parts.TwoHeads):
