@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,18 +129,16 @@ class Evaluator:
         """Whether the weights after `steps` environment steps are to be evaluated."""
         return steps // self._interval_steps > self._num_done
 
-    def evaluate(self, steps: int, weights: NDArray[np.float32]) -> tuple[Evaluation, float]:
-        """Plays the episodes of an evaluation, which are the same every time; returns it and how long it took.
+    def evaluate(self, steps: int, weights: NDArray[np.float32]) -> Evaluation:
+        """Plays the episodes of an evaluation, which are the same every time.
 
         Args:
             steps: Environment steps taken so far.
             weights: The acting weights, ``float32 [P]``.
         """
-        began_s = time.monotonic()
         self._num_done = steps // self._interval_steps
         seed = self._config.eval_seed(is_final=False)
-        evaluation = evaluate(self._config, self._env, self._module, weights, seed=seed)
-        return evaluation, time.monotonic() - began_s
+        return evaluate(self._config, self._env, self._module, weights, seed=seed)
 
 
 @contextlib.contextmanager

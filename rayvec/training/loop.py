@@ -309,8 +309,9 @@ class _Run:
         progress.add(iteration.stats)
         try:
             if evaluator is not None and iteration.weights is not None:
-                iteration.evaluation, elapsed_s = evaluator.evaluate(progress.steps, iteration.weights)
-                iteration.times_s["evaluate"] = elapsed_s
+                began_s = time.monotonic()
+                iteration.evaluation = evaluator.evaluate(progress.steps, iteration.weights)
+                iteration.times_s["evaluate"] = time.monotonic() - began_s
         except Exception:
             self._keep(iteration, logger)  # an evaluation that fails loses nothing of the training
             raise
