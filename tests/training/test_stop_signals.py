@@ -302,6 +302,7 @@ with RaySession():
     assert came == [1]
     signal.raise_signal(signal.SIGTERM)
     assert came == [1, 1]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), "Ray's C++ handler would abort in 3 s"
 """
 
 
