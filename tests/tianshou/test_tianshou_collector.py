@@ -531,6 +531,44 @@ def test_over_other_vector_environments_it_is_tianshous() -> None:
     assert collector.collect(n_episode=3).n_collected_episodes == 3
 
 
+def scaled(base: Any) -> Any:
+    """Returns a subclass that changes rewards and first observations."""
+
+    class Scaled(base):  # type: ignore[misc]
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            obs, rew, *rest = super().step(*args, **kwargs)
+            return obs, rew * 0.5, *rest
+
+        def reset(self, *args: Any, **kwargs: Any) -> Any:
+            obs, infos = super().reset(*args, **kwargs)
+            return obs * 0, infos
+
+    return Scaled
+
+
+def test_step_and_reset_of_a_subclass_are_called() -> None:
+    with closing(scaled(RayVectorEnv)([Drift] * 2, num_nodes=0, workers_per_node=0)) as env:
+        mine = Collector(Exact(), env, VectorReplayBuffer(200, 2))
+        other = tianshou.data.Collector(Exact(), scaled(DummyVectorEnv)([Drift] * 2), VectorReplayBuffer(200, 2))
+        for collector in (mine, other):
+            collector.env.seed([11, 22])
+            collector.reset()
+        collect_both(mine, other, n_step=60)
+        with pytest.raises(ConfigError, match="step and reset not overridden"):
+            Collector(Exact(), env, prefetch=True)
+
+
+def test_a_step_that_was_set_on_the_object_is_called() -> None:
+    calls: list[Any] = []
+    with closing(local([Drift] * 2)) as env:
+        step = env.step
+        env.step = lambda *args: calls.append(args) or step(*args)  # type: ignore[method-assign,func-returns-value]
+        collector = Collector(Exact(), env, VectorReplayBuffer(200, 2))
+        collector.reset()
+        collector.collect(n_step=60)
+    assert len(calls) == 30
+
+
 class Gives(Policy):
     """Gives one action always; its noise adds one. What it draws is random."""
 

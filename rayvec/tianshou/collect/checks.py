@@ -10,8 +10,9 @@ from tianshou.algorithm.algorithm_base import Algorithm, Policy
 from tianshou.env import BaseVectorEnv, VectorEnvWrapper
 
 from rayvec.errors import ConfigError
+from rayvec.tianshou.env.vector_env import RayVectorEnv
 
-__all__ = ["are_equal", "check_policy_and_env", "uses_of"]
+__all__ = ["are_equal", "can_take_chunks", "check_policy_and_env", "overrides", "uses_of"]
 
 
 def uses_of(env: BaseVectorEnv) -> int:
@@ -19,6 +20,16 @@ def uses_of(env: BaseVectorEnv) -> int:
     while isinstance(env, VectorEnvWrapper):
         env = env.venv
     return getattr(env, "num_uses", 0)
+
+
+def overrides(owner: object, base: type, *names: str) -> bool:
+    """Whether the class of an object, or the object itself, has another method in place of one of `base`."""
+    return any(getattr(getattr(owner, name), "__func__", None) is not getattr(base, name) for name in names)
+
+
+def can_take_chunks(env: Any) -> bool:
+    """Whether chunks of environments are what their `step` and `reset` would return."""
+    return isinstance(env, RayVectorEnv) and not env.is_async and not overrides(env, RayVectorEnv, "step", "reset")
 
 
 def are_equal(spaces: Sequence[gymnasium.Space[Any]]) -> bool:

@@ -26,7 +26,7 @@ from rayvec.data.join_chunks import counted_ends, join_chunks
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env, truncate_open_episode
-from rayvec.tianshou.collect.checks import are_equal, check_policy_and_env, uses_of
+from rayvec.tianshou.collect.checks import are_equal, can_take_chunks, check_policy_and_env, overrides, uses_of
 from rayvec.tianshou.collect.failed_steps import AbsentRows, without_absent_rows
 from rayvec.tianshou.collect.prefetch import PrefetchCollectStats, check_prefetch, prefetch_error
 from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes
@@ -46,7 +46,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     Over a :class:`rayvec.tianshou.RayVectorEnv` the policy acts in the workers, and whole chunks go into the buffer.
     The collector takes one step of all environments at a time, as Tianshou does, where something requires it: a hook
     on steps, rendering, arguments for resets, a stats class that looks at every step, first observations that do not
-    match their space, random actions of different action spaces, another vector environment.
+    match their space, random actions of different action spaces, another vector environment, a subclass of
+    RayVectorEnv with a `step` or `reset` of its own.
 
     Two things differ from Tianshou's Collector. Where environments are reset in mid-episode (by ``reset``, after
     ``collect(n_episode=n)``, which resets all of them, or in the first ``collect`` after something else stepped them),
@@ -227,12 +228,11 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         env = self.env
         return (
             self._inference == "worker"
-            and isinstance(env, RayVectorEnv)
-            and not env.is_async
-            and env.gives_arrays
+            and can_take_chunks(env)
+            and cast(RayVectorEnv, env).gives_arrays
             and not self._state_in_driver
             and self._on_step_hook is None
-            and type(self).run_on_step_hook is tianshou.data.Collector.run_on_step_hook
+            and not overrides(self, tianshou.data.Collector, "run_on_step_hook", "_compute_action_policy_hidden")
             and self.collect_stats_class.update_at_step_batch is CollectStats.update_at_step_batch
             and (self._has_one_action_space if random else self._workers.publish())
         )
@@ -248,7 +248,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         if n_episode and self._unbiased:
             raise ConfigError(
                 "Unbiased episodes are collected in chunks.",
-                expected="inference='worker', no hook on steps, no rendering, no arguments for resets",
+                expected="inference='worker', no hook on steps, no rendering, no arguments for resets, "
+                "a RayVectorEnv with its own step and reset",
                 got="a collect that takes one step at a time",
                 remedy="Leave unbiased=True out, or what requires single steps.",
             )

@@ -10,7 +10,7 @@ from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
 from tianshou.data import CollectStats
 
 from rayvec.errors import ConfigError
-from rayvec.tianshou.env.vector_env import RayVectorEnv
+from rayvec.tianshou.collect.checks import can_take_chunks
 from rayvec.tianshou.policies import records_logp
 
 __all__ = ["PrefetchCollectStats", "check_prefetch", "prefetch_error"]
@@ -32,12 +32,13 @@ def check_prefetch(policy: Policy | Algorithm[Any, Any], env: Any, inference: st
     """Refuses environments and algorithms that `prefetch` does not support.
 
     Raises:
-        ConfigError: The policy acts in the driver, the environments are asynchronous or not a `RayVectorEnv`, or the
-            algorithm learns only from steps of its present policy.
+        ConfigError: The policy acts in the driver; the environments are asynchronous, not a `RayVectorEnv`, or have a
+            `step` or `reset` of their own; or the algorithm learns only from steps of its present policy.
     """
-    if inference != "worker" or not isinstance(env, RayVectorEnv) or env.is_async:
+    if inference != "worker" or not can_take_chunks(env):
         raise prefetch_error(
-            "inference='worker' and a RayVectorEnv without wait_num and timeout", f"{inference}, {env}"
+            "inference='worker' and a RayVectorEnv without wait_num and timeout, step and reset not overridden",
+            f"{inference}, {env}",
         )
     acting = policy.policy if isinstance(policy, Algorithm) else policy
     on_policy = isinstance(policy, OnPolicyAlgorithm) or isinstance(acting, ProbabilisticActorPolicy)
