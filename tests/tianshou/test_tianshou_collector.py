@@ -164,6 +164,23 @@ class TestSteps:
                 mine.set_on_step_hook(hook)
                 collect_both(mine, other, n_step=35)
 
+    @pytest.mark.parametrize("change", [("exploration_noise", True), ("policy", None), ("policy.temperature", 1.0)])
+    def test_hidden_state_stays_if_the_policy_is_copied_again(
+        self, venvs: dict[str, RayVectorEnv], change: tuple[str, Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        mine, other = pair(venvs, "drift", Remembers)
+        collect_both(mine, other, n_step=15)
+        owner, _, name = change[0].rpartition(".")
+        for collector in (mine, other):
+            setattr(collector.policy if owner else collector, name, change[1] or Remembers())
+        for n_step in (15, 100):
+            collect_both(mine, other, n_step=n_step)
+        for collector in (mine, other):
+            collector.reset_buffer()
+            collector.reset()
+        collect_both(mine, other, n_step=30)
+        assert caplog.text.count("was copied to the workers again") == 1 and mine._takes_chunks(random=False)
+
     def test_newest_weights_act(self, venvs: dict[str, RayVectorEnv]) -> None:
         mine, other = pair(venvs)
         for shift, eps in ((3.0, 0.0), (4.0, 0), (4.0, 1), (5.0, None or 0.5)):

@@ -131,6 +131,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     def _attach_env(self) -> None:
         """Creates the pipelines for `env` and forgets the state of the previous environments."""
         self._in_mid_episode = self._state_in_driver = False
+        self._state_key: int | None = None  # of the store whose copies have the hidden state of episodes in progress
         self._num_uses = 0  # of the environments up to now; other vector environments than rayvec's do not count
         self._lost_steps = False  # whether steps may be missing in the buffer, since an exception ended a collect
         env = cast(RayVectorEnv, self.env)  # others collect a step at a time
@@ -179,6 +180,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         """
         self._apply_changes()
         self._state_in_driver = self._in_mid_episode = self._lost_steps = False
+        self._state_key = None
         self._drop_pending()
         buffer = self.buffer.buffer if isinstance(self.buffer, AbsentRows) else self.buffer
         for env_id in range(self.env_num):
@@ -234,8 +236,28 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             and self._on_step_hook is None
             and not overrides(self, tianshou.data.Collector, "run_on_step_hook", "_compute_action_policy_hidden")
             and self.collect_stats_class.update_at_step_batch is CollectStats.update_at_step_batch
-            and (self._has_one_action_space if random else self._workers.publish())
+            and (self._has_one_action_space if random else self._publish())
         )
+
+    def _publish(self) -> bool:
+        """Gives the workers the policy as it is now; returns False where it must act in the driver."""
+        if not self._workers.publish():
+            return False
+        store = self._workers.store
+        if store is None or self._state_key in (None, store.key):
+            return True
+        if self._prefetch:
+            raise prefetch_error(
+                "a policy with a hidden state that stays as it is until the next reset",
+                "one that was copied to the workers again in mid-episode",
+                "Call reset() first.",
+            )
+        logger.warning(
+            "the policy was copied to the workers again in mid-episode: its hidden state is kept in the driver, and "
+            "the collector takes one step at a time until the next reset"
+        )
+        self._state_in_driver = True
+        return False
 
     def _collect_steps(self, n_step: int | None, n_episode: int | None, *how: Any) -> Any:
         """Collects as Tianshou does; takes the arguments of `_collect`."""
@@ -383,7 +405,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         if random:
             lead = chunk.valid.shape
             act = self.policy.map_action_inverse(act.reshape(-1, *act.shape[2:])).reshape(*lead, *act.shape[2:])
-        insertion = ChunkInsertion(self.buffer, chunk, act=act, policy=policy_entry(chunk.extras))
+        entry, store = policy_entry(chunk.extras), self._workers.store
+        self._state_key = store.key if store is not None and "hidden_state" in entry else None
+        insertion = ChunkInsertion(self.buffer, chunk, act=act, policy=entry)
         stats.n_collected_steps += int(chunk.valid.sum())
         if "dist_std" in chunk.extras:
             parts = [] if stats.pred_dist_std_array is None else [stats.pred_dist_std_array]
