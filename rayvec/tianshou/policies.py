@@ -218,7 +218,8 @@ def policy_entry(extras: dict[str, NDArray[Any]]) -> Batch:
     for name, value in extras.items():
         for prefix in (_ARRAY, _TENSOR):
             if name.startswith(prefix):
-                *path, last = name.removeprefix(prefix).split("/")
+                path = name.removeprefix(prefix).split("/")
+                *path, last = [key.replace("~1", "/").replace("~0", "~") for key in path]
                 place = entry
                 for key in path:
                     place = place.__dict__.setdefault(key, Batch())
@@ -227,9 +228,11 @@ def policy_entry(extras: dict[str, NDArray[Any]]) -> Batch:
 
 
 def _flatten(value: Any, path: str) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yields arrays with their paths, keys escaped as in a JSON pointer."""
     if isinstance(value, dict | Batch):
         for key, part in value.items():
-            yield from _flatten(part, f"{path}/{key}" if path else key)
+            name = key.replace("~", "~0").replace("/", "~1")
+            yield from _flatten(part, f"{path}/{name}" if path else name)
     elif isinstance(value, torch.Tensor):
         yield _TENSOR + path, value.detach().cpu().numpy()
     elif value is not None:

@@ -284,6 +284,20 @@ def test_memory_lasts_for_one_episode(inference: Any) -> None:
         count[:] = 0
 
 
+def test_keys_of_an_entry_may_be_any_strings() -> None:
+    class Named(Remembers):
+        def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+            zeros = np.zeros(len(batch.obs))
+            state = {"a/b": torch.zeros(len(batch.obs), 1) if state is None else state["a/b"] + 1}
+            return Batch(act=zeros.astype(int), state=state, policy={"x/y": zeros, "x": {"y": zeros}, "~1": zeros})
+
+    acting = TianshouPolicy(Named())
+    for count in range(2):
+        entry: Any = policy_entry(acting.act(np.zeros((4, 2), np.float32), NO_NOISE)[1])
+        assert set(entry.get_keys()) == {"x/y", "x", "~1", "hidden_state"} and set(entry.x.get_keys()) == {"y"}
+        assert (entry.hidden_state["a/b"] == count).all()
+
+
 def test_an_algorithm_stands_for_its_policy() -> None:
     from tianshou.algorithm import DQN
     from tianshou.algorithm.optim import AdamOptimizerFactory
