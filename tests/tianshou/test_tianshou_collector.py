@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import threading
 import warnings
@@ -360,6 +362,34 @@ def test_step_hook_changes_what_is_stored(venvs: dict[str, RayVectorEnv]) -> Non
 
     mine, other = pair(venvs, on_step_hook=hook)
     collect_both(mine, other, n_step=40)
+
+
+def test_a_step_hook_finds_a_buffer_that_can_be_copied() -> None:
+    found: list[Any] = []
+
+    def hook(acts: Any, batch: Any) -> None:
+        buffer = collector.buffer
+        assert isinstance(buffer, VectorReplayBuffer)
+        found.append((len(buffer), copy.deepcopy(buffer), copy.copy(buffer), pickle.loads(pickle.dumps(buffer))))
+
+    with closing(local([Drift] * 2)) as env:
+        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), on_step_hook=hook)
+        collector.reset()
+        collector.collect(n_step=6)
+    for size, *copies in found:
+        assert all(type(each) is VectorReplayBuffer and each is not collector.buffer for each in copies)
+        assert len(copies[0]) == len(copies[2]) == size
+
+
+@pytest.mark.parametrize("inference", ["worker", "driver"])
+def test_a_function_that_is_set_on_the_collector_sees_every_episode(inference: Any) -> None:
+    seen: list[int] = []
+    with closing(local([Drift] * 2)) as env:
+        collector = Collector(Exact(), env, VectorReplayBuffer(400, 2), inference=inference)
+        collector.run_on_episode_done = lambda episode: seen.append(len(episode))  # type: ignore[method-assign]
+        collector.reset()
+        stats = [collector.collect(n_step=100) for _ in range(2)]
+    assert seen == [*stats[0].lens, *stats[1].lens] and len(stats[1].lens)
 
 
 def test_random_actions_come_from_the_space(venvs: dict[str, RayVectorEnv]) -> None:

@@ -426,7 +426,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         """Whether a hook or a stats class is called with every whole episode."""
         return (
             self._on_episode_done_hook is not None
-            or type(self).run_on_episode_done is not tianshou.data.Collector.run_on_episode_done
+            or overrides(self, tianshou.data.Collector, "run_on_episode_done")
             or self.collect_stats_class.update_at_episode_done is not CollectStats.update_at_episode_done
         )
 

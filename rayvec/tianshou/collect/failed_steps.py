@@ -7,6 +7,7 @@ Such a row is not stored. The transition before it is truncated, and no hook and
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,8 @@ _CUT: Any = Batch()
 class AbsentRows:
     """A buffer that does not store steps that failed; everything else goes to the buffer that it wraps.
 
+    It passes for an object of the buffer's class. A copy of it, or what is unpickled, is a copy of the buffer.
+
     Args:
         buffer: The buffer to wrap.
 
@@ -39,8 +42,18 @@ class AbsentRows:
         self.buffer = buffer
         self.count = 0
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.buffer)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.buffer, name)
+
+    def __copy__(self) -> ReplayBuffer:
+        return copy.copy(self.buffer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (self.buffer,)
 
     def __len__(self) -> int:
         return len(self.buffer)
@@ -73,11 +86,16 @@ class AbsentRows:
         return results
 
 
+def _same(buffer: ReplayBuffer) -> ReplayBuffer:
+    return buffer
+
+
 @contextlib.contextmanager
 def without_absent_rows(collector: Any) -> Iterator[AbsentRows]:
     """Lets a collector's loop run without steps that failed; the caller corrects the loop's counts of them."""
     rows = AbsentRows(collector.buffer)
     shown, stats_class = collector.run_on_episode_done, collector.collect_stats_class
+    own = vars(collector).get("run_on_episode_done")  # a function that was set on the object
 
     class Stats(stats_class):  # type: ignore[misc,valid-type]
         """Counts no episode that was cut."""
@@ -92,4 +110,7 @@ def without_absent_rows(collector: Any) -> Iterator[AbsentRows]:
         yield rows
     finally:
         collector.buffer, collector.collect_stats_class = rows.buffer, stats_class
-        del collector.run_on_episode_done
+        if own is None:
+            del collector.run_on_episode_done
+        else:
+            collector.run_on_episode_done = own
