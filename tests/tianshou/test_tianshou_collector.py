@@ -775,6 +775,24 @@ def test_a_reset_after_a_lost_collect_has_the_arguments_of_the_call() -> None:
         assert seen == [{"level": 1}] * 2
 
 
+def test_environments_without_further_data_are_not_reset() -> None:
+    class Finite(DummyVectorEnv):
+        def reset(self, env_id: Any = None, **kwargs: Any) -> Any:
+            resets.append(env_id)
+            if len(resets) % 3 == 0:
+                raise StopIteration
+            return super().reset(env_id, **kwargs)
+
+    resets: list[Any] = []
+    collector = Collector(Exact(), Finite([Drift] * 2), VectorReplayBuffer(2000, 2))
+    collector.reset()
+    for count in (3, 6):
+        with pytest.raises(StopIteration):
+            collector.collect(n_step=1000)
+        assert len(resets) == count
+    assert None not in resets[1:]
+
+
 class Coin(spaces.Space[Any]):
     """A space without an equality of its own."""
 

@@ -278,7 +278,11 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._in_mid_episode = True
         self._lost_steps = self._pre_collect_obs_RO is not None
         with without_absent_rows(self) as rows:
-            stats = super()._collect(n_step, n_episode, *how)
+            try:
+                stats = super()._collect(n_step, n_episode, *how)
+            except StopIteration:  # of environments without further data, which continue as they will
+                self._lost_steps = False
+                raise
         self._lost_steps = False
         stats.__class__ = self.collect_stats_class
         stats.n_collected_steps -= rows.count
