@@ -27,6 +27,7 @@ __all__ = [
     "EnvIdError",
     "carrying_sys",
     "check_env",
+    "check_env_fns",
     "env_seeds",
     "register_specs",
     "registered_specs",
@@ -272,6 +273,23 @@ def _load_with_sys(path: list[str], argv: list[str], data: bytes) -> Any:
     sys.path[:] = dict.fromkeys([*path, *sys.path])
     sys.argv[:] = argv
     return cloudpickle.loads(data)
+
+
+def check_env_fns(env_fns: Any) -> tuple[EnvFn, ...]:
+    """Returns what the adapters of other libraries take: one callable for each environment.
+
+    Raises:
+        ConfigError: It is no list, an empty one, or has something else in it, such as environments.
+    """
+    callables = tuple(env_fns) if isinstance(env_fns, Iterable) else ()
+    if not callables or not all(map(callable, callables)):
+        raise ConfigError(
+            "env_fns are functions that the workers call to make the environments.",
+            expected="a list of callables, one for each environment",
+            got=repr(env_fns)[:200],
+            remedy='Pass [make_env] * 8, for example [lambda: gymnasium.make("CartPole-v1")] * 8.',
+        )
+    return callables
 
 
 def _checked_env_fns(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
 from rayvec.data import StepBatch, Tree, tree_map
-from rayvec.envs.factory import EnvFactory, env_seeds
+from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.restart_state import RESTARTED
@@ -71,7 +71,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
         address: str | None = None,
     ) -> None:
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
-        factory = EnvFactory.build(env_fns, wrappers=(WorkerEnv,))
+        factory = EnvFactory.build(check_env_fns(env_fns), wrappers=(WorkerEnv,))
         self._everyone = np.arange(factory.num_envs)
         self._open(
             factory,

@@ -692,12 +692,20 @@ class TestAttributesThatAreSetLater:
                 assert collector.collect(n_step=4).n_collected_steps == 4
 
 
-def test_vector_environments_with_other_seeds_get_other_random_actions() -> None:
+class NumPySeeded(Drift):
+    """Takes integers of NumPy as seeds, which Gymnasium refuses."""
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        return super().reset(seed=None if seed is None else int(seed))
+
+
+@pytest.mark.parametrize("seeded", [lambda env, seed: env.seed(seed), lambda env, seed: env.reset(seed=np.int64(seed))])
+def test_vector_environments_with_other_seeds_get_other_random_actions(seeded: Any) -> None:
     drawn = []
     for seed in (0, 100):
-        with closing(local([lambda: gymnasium.make("CartPole-v1")] * 2)) as env:
+        with closing(local([NumPySeeded] * 2)) as env:
             torch.manual_seed(0)
-            env.seed(seed)
+            seeded(env, seed)
             collector = Collector(Gives(None), env, VectorReplayBuffer(100, 2))
             collector.reset()
             collector.collect(n_step=40, random=True)

@@ -271,6 +271,11 @@ class TestInterface:
         for word in ("Expected:", "Got:", "Remedy:"):
             assert word in str(caught.value)
 
+    @pytest.mark.parametrize("env_fns", [Line, Line(), [Line()], [], "CartPole-v1"], ids=str)
+    def test_other_things_than_a_list_of_callables_are_refused(self, env_fns: Any) -> None:
+        with pytest.raises(ConfigError, match=r"^env_fns .*Pass \[make_env\] \* 8, "):
+            RayVectorEnv(env_fns, num_nodes=0)
+
     def test_nothing_can_be_called_after_close(self, make: MakeVenv) -> None:
         venv = make([Line])
         worker = venv.workers[0]

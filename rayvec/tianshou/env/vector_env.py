@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, Literal
 
 import gymnasium
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from tianshou.env import BaseVectorEnv
 
 from rayvec.data import StepBatch, objects
-from rayvec.envs.factory import EnvFactory, env_seeds
+from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.publish_weights import WeightStore
@@ -91,7 +92,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         native: bool = False,
     ) -> None:
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
-        factory = EnvFactory.build(env_fns, wrappers=() if native else (PoolEnv,), native=native)
+        factory = EnvFactory.build(check_env_fns(env_fns), wrappers=() if native else (PoolEnv,), native=native)
         self._native = native
         if native:
             check_not_async(wait_num, timeout)
@@ -185,15 +186,16 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         ids = self._free_ids(env_id)
         if len(ids) == 0:
             raise IndexError("a reset needs at least one environment, but got no id")
+        given = kwargs.get("seed")
         if self._native:
             seed = pop_seed(kwargs)
         else:
-            seed = kwargs.pop("seed") if type(kwargs.get("seed")) is int else None
+            seed = kwargs.pop("seed") if type(given) is int else None
         pool_ids = self._pool_ids(ids)
         seeds: list[int | None] = [seed] * len(ids)
         if self._native and seed is not None:  # one seed for all would be the same for every sub-batch
             seeds = [seed + env_id for env_id in pool_ids.tolist()]
-        self._last_seed = self._last_seed if seed is None else seed
+        self._last_seed = int(given) if isinstance(given, Integral) else self._last_seed
         batch = self._reset(pool_ids, seeds, {"kwargs": kwargs} if kwargs else None)
         obs, infos, _ = self._assembler.reset(unrolled(batch))
         if isinstance(obs[0], tuple):
