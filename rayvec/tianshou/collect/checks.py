@@ -7,12 +7,20 @@ from typing import Any
 
 import gymnasium
 from tianshou.algorithm.algorithm_base import Algorithm, Policy
+from tianshou.data import Collector, CollectStats
 from tianshou.env import BaseVectorEnv, VectorEnvWrapper
 
 from rayvec.errors import ConfigError
 from rayvec.tianshou.env.vector_env import RayVectorEnv
 
-__all__ = ["are_equal", "can_take_chunks", "check_policy_and_env", "overrides", "uses_of"]
+__all__ = [
+    "are_equal",
+    "can_take_chunks",
+    "check_policy_and_env",
+    "looks_at_episodes",
+    "looks_at_steps",
+    "uses_of",
+]
 
 
 def uses_of(env: BaseVectorEnv) -> int:
@@ -22,14 +30,27 @@ def uses_of(env: BaseVectorEnv) -> int:
     return getattr(env, "num_uses", 0)
 
 
-def overrides(owner: object, base: type, *names: str) -> bool:
-    """Whether the class of an object, or the object itself, has another method in place of one of `base`."""
-    return any(getattr(getattr(owner, name), "__func__", None) is not getattr(base, name) for name in names)
+def looks_at_steps(collector: Collector[Any]) -> bool:
+    """Whether a hook, a stats class or a method of a subclass is called with every step."""
+    return (
+        collector.get_on_step_hook() is not None
+        or _overrides(collector, Collector, "run_on_step_hook", "_compute_action_policy_hidden")
+        or collector.collect_stats_class.update_at_step_batch is not CollectStats.update_at_step_batch
+    )
+
+
+def looks_at_episodes(collector: Collector[Any]) -> bool:
+    """Whether a hook, a stats class or a method of a subclass is called with every whole episode."""
+    return (
+        collector.get_on_episode_done_hook() is not None
+        or _overrides(collector, Collector, "run_on_episode_done")
+        or collector.collect_stats_class.update_at_episode_done is not CollectStats.update_at_episode_done
+    )
 
 
 def can_take_chunks(env: Any) -> bool:
     """Whether chunks of environments are what their `step` and `reset` would return."""
-    return isinstance(env, RayVectorEnv) and not env.is_async and not overrides(env, RayVectorEnv, "step", "reset")
+    return isinstance(env, RayVectorEnv) and not env.is_async and not _overrides(env, RayVectorEnv, "step", "reset")
 
 
 def are_equal(spaces: Sequence[gymnasium.Space[Any]]) -> bool:
@@ -59,3 +80,8 @@ def check_policy_and_env(policy: Any, env: Any) -> None:
             got=type(env).__name__,
             remedy="Pass rayvec.tianshou.RayVectorEnv(env_fns); rayvec.Collector takes a RayVecEnv.",
         )
+
+
+def _overrides(owner: object, base: type, *names: str) -> bool:
+    """Whether the class of an object, or the object itself, has another method in place of one of `base`."""
+    return any(getattr(getattr(owner, name), "__func__", None) is not getattr(base, name) for name in names)

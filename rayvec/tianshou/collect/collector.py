@@ -26,7 +26,14 @@ from rayvec.data.join_chunks import counted_ends, join_chunks
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env, truncate_open_episode
-from rayvec.tianshou.collect.checks import are_equal, can_take_chunks, check_policy_and_env, overrides, uses_of
+from rayvec.tianshou.collect.checks import (
+    are_equal,
+    can_take_chunks,
+    check_policy_and_env,
+    looks_at_episodes,
+    looks_at_steps,
+    uses_of,
+)
 from rayvec.tianshou.collect.failed_steps import AbsentRows, without_absent_rows
 from rayvec.tianshou.collect.prefetch import PrefetchCollectStats, check_prefetch, prefetch_error
 from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes
@@ -233,9 +240,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             and can_take_chunks(env)
             and cast(RayVectorEnv, env).gives_arrays
             and not self._state_in_driver
-            and self._on_step_hook is None
-            and not overrides(self, tianshou.data.Collector, "run_on_step_hook", "_compute_action_policy_hidden")
-            and self.collect_stats_class.update_at_step_batch is CollectStats.update_at_step_batch
+            and not looks_at_steps(self)
             and (self._has_one_action_space if random else self._publish())
         )
 
@@ -416,7 +421,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         if "dist_std" in chunk.extras:
             parts = [] if stats.pred_dist_std_array is None else [stats.pred_dist_std_array]
             stats.pred_dist_std_array = np.concatenate([*parts, chunk.extras["dist_std"][chunk.valid]])
-        if not self._looks_at_episodes():
+        if not looks_at_episodes(self):
             self._count(stats, insertion.add(0, chunk.num_steps))
             return
         ends = (np.flatnonzero((chunk.done & chunk.valid).any(1)) + 1).tolist()
@@ -425,14 +430,6 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             added = insertion.add(start, stop)
             self._finish_episodes(added, stats, with_episodes)
             start = stop
-
-    def _looks_at_episodes(self) -> bool:
-        """Whether a hook or a stats class is called with every whole episode."""
-        return (
-            self._on_episode_done_hook is not None
-            or overrides(self, tianshou.data.Collector, "run_on_episode_done")
-            or self.collect_stats_class.update_at_episode_done is not CollectStats.update_at_episode_done
-        )
 
     @staticmethod
     def _count(stats: CollectStats, added: Added) -> None:
