@@ -271,7 +271,7 @@ class TestInterface:
         for word in ("Expected:", "Got:", "Remedy:"):
             assert word in str(caught.value)
 
-    @pytest.mark.parametrize("env_fns", [Line, Line(), [Line()], [], "CartPole-v1"], ids=str)
+    @pytest.mark.parametrize("env_fns", [Line, Line(), [Line()], [], "CartPole-v1"])
     def test_other_things_than_a_list_of_callables_are_refused(self, env_fns: Any) -> None:
         with pytest.raises(ConfigError, match=r"^env_fns .*Pass \[make_env\] \* 8, "):
             RayVectorEnv(env_fns, num_nodes=0)
