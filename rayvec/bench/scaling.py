@@ -47,14 +47,14 @@ def run(given: Scaling, mentioned: frozenset[str] = frozenset()) -> None:
     settings, results = _begin(given, mentioned)
     check(settings)
     places = _places(settings)
-    if settings.address is None:
-        most = max(settings.nodes)
-        check_memory(most, ("rayvec", "upper-bound", *settings.peer), most * settings.cores_per_node)
     done = {(row.get("place", places[0]), row["nodes"], row["way"], row["step_duration_s"]) for row in results.rows}
     todo = {
         place: [cell for cell in cells(settings) if (place, cell[0], short_name(cell[1]), cell[2]) not in done]
         for place in places
     }
+    if settings.address is None and any(todo.values()):
+        most = max(settings.nodes)
+        check_memory(most, ("rayvec", "upper-bound", *settings.peer), most * settings.cores_per_node)
     minutes = max(1, round(sum(expected_total_s(settings, each) for each in todo.values()) / 60))
     cells_to_do = counted(sum(map(len, todo.values())), "cell")
     print(f"{cells_to_do} to measure, {len(done)} done, about {counted(minutes, 'minute')}")

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
-import psutil
 
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
@@ -161,10 +160,8 @@ class ProcessHost:
         self, ranks: Sequence[RunningRank], timeout_s: float, pending: Sequence[_Ref] = ()
     ) -> list[VitalSigns] | None:
         """See :class:`~rayvec.distributed.ray_host.RayHost`."""
-        try:
-            return [vital_signs(rank.pid) for rank in ranks]
-        except psutil.Error:
-            return None  # the result of the rank says what is wrong
+        signs = [each for rank in ranks if (each := vital_signs(rank.pid))]
+        return signs if len(signs) == len(ranks) else None  # the result of the rank says what is wrong
 
     def watch(self, ranks: Sequence[RunningRank]) -> None:
         """Does nothing: all ranks are on this machine."""

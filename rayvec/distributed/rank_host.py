@@ -91,11 +91,14 @@ class VitalSigns(NamedTuple):
     is_stopped: bool
 
 
-def vital_signs(pid: int) -> VitalSigns:
-    """Returns CPU time and state of a process of this machine."""
-    process = psutil.Process(pid)
-    times = process.cpu_times()
-    return VitalSigns(times.user + times.system, process.status() == psutil.STATUS_STOPPED)
+def vital_signs(pid: int) -> VitalSigns | None:
+    """Returns CPU time and state of a process of this machine; None if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        times = process.cpu_times()
+        return VitalSigns(times.user + times.system, process.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:  # not raised: Ray would log an error of a task whose result nothing reads
+        return None
 
 
 RankHost: TypeAlias = "RayHost | ProcessHost"

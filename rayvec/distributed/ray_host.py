@@ -105,7 +105,7 @@ class RayHost:
     def signs(
         self, ranks: Sequence[RunningRank], timeout_s: float, pending: Sequence[Any] = ()
     ) -> list[VitalSigns] | None:
-        """Returns CPU time and state of each rank's process, or None where a node does not say so in time.
+        """Returns CPU time and state of each rank's process, or None where one has ended or its node does not answer.
 
         A node that the network no longer reaches says nothing. So the first result of a `pending` call ends the wait.
         """
@@ -124,9 +124,11 @@ class RayHost:
             elif done or time.monotonic() >= deadline or self.unreachable(ranks) is not None:
                 return None
         try:
-            return ray.get(measured)
+            signs: list[VitalSigns | None] = ray.get(measured)
         except ray.exceptions.RayError:
-            return None  # the result of the rank says what is wrong
+            return None
+        alive = [each for each in signs if each]
+        return alive if len(alive) == len(ranks) else None  # the result of the rank says what is wrong
 
     def watch(self, ranks: Sequence[RunningRank]) -> None:
         """Begins to watch the nodes of ranks: one that answers now is unreachable once it no longer does."""

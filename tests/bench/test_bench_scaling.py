@@ -94,7 +94,10 @@ def test_the_table_resumed_after_ctrl_c(tmp_path: Path) -> None:
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_finished_table_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_table_is_shown_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayvec.bench.scaling.check_memory", lambda *_: pytest.fail("nothing is measured"))
     settings = Scaling(nodes=(1, 2), step_duration=(0.1,), peer=("gymnasium-async",))
     values = {**plain(settings), "out": str(tmp_path)}
     del values["resume"]

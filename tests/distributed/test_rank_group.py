@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from ray.experimental import internal_kv
 
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_group import RankGroup
+from rayvec.distributed.rank_host import vital_signs
 from rayvec.errors import ConfigError, LearnerError
 
 MakeGroup = Callable[..., RankGroup]
@@ -263,6 +266,17 @@ def test_ranks_that_were_killed_between_calls_are_restarted(group: RankGroup) ->
     for pid in group.pids:
         os.kill(pid, 9)
     assert group.run("add", [(1.0,)] * 3) == [[6.0] * 3] * 3
+
+
+def test_a_rank_that_has_ended_shows_no_signs_and_raises_nothing_in_ray(group: RankGroup) -> None:
+    begin(group)
+    host, ranks = group._host, group._set.ranks
+    signs = host.signs(ranks, 60.0)
+    assert signs and all(each.cpu_s > 0 and not each.is_stopped for each in signs)
+    process = subprocess.Popen(["sleep", "0"])
+    process.wait()
+    assert vital_signs(process.pid) is None
+    assert host.signs([*ranks[:-1], replace(ranks[-1], pid=process.pid)], 60.0) is None
 
 
 @pytest.mark.slow
