@@ -87,8 +87,8 @@ def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int | 
             "Every rank claims free cores, and with CUDA a free GPU.",
             expected=f"room for {counted(num_ranks, 'rank')}",
             got=", ".join(f"{node.host}: room for {node.capacity}" for node in nodes) or "no node that may be used",
-            remedy="Ask for fewer ranks, workers or threads, make a LearnerGroup before environments claim all cores, "
-            "or pass num_cpus=0 to it",
+            remedy="Ask for fewer ranks, workers, threads or nodes of environments, make a LearnerGroup before "
+            "environments claim all cores, or pass num_cpus=0 to it",
         )
     chosen = _spread(nodes, num_ranks, num_nodes) if num_nodes else []
     unused = list(nodes)

@@ -218,6 +218,8 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
                 got="num_nodes=0, which is this machine without Ray",
                 remedy="Pass num_nodes=1 or more, or learners='shared'.",
             )
+        if is_dedicated:
+            _check_nodes_are_left(env)
         from rayvec.distributed.learner_group import LearnerGroup
 
         group = LearnerGroup(
@@ -233,6 +235,21 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
         )
         with contextlib.closing(group):
             yield group
+
+
+def _check_nodes_are_left(env: RayVecEnv) -> None:
+    """Raises a `ConfigError` if every node of the cluster holds environments."""
+    from rayvec.cluster.placement import free_nodes
+
+    nodes, used = free_nodes(), {node.node_id for node in env.topology.nodes}
+    if used.issuperset(node.node_id for node in nodes):
+        other = f"num_nodes={len(nodes) - 1} or less" if len(nodes) > 1 else "learners='shared'"
+        raise ConfigError(
+            "Dedicated ranks are on nodes of Ray where no environments step.",
+            expected="a node without environments with learners='dedicated'",
+            got=f"a cluster of {counted(len(nodes), 'node')}, all with environments",
+            remedy=f"Pass {other}, or add nodes.",
+        )
 
 
 def wait_limit_s(config: TrainConfig) -> float:

@@ -314,9 +314,13 @@ def test_the_command_line_does_without_ray(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_ranks_are_apart_from_environments_on_nodes(tmp_path: Path) -> None:
-    config = rayvec.PPOConfig(run_dir=tmp_path / "a", num_nodes=0, learners="dedicated")
-    with pytest.raises(ConfigError, match="num_nodes=0, which is this machine") as caught:
+@pytest.mark.parametrize(
+    ("num_nodes", "text"),
+    [(0, "num_nodes=0, which is this machine"), (None, "2 nodes, all with environments. Remedy: Pass num_nodes=1 or")],
+)
+def test_ranks_are_apart_from_environments_on_nodes(tmp_path: Path, num_nodes: int | None, text: str) -> None:
+    config = rayvec.PPOConfig(run_dir=tmp_path / "a", num_nodes=num_nodes, workers_per_node=1, learners="dedicated")
+    with pytest.raises(ConfigError, match=text) as caught:
         rayvec.train(config)
     assert_explained(caught.value)
 
