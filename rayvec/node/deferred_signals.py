@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 __all__ = ["Uninterrupted"]
 
@@ -17,11 +17,14 @@ class Uninterrupted:
     """A context manager that defers the handlers of SIGINT and SIGTERM to the end of the block.
 
     Python handles signals only in the main thread. In other threads this context manager has no effect.
+
+    Attributes:
+        received: The signals that came within the block, by their numbers, and the stack frame of each.
     """
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         """Starts to defer signals."""
-        self._received: dict[int, FrameType | None] = {}
+        self.received: dict[int, FrameType | None] = {}
         self._previous: dict[int, _Handler] = {}
         if threading.current_thread() is threading.main_thread():
             try:
@@ -33,9 +36,10 @@ class Uninterrupted:
             except BaseException:  # what a handler raised, before it was deferred
                 self.__exit__()
                 raise
+        return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received[number] = frame
+        self.received[number] = frame
 
     def __exit__(self, *exc_info: object) -> None:
         """Restores all handlers, and then calls those whose signal came, whatever one of them raises."""
@@ -47,5 +51,5 @@ class Uninterrupted:
                 finally:
                     self.__exit__()
             finally:
-                if number in self._received:
-                    handler(number, self._received[number])
+                if number in self.received:
+                    handler(number, self.received[number])

@@ -7,7 +7,8 @@ workers. The ranks of this machine have a branch in the same way. All of them co
 No process outlives its pool. A branch exits when its pool is closed or when the owner's process ends for any reason.
 Before it exits, it kills its workers and all processes that their environments started. When a worker exits, the
 branch kills the rest of the worker's process group. If a branch is killed, the kernel kills its workers, and the root
-kills the remaining processes.
+kills the remaining processes. Only Python's resource trackers are not killed at once: they remove the shared memory of
+the killed processes, and then exit by themselves.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ _END_S = 5.0
 _START_S = 300.0
 _IDLE_S = 3.0
 """How long a root without a branch waits before it exits."""
+_LOOK_S = 1.0
+"""The interval at which a wait for a fork checks whether a signal has come."""
+_TRACKER_S = 1.0
+"""How long a server that ends waits for resource trackers before it kills them."""
+_TRACKER = b".resource_tracker import main"
+"""In the command line of the resource trackers of multiprocessing and of joblib."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SECRETS = {"RAY_AUTH_TOKEN"}
@@ -163,17 +170,26 @@ class ForkServer:
 
         Raises:
             EOFError: The fork server has exited.
-            NotReady: The fork server did not answer in time, and was killed.
+            NotReady: The fork server did not answer in time, and was killed. Once SIGINT or SIGTERM has come, it
+                has one second at most.
             OSError: The process could not be forked, for lack of memory, processes or open files.
         """
-        with self._turn, Uninterrupted():  # else the next call would read this one's answer
+        with self._turn, Uninterrupted() as signals:  # else the next call would read this one's answer
             pipe = MessagePipe(self._socket, self._watch)
             pipe.send(main, fds)
-            try:
-                answer, pidfds = pipe.receive(time.monotonic() + timeout_s)
-            except NotReady:
-                self._watch.kill()  # a later answer would be taken for another request's
-                raise
+            deadline = time.monotonic() + timeout_s
+            while True:
+                try:
+                    answer, pidfds = pipe.receive(
+                        min(deadline, time.monotonic() + _LOOK_S)
+                    )  # too small to come in parts
+                    break
+                except NotReady:
+                    if time.monotonic() < deadline and not signals.received:
+                        continue
+                    self._watch.kill()  # a later answer would be taken for another request's
+                    limit = "before a signal" if signals.received else f"within {timeout_s:g} s"
+                    raise NotReady(f"the fork server (process {self.pid}) did not answer {limit}") from None
         (pid,) = _PID.unpack(answer)
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
@@ -287,15 +303,25 @@ class _Server:
                 self._reap()
             if self._pipe.fileno() in ready and not self._take_request():
                 break
-        while _kill_children():
-            _reap(self._forked, wait=True)
+        deadline = time.monotonic() + _TRACKER_S
+        while children := _children():
+            left_s = deadline - time.monotonic()
+            _kill(children, with_trackers=left_s <= 0.0)
+            readable([self._exits], left_s if left_s > 0.0 else None)
+            self._reap()
 
     def _reap(self) -> None:
+        """Reaps children that have exited and kills the rest of their process groups."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._exits, 1 << 12)
-        _reap(self._forked)
+        with contextlib.suppress(ChildProcessError):
+            while (info := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is not None:
+                self._forked.discard(info.si_pid)
+                if _children() - self._forked - {info.si_pid}:  # else it has left nothing behind
+                    _kill_group(info.si_pid)
+                os.waitpid(info.si_pid, 0)
         if self._is_root:
-            _kill_children(self._forked)  # inherited from a branch that was killed
+            _kill(_children() - self._forked)  # inherited from a branch that was killed
 
     def _take_request(self) -> bool:
         """Forks what the owner requests. Returns whether the owner's socket is still open."""
@@ -345,36 +371,35 @@ def _tell(pipe: MessagePipe, pid: int) -> None:
         os.close(each)
 
 
-def _reap(forked: set[int], *, wait: bool = False) -> None:
-    """Reaps children that have exited and kills the rest of their process groups.
-
-    Args:
-        forked: Process ids of the children. Reaped ids are removed from it.
-        wait: Whether to wait until at least one child has exited.
-    """
-    options = os.WEXITED | os.WNOWAIT
-    with contextlib.suppress(ChildProcessError):
-        while (info := os.waitid(os.P_ALL, 0, options if wait else options | os.WNOHANG)) is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(info.si_pid, signal.SIGKILL)  # the id can't be reused before waitpid
-            os.waitpid(info.si_pid, 0)
-            forked.discard(info.si_pid)
-            wait = False
+def _children() -> set[int]:
+    """Returns the process ids of all children, also of inherited ones and of those that are not yet reaped."""
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
-def _kill_children(apart_from: Collection[int] = ()) -> bool:
-    """Kills all children, also inherited ones, and their process groups. Returns whether there were any.
+def _kill_group(leader: int) -> None:
+    """Kills a process group, apart from resource trackers. Its leader must not be reaped before."""
+    killed: set[int] = set()
+    while found := _group(leader) - killed:  # again for those that were forked meanwhile
+        _kill(found)
+        killed |= found
 
-    Args:
-        apart_from: Process ids to spare.
-    """
-    listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    children = {int(pid) for pid in listed}.difference(apart_from)
-    for pid in children:
-        for kill in (os.killpg, os.kill):
-            with contextlib.suppress(ProcessLookupError):
-                kill(pid, signal.SIGKILL)
-    return bool(children)
+
+def _group(leader: int) -> set[int]:
+    """Returns the process ids of the members of a process group."""
+    members = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(int(pid)) == leader:
+                members.add(int(pid))
+    return members
+
+
+def _kill(pids: Collection[int], *, with_trackers: bool = False) -> None:
+    """Kills processes. By default, it does not kill resource trackers."""
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just exited
+            if with_trackers or _TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
 
 
 _libc = ctypes.CDLL(None)

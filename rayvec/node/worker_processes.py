@@ -38,6 +38,7 @@ FILES_OF_A_WORKER = 5
 SPARE_FILES = 64
 
 _TRY = "Make one environment by hand in a fresh interpreter to see what it does."
+_WAIT = "Raise start_timeout_s if this machine is overloaded. Otherwise find out what stops the fork server's process."
 _FREE = "Raise the limit of processes (ulimit -u) or of open files (ulimit -n), free memory, or pass fewer workers."
 
 
@@ -138,7 +139,7 @@ class WorkerSet:
             return ForkServer.branch(self._preload, self.restart_policy.start_timeout_s)
         except NotReady as error:
             limit_s = self.restart_policy.start_timeout_s
-            raise self._lost(0, f"no fork server within start_timeout_s={limit_s:g}") from error
+            raise self._lost(0, f"no fork server within start_timeout_s={limit_s:g} ({error})", _WAIT) from error
         except EOFError as error:
             raise self._lost(0, f"the fork server could not start, or ended ({error})") from error
         except OSError as error:
@@ -163,7 +164,7 @@ class WorkerSet:
         except EOFError as error:
             raise self._lost(spec.index, "the fork server ended (killed, or out of memory)") from error
         except NotReady as error:
-            raise self._lost(spec.index, f"no new process within start_timeout_s={limit_s:g}") from error
+            raise self._lost(spec.index, f"no new process: {error}", _WAIT) from error
         except OSError as error:
             raise self._lost(spec.index, f"no new process: {error}", _FREE) from error
         return WorkerProcess(pid, watch, MessagePipe(ours, watch), stack_fd)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from helpers.kinds import factory, within
 from helpers.obedient_envs import GatedEnv
 from helpers.odd_envs import InterruptsItsClose
 from helpers.vector_kit import assert_explained
-from helpers.waiting import DEADLINE_S, alive, wait_until
+from helpers.waiting import DEADLINE_S, alive, shm_names, wait_until
 
 from rayvec.data import ChunkRequest
 from rayvec.errors import ConfigError, WorkerLostError
+from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.process_pool import ProcessPool
 from rayvec.node.process_watch import ProcessWatch
@@ -261,6 +263,35 @@ def test_what_environments_started_ends_with_an_ordinary_close(tmp_path: Path) -
     assert not any(map(alive, pids))
 
 
+class SharesMemory(CountingEnv):
+    """Has shared memory that it forgets, and a process that holds its resource tracker's pipe open."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        self._memory = shared_memory.SharedMemory(create=True, size=8)
+        self._process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
+        self._process.start()
+        (Path(directory) / self._memory.name).touch()
+
+    def step(self, action: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", ["close", "worker dies", "fork server dies"])
+def test_shared_memory_of_environments_is_removed(tmp_path: Path, end: str) -> None:
+    """The resource tracker is a process of the worker, and outlives it for that."""
+    with closing(make(partial(SharesMemory, str(tmp_path)), on_env_error="restart")) as env:
+        env.reset(seed=0)
+        (name,) = {path.name for path in tmp_path.iterdir()}
+        if end == "fork server dies":
+            os.kill(env._pool._workers.server.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        elif end == "worker dies":
+            env.step(np.array([0]))
+        if end != "close":
+            wait_until(lambda: name not in shm_names(), "the memory is removed")
+    assert not shm_names().intersection(path.name for path in tmp_path.iterdir())
+
+
 def test_close_by_another_thread_ends_a_wait() -> None:
     class Waits(CountingEnv):
         def step(self, action: Any) -> Any:
@@ -447,12 +478,21 @@ def test_a_fork_server_that_hangs() -> None:
         pids, server = worker_pids(env), workers.server.pid
         os.kill(server, signal.SIGSTOP)
         os.kill(pids[0], signal.SIGKILL)
-        with pytest.raises(WorkerLostError, match=r"no new process within start_timeout_s=0\.5") as caught:
+        with pytest.raises(WorkerLostError, match=r"fork server.* did not answer within 0\.5 s") as caught:
             within(DEADLINE_S, partial(env.step, np.zeros(2, int)))
         assert_explained(caught.value)
         wait_until(lambda: not any(map(alive, (server, *pids))), "the fork server and its workers have ended")
     with make(CountingEnv, 2) as env:  # another pool has another server
         env.reset(seed=0)
+
+
+def test_ctrl_c_ends_the_wait_for_a_fork_server_that_hangs() -> None:
+    with closing(ForkServer.branch()) as server:
+        os.kill(server.pid, signal.SIGSTOP)
+        with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            server.fork(b"", [])
+        assert server.ended()
 
 
 def open_files() -> Counter[str]:
