@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -84,7 +85,7 @@ class Compiled:
         """Calls the function uncompiled, now and from now on."""
         self._call, self._is_compiled = self._function, False
         warnings.warn(
-            f"updates run uncompiled, at half the speed or less: {_reason(error)[:200]}. "
+            f"updates run uncompiled, at half the speed or less: {_short_reason(error)}. "
             f"{_remedy(error)} compile=False",
             RuntimeWarning,
             stacklevel=3,
@@ -101,6 +102,12 @@ def _is_of_compiler(error: Exception) -> bool:
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def _short_reason(error: Exception) -> str:
+    """Returns the reason in at most 200 characters, without torch's advice to its own developers."""
+    reason = _reason(error).partition(" Set TORCHDYNAMO_VERBOSE")[0]
+    return textwrap.shorten(reason, 200, placeholder=" ...").removesuffix(".")
 
 
 def _remedy(error: Exception) -> str:

@@ -7,6 +7,7 @@ worker exits when its owner closes the pipe. The kernel kills it when the fork s
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import logging
 import os
@@ -83,11 +84,17 @@ def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
         try:
             worker = Worker(spec, MessagePipe(end))
             worker.run()
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            where = f"node {spec.node}, worker {spec.index}"
+            logger.error("%s: an environment has closed file descriptors of this process, which ends", where)
         finally:
             if worker is not None:
                 with failures_ignored():
                     worker.pool.close()
-            end.close()
+            with contextlib.suppress(OSError):  # an environment has closed it
+                end.close()
 
 
 class Worker:

@@ -89,12 +89,12 @@ def test_cuda_equals_cpu(action_space: spaces.Space[Any], compiled: bool) -> Non
 def test_without_a_compiler_updates_are_eager_and_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> Any:
         def call(*args: object) -> None:
-            raise RuntimeError("no compiler")
+            raise RuntimeError("no compiler here.\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace")
 
         return call
 
     monkeypatch.setattr("torch.compile", refuse)
-    with pytest.warns(RuntimeWarning, match="run uncompiled.*no compiler") as warned:
+    with pytest.warns(RuntimeWarning, match=r"run uncompiled.*no compiler here\. To do without, pass") as warned:
         (weights, _), (others, _) = learn_both_ways(DISCRETE, gaps=True)
     assert len(warned) == 1
     np.testing.assert_allclose(others, weights, atol=2e-5)

@@ -536,6 +536,34 @@ def test_an_environment_that_fails_to_close_is_logged() -> None:
     assert "RuntimeError: a file of its own" in done.stderr
 
 
+CLOSES_FILES = """
+import os, time
+import numpy as np
+from rayvec import RayVecEnv
+from rayvec.errors import WorkerLostError
+from rayvec.testing import CountingEnv
+
+class ClosesFiles(CountingEnv):
+    def step(self, action):
+        os.closerange(3, 1024)
+        time.sleep(0.1)  # the driver waits then
+        return super().step(action)
+
+if __name__ == "__main__":
+    with RayVecEnv([ClosesFiles], num_nodes=0, workers_per_node=1) as env:
+        try:
+            env.rollout(lambda obs: np.zeros(len(obs), int), 1, seed=0)
+        except WorkerLostError:
+            print("lost")
+"""
+
+
+def test_an_environment_that_closes_files_of_its_worker_is_logged_in_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", CLOSES_FILES], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout == "lost\n"
+    assert "worker 0: an environment has closed file descriptors" in done.stderr and done.stderr.count("\n") == 1
+
+
 class KillsItsWorkerOnce:
     """A policy that kills the process in which it acts, if a file is not there yet."""
 
