@@ -179,10 +179,9 @@ class ForkServer:
             pipe.send(main, fds)
             deadline = time.monotonic() + timeout_s
             while True:
+                look_s = min(deadline, time.monotonic() + _LOOK_S)
                 try:
-                    answer, pidfds = pipe.receive(
-                        min(deadline, time.monotonic() + _LOOK_S)
-                    )  # too small to come in parts
+                    answer, pidfds = pipe.receive(look_s)  # too small to come in parts
                     break
                 except NotReady:
                     if time.monotonic() < deadline and not signals.received:
