@@ -298,11 +298,11 @@ def counted(count: int, noun: str) -> str:
 def duration(seconds: float) -> str:
     """Returns a duration with three digits and its unit.
 
-    >>> duration(2.0), duration(0.0123), duration(4.56e-05)
-    ('2 s', '12.3 ms', '45.6 µs')
+    >>> duration(2.0), duration(0.0123), duration(4.56e-05), duration(0.0009996)
+    ('2 s', '12.3 ms', '45.6 µs', '1 ms')
     """
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
+        if seconds >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
 

@@ -161,7 +161,7 @@ class ClusterInference(Acting):
         return number in chunk.received
 
     def _receive(self, chunk: _PendingChunk, number: int, deadline: float) -> None:
-        """Waits for a node's part. If the node is lost, its replacement is asked for the part, which is to come."""
+        """Waits for a node's part. If the node is lost, only requests the part again, from its replacement."""
         try:
             chunk.received[number] = chunk.wait(number, deadline)
         except NodeLostError as error:

@@ -135,8 +135,8 @@ def leaving_nodes() -> frozenset[str]:
     return frozenset(state.get_draining_nodes()) - {ray.get_runtime_context().get_node_id()}
 
 
-def _lasts(until: Mapping[str, float], node_id: str) -> bool:
-    """Whether the time of a node, a ``time.monotonic`` time, is to come."""
+def _is_barred(until: Mapping[str, float], node_id: str) -> bool:
+    """Whether the time of a node in `until`, a ``time.monotonic`` time, has not passed."""
     return until.get(node_id, 0.0) > time.monotonic()
 
 
@@ -233,7 +233,7 @@ class ElasticPlacement:
         holders = {each.node_id for each in slices}
         if not self._are_enough(nodes) or not holders <= self._alive:
             return []
-        doubted = {node_id for node_id in holders if _lasts(self._distrusted, node_id)}  # they lost another part
+        doubted = {node_id for node_id in holders if _is_barred(self._distrusted, node_id)}  # they lost another part
         if doubted and unreachable({each: raylet for each, raylet in raylets().items() if each in doubted}):
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
@@ -241,7 +241,7 @@ class ElasticPlacement:
         moving = {
             k: node
             for k, node in enumerate(node_of)
-            if node != slices[k].node_id and may_move[k] and not _lasts(self._failed_starts, node)
+            if node != slices[k].node_id and may_move[k] and not _is_barred(self._failed_starts, node)
         }
         places = self._places(moving, nodes)
         return [Move(k, place, slices[k].node_id in self._leaving) for k, place in places.items()]
@@ -305,7 +305,7 @@ class ElasticPlacement:
         def may_hold(node: FreeNode) -> bool:
             if node.node_id in lost:
                 return lost_too
-            failed = any(_lasts(until, node.node_id) for until in (self._distrusted, self._failed_starts))
+            failed = any(_is_barred(until, node.node_id) for until in (self._distrusted, self._failed_starts))
             return node.node_id in held or (not failed and node.cpus >= wanted)
 
         nodes = choose_nodes([node for node in listed if may_hold(node)], held, self._leaving, self._high)

@@ -120,7 +120,7 @@ class Member:
 
     Attributes:
         node: The node; another one takes its place if it is lost.
-        place: Its slice of the environments; of native environments, of the sub-batches.
+        place: Its slice, in environments, or in sub-batches if they are native. `node.slice` counts environments.
         pending: Each request, with the part of the environments that it is for. A replacement node repeats it.
         num_moves: How often these environments have started on another node.
     """

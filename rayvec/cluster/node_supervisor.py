@@ -87,7 +87,7 @@ class NodeSupervisor:
     ) -> None:
         self._session: RaySession | None = None  # nodes that do not start leave the session to their opener
         self._factory = factory
-        self._preload = preload
+        self._preload = tuple(preload)
         self._restart_policy = restart_policy
         self._rehost = rehost
         self._loose = loose

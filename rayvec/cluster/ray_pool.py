@@ -224,5 +224,5 @@ class RayPool(PartedPool):
         return pids
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Closes the environments and ends every worker and actor; may be called again."""
+        """See :meth:`~rayvec.cluster.node_supervisor.NodeSupervisor.close`."""
         self._supervisor.close(timeout_s)

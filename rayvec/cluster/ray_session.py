@@ -177,8 +177,8 @@ def _keeping_sigterm() -> Iterator[None]:
     """Keeps the program's own handler of SIGTERM, also while ``ray.init`` runs.
 
     Ray sets one that raises SystemExit, with the number of the signal as exit code. Ray's own code may swallow that
-    exception; then the signal is lost. Its C++ code sets another one below Python's: it prints where the program is,
-    calls Python's handler, and aborts the process three seconds later.
+    exception; then the signal is lost. Its C++ code sets another one below Python's: it prints a stack trace, calls
+    Python's handler, and aborts the process three seconds later.
     """
     before = signal.getsignal(signal.SIGTERM)
     if before in (None, signal.SIG_DFL) or threading.current_thread() is not threading.main_thread():
@@ -190,7 +190,7 @@ def _keeping_sigterm() -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = original
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # in place of the C++ handler
 
 
 def _forget_token() -> None:

@@ -119,7 +119,7 @@ def copied_actions(actions: Any) -> Any:
 
 
 def copied_value(value: Any) -> Any:
-    """Copies an action, or an observation: some environments modify it after they return it."""
+    """Copies an action or an observation. Some environments modify an observation after they return it."""
     if type(value) is np.ndarray and not value.dtype.hasobject:
         return value.copy()  # ten times faster than deepcopy for small arrays
     return deepcopy(value)

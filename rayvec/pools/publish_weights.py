@@ -22,7 +22,7 @@ class WeightStore:
 
     Args:
         pool: The pool whose workers run the policy.
-        pickled: The policy, pickled. Every worker gets it.
+        pickled: The policy, pickled.
         first_version: The version of the weights that the policy contains.
         guarded: Calls the function that it is given. If that raises, it closes the owner of the pool.
         on_node: Whether the policy acts in the processes that own the workers, and not in each worker.

@@ -217,7 +217,8 @@ class _Run:
         self._callbacks = [*([] if config.eval_interval_steps is None else [BestModel()]), *callbacks]
         self._tracker: Tracker | None = None
         self._monitor = monitor
-        self._began_s = time.monotonic() - progress.wall_s
+        self._saved_s = time.monotonic()
+        self._began_s = self._saved_s - progress.wall_s
 
     @property
     def how_to_resume(self) -> str:

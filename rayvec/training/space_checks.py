@@ -27,7 +27,7 @@ def warn_of_wide_ranges(observation_space: spaces.Space[Any], config: TrainConfi
     """Warns where a Box has bounds beyond ±100 and nothing normalises what the default network reads."""
     if not isinstance(config, NetworkConfig) or config.network is not None or getattr(config, "normalize_obs", False):
         return
-    for path, leaf in _read_by_networks(observation_space):
+    for path, leaf in leaf_spaces(observation_space):
         if not isinstance(leaf, spaces.Box) or leaf.dtype == np.uint8:
             continue
         bounds = np.abs(np.concatenate([leaf.low.ravel(), leaf.high.ravel()]).astype(np.float64))
@@ -35,7 +35,8 @@ def warn_of_wide_ranges(observation_space: spaces.Space[Any], config: TrainConfi
         if len(wide):
             place = "".join(f"[{key!r}]" for key in path)
             setting = "Pass normalize_obs=True, or wrap" if hasattr(config, "normalize_obs") else "Wrap"
-            wrappers = "TransformObservation" if path else "NormalizeObservation or RescaleObservation"  # of a Box only
+            is_box = isinstance(observation_space, spaces.Box)
+            wrappers = "NormalizeObservation or RescaleObservation" if is_box else "TransformObservation"
             warnings.warn(
                 f"Observations{place} range up to ±{wide.max():g}, and nothing normalises them. Networks learn badly "
                 f"from numbers beyond ±{_WIDE:g}. {setting} the environment in gymnasium.wrappers.{wrappers}.",
@@ -73,13 +74,10 @@ def check_kept_spaces(found: Sequence[spaces.Space[Any]], state: Mapping[str, An
 
 def parts_of(space: spaces.Space[Any]) -> list[Any]:
     """Returns what a network reads or chooses, in its order: not the mask, nor the bounds of numbers."""
-    leaves = _read_by_networks(space)
-    sizes = [np.array(getattr(leaf, "nvec", getattr(leaf, "n", None))).tolist() for _, leaf in leaves]
-    return [(path, type(leaf), leaf.shape, size) for (path, leaf), size in zip(leaves, sizes, strict=True)]
-
-
-def _read_by_networks(space: spaces.Space[Any]) -> list[tuple[tuple[Any, ...], spaces.Space[Any]]]:
-    """Returns the leaves of a space by the path of each, without a mask and the key that ActionMask puts before it."""
     leaves = [(path, leaf) for path, leaf in leaf_spaces(space) if path != (MASK_KEY,)]
     is_beside_mask = {path[:1] for path, _ in leaves} == {("observation",)}  # as rayvec.wrappers.ActionMask has it
-    return [(path[1:] if is_beside_mask else path, leaf) for path, leaf in leaves]
+    sizes = [np.array(getattr(leaf, "nvec", getattr(leaf, "n", None))).tolist() for _, leaf in leaves]
+    return [
+        (path[1:] if is_beside_mask else path, type(leaf), leaf.shape, size)
+        for (path, leaf), size in zip(leaves, sizes, strict=True)
+    ]

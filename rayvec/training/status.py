@@ -19,7 +19,7 @@ __all__ = ["NodeStatus", "RunStatus", "directory_advice", "end_state", "read_sta
 
 
 def end_state(error: BaseException | None) -> str:
-    """Returns the `state` of a run that has ended, with the error that it raised, if any."""
+    """Returns :attr:`RunStatus.state` of a run that has ended with `error`, or without one."""
     return "finished" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
@@ -164,12 +164,12 @@ def read_status(run_dir: Path) -> RunStatus:
 
 
 def directory_advice(path: Path) -> str:
-    """Returns a sentence that says which directory to pass in place of a path that is not the directory of a run."""
+    """Returns sentences that say what to pass in place of a path that is not the directory of a run."""
     run_dir = next((each for each in path.parents if (each / "config.yaml").exists()), None)
     if run_dir is not None:
-        name = path.relative_to(run_dir).as_posix()
-        option = f", and --checkpoint {name}, in Python checkpoint={name!r}, to evaluate or load it"
-        return f"Pass the directory of the run, {run_dir}{option if path.suffix == '.pt' else ''}."
+        name, is_other = path.relative_to(run_dir).as_posix(), path.suffix == ".pt" and path.name != "checkpoint.pt"
+        option = f" For this checkpoint add --checkpoint {name}, or checkpoint={name!r} in Python." if is_other else ""
+        return f"Pass the directory of the run, {str(run_dir)!r}.{option}"
     for config in sorted(path.glob("seed*/config.yaml")) if os.path.isdir(path) else ():
         return f"Pass one of its runs, such as {config.parent}."
     return "Pass the directory of a run, such as one below runs/."

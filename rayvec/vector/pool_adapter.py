@@ -232,7 +232,9 @@ class PoolAdapter:
         except Exception:
             raise
         except BaseException as error:  # Ctrl-C leaves pending what others do
-            if acting.num_pending < num_pending or not isinstance(error, KeyboardInterrupt):
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            if not self.closed and (acting.num_pending < num_pending or not is_interrupt):
+                self._interrupted = is_interrupt
                 self._close_failed()
             raise
         if not acting.num_pending:

@@ -152,7 +152,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self.metadata = {**spaces.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = spaces.render_mode
         self.single_action_space = spaces.action
-        self._action_space_of = cache(partial(batch_space, spaces.action))  # of so many environments
+        self._action_space_of = cache(partial(batch_space, spaces.action))  # by number of environments
         self.action_space = self._action_space_of(self.num_envs)
         self.observation_space, self.single_observation_space = batched_observations(
             spaces, observation_mode, self.num_envs

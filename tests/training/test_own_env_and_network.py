@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,11 +215,17 @@ def test_a_wide_range_is_warned_of(tmp_path: Path, high: float, settings: dict[s
     assert ["±500" in str(each.message) for each in caught] == ([True] if warned else [])
 
 
-def test_a_wide_part_is_named_as_your_space_has_it() -> None:
-    part = spaces.Dict(temp=spaces.Box(-500, 500, (2,)), wind=spaces.Box(-1, 1, (2,)))
-    masked = spaces.Dict(observation=part, action_mask=spaces.MultiBinary(2))
-    for space in (part, masked):
-        with pytest.warns(UserWarning, match=r"^Observations\['temp'\] range up to ±500.*wrappers\.TransformObs"):
+def test_the_warning_of_a_wide_range_names_a_wrapper_that_takes_the_space() -> None:
+    wide = spaces.Box(-500, 500, (2,))
+    part = spaces.Dict(temp=wide, wind=spaces.Box(-1, 1, (2,)))
+    masked = spaces.Dict(observation=wide, action_mask=spaces.MultiBinary(2))
+    for space, name, wrapper in (
+        (wide, "", "NormalizeObservation or RescaleObservation"),
+        (part, "['temp']", "TransformObservation"),
+        (masked, "['observation']", "TransformObservation"),
+    ):
+        expected = re.escape(f"Observations{name} range up to ±500,") + f".*gymnasium.wrappers.{wrapper}"
+        with pytest.warns(UserWarning, match=expected):
             warn_of_wide_ranges(space, rayvec.PPOConfig())
 
 

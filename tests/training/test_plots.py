@@ -192,8 +192,14 @@ def test_the_directory_to_pass_in_place_of_another(runs: Path, tmp_path: Path, a
         assert_refused(command, "Pass one of its runs, such as s/seed1")
     assert_refused(["eval", "s/seed1/best.pt"], "config.yaml")
     (tmp_path / "s" / "seed1" / "best.pt").touch()
-    assert_refused(["eval", "s/seed1/best.pt"], "Pass the directory of the run, s/seed1, and --checkpoint best.pt")
-    assert_refused(["eval", "s/seed1/checkpoints/8.pt"], "the run, s/seed1, and --checkpoint checkpoints/8.pt")
+    assert_refused(
+        ["eval", "s/seed1/best.pt"],
+        "Pass the directory of the run, 's/seed1'. For this checkpoint add --checkpoint best.pt",
+    )
+    assert_refused(
+        ["eval", "s/seed1/checkpoints/8.pt"],
+        "the run, 's/seed1'. For this checkpoint add --checkpoint checkpoints/8.pt",
+    )
     assert_refused(["top", "a" * 300], "no config.yaml", "below runs/")
 
 

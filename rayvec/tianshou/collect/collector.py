@@ -326,6 +326,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             stats = self._collect_scheduled(n_step, n_episode, random)
         self.collect_step += stats.n_collected_steps
         self.collect_episode += stats.n_collected_episodes
+        if n_episode:
+            self.reset_env()
         return stats
 
     def _collect_scheduled(self, n_step: int | None, n_episode: int | None, random: bool) -> Any:
@@ -346,9 +348,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             self._lost_steps = False
             if self._prefetch and hasattr(stats, "staleness") and not at_random:
                 stats.staleness = max(stats.staleness, store.version - chunk.weights_version)
-        if n_episode:
-            self.reset_env()
-        elif not self._prefetch:
+        if not (n_episode or self._prefetch):
             self._keep_last(chunk, random)
         return stats
 

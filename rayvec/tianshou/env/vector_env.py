@@ -334,7 +334,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         return self._pool.layout is not None and not self._assembler.any_apart
 
     def publish_pickled(self, pickled: bytes, first_version: int = 0) -> WeightStore:
-        """Sends a policy to every worker, as `publish` does; a chunk may be pending."""
+        """Sends a policy, pickled as `as_policy` returns it, to every worker; a chunk may be pending."""
         self._assert_is_not_closed()
         return self._publish(pickled, first_version)
 
