@@ -798,7 +798,7 @@ def test_environments_without_further_data_are_not_reset() -> None:
         with pytest.raises(StopIteration):
             collector.collect(n_step=1000)
         assert len(resets) == count
-    assert None not in resets[1:]
+    assert all(env_id is not None for env_id in resets[1:])
 
 
 class Coin(spaces.Space[Any]):
