@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
 import secrets
-import time
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
@@ -13,13 +13,14 @@ from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_host import RankHost, RankPlacement, RunningRank, lost
 from rayvec.errors import ConfigError, LearnerError, RankLostError, RayvecError, RemoteFailure, counted
 from rayvec.pools.base import deadline_in, seconds_until
+from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["RankSet"]
 
 _GRACE_S = 5.0
 _START_S = 60.0
 _ANSWER_S = 60.0
-_LOOK_S = 2.0
+_LOOK_S = 1.0
 
 
 class _Failure(IntEnum):
@@ -128,7 +129,7 @@ class RankSet:
         """Waits as `gather` does for calls in which no rank waits for another: for a limited time."""
         return self.gather(refs, max(self._timeout_s, _ANSWER_S))
 
-    def gather(self, refs: Sequence[Any], limit_s: float | None = None) -> list[Any]:
+    def gather(self, refs: Sequence[Any], limit_s: float = math.inf) -> list[Any]:
         """Waits for one result of each of the first ranks.
 
         Ranks that only compute do so together: once one has returned, the others do within the time that ranks wait for
@@ -137,7 +138,7 @@ class RankSet:
 
         Args:
             refs: Of the results.
-            limit_s: How long to wait for the first result, in seconds; by default as long as no rank hangs.
+            limit_s: How long to wait for the first result, in seconds, if no rank is found to hang before.
 
         Raises:
             RankLostError: A rank exited, hangs, or did not return in time.
@@ -148,10 +149,10 @@ class RankSet:
         def worst(done: Sequence[Any]) -> _Failure | None:
             return min((how for how, _ in map(outcome_of, done) if how is not None), default=None)
 
-        done = self._await(refs, 1) if limit_s is None else self._host.wait(refs, 1, limit_s)
+        done = self._await(refs, 1, limit_s)
         if not done:
             raise lost(self.ranks[0], f"no answer within {limit_s:g} s")
-        while self._may_idle and limit_s is None and len(done) < len(refs) and worst(done) is None:
+        while self._may_idle and limit_s == math.inf and len(done) < len(refs) and worst(done) is None:
             done = self._await(refs, len(done) + 1)  # ranks wait for their environments, each for its own
         if worst(done) is None:
             done = self._host.wait(refs, len(refs), self._timeout_s)
@@ -167,14 +168,17 @@ class RankSet:
             raise min(errors, key=lambda error: error[0])[1]
         return [value for _, value in outcomes]
 
-    def _await(self, refs: Sequence[Any], num_results: int) -> list[Any]:
-        """Waits for so many results as long as no rank hangs."""
-        pause_s, before = self._timeout_s / 2, None
-        look_at_s = time.monotonic() + pause_s
-        while len(done := self._host.wait(refs, num_results, min(pause_s, _LOOK_S))) < num_results:
+    def _await(self, refs: Sequence[Any], num_results: int, limit_s: float = math.inf) -> list[Any]:
+        """Waits for so many results, for a limited time and as long as no rank hangs; returns those that have come."""
+        waited, pause_s, before = WaitedTime(), self._timeout_s / 2, None
+        look_at_s = pause_s / 4  # early, since the next look compares with this one
+        while True:
+            done = self._host.wait(refs, num_results, max(0.0, min(pause_s, _LOOK_S, limit_s - waited.seconds)))
+            if len(done) >= num_results or waited.look() >= limit_s:
+                return done
             if (rank := self._host.unreachable(self.ranks)) is not None:
                 raise lost(rank, "the network no longer reaches its node")
-            if time.monotonic() < look_at_s:
+            if waited.seconds < look_at_s:
                 continue
             pending = [each for each in refs if each not in done]
             signs = self._host.signs(self.ranks, max(self._timeout_s, _ANSWER_S), pending)
@@ -185,8 +189,7 @@ class RankSet:
                     raise lost(stopped[0], f"its process has been stopped for {pause_s:g} s")
                 if not self._may_idle and all(then.cpu_s == now.cpu_s for _, then, now in pairs):
                     raise lost(self.ranks[0], f"no rank has used any CPU time for {pause_s:g} s")
-            before, look_at_s = signs, time.monotonic() + pause_s
-        return done
+            before, look_at_s = signs, waited.seconds + pause_s
 
     def _outcome(self, ref: Any) -> tuple[_Failure | None, Any]:
         """Returns None and the result of a call that has ended, or how it failed and the exception."""

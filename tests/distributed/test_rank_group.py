@@ -292,7 +292,7 @@ def test_a_rank_that_has_ended_shows_no_signs_and_raises_nothing_in_ray(group: R
 def test_a_rank_that_stops_where_no_other_waits_for_it_is_not_waited_for_without_end(
     make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, where: str, then: Any
 ) -> None:
-    monkeypatch.setattr("rayvec.distributed.running_ranks._ANSWER_S", TIMEOUT_S)
+    monkeypatch.setattr("rayvec.distributed.running_ranks._ANSWER_S", 1000.0)  # not waited for: the rank is stopped
     monkeypatch.setattr("rayvec.distributed.rank_group._WAIT_SHARE", math.inf)  # a checkpoint after every call
     mark = tmp_path / "mark"
     group = make_group(num_ranks, lambda ranks: StopsOnce(ranks, mark), timeout_s=TIMEOUT_S)
