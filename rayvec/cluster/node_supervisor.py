@@ -152,7 +152,7 @@ class NodeSupervisor:
                 self.replace(number, error)
 
     def replace(self, number: int, error: NodeLostError | WorkerLostError) -> None:
-        """Starts the environments of a lost node elsewhere, and asks there for what was pending.
+        """Starts the environments of a lost node elsewhere, and repeats the pending requests there.
 
         Raises:
             NodeLostError: Nodes are not replaced, or there is no core left.
@@ -247,7 +247,7 @@ class NodeSupervisor:
         """Waits for the part's share of pending chunks. Returns whether the part can move: not if its node is lost."""
         try:
             part = self.acting.settle(move.number)
-        except NodeLostError:  # who waits for the chunk replaces it
+        except NodeLostError:  # the call that waits for the chunk replaces the node
             return False
         if part is not None:
             self.note_rollout(move.number, join_node_parts([part], 0.0).summary)

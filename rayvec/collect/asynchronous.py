@@ -116,7 +116,7 @@ class PartsPipeline:
         Args:
             store: The weights of the policy.
             num_steps: T of the chunks to start.
-            kept: The chunks that the batch has so far; gets the others, also where a wait is interrupted.
+            kept: The chunks that the batch has so far. The others are appended, also if the wait is interrupted.
             ahead: Whether to start chunks. If not, all pending chunks belong to the batch.
             checked: Returns what of a finished chunk is to be used.
             most: How many chunks of a part the batch may have.

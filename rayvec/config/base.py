@@ -123,7 +123,7 @@ class TrainConfig(metaclass=PresetMeta):
     num_nodes: Annotated[int, Bounds(0)] | tuple[int, int] | None = None
     """Ray nodes to spread the environments over; 0: this machine, without Ray. Two numbers (min, max), on the command
     line MIN:MAX: environments move as nodes join and leave. Unset: all nodes with free cores if Ray is initialised, an
-    address is given or learners="dedicated", whose ranks then have no node left; else 0."""
+    address is given or learners="dedicated"; else 0. With learners="dedicated", set it below the number of nodes."""
 
     workers_per_node: Annotated[int, Bounds(0)] | None = None
     """Worker processes on each node; unset: one for each core. With num_nodes=0, 0 steps in the driver's process."""
@@ -142,9 +142,8 @@ class TrainConfig(metaclass=PresetMeta):
 
     learners: Literal["driver", "shared", "dedicated", "decentralized"] | None = None
     """Where updates are computed: "driver"; "shared": by ranks on the nodes of the environments; "dedicated": by ranks
-    on other nodes, which num_nodes must leave them; "decentralized": by ranks that each step their own share of the
-    environments, so that no steps pass through the driver (DD-PPO). Unset: "driver" with one learner, "shared" with
-    several."""
+    on nodes without environments; "decentralized": by ranks that each step their own share of the environments, so that
+    no steps pass through the driver (DD-PPO). Unset: "driver" with one learner, "shared" with several."""
 
     sync_fraction: Annotated[float, Bounds(0, 1, excludes_low=True)] = 0.6
     """With decentralized ranks: once this share of them has taken its steps, the others stop at their next step; 1: no

@@ -138,7 +138,7 @@ class RankSet:
 
         Args:
             refs: Of the results.
-            limit_s: How long to wait for the first result, in seconds, if no rank is found to hang before.
+            limit_s: The longest wait for the first result, in seconds. A rank that hangs ends the wait earlier.
 
         Raises:
             RankLostError: A rank exited, hangs, or did not return in time.

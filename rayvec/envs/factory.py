@@ -92,7 +92,7 @@ def check_env(env: Any) -> gymnasium.Env[Any, Any]:
         ConfigError: It is a class, a vector environment, one of PettingZoo, or lacks what an environment has.
     """
     if isinstance(env, gymnasium.Env) and all(hasattr(env, name) for name in _ATTRIBUTES[:2]):
-        return env  # what is wrong with its spaces is said where they are used
+        return env  # the code that uses its spaces checks them
     name = f"{type(env).__module__}.{type(env).__qualname__}".removeprefix("builtins.")
     if isinstance(env, gymnasium.vector.VectorEnv):
         got, remedy = f"{name}, a vector environment of {env.num_envs}", "Pass [make_vector_env] * n with native=True."
@@ -276,7 +276,7 @@ def _load_with_sys(path: list[str], argv: list[str], data: bytes) -> Any:
 
 
 def check_env_fns(env_fns: Any) -> tuple[EnvFn, ...]:
-    """Returns what the adapters of other libraries take: one callable for each environment.
+    """Checks the `env_fns` of the adapters for other libraries. Returns one callable for each environment.
 
     Raises:
         ConfigError: It is no list, an empty one, or has something else in it, such as environments.

@@ -187,7 +187,7 @@ class ForkServer:
                     if time.monotonic() < deadline and not signals.received:
                         continue
                     self._watch.kill()  # a later answer would be taken for another request's
-                    limit = "before a signal" if signals.received else f"within {timeout_s:g} s"
+                    limit = "before SIGINT or SIGTERM came" if signals.received else f"within {timeout_s:g} s"
                     raise NotReady(f"the fork server (process {self.pid}) did not answer {limit}") from None
         (pid,) = _PID.unpack(answer)
         if pid < 0:

@@ -88,7 +88,7 @@ def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
             if error.errno != errno.EBADF:
                 raise
             where = f"node {spec.node}, worker {spec.index}"
-            logger.error("%s: an environment has closed file descriptors of this process, which ends", where)
+            logger.error("%s: an environment has closed file descriptors of this process, which exits", where)
         finally:
             if worker is not None:
                 with failures_ignored():

@@ -285,7 +285,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         with without_absent_rows(self) as rows:
             try:
                 stats = super()._collect(n_step, n_episode, *how)
-            except StopIteration:  # of environments without further data, which continue as they will
+            except StopIteration:  # from a finite data set that has ended, in a reset: its steps are stored
                 self._lost_steps = False
                 raise
         self._lost_steps = False
