@@ -658,6 +658,7 @@ class TestAttributesThatAreSetLater:
     def test_other_environments_are_stepped_after_a_reset(self) -> None:
         first = local([Drift] * 2)
         collector = Collector(Gives(0), first, VectorReplayBuffer(100, 2))
+        first.seed([11, 22])  # no episode of theirs ends in the first two steps
         collector.reset()
         collector.collect(n_step=4)
         with closing(local([partial(Wide, 9)] * 2)) as collector.env:
