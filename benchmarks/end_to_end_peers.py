@@ -262,4 +262,6 @@ def main(library: str, task: str, seed: str, began_s: str, limit_s: str) -> None
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 6 or sys.argv[1] not in LIBRARIES or sys.argv[2] not in TASKS:
+        raise SystemExit(f"{__doc__}\nLIBRARY is one of {list(LIBRARIES)}, TASK one of {list(TASKS)}.")
     main(*sys.argv[1:])

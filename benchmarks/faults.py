@@ -31,7 +31,7 @@ import tyro
 from cluster import timed
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
-from measure import heading, simulated_cluster, tree
+from measure import check_repeats, heading, simulated_cluster, tree
 
 from rayvec.bench.terminal import show_table, spread
 from rayvec.cluster.tcp_stream import Listener, connect
@@ -341,6 +341,7 @@ def main(repeats: int = 5, only: Literal["all", "one_machine", "cluster"] = "all
         repeats: How often.
         only: Faults of one machine, made without Ray, or those of a cluster.
     """
+    check_repeats(repeats)
     logging.getLogger("rayvec").setLevel(logging.ERROR)  # every restart is logged
     found: dict[str, list[float]] = {}
     for here in ONE_MACHINE if only != "cluster" else []:

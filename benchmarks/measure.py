@@ -46,6 +46,12 @@ def check_only(only: Collection[str], peers: Collection[str]) -> None:
         raise SystemExit(f"--only names peers that are not here: {sorted(unknown)}. Expected some of {list(peers)}.")
 
 
+def check_repeats(count: int, option: str = "--repeats") -> None:
+    """Ends the benchmark with a message where it is to measure nothing."""
+    if count < 1:
+        raise SystemExit(f"{option} is at least 1, not {count}.")
+
+
 def tree(root: int) -> list[int]:
     """Returns a process and all its descendants."""
     return [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
@@ -53,6 +59,7 @@ def tree(root: int) -> list[int]:
 
 def interleaved(ways: Mapping[str, Callable[[], _T]], repeats: int) -> dict[str, list[_T]]:
     """Measures each way once in every turn, so that other work on the machine disturbs all alike."""
+    check_repeats(repeats)
     found: dict[str, list[_T]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, measure in ways.items():

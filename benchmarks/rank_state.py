@@ -11,7 +11,7 @@ import time
 from functools import partial
 
 import tyro
-from measure import heading
+from measure import check_repeats, heading
 
 from rayvec import Collector, LearnerGroup, Policy, PPOConfig, RayVecEnv
 from rayvec.learners.ppo import PPOLearner
@@ -33,6 +33,7 @@ def main(updates: int = 30) -> None:
     Args:
         updates: How many updates.
     """
+    check_repeats(updates, "--updates")
     print(heading())
     with RayVecEnv("CartPole-v1", CONFIG.num_envs, num_nodes=0, workers_per_node=0) as env:
         make = partial(PPOLearner, env.single_observation_space, env.single_action_space, CONFIG)

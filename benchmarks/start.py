@@ -13,7 +13,7 @@ import sys
 import time
 
 import tyro
-from measure import heading
+from measure import check_repeats, heading
 
 from rayvec.bench.terminal import show_table, spread
 
@@ -68,6 +68,7 @@ def start() -> list[float]:
 
 def main(repeats: int = 9) -> None:
     """Prints the table."""
+    check_repeats(repeats)
     columns = zip(*(start() for _ in range(repeats)), strict=True)
     print(heading())
     rows = [[part, spread(each)] for part, each in zip([*PARTS, *WITHOUT_RAY], columns, strict=True)]

@@ -296,11 +296,13 @@ def counted(count: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration with three digits and its unit.
+    """Returns a duration with three digits, or whole seconds, and its unit.
 
-    >>> duration(2.0), duration(0.0123), duration(4.56e-05), duration(0.0009996)
-    ('2 s', '12.3 ms', '45.6 µs', '1 ms')
+    >>> duration(4321.0), duration(2.0), duration(0.0123), duration(4.56e-05), duration(0.0009996)
+    ('4,321 s', '2 s', '12.3 ms', '45.6 µs', '1 ms')
     """
+    if seconds >= 999.5:
+        return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}"
