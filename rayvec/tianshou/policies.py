@@ -2,17 +2,16 @@
 
 A policy is sent once, pickled. After that only its state is sent, as one flat vector: its parameters and buffers, bit
 for bit, and the plain numbers of its modules, which decide what it does too (the epsilon of a DQN, whether it is
-within a training step).
+within a training step). Where other attributes have changed, such as an array, it is sent again.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 import secrets
-import struct
 from collections.abc import Iterator
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +20,26 @@ from numpy.typing import NDArray
 from tianshou.algorithm.algorithm_base import Algorithm, Policy
 from tianshou.data import Batch, to_numpy
 from tianshou.data.collector import get_stddev_from_dist
-from tianshou.exploration import BaseNoise
-from torch.nn.parameter import is_lazy
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NoiseSpec
+from rayvec.tianshou.policy_state import (
+    NUMBER_BYTES,
+    Number,
+    all_numbers_of,
+    digest_of,
+    fits_in_weights,
+    numbers_of,
+    pack,
+    seed_own_generators,
+    tensors_of,
+    unpack,
+)
 
 __all__ = ["RandomActions", "TianshouPolicy", "joint_logp", "policy_entry", "record_logp", "records_logp"]
 
 _ARRAY, _TENSOR = "array:", "tensor:"
-_KINDS: tuple[type, ...] = (bool, int, float, type(None))
-_NUMBER_BYTES = 16
 _PROCESS = secrets.token_hex(8)
 """Names this process."""
 
@@ -44,10 +51,10 @@ class TianshouPolicy:
     space. The extras hold what else goes into a buffer: ``act``, the action before mapping; the
     policy's own entry, hidden state included (:func:`policy_entry`); ``dist_std``.
 
-    Two things differ. The policy gets no infos. And the generators of torch and NumPy that it draws from are seeded,
-    where it acts, by the seed of the rollout: its draws are repeatable on the same topology, not across topologies.
-    In the driver, also with ``workers_per_node=0``, rayvec does not seed the global generators: the policy draws from
-    them as in Tianshou.
+    Two things differ. The policy gets no infos. And the generators that it draws from (the global ones of torch, NumPy
+    and Python, and those that it holds) are seeded, where it acts, by the seed of the rollout: its draws are repeatable
+    on the same topology, not across topologies. In the driver, also with ``workers_per_node=0``, rayvec does not seed
+    the global generators: the policy draws from them as in Tianshou.
 
     Args:
         policy: A policy, or an algorithm, whose policy is taken. It is not copied.
@@ -58,16 +65,17 @@ class TianshouPolicy:
 
     def __init__(self, policy: Policy | Algorithm[Any, Any], *, exploration_noise: bool = False) -> None:
         self._policy: Policy = policy.policy if isinstance(policy, Algorithm) else policy
-        self._numbers: list[_Number] | None = None
+        self._numbers: list[Number] | None = None
         self._exploration_noise = exploration_noise
         self._state: Any = None
-        self._seeded = True
+        self._num_copies = 0
+        self._seeds_own = self._seeds_global = False
         # Without autograd torch evaluates an LSTM by another kernel, which differs in the last bits.
         self._with_grad = any(isinstance(module, torch.nn.RNNBase) for module in self._policy.modules())
 
     def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
         """Chooses actions for k environments; see :class:`rayvec.rollout.loop.ActingPolicy`."""
-        if not self._seeded:
+        if self._seeds_own:
             self._seed(noise)
         batch: Any = Batch(obs=obs, info=Batch())
         with torch.set_grad_enabled(self._with_grad):
@@ -95,21 +103,21 @@ class TianshouPolicy:
 
     def weights(self) -> NDArray[np.float32]:
         """Returns the policy's state as one flat vector of bits, which mean nothing as numbers."""
-        tensors = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for tensor in _tensors(self._policy)]
-        stream = np.concatenate(
-            [*tensors, *(np.frombuffer(_packed(each), np.uint8) for each in _numbers(self._policy))]
-        )
+        tensors = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for tensor in tensors_of(self._policy)]
+        stream = np.concatenate([*tensors, *(np.frombuffer(pack(each), np.uint8) for each in numbers_of(self._policy))])
         return np.pad(stream, (0, -len(stream) % 4)).view(np.float32)
 
     def structure(self) -> list[tuple[Any, ...]]:
         """Returns what :meth:`weights` consists of: each tensor's dtype and shape, each plain number's path and name.
 
-        Whole numbers of more than 64 bits, which weights can't hold, are in it with their values. Only a copy of a
-        policy with the same structure can load the weights.
+        What weights can't hold is in it too: whole numbers of more than 64 bits with their values, and a digest of all
+        other attributes. Only a copy of a policy with the same structure acts as it does once it has loaded the
+        weights.
         """
-        tensors = ((tensor.dtype, tensor.shape) for tensor in _tensors(self._policy))
-        numbers = _all_numbers(self._policy)
-        return [*tensors, *((each.path, each.name, *(() if _fits(each) else (each.value,))) for each in numbers)]
+        tensors = ((tensor.dtype, tensor.shape) for tensor in tensors_of(self._policy))
+        numbers = all_numbers_of(self._policy)
+        names = ((each.path, each.name, *(() if fits_in_weights(each) else (each.value,))) for each in numbers)
+        return [*tensors, *names, (digest_of(self._policy),)]
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Loads what :meth:`weights` returned in another process.
@@ -120,9 +128,9 @@ class TianshouPolicy:
         Raises:
             ConfigError: It comes from a policy with other parameters.
         """
-        tensors = list(_tensors(self._policy))
-        numbers = list(_numbers(self._policy)) if self._numbers is None else self._numbers
-        sizes = [*(each.numel() * each.element_size() for each in tensors), _NUMBER_BYTES * len(numbers)]
+        tensors = list(tensors_of(self._policy))
+        numbers = list(numbers_of(self._policy)) if self._numbers is None else self._numbers
+        sizes = [*(each.numel() * each.element_size() for each in tensors), NUMBER_BYTES * len(numbers)]
         *ends, size = np.cumsum(sizes)
         if weights.size != -(-size // 4):
             raise ConfigError(
@@ -135,30 +143,40 @@ class TianshouPolicy:
         with torch.no_grad():
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(torch.from_numpy(part.copy()).view(tensor.dtype).view(tensor.shape))
-        for k, (number, packed) in enumerate(zip(numbers, plain.reshape(-1, _NUMBER_BYTES), strict=True)):
-            if self._numbers is None or _packed(number) != packed.tobytes():
-                value = _unpacked(packed.tobytes())
+        for k, (number, packed) in enumerate(zip(numbers, plain.reshape(-1, NUMBER_BYTES), strict=True)):
+            if self._numbers is None or pack(number) != packed.tobytes():
+                value = unpack(packed.tobytes())
                 number.holder[number.name] = value
                 numbers[k] = number._replace(value=value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Moves a copy to the CPU; the hidden state stays behind."""
         policy = self._policy
-        if any(tensor.is_cuda for tensor in _tensors(policy)):
+        if any(tensor.is_cuda for tensor in tensors_of(policy)):
             policy = copy.deepcopy(policy).cpu()
-        return {"policy": policy, "exploration_noise": self._exploration_noise, "process": _PROCESS}
+        self._num_copies += 1
+        return {
+            "policy": policy,
+            "exploration_noise": self._exploration_noise,
+            "process": _PROCESS,
+            "is_first": self._num_copies == 1,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["policy"], exploration_noise=state["exploration_noise"])  # type: ignore[misc]
         self._policy.eval()
-        self._numbers = list(_numbers(self._policy))  # with the values of now
-        self._seeded = state["process"] == _PROCESS  # the driver's generators are the caller's
+        self._numbers = list(numbers_of(self._policy))  # with the values of now
+        self._seeds_global = state["process"] != _PROCESS  # the driver's generators are the caller's
+        self._seeds_own = self._seeds_global or not state["is_first"]  # else each copy would draw the same again
 
     def _seed(self, noise: NDArray[np.float64]) -> None:
-        self._seeded = True
+        self._seeds_own = False
         seed = _whole(noise[0, 0])
-        torch.manual_seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_own_generators(self._policy, seed)
+        if self._seeds_global:
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
 
 
 class RandomActions:
@@ -243,70 +261,6 @@ def _detached(state: Any) -> Any:
     if isinstance(state, dict | Batch):
         return Batch({key: _detached(part) for key, part in state.items()})
     return state.detach() if isinstance(state, torch.Tensor) else state
-
-
-def _tensors(policy: Policy) -> Iterator[torch.Tensor]:
-    for tensor in chain(policy.parameters(), policy.buffers()):
-        if is_lazy(tensor):
-            raise ConfigError(
-                "A policy is sent to the workers with all its parameters.",
-                expected="parameters that have their shapes",
-                got="a lazy layer, which gets them when it first runs",
-                remedy="Call the policy once before: policy(Batch(obs=obs, info=Batch())), with obs of env.reset().",
-            )
-        yield tensor.detach()
-
-
-class _Number(NamedTuple):
-    """A plain number of a policy.
-
-    Attributes:
-        path: Path of the module, or of the noise in a module.
-        holder: The ``__dict__`` of that module or noise.
-        name: Name of the attribute.
-        value: Its value.
-    """
-
-    path: str
-    holder: dict[str, Any]
-    name: str
-    value: Any
-
-
-def _numbers(policy: Policy) -> Iterator[_Number]:
-    """Yields the plain numbers that weights hold: whole numbers of at most 64 bits, and all others."""
-    return filter(_fits, _all_numbers(policy))
-
-
-def _fits(number: _Number) -> bool:
-    return type(number.value) is not int or -(2**63) <= number.value < 2**63
-
-
-def _all_numbers(policy: Policy) -> Iterator[_Number]:
-    """Yields the plain numbers of every module and of its exploration noise.
-
-    NumPy's numbers are among them: a schedule made with ``np.interp`` sets an epsilon to one.
-    """
-    for path, module in policy.named_modules():
-        held = vars(module)
-        noises = ((f"{path}.{name}", vars(value)) for name, value in held.items() if isinstance(value, BaseNoise))
-        for place, holder in ((path, held), *noises):
-            for name, value in holder.items():
-                number = value.item() if isinstance(value, np.generic) else value
-                if type(number) in _KINDS and name != "training":
-                    yield _Number(place, holder, name, number)
-
-
-def _packed(number: _Number) -> bytes:
-    """Returns kind and value of a number, exactly, in `_NUMBER_BYTES` bytes."""
-    kind, value = type(number.value), 0 if number.value is None else number.value
-    return struct.pack("=qd" if kind is float else "=qq", _KINDS.index(kind), value)
-
-
-def _unpacked(packed: bytes) -> Any:
-    kind = _KINDS[struct.unpack_from("=q", packed)[0]]
-    [value] = struct.unpack_from("=d" if kind is float else "=q", packed, 8)
-    return None if kind is type(None) else kind(value)
 
 
 def _whole(number: float) -> int:

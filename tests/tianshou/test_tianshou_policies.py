@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import random
+import threading
 from contextlib import closing
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ import torch
 from gymnasium import spaces
 from helpers.exact import DriftEnv
 from helpers.tianshou_kit import Exact, Remembers
+from tianshou.algorithm.algorithm_base import Policy
 from tianshou.algorithm.modelfree.ddpg import ContinuousDeterministicPolicy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
@@ -164,6 +168,65 @@ def test_a_worker_s_copy_keeps_what_it_counts_and_gets_what_the_driver_changes_b
     assert driver.structure() != structure
 
 
+class Holds(CountsItsActs):
+    """Acts by what it is told; holds attributes that are no numbers, and generators."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.table, self.tensor, self.nested = np.zeros(3), torch.zeros(2), {"deep": [np.zeros(2)]}
+        self.function, self.lock = (lambda: 0), threading.Lock()
+        self.rng, self.old_rng, self.dice = np.random.default_rng(0), np.random.RandomState(0), random.Random(0)
+        self.action_space.seed(0)
+        self.noise = OUNoise()
+
+    def draw(self) -> list[float]:
+        return [self.rng.random(), self.old_rng.rand(), self.dice.random(), self.action_space.sample()]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_sent"),
+    [
+        (lambda policy: policy.table.__setitem__(1, 2.0), True),
+        (lambda policy: setattr(policy, "table", np.ones(3)), True),
+        (lambda policy: policy.tensor.add_(1), True),
+        (lambda policy: policy.nested["deep"][0].fill(1), True),
+        (lambda policy: policy.nested.update(more=1), True),
+        (lambda policy: setattr(policy, "function", lambda: 1), True),
+        (lambda policy: setattr(policy, "lock", threading.Lock()), True),
+        (lambda policy: setattr(policy, "noise", GaussianNoise()), True),
+        (lambda policy: setattr(policy, "table", np.zeros(3)), False),
+        (lambda policy: setattr(policy, "scale", 9.0), False),
+        (lambda policy: policy.draw(), False),
+    ],
+)
+def test_a_policy_is_sent_again_if_an_attribute_has_changed_that_is_no_number(change: Any, is_sent: bool) -> None:
+    policy = Holds()
+    before = TianshouPolicy(policy).structure()
+    assert TianshouPolicy(policy).structure() == before
+    change(policy)
+    assert (TianshouPolicy(policy).structure() != before) == is_sent
+
+
+@pytest.mark.parametrize("workers_per_node", [0, 2])
+def test_a_table_that_has_changed_acts_in_the_workers(workers_per_node: int) -> None:
+    class Tabular(Policy):
+        def __init__(self) -> None:
+            super().__init__(action_space=DriftEnv.action_space)
+            self.table = np.zeros(4, int)
+
+        def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+            return Batch(act=self.table[: len(batch.obs)].copy())
+
+    with closing(RayVectorEnv([DriftEnv] * 4, num_nodes=0, workers_per_node=workers_per_node)) as env:
+        policy = Tabular()
+        collector = rayvec.tianshou.Collector(policy, env, VectorReplayBuffer(400, 4))
+        collector.reset()
+        for act in (0, 1, 0):
+            policy.table[:] = act
+            collector.collect(n_step=12)
+            assert (collector.buffer.act[collector.buffer.sample_indices(0)][-3:] == act).all()
+
+
 @pytest.mark.parametrize("value", [2**53 + 1, -(2**63), pytest.param(2**1100, id="huge"), -0.0, float("nan")])
 def test_numbers_arrive_exactly(value: Any) -> None:
     policy = CountsItsActs(5)
@@ -258,6 +321,26 @@ def test_draws_depend_on_the_seed_in_a_worker_and_on_global_generators_in_the_dr
         drawn.append([acting.act(obs, np.full((4, 1), seed))[0].tolist() for _ in range(3)])
     assert drawn[0] == drawn[1] != drawn[2]
     assert drawn[0][0] != drawn[0][1]
+
+
+def test_generators_that_a_policy_holds_are_seeded_where_it_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Holds()
+    policy.lock = None
+    driver, obs = TianshouPolicy(policy), np.zeros((4, 2), np.float32)
+
+    def draws(seed: float, sent: bytes | None = None) -> list[float]:
+        copy = pickle.loads(cloudpickle.dumps(driver) if sent is None else sent)
+        copy.act(obs, np.full((4, 1), seed))
+        return [number for _ in range(20) for number in copy._policy.draw()]
+
+    first = draws(0.3)
+    assert first == [number for _ in range(20) for number in policy.draw()]  # in this process they go on
+    assert draws(0.3) != first  # but not again and again
+    sent = cloudpickle.dumps(driver)
+    monkeypatch.setattr("rayvec.tianshou.policies._PROCESS", "that of a worker")
+    one, same, other = (draws(seed, sent) for seed in (0.3, 0.3, 0.7))
+    assert one == same
+    assert all(ours != theirs for k in range(4) for ours, theirs in [(one[k::4], other[k::4])])
 
 
 def test_random_actions_depend_on_the_environment_only() -> None:
