@@ -161,7 +161,8 @@ def masked_logits(logits: Float, obs: Tree, distribution: Any) -> Float:
             "An action mask allows at least one choice of each component of an action.",
             expected="a number other than 0 for each component in each row",
             got=f"none in row {row} of {len(mask)}",
-            remedy="Correct the mask; rayvec.wrappers.ActionMask says in which environment and step it is wrong.",
+            remedy="Correct the mask; let it allow one choice also to an agent that waits for its turn. "
+            "rayvec.wrappers.ActionMask says in which environment and step a mask is wrong.",
         )
     return np.where(mask, logits, np.float32(NOT_ALLOWED))
 

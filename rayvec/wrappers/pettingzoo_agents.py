@@ -44,7 +44,8 @@ class ParallelAgents(VectorEnv[Any, Any, Any]):
                 "ParallelAgents makes the agents of games the rows of a vector environment.",
                 expected="one game or more",
                 got=repr(games),
-                remedy="Pass make_game(), or [make_game() for _ in range(n)].",
+                remedy="Pass make_game(), or [make_game() for _ in range(n)]. In a run, let num_envs be large enough "
+                "that each worker has the rows of a game, or lower workers_per_node.",
             )
         for game in self._games:
             _check_parallel(game)
@@ -210,7 +211,8 @@ def _check_parallel(game: Any) -> None:
             "ParallelAgents takes environments whose agents act at the same time.",
             expected="a PettingZoo ParallelEnv with possible_agents",
             got=f"{type(game).__module__}.{type(game).__qualname__}{turns}",
-            remedy="Convert it by pettingzoo.utils.conversions.aec_to_parallel, or use the module's parallel_env().",
+            remedy="Use the module's parallel_env() if it has one, else convert it: pettingzoo.utils.conversions has "
+            "aec_to_parallel, and turn_based_aec_to_parallel for games of turns.",
         )
 
 
