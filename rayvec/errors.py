@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, cast
 import cloudpickle
 
 __all__ = [
+    "LIMITS_REMEDY",
     "CheckpointError",
     "ConfigError",
     "EnvError",
@@ -48,6 +49,13 @@ __all__ = [
     "message",
     "without_remedy",
 ]
+
+
+LIMITS_REMEDY = (
+    "Raise the limit of processes and threads (ulimit -u, or the container's) or of open files (ulimit -n), free "
+    "memory, or pass fewer workers or ranks."
+)
+"""What to do when the system refuses another process or thread."""
 
 
 class RayvecError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import math
 import os
@@ -24,7 +25,7 @@ import numpy as np
 
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
-from rayvec.errors import ConfigError
+from rayvec.errors import LIMITS_REMEDY, ConfigError, LearnerError
 from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.process_watch import ProcessWatch
@@ -42,6 +43,8 @@ _MESSAGE_S = 60.0
 """A rank that takes more seconds than this to send the rest of a message is lost."""
 _PRELOAD = ("rayvec.distributed.rank_actor",)
 """The fork server imports torch once for all ranks, also for those that replace lost ones."""
+_REFUSED = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What the system answers at a limit; restarting the ranks would not help."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,16 +87,30 @@ class ProcessHost:
         return [RankPlacement(rank, num_ranks, "", "127.0.0.1", rank, num_ranks, 0, 1) for rank in range(num_ranks)]
 
     def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
-        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
+        """See :class:`~rayvec.distributed.ray_host.RayHost`.
+
+        Raises:
+            LearnerError: The system refuses another process, or another open file.
+            RankLostError: The fork server ended, or did not answer.
+        """
         main = functools.partial(rank_main, _own_gpu(placement.rank, device), placement, device, threads, timeout_s)
-        ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                if self._server is None:
-                    self._server = ForkServer.branch(_PRELOAD)
-                pid, watch = self._server.fork(pickle.dumps(main), [theirs.fileno()])
+            with contextlib.ExitStack() as undo:
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                with theirs:
+                    if self._server is None:
+                        self._server = ForkServer.branch(_PRELOAD)
+                    pid, watch = self._server.fork(pickle.dumps(main), [theirs.fileno()])
+                undo.pop_all()
         except (EOFError, NotReady, OSError) as error:
-            ours.close()
+            if isinstance(error, OSError) and error.errno in _REFUSED:
+                raise LearnerError(
+                    "Each rank is a process of its own.",
+                    expected=f"a process for {placement}",
+                    got=f"no new process: {error}",
+                    remedy=LIMITS_REMEDY,
+                ) from error
             raise lost(RunningRank(placement, None), f"its process could not start ({error})") from error
         return RunningRank(placement, _Process(MessagePipe(ours, watch), watch), pid)
 

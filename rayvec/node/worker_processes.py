@@ -17,7 +17,7 @@ from typing import Any
 
 from gymnasium import Space
 
-from rayvec.errors import ConfigError, RemoteFailure, WorkerLostError
+from rayvec.errors import LIMITS_REMEDY, ConfigError, RemoteFailure, WorkerLostError
 from rayvec.node.chunk_memory import ChunkMemory, dumps
 from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe
@@ -39,7 +39,6 @@ SPARE_FILES = 64
 
 _TRY = "Make one environment by hand in a fresh interpreter to see what it does."
 _WAIT = "Raise start_timeout_s if this machine is overloaded. Otherwise find out what stops the fork server's process."
-_FREE = "Raise the limit of processes (ulimit -u) or of open files (ulimit -n), free memory, or pass fewer workers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ class WorkerSet:
         except EOFError as error:
             raise self._lost(0, f"the fork server could not start, or ended ({error})") from error
         except OSError as error:
-            raise self._lost(0, f"no fork server: {error}", _FREE) from error
+            raise self._lost(0, f"no fork server: {error}", LIMITS_REMEDY) from error
 
     def _start(self, spec: WorkerSpec) -> WorkerProcess:
         if self.server.ended():
@@ -166,7 +165,7 @@ class WorkerSet:
         except NotReady as error:
             raise self._lost(spec.index, f"no new process: {error}", _WAIT) from error
         except OSError as error:
-            raise self._lost(spec.index, f"no new process: {error}", _FREE) from error
+            raise self._lost(spec.index, f"no new process: {error}", LIMITS_REMEDY) from error
         return WorkerProcess(pid, watch, MessagePipe(ours, watch), stack_fd)
 
     def _hear(self, index: int, kind: type[Any], deadline: float) -> Any:

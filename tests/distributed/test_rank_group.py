@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import subprocess
@@ -22,6 +23,7 @@ from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_host import vital_signs
 from rayvec.errors import ConfigError, LearnerError
+from rayvec.node.fork_server import ForkServer
 
 MakeGroup = Callable[..., RankGroup]
 TIMEOUT_S = 3.0
@@ -329,6 +331,20 @@ def test_a_crash_loop_ends(make_group: MakeGroup, tmp_path: Path, monkeypatch: p
         group.run("add_and_fall", [(1.0, str(tmp_path / "never"), "SIGKILL")])
     assert str(caught.value).count("Remedy") == 1 and ".." not in str(caught.value)
     assert group.run("add", [(1.0,)]) == [[1.0] * 3]
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE])
+def test_a_limit_that_allows_no_process_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    tries = []
+
+    def refuse(*args: object) -> None:
+        tries.append(args)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(ForkServer, "branch", refuse)
+    with pytest.raises(LearnerError, match=r"a process for rank 0.*no new process.*ulimit -u") as caught:
+        RankGroup(Adder, 1, num_nodes=0).run("total")
+    assert type(caught.value) is LearnerError and len(tries) == 1
 
 
 def test_what_a_method_raises_is_raised_and_the_group_is_as_before(group: RankGroup, tmp_path: Path) -> None:
