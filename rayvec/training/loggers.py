@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from rayvec.config import TrainConfig
-from rayvec.errors import counted
+from rayvec.errors import LIMITS_REMEDY, ConfigError, counted
 from rayvec.training.atomic_files import finite, written_whole
 from rayvec.training.evaluation import Evaluation
 from rayvec.training.learning_curve import learning_curve_figure, without_damaged_lines
@@ -145,6 +145,9 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         progress: How far the run has come, which the caller updates; metrics of later steps are dropped.
         tracker: Where metrics go besides.
         logged: Numbers by name to add to the next line. Writing the line clears them.
+
+    Raises:
+        ConfigError: The system allows no thread for TensorBoard, or the directory is gone when a line is written.
     """
 
     def __init__(
@@ -158,7 +161,16 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         self._run_dir, self._config, self._progress, self._tracker = run_dir, config, progress, tracker
         self._logged = {} if logged is None else logged
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", progress.steps)
-        self._tensorboard = SummaryWriter(os.fspath(run_dir), purge_step=progress.steps + 1)
+        try:
+            self._tensorboard = SummaryWriter(os.fspath(run_dir), purge_step=progress.steps + 1)
+        except RuntimeError as error:  # of Thread.start
+            self._metrics.close()
+            raise ConfigError(
+                "TensorBoard writes its file in a thread of its own.",
+                expected="another thread",
+                got=error,
+                remedy=LIMITS_REMEDY,
+            ) from error
         self._display = ProgressDisplay(config.num_iterations * config.steps_per_iteration, progress.steps)
         self._line = _Line()
         self._greedy: tuple[int, float] | None = None
@@ -211,6 +223,13 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         return metrics
 
     def _write(self) -> None:
+        if not self._run_dir.is_dir():
+            raise ConfigError(
+                "The directory of a run stays in its place until the run ends.",
+                expected=f"the directory {self._run_dir}",
+                got="none: it was removed or renamed",
+                remedy="Resume the run from where its directory is now, or start it again.",
+            )
         metrics = self._measured() | self._logged
         counts, self._line = self._line.staleness_counts, _Line()
         self._logged.clear()

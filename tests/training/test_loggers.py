@@ -6,6 +6,8 @@ import errno
 import io
 import json
 import math
+import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tensorboard.summary.writer import event_file_writer
 import rayvec
 from rayvec import PPOConfig
 from rayvec.data import CollectStats
+from rayvec.errors import ConfigError
 from rayvec.learners.ppo import PPOLearner
 from rayvec.training import loggers, progress_display
 from rayvec.training.learning_curve import learning_curve_figure, smoothed
@@ -162,6 +165,33 @@ def test_a_learner_of_your_own_may_return_numbers_of_numpy_and_torch(
     run_dir = rayvec.train(tiny(tmp_path / "a", total_steps=64)).run_dir
     *_, line = read_metrics(run_dir / "metrics.jsonl")
     assert [line[f"learner/{name}"] for name in ("numpy", "whole", "torch")] == [1.5, 3, 2.5]
+
+
+def test_a_limit_that_allows_no_thread_is_an_error_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ConfigError, match=r"can't start new thread\. Remedy.*ulimit -u"):
+        log(tmp_path, [16])
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+def test_a_run_whose_directory_is_gone_is_an_error(tmp_path: Path, how: str) -> None:
+    run_dir, progress = tmp_path / "run", Progress()
+    run_dir.mkdir()
+    with (
+        pytest.raises(ConfigError, match=f"directory {run_dir}. Got: none: it was removed or renamed"),
+        RunLogger(run_dir, CONFIG, progress) as logger,
+    ):
+        logger._tensorboard.flush()  # else its thread raises too
+        shutil.rmtree(run_dir) if how == "removed" else run_dir.rename(tmp_path / "other")
+        iteration = Iteration(stats(1.0), {}, TIMES_S)
+        progress.add(iteration.stats)
+        logger.add(iteration)
+        logger.end_line()
 
 
 def test_learning_curve_is_drawn_even_if_the_run_fails(tmp_path: Path) -> None:
