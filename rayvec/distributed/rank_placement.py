@@ -26,6 +26,11 @@ _LOOK_S = 1.0
 """How often nodes that joined or leave are looked for."""
 _WAIT_S = 300.0
 _WAIT_AGAIN_S = 8.0
+_REMEDY = (
+    "Ask for fewer ranks, workers, threads or nodes of environments, make a LearnerGroup before environments claim all "
+    "cores, or pass num_cpus=0 to it"
+)
+_REMEDY_OF_DEDICATED = "Add a node on which no environments step, or ask for fewer ranks or threads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,9 @@ class NodeCapacity:
     all_cpus: int = 0
 
 
-def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int | None = None) -> list[RankPlacement]:
+def place_ranks(
+    nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int | None = None, remedy: str = _REMEDY
+) -> list[RankPlacement]:
     """Places ranks on as few nodes as possible, since those of one node sum fastest; of equal nodes on the first.
 
     With `num_nodes`, it spreads them evenly over the largest nodes, if these have room.
@@ -87,8 +94,7 @@ def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int | 
             "Every rank claims free cores, and with CUDA a free GPU.",
             expected=f"room for {counted(num_ranks, 'rank')}",
             got=", ".join(f"{node.host}: room for {node.capacity}" for node in nodes) or "no node that may be used",
-            remedy="Ask for fewer ranks, workers, threads or nodes of environments, make a LearnerGroup before "
-            "environments claim all cores, or pass num_cpus=0 to it",
+            remedy=remedy,
         )
     chosen = _spread(nodes, num_ranks, num_nodes) if num_nodes else []
     unused = list(nodes)
@@ -132,6 +138,7 @@ def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = F
     Raises:
         ConfigError: The cluster has too little capacity.
     """
+    remedy = _REMEDY_OF_DEDICATED if request.avoid_nodes else _REMEDY
     deadline, spread_by = time.monotonic() + _PLACE_S, time.monotonic() + _JOIN_TIMEOUT_S
     while True:
         try:
@@ -139,7 +146,7 @@ def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = F
             if fewer and time.monotonic() < spread_by and _waits_for_spread(nodes, num_ranks, request):
                 time.sleep(_LOOK_AGAIN_S)
                 continue
-            return place_ranks(nodes, num_ranks, request.num_nodes)
+            return place_ranks(nodes, num_ranks, request.num_nodes, remedy)
         except ConfigError:
             if request.num_gpus and not ray.cluster_resources().get("GPU"):
                 raise ConfigError(

@@ -36,6 +36,17 @@ def test_too_many_ranks_are_refused(ray_cluster: object, monkeypatch: pytest.Mon
         RankGroup(Adder, 33)
 
 
+@pytest.mark.parametrize(("avoided", "remedy"), [((), "before environments claim"), (("a",), "Add a node on which no")])
+def test_the_remedy_for_too_little_room_applies(
+    monkeypatch: pytest.MonkeyPatch, avoided: tuple[str, ...], remedy: str
+) -> None:
+    """Dedicated ranks may not use the nodes on which environments step."""
+    monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
+    monkeypatch.setattr("rayvec.distributed.rank_placement.capacities", lambda request: [])
+    with pytest.raises(ConfigError, match=f"Got: no node that may be used. Remedy: .*{remedy}"):
+        find_placements(1, ResourceRequest(1, 0, avoid_nodes=avoided))
+
+
 @pytest.mark.slow
 def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without_end(
     ray_cluster: object, monkeypatch: pytest.MonkeyPatch
