@@ -24,7 +24,7 @@ from rayvec.errors import RemoteFailure
 from rayvec.node.node_inference import NodeInference
 from rayvec.node.object_store import check_object_store
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy
-from rayvec.pools.in_process_base import FAILURES, EnvsFailed
+from rayvec.pools.in_process_base import FAILURES, EnvsFailed, is_ctrl_c
 from rayvec.pools.make import make_pool
 from rayvec.pools.shared_memory import ArrayLayout
 
@@ -153,9 +153,9 @@ class LocalPool:
         """Closes the environments. Further calls do nothing."""
         try:
             self._pool.close()
-        except KeyboardInterrupt:
-            raise
-        except FAILURES:
+        except FAILURES as error:
+            if is_ctrl_c(error):
+                raise
             logger.exception("an environment did not close in order")
 
     @contextlib.contextmanager

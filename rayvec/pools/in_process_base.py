@@ -33,6 +33,7 @@ __all__ = [
     "copied_value",
     "end_if_forked",
     "failures_ignored",
+    "is_ctrl_c",
 ]
 
 FAILURES = BaseException
@@ -41,6 +42,11 @@ FAILURES = BaseException
 
 _NOTE_CHARS = 1000
 """How much of an exception's text is in the log line of a restart."""
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether an error is Ctrl-C. Where a process leaves Ctrl-C to its owner, a KeyboardInterrupt is a failure."""
+    return isinstance(error, KeyboardInterrupt) and not is_left_to_owner(signal.SIGINT)
 
 
 def captured(error: BaseException, where: str) -> RemoteFailure:
@@ -52,7 +58,7 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
     Raises:
         KeyboardInterrupt: The error is Ctrl-C, which is no failure, except where a process leaves Ctrl-C to its owner.
     """
-    if isinstance(error, KeyboardInterrupt) and not is_left_to_owner(signal.SIGINT):
+    if is_ctrl_c(error):
         raise error
     if not isinstance(error, Exception):
         exits = isinstance(error, SystemExit)
@@ -107,10 +113,9 @@ def failures_ignored() -> Iterator[None]:
     """Ignores what the block raises, except Ctrl-C."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise
-    except FAILURES:
-        pass
+    except FAILURES as error:
+        if is_ctrl_c(error):
+            raise
 
 
 def copied_actions(actions: Any) -> Any:
@@ -411,9 +416,9 @@ class InProcessPool(ABC):
         while self._envs:
             try:
                 self._envs.pop().close()
-            except KeyboardInterrupt:
-                raise
             except FAILURES as error:
+                if is_ctrl_c(error):
+                    raise
                 errors.append(error)
         if errors:
             raise errors[0]

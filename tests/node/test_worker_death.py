@@ -522,18 +522,22 @@ from rayvec.testing import CountingEnv
 
 class FailsToClose(CountingEnv):
     def close(self):
-        raise RuntimeError("a file of its own")
+        print("closes", flush=True)
+        raise {error}("a file of its own")
 
 if __name__ == "__main__":
-    RayVecEnv([FailsToClose] * 2, num_nodes=0, workers_per_node=1).close()
+    RayVecEnv([FailsToClose] * 3, num_nodes=0, workers_per_node=1).close()
 """
 
 
-def test_an_environment_that_fails_to_close_is_logged() -> None:
-    done = subprocess.run([sys.executable, "-c", FAILS_TO_CLOSE], capture_output=True, text=True, timeout=DEADLINE_S)
+@pytest.mark.parametrize("error", ["RuntimeError", "SystemExit", "KeyboardInterrupt"])
+def test_an_environment_that_fails_to_close_is_logged_and_the_others_are_closed(error: str) -> None:
+    command = [sys.executable, "-c", FAILS_TO_CLOSE.format(error=error)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0
     assert "worker 0: an environment raised in close()" in done.stderr
-    assert "RuntimeError: a file of its own" in done.stderr
+    assert f"{error}: a file of its own" in done.stderr and done.stderr.count("Traceback") == 1
+    assert done.stdout == "closes\n" * 3
 
 
 CLOSES_FILES = """
