@@ -229,12 +229,15 @@ class RemoteNode:
             return done
         closing = self._start("close", timeout_s)
 
-        def end(timeout_s: float | None) -> None:
-            limit_s = _CLOSE_S if timeout_s is None else timeout_s
+        def end(left_s: float | None) -> None:
+            limit_s = _CLOSE_S if left_s is None else left_s
             try:
                 closing(min(limit_s, _LOST_CLOSE_S) if self._is_lost else limit_s)
-            except (NodeLostError, NotReady):
-                pass  # the actor has died, or is killed below
+            except NodeLostError:
+                pass  # the actor has died
+            except NotReady:  # it is killed below
+                if timeout_s != 0.0 and not self._is_lost:
+                    logger.warning("killed workers on node %s, since it did not close in time", self.slice.name)
             except Exception:
                 logger.exception("node %s did not close in order", self.slice.name)
             if can_call_ray():  # without its head, Ray would wait for a minute

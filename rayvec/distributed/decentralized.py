@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.running_ranks import RankSet
 from rayvec.distributed.stragglers import Arrivals, MakeArrivals, SharedArrivals, shared_arrivals
 from rayvec.envs.factory import carrying_sys
-from rayvec.errors import ConfigError, RankLostError
+from rayvec.errors import ConfigError, RankLostError, without_remedy
 from rayvec.learners.ranks import ClosableRanks
 
 __all__ = ["DecentralizedGroup"]
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 
@@ -90,8 +93,10 @@ class DecentralizedGroup(RankSet):
             terminate: Whether they end at once, without closing their objects.
         """
         if self.ranks and not terminate:
-            with contextlib.suppress(Exception):  # they end in any case
+            try:
                 self.gather(self.post("close"), _CLOSE_S)
+            except Exception as error:
+                logger.warning("killed ranks that did not close in time: %s", without_remedy(error))
         self._stack.close()
 
 

@@ -29,3 +29,8 @@ class LogLines(logging.Handler):
         """Returns the lines logged since the last call."""
         lines, self._lines = self._lines, []
         return lines
+
+    def close(self) -> None:
+        """Collects no more lines: this process shows later ones itself."""
+        logging.getLogger("rayvec").removeHandler(self)
+        super().close()

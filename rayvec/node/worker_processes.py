@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import resource
@@ -17,7 +18,7 @@ from typing import Any
 
 from gymnasium import Space
 
-from rayvec.errors import LIMITS_REMEDY, ConfigError, RemoteFailure, WorkerLostError
+from rayvec.errors import LIMITS_REMEDY, ConfigError, RemoteFailure, WorkerLostError, duration
 from rayvec.node.chunk_memory import ChunkMemory, dumps
 from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe
@@ -29,6 +30,8 @@ from rayvec.pools.base import NO_RESTARTS, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.restart_state import NodeState
 
 __all__ = ["FILES_OF_A_WORKER", "SPARE_FILES", "WorkerProcess", "WorkerSet"]
+
+logger = logging.getLogger(__name__)
 
 _END_S = 5.0
 _DUMP_S = 1.0
@@ -70,15 +73,20 @@ class WorkerProcess:
                 break
         return text.decode(errors="replace") or "(not known: the process is stopped, or blocks signals)"
 
-    def end(self, timeout_s: float = 0.0) -> None:
-        """Waits up to `timeout_s` for the process to exit, then kills it. Closes all file descriptors."""
+    def end(self, timeout_s: float = 0.0) -> bool:
+        """Waits up to `timeout_s` for the process to exit, then kills it. Closes all file descriptors.
+
+        Returns:
+            Whether it exited by itself.
+        """
         if self.watch.fileno() < 0:  # ended before; its replacement could not be started
-            return
-        if not self.watch.wait(timeout_s):
+            return True
+        if not (has_exited := self.watch.wait(timeout_s)):
             self.watch.kill()
         self.watch.close()
         self.pipe.close()
         os.close(self.stack_fd)
+        return has_exited
 
 
 class WorkerSet:
@@ -255,8 +263,12 @@ class WorkerSet:
             deadline = time.monotonic() + timeout_s
             for process in self.processes:
                 process.pipe.close()  # a worker exits when it next uses the closed pipe
-            for process in self.processes:
-                process.end(max(0.0, deadline - time.monotonic()))
+            ended = [process.end(max(0.0, deadline - time.monotonic())) for process in self.processes]
+            killed = ", ".join(self.where(k) for k, has_exited in enumerate(ended) if not has_exited)
+            if killed and timeout_s:
+                logger.warning(
+                    "killed after %s, since their environments had not closed: %s", duration(timeout_s), killed
+                )
             for memory in self.memories:
                 memory.close()
             self.processes, self.memories = [], []

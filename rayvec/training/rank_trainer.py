@@ -149,6 +149,7 @@ class RankTrainer:
 
     def close(self) -> None:
         """Closes the environments."""
+        self._log.close()
         self._env.close()
 
 

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from helpers.rank_objects import Adder, Owner, StopsOnce
 from helpers.sockets import listening_ports, stores_at
 from ray.experimental import internal_kv
 
+from rayvec.distributed.decentralized import DecentralizedGroup
 from rayvec.distributed.memory_file import MemoryFile
+from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_host import vital_signs
 from rayvec.errors import ConfigError, LearnerError
@@ -345,6 +348,31 @@ def test_a_limit_that_allows_no_process_is_an_error_at_once(monkeypatch: pytest.
     with pytest.raises(LearnerError, match=r"a process for rank 0.*no new process.*ulimit -u") as caught:
         RankGroup(Adder, 1, num_nodes=0).run("total")
     assert type(caught.value) is LearnerError and len(tries) == 1
+
+
+class ClosesForEver(Adder):
+    """Does not return from `close`."""
+
+    def __init__(self, ranks: Any, arrivals: Any) -> None:
+        super().__init__(ranks)
+
+    def close(self) -> None:
+        """Sleeps."""
+        time.sleep(1e6)
+
+
+def test_decentralized_ranks_that_do_not_close_are_killed_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rayvec.distributed.decentralized._CLOSE_S", 0.2)
+    group = DecentralizedGroup(ClosesForEver, 1, ProcessHost())
+    pid = group.ranks[0].pid
+    group.close()
+    assert vital_signs(pid) is None
+    assert (
+        "killed ranks that did not close in time" in caplog.text
+        and f"rank 0 on 127.0.0.1 (process {pid})" in caplog.text
+    )
 
 
 def test_what_a_method_raises_is_raised_and_the_group_is_as_before(group: RankGroup, tmp_path: Path) -> None:

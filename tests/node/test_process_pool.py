@@ -456,7 +456,9 @@ class TestEnd:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
     @pytest.mark.parametrize("when", ["init", "step"])
-    def test_close_while_an_environment_hangs(self, when: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_close_while_an_environment_hangs(
+        self, when: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """The constructor is interrupted by the error of another environment."""
         monkeypatch.setattr("rayvec.node.process_pool._CLOSE_S", 0.5)
         fns = [partial(FaultyEnv, "hang", when), partial(FaultyEnv, "raise", "init" if when == "init" else "step", 5)]
@@ -475,6 +477,9 @@ class TestEnd:
         pool.send(np.arange(2), np.zeros(2, int), Autoreset.SAME_STEP)
         within(DEADLINE_S, pool.close)
         assert not any(map(alive, pids))
+        assert [record.getMessage() for record in caplog.records] == [
+            "killed after 500 ms, since their environments had not closed: worker 0 on node local (environments 0 to 0)"
+        ]
 
     def test_nothing_piles_up_over_many_pools(self) -> None:
         def cycle() -> None:

@@ -270,7 +270,9 @@ class TestEnd:
         gc.collect()
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds + 2, "its descriptors are closed")
 
-    def test_close_although_an_environment_hangs(self, make_vec: MakeVec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_close_although_an_environment_hangs(
+        self, make_vec: MakeVec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         monkeypatch.setattr("rayvec.cluster.node_supervisor._CLOSE_S", 1.0)
         env = make_vec([CountingEnv, partial(FaultyEnv, "hang")], 2)
         pids = [pid for node in pids_of(env) for pid in node]
@@ -280,6 +282,7 @@ class TestEnd:
             env.step_wait(timeout=0.1)
         within(2 * DEADLINE_S, env.close)
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
+        assert caplog.text.count("killed") == 1
 
 
 class TestInput:
