@@ -32,6 +32,7 @@ from torch import Tensor
 
 from rayvec.errors import ConfigError, RankLostError
 from rayvec.node.process_watch import ProcessWatch
+from rayvec.pools.shared_memory import allocate
 from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["SharedMemoryRanks", "can_share_memory"]
@@ -100,7 +101,7 @@ class SharedMemoryRanks:
     def _open(self, path: str | None) -> int:
         if path is None:
             fd = os.memfd_create("rayvec-ranks", os.MFD_CLOEXEC)
-            os.ftruncate(fd, self._num_bytes)
+            allocate(fd, self._num_bytes)
             return fd
         try:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -13,6 +13,8 @@ from typing import Any
 
 import cloudpickle
 
+from rayvec.pools.shared_memory import allocate
+
 __all__ = ["MemoryFile", "can_open"]
 
 _ALIGNMENT = 64
@@ -42,7 +44,9 @@ class MemoryFile:
         self._close.atexit = False
         _all_open.add(self)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        for start, part in zip(_starts(self._sizes), parts, strict=True):
+        starts = _starts(self._sizes)
+        allocate(self._fd, starts[-1] + self._sizes[-1])
+        for start, part in zip(starts, parts, strict=True):
             _write(self._fd, part, start)
 
     def content(self) -> bytes:

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from rayvec.data import Chunk, ChunkInfos, RolloutTimes, tree_leaves
 from rayvec.errors import message
 from rayvec.pools.base import MOST_CHUNKS
-from rayvec.pools.shared_memory import aligned
+from rayvec.pools.shared_memory import aligned, allocate
 
 __all__ = ["ChunkMemory", "Packed", "PackedChunk", "dumps", "packed"]
 
@@ -136,7 +136,7 @@ class ChunkMemory:
                 missing.append((start, array))
             starts.append(start)
         if self._used > len(piece):
-            os.ftruncate(self.fds[self._turn], self._used)
+            allocate(self.fds[self._turn], self._used)
             self._map(self._turn)
         for start, array in missing:
             self._pieces[self._turn][start : start + array.nbytes] = array

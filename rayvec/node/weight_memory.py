@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.pools.base import MOST_CHUNKS
+from rayvec.pools.shared_memory import allocate
 
 __all__ = ["WeightMemory"]
 
@@ -35,7 +36,7 @@ class WeightMemory:
     def write(self, weights: NDArray[np.float32], in_use: Collection[int | None]) -> int:
         """Copies weights, ``float32 [P]``, into a slot that is not in use. Returns the slot's number."""
         if self._slots is None:
-            os.ftruncate(self.fd, self._num_slots * weights.size * _ITEM_BYTES)
+            allocate(self.fd, self._num_slots * weights.size * _ITEM_BYTES)
         slot = next(slot for slot in range(self._num_slots) if slot not in in_use)
         self._map()[slot] = weights
         return slot

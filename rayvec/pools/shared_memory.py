@@ -12,6 +12,7 @@ import errno
 import math
 import mmap
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -24,7 +25,7 @@ from gymnasium import Space, spaces
 from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Tree, tree_leaves, tree_map
-from rayvec.errors import message
+from rayvec.errors import ConfigError, message
 
 __all__ = [
     "ArrayLayout",
@@ -32,6 +33,7 @@ __all__ = [
     "Semaphore",
     "SharedBlock",
     "aligned",
+    "allocate",
     "index_tree",
     "keep_freed_memory",
     "split_actions",
@@ -54,6 +56,25 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
+def allocate(fd: int, num_bytes: int) -> None:
+    """Sets the size of an anonymous file (``memfd_create``).
+
+    Raises:
+        ConfigError: The system's limit on the size of files does not allow it.
+    """
+    try:
+        os.ftruncate(fd, num_bytes)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise ConfigError(
+            "Processes share memory as anonymous files, which the limit on the size of files includes.",
+            expected=f"a limit of at least {num_bytes} bytes",
+            got=f"a limit of {resource.getrlimit(resource.RLIMIT_FSIZE)[0]} bytes",
+            remedy="Raise the limit: ulimit -f unlimited.",
+        ) from error
+
+
 class SharedBlock:
     """Named arrays in one piece of shared memory.
 
@@ -71,7 +92,7 @@ class SharedBlock:
             size += aligned(np.dtype(dtype).itemsize * math.prod(shape))
         self.fd = os.memfd_create("rayvec", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
-            os.ftruncate(self.fd, max(size, _ALIGN_BYTES))
+            allocate(self.fd, max(size, _ALIGN_BYTES))
         buffer = mmap.mmap(self.fd, max(size, _ALIGN_BYTES))
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
         self._offsets = offsets

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,11 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as st_np
 
 from rayvec.data import tree_map
+from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
+from rayvec.distributed.memory_file import MemoryFile
+from rayvec.errors import ConfigError
+from rayvec.node.chunk_memory import ChunkMemory
+from rayvec.node.weight_memory import WeightMemory
 from rayvec.pools.shared_memory import ArrayLayout, Semaphore, SharedBlock, index_tree, split_actions, tree_writer
 from rayvec.testing import assert_identical
 
@@ -185,3 +193,30 @@ class TestLayout:
         assert_identical(array[0], {"x": np.arange(3)})
         assert_identical(array[1], [1, 2])
         assert_identical(array[2], np.arange(2))
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """Allows files of 100 bytes at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SharedBlock({"a": (np.uint8, (1000,))}),
+        lambda: ChunkMemory().pack(np.zeros(1 << 16)),
+        lambda: WeightMemory(1).write(np.zeros(1000, np.float32), ()),
+        lambda: MemoryFile(np.zeros(1000)),
+        lambda: SharedMemoryRanks(0, 1),
+    ],
+    ids=["SharedBlock", "ChunkMemory", "WeightMemory", "MemoryFile", "SharedMemoryRanks"],
+)
+def test_a_limit_on_the_size_of_files_is_an_error_with_a_remedy(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match=r"a limit of 100 bytes. Remedy: .*ulimit -f"), small_files():
+        make()
