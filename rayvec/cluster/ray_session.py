@@ -237,8 +237,8 @@ def _start_private() -> subprocess.Popen[bytes]:
             "Without an address, environments on Ray start a private local cluster.",
             expected="Ray to start",
             got=f"{type(error).__name__}: {error}".rstrip("."),
-            remedy="If this is about files, set TMPDIR to a directory that can be written. Or pass num_nodes=0 to do "
-            "without Ray.",
+            remedy="If this is about files, set TMPDIR to a directory that can be written. If Ray timed out, raise the "
+            "limit of processes and threads (ulimit -u, or the container's). Or pass num_nodes=0 to do without Ray.",
         ) from error
     return reaper
 

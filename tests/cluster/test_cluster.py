@@ -261,6 +261,29 @@ def test_a_users_script(run: MakeDriver) -> None:
     driver.assert_nothing_left()
 
 
+DOES_NOT_START = """
+    import ray
+    import rayvec
+    from rayvec.errors import ConfigError
+
+    def time_out(**settings):
+        raise Exception("The current node timed out during startup.")
+
+    ray.init = time_out
+    try:
+        rayvec.RayVecEnv("CartPole-v1", 1, num_nodes=1)
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_a_private_cluster_that_does_not_start_is_an_error_and_leaves_nothing(run: MakeDriver) -> None:
+    driver = run(DOES_NOT_START)
+    said = driver.finish()
+    assert "Got: Exception: The current node timed out" in said and "set TMPDIR" in said and "ulimit -u" in said
+    driver.assert_nothing_left()
+
+
 OWN_RAY = """
     import os
     import ray
