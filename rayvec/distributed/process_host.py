@@ -30,6 +30,7 @@ from rayvec.node.fork_server import ForkServer
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.process_watch import ProcessWatch
 from rayvec.pools.base import NotReady
+from rayvec.pools.in_process_base import FAILURES
 from rayvec.pools.waited_time import WaitedTime
 
 if TYPE_CHECKING:
@@ -281,6 +282,6 @@ def _answer(actor: RankActor, request: bytes) -> bytes:
     try:
         method, args = pickle.loads(request)
         data: bytes = cloudpickle.dumps(getattr(actor, method)(*args))
-    except Exception as error:
+    except FAILURES as error:
         data = cloudpickle.dumps(actor.leave(error))
     return data

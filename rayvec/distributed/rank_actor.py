@@ -22,6 +22,7 @@ from rayvec.distributed.memory_file import can_open
 from rayvec.distributed.rank_host import MakeStore, RankPlacement
 from rayvec.errors import RemoteFailure
 from rayvec.learners.ranks import ALONE, ClosableRanks
+from rayvec.pools.in_process_base import FAILURES, captured
 
 __all__ = ["RankActor", "RankOffer", "pack", "unpack"]
 
@@ -50,7 +51,7 @@ def _returning_failures(method: Callable[..., Any]) -> Callable[..., Any]:
     def returning(self: RankActor, *args: Any) -> Any:
         try:
             return method(self, *args)
-        except Exception as error:
+        except FAILURES as error:
             return self.leave(error)
 
     return returning
@@ -129,10 +130,10 @@ class RankActor:
         """Hands the object one state: what `state_dict` returned, then rank-local parts, all packed."""
         self._object.load_state_dict({key: part for each in states for key, part in unpack(each).items()})
 
-    def leave(self, error: Exception) -> RemoteFailure:
-        """Leaves the other ranks because of an error; returns what to tell the driver of it."""
+    def leave(self, error: BaseException) -> RemoteFailure:
+        """Leaves the other ranks because of an error; returns what to tell the driver of it, see `captured`."""
         self._ranks.close()
-        return RemoteFailure.capture(error, f"{self._placement} (process {os.getpid()})")
+        return captured(error, f"{self._placement} (process {os.getpid()})")
 
 
 _SMALL_BYTES = 65536

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 FAILURES = BaseException
-"""What environments raise when they fail, and policies on workers and nodes. :func:`captured` lets Ctrl-C pass."""
+"""What environments, policies and learners raise when they fail. :func:`captured` lets Ctrl-C pass."""
 
 
 _NOTE_CHARS = 1000
@@ -57,8 +57,11 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
 
     Raises:
         KeyboardInterrupt: The error is Ctrl-C, which is no failure, except where a process leaves Ctrl-C to its owner.
+        SystemExit: The error is that by which Ray ends an actor, after SIGTERM for example.
     """
     if is_ctrl_c(error):
+        raise error
+    if hasattr(error, "ray_terminate_msg"):
         raise error
     if not isinstance(error, Exception):
         exits = isinstance(error, SystemExit)

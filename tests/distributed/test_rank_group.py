@@ -25,7 +25,7 @@ from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_host import vital_signs
-from rayvec.errors import ConfigError, LearnerError
+from rayvec.errors import ConfigError, EnvError, LearnerError
 from rayvec.node.fork_server import ForkServer
 
 MakeGroup = Callable[..., RankGroup]
@@ -182,7 +182,7 @@ def test_a_rank_that_stops_on_one_of_two_nodes_changes_nothing(make_group: MakeG
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
+@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL", "SIGTERM"])
 def test_a_single_rank_that_dies_changes_nothing(make_group: MakeGroup, tmp_path: Path, how: str) -> None:
     check_fall(make_group(1, timeout_s=TIMEOUT_S), tmp_path / "fallen", 0, how)
 
@@ -375,11 +375,17 @@ def test_decentralized_ranks_that_do_not_close_are_killed_and_logged(
     )
 
 
-def test_what_a_method_raises_is_raised_and_the_group_is_as_before(group: RankGroup, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [("raise", ZeroDivisionError, "as asked"), ("exit", EnvError, r"SystemExit\(3\), the exception of sys.exit")],
+)
+def test_what_a_method_raises_is_raised_and_the_group_is_as_before(
+    group: RankGroup, tmp_path: Path, how: str, kind: type[Exception], text: str
+) -> None:
     begin(group)
     group.run("add", [(1.0,)] * 3)
-    with pytest.raises(ZeroDivisionError, match="as asked") as caught:
-        group.run("add_and_fall", [(1.0, None, ""), (1.0, str(tmp_path / "never"), "raise"), (1.0, None, "")])
+    with pytest.raises(kind, match=text) as caught:
+        group.run("add_and_fall", [(1.0, None, ""), (1.0, str(tmp_path / "never"), how), (1.0, None, "")])
     assert isinstance(caught.value.__cause__, LearnerError)
     assert "rank 1 on" in str(caught.value.__cause__) and "in add_and_fall" in str(caught.value.__cause__)
     assert group.run("add", [(1.0,)] * 3) == [[6.0] * 3] * 3

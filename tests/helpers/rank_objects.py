@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -151,4 +152,8 @@ def fall(how: str) -> None:
     """Lets this process end, stop, or raise."""
     if how == "raise":
         raise ZeroDivisionError("as asked")
+    if how == "exit":
+        sys.exit(3)
+    if how == "interrupt":
+        raise KeyboardInterrupt
     os.kill(os.getpid(), getattr(signal, how))
