@@ -32,6 +32,7 @@ from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.command_line import check_options, subcommands, with_values
 from rayvec.config.plugins import import_plugins, split_plugins
 from rayvec.config.schema import Bounds, check, field_names
+from rayvec.data.topology import Topology
 from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError, message
 from rayvec.training.stop_signals import Interrupts, Terminated
 
@@ -258,7 +259,8 @@ Command = (
 _DESCRIPTION = "Train, evaluate and measure. `rayvec --version` prints the version."
 _BROKEN_PIPE = 128 + 13
 """The exit code that a shell gives a command that SIGPIPE ended."""
-_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+_CALLERS = f"{Path(__file__).parent}{os.sep}", f"{os.sep}site-packages{os.sep}torch{os.sep}"
+"""What is in the paths of rayvec's modules, and of torch's."""
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 """What the system answers if a disk is full, or a file must not be written."""
 
@@ -401,11 +403,14 @@ def _explanation(error: Exception) -> str | None:
         where = cause.raised_in
         if where and " Remedy: " in str(error):  # a message of rayvec about what it returned
             return f"{error} Raised in {where}."
+        got = _what_and_where(str(cause))
+        if where == Topology.this_process and ", File " not in got:
+            return None
         return message(
             "The code of environments, wrappers and networks runs without raising.",
             expected="no exception",
-            got=_what_and_where(str(cause)),
-            remedy="Correct the code that raised, or the run's --env-kwargs.",
+            got=got,
+            remedy="Correct the code that raised, or for an environment --env-kwargs.",
         )
     if isinstance(error, OSError) and (hasattr(error, "__notes__") or error.errno in _REFUSED):  # the disk of a run
         return f"{type(error).__name__}: {error}"
@@ -415,11 +420,12 @@ def _explanation(error: Exception) -> str | None:
 def _what_and_where(text: str) -> str:
     """Returns the text of an ``EnvError`` on one line, with the line of code that raised instead of the traceback.
 
-    Lines of rayvec are left out: they only show where rayvec called the code that raised.
+    Lines of rayvec and torch are left out: they only show where these called the code that raised.
     """
     what, _, traceback = text.partition("\n\n")
     of_worker = traceback.split("\n\n\n", 1)[0]  # the rest is the traceback in this process
-    lines = [line.strip() for line in of_worker.splitlines() if line.startswith("  File ") and _PACKAGE not in line]
+    lines = [line.strip() for line in of_worker.splitlines() if line.startswith("  File ")]
+    lines = [line for line in lines if not any(package in line for package in _CALLERS)]
     return ", ".join([" ".join(what.split()), *lines[-1:]])
 
 

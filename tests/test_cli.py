@@ -139,12 +139,22 @@ class RaisesInUpdates(torch.nn.Module):
         return self.layer(obs)[:, :2], self.layer(obs)[:, 2]
 
 
-def test_a_network_that_raises_in_a_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_learners", "where"), [(1, "the driver's process"), (2, "rank ")])
+def test_a_network_that_raises_in_an_update(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, num_learners: int, where: str
+) -> None:
     name = f"{__name__}:{RaisesInUpdates.__name__}"
-    args = [*TINY, "--num-learners=2", "--network", name, "--run-dir", str(tmp_path / "a")]
+    args = [*TINY, f"--num-learners={num_learners}", "--network", name, "--run-dir", str(tmp_path / "a")]
     assert main(["train", "ppo", *args]) == 1
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "Expected" in line)
-    assert "networks runs without raising" in line and "ZeroDivisionError: my own mistake" in line
+    (line, resume) = capsys.readouterr().err.splitlines()[-2:]
+    assert "networks runs without raising" in line and f"ZeroDivisionError: my own mistake raised in {where}" in line
+    assert f'"{__file__}", line ' in line and line.count("File ") == 1 and resume.startswith("resume with: ")
+
+
+def test_a_defect_in_an_update_has_a_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("rayvec.learners.ppo.PPOLearner.update", staticmethod(rayvec.errors.duration))
+    with pytest.raises(TypeError):
+        main(["train", "ppo", *TINY, "--run-dir", str(tmp_path / "a")])
 
 
 def test_a_value_that_compile_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rayvec.data import Tree, tree_map
-from rayvec.errors import ConfigError, RayvecError
+from rayvec.errors import ConfigError, RayvecError, counted
 from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder, float_encoder, leaf_spaces
@@ -109,22 +109,36 @@ class OwnActorCritic(ActorCriticModule):
         return ((part - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)
 
     def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
-        """See :class:`ActorCriticModule`."""
-        leaf, num_axes = _first(rows, self._num_axes)
-        with autocast(self.precision, leaf.device):
-            params, value = self._computed(rows, leaf.shape[: leaf.ndim - num_axes])
-        return params.float(), value.float()
+        """See :class:`ActorCriticModule`.
 
-    def _computed(self, rows: Tree, lead: torch.Size) -> tuple[Tensor, Tensor]:
+        Raises:
+            ConfigError: The module returned something else than for the first observations.
+        """
+        leaf, num_axes = _first(rows, self._num_axes)
+        lead, num_params = leaf.shape[: leaf.ndim - num_axes], self.distribution.num_params
+        with autocast(self.precision, leaf.device):
+            outputs = self._outputs(rows, lead)
+        try:
+            params, value = outputs
+            return params.reshape(*lead, num_params).float(), value.reshape(lead).float()
+        except Exception as error:
+            count = math.prod(lead)
+            raise ConfigError(
+                "A network returns two tensors for each batch of observations.",
+                expected=f"tensors of shape {(count, num_params)} and {(count,)} for {counted(count, 'observation')}",
+                got=", ".join(map(_kind, outputs)) if isinstance(outputs, tuple) else _kind(outputs),
+                remedy="Let forward return (params, value) in the same way whatever it is given.",
+            ) from error
+
+    def _outputs(self, rows: Tree, lead: torch.Size) -> Any:
+        """Returns what the module returns, for observations with one leading axis."""
         if not math.prod(lead):  # a module need not know what to do with no row
             some = tree_map(lambda part, axes: part.new_zeros(1, *part.shape[part.ndim - axes :]), rows, self._num_axes)
-            params, value = (output[:0] for output in self.net(some))
-        elif len(lead) == 1:
-            params, value = self.net(rows)
-        else:
-            flat = tree_map(lambda part, axes: part.reshape(-1, *part.shape[part.ndim - axes :]), rows, self._num_axes)
-            params, value = self.net(flat)
-        return params.reshape(*lead, params.shape[-1]), value.reshape(lead)
+            return tuple(output[:0] for output in self.net(some))
+        if len(lead) == 1:
+            return self.net(rows)
+        flat = tree_map(lambda part, axes: part.reshape(-1, *part.shape[part.ndim - axes :]), rows, self._num_axes)
+        return self.net(flat)
 
     def make_actor(self) -> Actor:
         """See :class:`ActorCriticModule`. It acts through torch."""
@@ -275,10 +289,14 @@ def check_output(name: str, output: Any, width: int | None) -> None:
     """Raises a ConfigError unless a module returned a tensor ``[B, width]``, or ``[B]`` where `width` is None."""
     shapes = {(_BATCH,), (_BATCH, 1)} if width is None else {(_BATCH, width)}
     if not isinstance(output, Tensor) or tuple(output.shape) not in shapes:
-        got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(
             f"A network returns {name} for each observation.",
             expected=f"a tensor of shape {(_BATCH,) if width is None else (_BATCH, width)} for {_BATCH} observations",
-            got=got,
+            got=_kind(output),
             remedy="Change the last layer; the page 'Your own network' says how many outputs each action space needs.",
         )
+
+
+def _kind(output: Any) -> str:
+    """Says what a module returned: a shape, or the type of what is no tensor."""
+    return f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__

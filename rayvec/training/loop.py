@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
-from rayvec.errors import ConfigError, LearnerError, RankLostError, counted, without_remedy
+from rayvec.data.topology import Topology
+from rayvec.errors import ConfigError, LearnerError, RankLostError, RayvecError, counted, without_remedy
 from rayvec.learners.base import check_gpu
+from rayvec.pools.in_process_base import FAILURES, captured
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, Evaluator, open_evaluator
 from rayvec.training.loggers import RunLogger, Tracker
@@ -97,7 +99,7 @@ def train(
 
     Raises:
         ConfigError: The settings can't work, the directory exists, or a callback has none of the methods.
-        Exception: What a callback raised.
+        Exception: What a callback raised, or an environment or a network; theirs has a ``__cause__`` that says where.
         LearnerError: A loss or a gradient was not finite, or a rank was lost. Like every error of a run that has
             begun, it has a note that says how to resume from the last checkpoint.
         KeyboardInterrupt: Training was interrupted; the message, or a note, says how to resume.
@@ -181,6 +183,22 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
         raise interrupts.stopped(f"stopped after {run.context.progress.steps:,} steps; {run.how_to_resume}")
 
 
+@contextlib.contextmanager
+def _saying_where() -> Iterator[None]:
+    """Lets what a network raises in this process say so, as ranks and workers do: its ``__cause__`` is an `EnvError`.
+
+    A disk that is full, and what says already where it was raised, stay as they are.
+    """
+    try:
+        yield
+    except (RayvecError, OSError):
+        raise
+    except FAILURES as error:
+        if isinstance(error.__cause__, RayvecError):
+            raise
+        raise captured(error, Topology.this_process).rebuild()  # noqa: B904  # rebuild() sets the cause
+
+
 class _Run:
     """A run: its directory, how far it has come, and the state that it continues from when ranks are lost.
 
@@ -232,7 +250,7 @@ class _Run:
         """Adds a note that says how to resume to every error and interrupt that passes once the run has begun."""
         try:
             yield
-        except (Exception, KeyboardInterrupt) as error:
+        except BaseException as error:
             if self.has_begun and (note := self.how_to_resume) not in str(error):
                 error.add_note(note)
             raise
@@ -289,7 +307,8 @@ class _Run:
                 return False
             if config.eval_episodes:
                 print(f"rayvec: evaluating up to {counted(config.eval_episodes, 'episode')}", file=sys.stderr)
-            evaluation = trainer.evaluate()
+            with _saying_where():
+                evaluation = trainer.evaluate()
             self._evaluated(evaluation if len(evaluation.returns) else None, self._weights)
             logger.log_evaluation(evaluation)
             self._save_result()  # before the learning curve is drawn: a Ctrl-C there does not lose the evaluation
@@ -306,12 +325,14 @@ class _Run:
         is_evaluated = evaluator is not None and evaluator.is_due(last_step) and not is_end
         is_late = time.monotonic() - self._saved_s >= config.checkpoint_interval_s
         is_saved = self.context.take_request() or is_late or is_last or is_evaluated
-        iteration = trainer.iterate(ahead=not is_last, keep=is_saved, evaluate=is_evaluated)
+        with _saying_where():
+            iteration = trainer.iterate(ahead=not is_last, keep=is_saved, evaluate=is_evaluated)
         progress.add(iteration.stats)
         try:
             if evaluator is not None and iteration.weights is not None:
                 began_s = time.monotonic()
-                iteration.evaluation = evaluator.evaluate(progress.steps, iteration.weights)
+                with _saying_where():
+                    iteration.evaluation = evaluator.evaluate(progress.steps, iteration.weights)
                 iteration.times_s["evaluate"] = time.monotonic() - began_s
         except Exception:
             self._keep(iteration, logger)  # an evaluation that fails loses nothing of the training

@@ -54,6 +54,24 @@ def test_it_acts_as_the_module_and_takes_any_number_of_leading_axes(
     assert not np.allclose(copied(obs), actor(obs))
 
 
+@pytest.mark.parametrize(
+    ("changed", "got"),
+    [
+        (lambda params, value: "nothing", "str"),
+        (lambda params, value: params, r"shape \(6, 4\)"),
+        (lambda params, value: (params[:-1], value[:-1]), r"shape \(5, 4\), shape \(5, 1\)"),
+        (lambda params, value: (params[:, :2], value), r"shape \(6, 2\), shape \(6, 1\)"),
+        (lambda params, value: (params.detach().numpy(), value), r"ndarray, shape \(6, 1\)"),
+    ],
+)
+def test_a_network_that_later_returns_something_else_is_named(changed: Any, got: str) -> None:
+    module = make_module(BOX, ACTIONS["discrete"], PPOConfig(network=refer(own_parts.two_heads)), False)
+    module.net.register_forward_hook(lambda net, args, outputs: changed(*outputs))
+    expected = r"Expected: tensors of shape \(6, 4\) and \(6,\) for 6 observations"
+    with pytest.raises(ConfigError, match=rf"{expected}\. Got: {got}\. Remedy: "):
+        module(module.encode(draw(BOX, 6)))
+
+
 def test_the_parts_of_a_dict_may_have_any_order_and_number_of_axes() -> None:
     space = spaces.Dict(wide=spaces.Box(-1, 1, (2, 3), np.float32), far=BOX)  # not in the order of the alphabet
 

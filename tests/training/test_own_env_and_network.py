@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ import rayvec
 from rayvec import IMPALAConfig, PPOConfig, TrainConfig
 from rayvec.cli import main
 from rayvec.config import CONFIGS
-from rayvec.errors import CheckpointError, ConfigError
+from rayvec.errors import CheckpointError, ConfigError, EnvError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import make_env, make_learner
@@ -148,6 +150,30 @@ def test_a_network_that_cannot_work_is_refused_before_the_run_begins(tmp_path: P
     with pytest.raises(ConfigError, match=text):
         rayvec.train(tiny(tmp_path / "a"), env=Line, network=network)
     assert not list(tmp_path.iterdir())
+
+
+class ExitsLater(TwoHeads):
+    """Calls ``sys.exit`` in its fifth call where it learns, or else where it acts."""
+
+    def __init__(self, *args: Any, learns: bool) -> None:
+        super().__init__(*args[:2])
+        self.num_left, self.learns = 5, learns
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.is_grad_enabled() == self.learns:
+            self.num_left -= 1
+            if not self.num_left:
+                sys.exit(3)
+        return super().forward(obs)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_network_that_calls_exit_fails_as_one_that_raises(tmp_path: Path, learns: bool) -> None:
+    with pytest.raises(EnvError, match=r"Got: SystemExit\(3\), the exception of sys.exit") as caught:
+        network = functools.partial(ExitsLater, learns=learns)
+        rayvec.train(tiny(tmp_path / "a", inference="driver"), env=Line, network=network)
+    assert caught.value.__notes__[0].startswith("resume with: ")
+    assert isinstance(caught.value.__cause__, EnvError) and caught.value.__cause__.raised_in == "the driver's process"
 
 
 def test_an_algorithm_whose_settings_have_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
