@@ -389,9 +389,10 @@ def _mentioned(args: Sequence[str]) -> frozenset[str]:
 
 def _explanation(error: Exception) -> str | None:
     """Returns the message of an error that the user can act on, or None for a defect of rayvec."""
-    if isinstance(error, RayvecError):
+    if isinstance(error, RayvecError) and error.raised_in is None:
         return str(error)
-    cause = error.__cause__ if isinstance(error.__cause__, RayvecError) else None  # an environment or a rank raised
+    # an environment or a rank raised: `error` itself says so if the exception could not be rebuilt here
+    cause = next((each for each in (error, error.__cause__) if isinstance(each, RayvecError)), None)
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):  # the text of torch
         return message(
             "What a run needs fits into the memory of its machines.",
@@ -401,7 +402,7 @@ def _explanation(error: Exception) -> str | None:
         )
     if cause is not None:  # its own error, and where
         where = cause.raised_in
-        if where and " Remedy: " in str(error):  # a message of rayvec about what it returned
+        if where and cause is not error and " Remedy: " in str(error):  # a message of rayvec about what it returned
             return f"{error} Raised in {where}."
         got = _what_and_where(str(cause))
         if where == Topology.this_process and ", File " not in got:
@@ -431,5 +432,5 @@ def _what_and_where(text: str) -> str:
 
 def _is_failure(error: Exception) -> bool:
     """Whether the input could have worked: a process was lost, or a run had begun, which notes how to resume it."""
-    lost = isinstance(error, WorkerLostError | NodeLostError | LearnerError)
+    lost = isinstance(error, WorkerLostError | NodeLostError | LearnerError) and error.raised_in is None
     return lost or isinstance(error, OSError) or bool(getattr(error, "__notes__", ()))

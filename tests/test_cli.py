@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,25 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
 
 def make_without_licence(*args: object) -> None:
     raise BrokenPipeError("the licence server has closed the connection")
+
+
+class HasLock(Exception):
+    def __init__(self) -> None:
+        super().__init__("what no other process can get")
+        self.lock = threading.Lock()
+
+
+class RaisesHasLock(CountingEnv):
+    def step(self, action: Any) -> Any:
+        raise HasLock
+
+
+@pytest.mark.filterwarnings("ignore:Observations range up to")
+def test_an_exception_that_can_not_be_pickled_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    settings = options({**SMALL, **HERE, "workers_per_node": 1, "run_dir": tmp_path / "a"})
+    assert main(["train", "ppo", *settings, "--env-id", f"{__name__}:{RaisesHasLock.__name__}"]) == 1
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "HasLock" in line)
+    assert "what no other process can get raised in node " in line and f'"{__file__}", line ' in line
 
 
 def test_a_pipe_of_the_user_s_own_code_is_no_reader_of_the_output(
