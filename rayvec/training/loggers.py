@@ -181,7 +181,9 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         except Exception as other:
             if error is None:
                 raise
-            logger.warning("the metrics of the run are not complete: %s", other)  # `error` is raised
+            logger.warning(
+                "the metrics or the learning curve of the run can't be written: %s", other
+            )  # `error` is raised
 
     def add(self, iteration: Iteration) -> dict[str, float | int | None]:
         """Adds one iteration, which `progress` counts already, to the line.

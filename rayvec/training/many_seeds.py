@@ -78,7 +78,7 @@ def train_seeds(config: TrainConfig, seeds: Sequence[int], args: Sequence[str]) 
         for seed, run_dir in runs.items()
         if not _has_ended(run_dir)
     }
-    with Interrupts() as interrupts, interrupts.deferred():
+    with Interrupts() as interrupts, interrupts.deferred("ending the runs"):
         codes = _run_all(commands, at_once, interrupts)
     failed = sorted(seed for seed, code in codes.items() if code)
     again = f"the same command with --run-dir {shlex.quote(str(directory))} continues what has not finished"

@@ -35,6 +35,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.requested = False
         self._raised = self._deferred = False
+        self._doing = ""
         self._received: set[int] = set()
         self._kind: type[KeyboardInterrupt] = KeyboardInterrupt
         self._in_main_thread = threading.current_thread() is threading.main_thread()
@@ -63,10 +64,14 @@ class Interrupts:
         return self._kind(message)
 
     @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Makes the first Ctrl-C or SIGTERM a request to stop; a second one raises KeyboardInterrupt."""
+    def deferred(self, doing: str = "finishing the current iteration") -> Iterator[None]:
+        """Makes the first Ctrl-C or SIGTERM a request to stop; a second one raises KeyboardInterrupt.
+
+        Args:
+            doing: What the block does after the request, for the person who reads standard error.
+        """
         self.check()
-        self._deferred = True
+        self._deferred, self._doing = True, doing
         try:
             with self.taking_sigterm():
                 yield
@@ -96,7 +101,7 @@ class Interrupts:
             self.requested, self._kind = True, kind
             came, again = ("SIGTERM: ", "another SIGTERM") if kind is Terminated else ("", "Ctrl-C again")
             with contextlib.suppress(RuntimeError, OSError):  # it came within a print, or the terminal is closed
-                print(f"\n{came}finishing the current iteration; {again} stops at once", file=sys.stderr)
+                print(f"\n{came}{self._doing}; {again} stops at once", file=sys.stderr)
 
 
 def _is_of_ray(handler: object) -> bool:

@@ -202,6 +202,18 @@ def test_learning_curve_is_drawn_even_if_the_run_fails(tmp_path: Path) -> None:
     assert picture.shape[1] >= 1000 and picture.std() > 0.01
 
 
+def test_a_curve_that_can_not_be_drawn_after_an_error_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(loggers, "learning_curve_figure", fail)
+    with pytest.raises(RuntimeError), RunLogger(tmp_path, CONFIG, Progress(steps=16)):
+        raise RuntimeError
+    assert "the learning curve of the run can't be written: the disk is full" in caplog.text
+
+
 def test_ctrl_c_while_the_curve_is_drawn_keeps_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt

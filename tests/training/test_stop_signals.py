@@ -39,11 +39,14 @@ def test_a_press_is_an_interrupt_and_the_handler_is_put_back() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_the_first_press_in_the_loop_is_a_request_and_the_second_an_interrupt() -> None:
-    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts, interrupts.deferred():
+def test_the_first_press_in_the_loop_is_a_request_and_the_second_an_interrupt(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts, interrupts.deferred("ending the runs"):
         assert not interrupts.requested
         press()
         assert interrupts.requested
+        assert "\nending the runs; Ctrl-C again stops at once\n" in capsys.readouterr().err
         press()
 
 
