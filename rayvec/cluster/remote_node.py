@@ -29,7 +29,7 @@ from rayvec.envs.factory import EnvFactory, carrying_sys
 from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.node.chunk_memory import packed
 from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
-from rayvec.pools.restart_state import RESTARTED, NodeState
+from rayvec.pools.restart_state import NodeState, are_restarted, is_restarted
 from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["RemoteNode"]
@@ -389,9 +389,11 @@ class RemoteNode:
         self._asked_ids -= found
 
     def _log_restart(self, info: RawInfo | SubBatchInfo) -> None:
-        columns = info.columns if isinstance(info, SubBatchInfo) else info.info
-        final_info = columns.get("final_info") if isinstance(info, SubBatchInfo) else info.final_info
-        if RESTARTED in columns or (isinstance(final_info, dict) and RESTARTED in final_info):
+        if isinstance(info, SubBatchInfo):
+            marked = are_restarted(info.columns) or are_restarted(info.columns.get("final_info"))
+        else:
+            marked = is_restarted(info.info) or is_restarted(info.final_info)
+        if marked:
             worker = int(np.searchsorted(self.slice.worker_bounds, info.env_id, side="right")) - 1
             row, where = info.env_id - self.slice.env_range.start, f"node {self.slice.name}, worker {worker}"
             logger.warning("%s restarted environment %d, reset with seed %s", where, info.env_id, self._seeds.get(row))

@@ -22,6 +22,8 @@ __all__ = [
     "LastAnswers",
     "NodeState",
     "RestartBudget",
+    "are_restarted",
+    "is_restarted",
     "restart_seed",
     "seed_of",
     "store_seed",
@@ -70,6 +72,17 @@ def restart_seed(seed: int | None, env_id: int, restart: int) -> int | None:
     if seed is None:
         return None
     return int(np.random.SeedSequence([seed, env_id, restart]).generate_state(1)[0])
+
+
+def is_restarted(info: Any) -> bool:
+    """Whether the info of an environment says that it was restarted."""
+    return isinstance(info, dict) and info.get(RESTARTED) is True
+
+
+def are_restarted(columns: Any) -> bool:
+    """Whether the infos of a sub-batch say that all its environments were restarted."""
+    mark = columns.get(RESTARTED) if isinstance(columns, dict) else None
+    return isinstance(mark, np.ndarray) and mark.dtype == bool and bool(mark.all())
 
 
 class RestartBudget:

@@ -19,7 +19,7 @@ from rayvec.data import Chunk, RolloutTimes, StepBatch, SubBatchInfo, Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, Cut, EnvPool
-from rayvec.pools.restart_state import RESTARTED
+from rayvec.pools.restart_state import are_restarted, is_restarted
 from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.rollout.recorder import Empty, Recorder
 from rayvec.rollout.sub_batch_recorder import NativeRecorder
@@ -234,7 +234,7 @@ def _begun_before(first_id: int, batch: StepBatch, begun: NDArray[np.int64]) -> 
     for info in batch.info:
         if isinstance(info, SubBatchInfo):
             first = info.env_id - first_id
-            ids.update(range(first, first + info.num_envs) if RESTARTED in info.columns else ())
-        elif RESTARTED in info.info:
+            ids.update(range(first, first + info.num_envs) if are_restarted(info.columns) else ())
+        elif is_restarted(info.info):
             ids.add(info.env_id - first_id)
     return np.array(sorted(ids), np.int64)

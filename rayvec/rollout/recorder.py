@@ -15,7 +15,7 @@ from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, Tree, as_slice,
 from rayvec.data.infos import InfoBlock
 from rayvec.data.join_chunks import check_extras
 from rayvec.errors import ConfigError
-from rayvec.pools.restart_state import RESTARTED
+from rayvec.pools.restart_state import is_restarted
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
 __all__ = ["Empty", "Recorder"]
@@ -172,11 +172,11 @@ class Recorder:
         for env_id, info, final_obs, final_info in batch.info:
             n = env_id - self._first_id
             if final_info is None:
-                if t < 0 and RESTARTED in info:
+                if t < 0 and is_restarted(info):
                     self._restarts.append((-1, n))
                 of_step.rows.append(ChunkInfo(t, n, info))
                 continue
-            if RESTARTED in final_info:
+            if is_restarted(final_info) and self._chunk.truncated[t, n]:
                 self._take_back(t, n)
             else:
                 self._finals.append((t, n, final_obs))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkInfo, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.data.sub_batch_infos import info_blocks
-from rayvec.pools.restart_state import RESTARTED
+from rayvec.pools.restart_state import are_restarted
 from rayvec.pools.shared_memory import tree_writer
 from rayvec.rollout.recorder import Recorder
 from rayvec.wrappers import MASK_KEY
@@ -89,15 +89,16 @@ class NativeRecorder(Recorder):
         columns.pop("_final_info", None)
         has_final = t >= 0 and not self._next_step and final_obs is not None
         of_reset = self._infos_of_reset(t, rows, has_final=has_final)
-        if has_final and isinstance(final_info, dict) and RESTARTED in final_info:
+        is_cut = t >= 0 and self._chunk.truncated[t, rows].all()
+        if has_final and is_cut and are_restarted(final_info):
             self._take_back_all(t, rows)
         elif has_final:
             last_rows = np.flatnonzero(of_reset if ended is None else ended)
             self._add_finals(t, first + last_rows, self._stacked(final_obs, last_rows))
             self._add_final_info(t, first, final_info, of_reset)
-        elif RESTARTED in columns and t < 0:
+        elif t < 0 and are_restarted(columns):
             self._restarts += [(-1, n) for n in range(rows.start, rows.stop)]
-        elif RESTARTED in columns:
+        elif is_cut and are_restarted(columns):
             self._take_back_all(t, rows)
         self._infos.blocks += info_blocks(t, first, columns, ~of_reset)
         self._reset_infos.blocks += info_blocks(t, first, columns, of_reset)

@@ -48,6 +48,45 @@ def assert_consistent(batch: Batch) -> None:
     assert stats.steps_per_s == pytest.approx(taken / stats.collect_time_s)
 
 
+class Says(gymnasium.Env[Any, Any]):
+    """Three steps to an episode; its infos have the key that marks restarts, with a value of its own."""
+
+    observation_space, action_space = gymnasium.spaces.Box(0.0, 9.0, (1,)), gymnasium.spaces.Discrete(2)
+
+    def __init__(self, value: Any, terminates: bool = True) -> None:
+        self.value, self.terminates = value, terminates
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.t = 0
+        return np.zeros(1, np.float32), {"env_restarted": False}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        is_end = self.t == 3
+        flags = (is_end, False) if self.terminates else (False, is_end)
+        return np.full(1, self.t, np.float32), 1.0, *flags, {"env_restarted": self.value}
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("value", [False, True, "no", None])
+def test_an_info_key_of_an_environment_is_no_restart(value: Any, native: bool) -> None:
+    fns: Any = [partial(Says, value)] * 2
+    with local([partial(SyncVectorEnv, fns, autoreset_mode="SameStep")] if native else fns, native=native) as env:
+        batch = Collector(env, still).collect(n_step=12)
+        assert batch.chunks[0].valid.all() and not len(batch.chunks[0].restarts)
+        assert batch.stats.returns.tolist() == [3.0] * 4 and batch.stats.n_restarts == 0
+        assert Collector(env, still).collect(n_episode=2).stats.returns.tolist() == [3.0] * 2
+
+
+def test_an_environment_that_restarts_itself_may_say_so() -> None:
+    with local([partial(Says, True, terminates=False)] * 2) as env:
+        batch = Collector(env, still).collect(n_step=12)
+        assert batch.chunks[0].valid[:, 0].tolist() == [True, True, False] * 2
+        assert batch.chunks[0].truncated[:, 0].tolist() == [False, True, False] * 2
+        assert batch.chunks[0].restarts.tolist() == [[2, 0], [2, 1], [5, 0], [5, 1]]
+        assert len(batch.stats.returns) == 0
+
+
 class TestSteps:
     @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_every_environment_takes_the_same_number_rounded_up(self, counting: RayVecEnv, inference: Any) -> None:

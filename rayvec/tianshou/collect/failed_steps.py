@@ -69,6 +69,7 @@ class AbsentRows:
         """As the buffer's own; a step that failed has index -1 in the result."""
         marks = batch.info.get(RESTARTED, ())
         absent = np.array([bool(mark) for mark in marks]) if len(marks) else np.zeros(len(batch), bool)
+        absent &= np.asarray(batch.truncated, bool)
         if not absent.any():
             return tuple(self.buffer.add(batch, buffer_ids=buffer_ids))
         ids = np.arange(len(batch)) if buffer_ids is None else np.asarray(buffer_ids)

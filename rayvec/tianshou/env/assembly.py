@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, objects, tree_map
 from rayvec.errors import ConfigError
-from rayvec.pools.restart_state import RESTARTED
+from rayvec.pools.restart_state import is_restarted
 from rayvec.pools.shared_memory import index_tree
 from rayvec.tianshou.env.pool_env import APART, FLOAT
 
@@ -65,7 +65,7 @@ class Assembler:
         for env_id, info, extra in zip(env_ids, infos, apart, strict=True):
             if "obs" in extra:
                 self._obs_apart[env_id] = extra["obs"]
-            elif RESTARTED not in info:  # after a restart it is the last true one, which may have been sent apart
+            elif not is_restarted(info):  # after a restart it is the last true one, which may have been sent apart
                 self._obs_apart.pop(env_id, None)
         obs = tree_map(np.copy, batch.obs)
         if isinstance(obs, np.ndarray) and obs.dtype != object and not self._obs_apart:
@@ -85,7 +85,7 @@ class Assembler:
         for env_id, info, extra in zip(env_ids, infos, apart, strict=True):
             if "rew_char" in extra:
                 self._rew_chars[env_id] = extra["rew_char"]
-            elif RESTARTED in info:
+            elif is_restarted(info):
                 self._rew_chars.pop(env_id, None)
         dtypes = [np.dtype(self._rew_chars.get(env_id, FLOAT)) for env_id in env_ids]
         if any("rew" in extra for extra in apart):
@@ -93,7 +93,7 @@ class Assembler:
             nothing = np.zeros_like(next(extra["rew"] for extra in apart if "rew" in extra))
             return np.stack(
                 [
-                    extra.get("rew", nothing if RESTARTED in info else dtype.type(rew))
+                    extra.get("rew", nothing if is_restarted(info) else dtype.type(rew))
                     for rew, dtype, info, extra in rows
                 ]
             )
