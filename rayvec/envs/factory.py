@@ -29,6 +29,7 @@ __all__ = [
     "check_env",
     "check_env_fns",
     "env_seeds",
+    "pickled_for_workers",
     "register_specs",
     "registered_specs",
     "spec_of",
@@ -242,8 +243,39 @@ class EnvFactory:
         return self.env_fns[index]()
 
     def to_bytes(self) -> bytes:
-        """Returns the factory by cloudpickle, functions of the main module by value, with :func:`carrying_sys`."""
-        return carrying_sys(cloudpickle.dumps(replace(self, is_copy=True)))
+        """Returns the factory by cloudpickle, functions of the main module by value, with :func:`carrying_sys`.
+
+        Raises:
+            TypeError: A function, a wrapper or an argument of an environment can't be pickled.
+        """
+        what = "what makes environments: their functions, wrappers and arguments"
+        remedy = "Make the object inside the function, or step in this process: num_nodes=0, workers_per_node=0."
+        return carrying_sys(pickled_for_workers(replace(self, is_copy=True), what, remedy))
+
+
+def pickled_for_workers(value: Any, what: str, remedy: str) -> bytes:
+    """Returns an object by cloudpickle.
+
+    Args:
+        value: The object.
+        what: What it is to the caller, for the error.
+        remedy: What else the caller can do.
+
+    Raises:
+        TypeError: It can't be pickled.
+    """
+    try:
+        data: bytes = cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(
+            message(
+                f"Workers get {what} by pickling.",
+                expected="objects that can be pickled",
+                got=f"{type(error).__name__}: {error}",
+                remedy=remedy,
+            )
+        ) from error
+    return data
 
 
 def carrying_sys(pickled: bytes) -> bytes:

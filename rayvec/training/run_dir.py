@@ -114,7 +114,7 @@ def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> 
     Raises:
         ConfigError: The directory can't be made, or another process has made it.
     """
-    partial = run_dir.with_name(f".{run_dir.name}.{secrets.token_hex(8)}.tmp")
+    partial = run_dir.with_name(f".{secrets.token_hex(8)}.tmp")  # no part of a name that may be as long as one can be
     try:
         partial.mkdir(parents=True)
         (partial / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")

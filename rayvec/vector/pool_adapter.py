@@ -11,12 +11,11 @@ from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn, Self, TypeVar
 
-import cloudpickle
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rayvec.data import ChunkRequest, Rollout, Topology, Tree, tree_map
-from rayvec.envs.factory import EnvFactory
+from rayvec.envs.factory import EnvFactory, pickled_for_workers
 from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
 from rayvec.node.chunk_memory import packed
 from rayvec.pools.base import ActingPool, Cut, NotReady
@@ -139,7 +138,9 @@ class PoolAdapter:
             on_node: Whether it acts in the process that owns the workers of a node, in place of each worker.
         """
         self._assert_idle("publish")
-        return self._publish(cloudpickle.dumps(as_policy(policy)), first_version, on_node=on_node)
+        remedy = "Make the object when the policy first acts, or let the policy act here: inference='driver'."
+        pickled = pickled_for_workers(as_policy(policy), "a policy", remedy)
+        return self._publish(pickled, first_version, on_node=on_node)
 
     def _publish(self, pickled: bytes, first_version: int, *, on_node: bool = False) -> WeightStore:
         guarded = partial(self._guarded, fatal=LOSSES)  # a policy's error is no loss

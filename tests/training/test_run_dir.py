@@ -121,6 +121,12 @@ def test_parts_that_resuming_needs_are_checked(whole: Path, tmp_path: Path, plac
         rayvec.resume(run_dir)
 
 
+def test_a_directory_with_the_longest_name(tmp_path: Path) -> None:
+    run_dir = tmp_path / ("a" * 255)
+    begin_run_dir(run_dir, tiny(run_dir), {})
+    assert [path.name for path in tmp_path.iterdir()] == [run_dir.name] and (run_dir / "checkpoint.pt").exists()
+
+
 def test_a_directory_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     run_dir = tmp_path / os.fsdecode(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"Expected: a path in UTF-8, and a locale .*Got: b'.*xff"):

@@ -360,6 +360,21 @@ class TestErrors:
         assert_explained(caught.value)
         assert "environment 0, seed 0" in str(caught.value.__cause__)
 
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"env": [lambda: LOCK and CountingEnv()]}, "what makes environments"),
+            ({"wrappers": [lambda env: LOCK and env]}, "what makes environments"),
+            ({"env_kwargs": {"lock": LOCK}}, "what makes environments"),
+            ({}, "Workers get a policy by pickling"),
+        ],
+    )
+    def test_what_can_not_be_sent_to_workers_is_named(self, settings: dict[str, Any], words: str) -> None:
+        with pytest.raises(TypeError, match=f"{words}.*cannot pickle") as caught:
+            with RayVecEnv(**{"env": CountingEnv, "num_envs": 1, **settings}, num_nodes=0, workers_per_node=1) as env:
+                env.rollout(lambda obs: LOCK and [0], 1)
+        assert_explained(caught.value)
+
     @pytest.mark.parametrize("workers", [0, 1])
     @pytest.mark.parametrize(
         ("reward", "remedy"),
