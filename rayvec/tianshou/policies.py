@@ -68,8 +68,8 @@ class TianshouPolicy:
         self._numbers: list[Number] | None = None
         self._exploration_noise = exploration_noise
         self._state: Any = None
-        self._num_copies = 0
         self._seeds_own = self._seeds_global = False
+        self._known: list[Any] = []
         # Without autograd torch evaluates an LSTM by another kernel, which differs in the last bits.
         self._with_grad = any(isinstance(module, torch.nn.RNNBase) for module in self._policy.modules())
 
@@ -117,7 +117,8 @@ class TianshouPolicy:
         tensors = ((tensor.dtype, tensor.shape) for tensor in tensors_of(self._policy))
         numbers = all_numbers_of(self._policy)
         names = ((each.path, each.name, *(() if fits_in_weights(each) else (each.value,))) for each in numbers)
-        return [*tensors, *names, (digest_of(self._policy),)]
+        digest, self._known = digest_of(self._policy)  # those of before are alive until here
+        return [*tensors, *names, (digest,)]
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Loads what :meth:`weights` returned in another process.
@@ -154,20 +155,14 @@ class TianshouPolicy:
         policy = self._policy
         if any(tensor.is_cuda for tensor in tensors_of(policy)):
             policy = copy.deepcopy(policy).cpu()
-        self._num_copies += 1
-        return {
-            "policy": policy,
-            "exploration_noise": self._exploration_noise,
-            "process": _PROCESS,
-            "is_first": self._num_copies == 1,
-        }
+        return {"policy": policy, "exploration_noise": self._exploration_noise, "process": _PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["policy"], exploration_noise=state["exploration_noise"])  # type: ignore[misc]
         self._policy.eval()
         self._numbers = list(numbers_of(self._policy))  # with the values of now
+        self._seeds_own = True  # else each copy would draw the same
         self._seeds_global = state["process"] != _PROCESS  # the driver's generators are the caller's
-        self._seeds_own = self._seeds_global or not state["is_first"]  # else each copy would draw the same again
 
     def _seed(self, noise: NDArray[np.float64]) -> None:
         self._seeds_own = False

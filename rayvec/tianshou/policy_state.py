@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,9 +37,11 @@ NUMBER_BYTES = 16
 _KINDS: tuple[type, ...] = (bool, int, float, type(None))
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 """The attributes that every module has."""
+_DIGESTED_OF_TORCH = ("_modules", "_forward_hooks", "_forward_pre_hooks")
+"""Those of them that decide how the module acts and are neither weights nor numbers."""
 _GENERATORS = (Space, np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-_BY_IDENTITY = (torch.nn.Module, BaseNoise, type, FunctionType, BuiltinFunctionType, ModuleType, *_GENERATORS)
-"""What `digest_of` knows by which object it is: its contents are sent otherwise, or change whenever it is used."""
+_BY_IDENTITY = (BaseNoise, type, FunctionType, BuiltinFunctionType, ModuleType, *_GENERATORS)
+"""What counts in a digest by which object it is: its contents don't change, or change whenever it is used."""
 
 
 def tensors_of(policy: Policy) -> Iterator[torch.Tensor]:
@@ -119,36 +120,55 @@ def unpack(packed: bytes) -> Any:
     return None if kind is type(None) else kind(value)
 
 
-def digest_of(policy: Policy) -> str:
-    """Returns a digest of the other attributes of a policy's modules: arrays, tensors, text, containers, objects.
+def digest_of(policy: Policy) -> tuple[str, list[Any]]:
+    """Digests what weights don't hold: other attributes of a policy's modules, which modules these hold, their hooks.
 
-    It changes when their contents do, those of nested objects included. An attribute that can't be pickled counts by
-    which object it is.
+    The digest changes with the contents of arrays, tensors, texts, containers and objects, nested ones included.
+    Functions, generators, spaces, noises and what can't be pickled count by which object they are.
+
+    Returns:
+        The digest, and the objects that count by which they are. While they are kept, no other object is taken for one.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    digest, known = hashlib.blake2b(digest_size=16), list[Any]()
+    sent = chain(policy.modules(), policy.parameters(), policy.buffers())
+    numbers = {id(each): number for number, each in enumerate(sent)}
+    sink = SimpleNamespace(write=digest.update)
     for path, module in policy.named_modules():
         for name, value in vars(module).items():
-            if name not in _OF_TORCH and type(_plain(value)) not in _KINDS:
-                digest.update(f"{path}.{name}".encode() + _contents(value))
-    return digest.hexdigest()
-
-
-def _contents(value: Any) -> bytes:
-    stream = io.BytesIO()
-    try:
-        _Contents(stream, pickle.HIGHEST_PROTOCOL).dump(value)
-    except Exception:
-        return str(id(value)).encode()
-    return stream.getvalue()
+            if value if name in _DIGESTED_OF_TORCH else name not in _OF_TORCH and type(_plain(value)) not in _KINDS:
+                digest.update(f"{path}.{name}".encode())
+                try:
+                    _Contents(sink, numbers, known).dump(value)
+                except Exception:
+                    known.append(value)
+                    digest.update(str(id(value)).encode())
+    return digest.hexdigest(), known
 
 
 class _Contents(pickle.Pickler):
+    """Pickles what a digest is made of.
+
+    Args:
+        sink: Where the bytes go.
+        numbers: Number by identity of each module, parameter and buffer of the policy, which weights hold.
+        known: Gets the objects that count by which they are.
+    """
+
+    def __init__(self, sink: Any, numbers: Mapping[int, int], known: list[Any]) -> None:
+        super().__init__(sink, pickle.HIGHEST_PROTOCOL)
+        self._numbers, self._known = numbers, known
+
     def persistent_id(self, value: Any) -> Any:
-        """Returns what stands for an object in the digest; None for one that is pickled as usual."""
+        """Returns what stands for an object; None for one that is pickled as usual."""
+        if id(value) in self._numbers:
+            return "of the policy", self._numbers[id(value)]
         if isinstance(value, torch.Tensor):
             flat = value.detach().cpu().reshape(-1)
             return value.dtype, value.shape, flat.view(torch.uint8).numpy().tobytes()
-        return id(value) if isinstance(value, _BY_IDENTITY) else None
+        if isinstance(value, _BY_IDENTITY):
+            self._known.append(value)
+            return id(value)
+        return None
 
 
 def seed_own_generators(policy: Policy, seed: int) -> None:
@@ -156,7 +176,7 @@ def seed_own_generators(policy: Policy, seed: int) -> None:
     holders = [vars(module) for module in policy.modules()]
     holders += [vars(value) for held in holders for value in held.values() if isinstance(value, BaseNoise)]
     generators = [value for held in holders for value in held.values() if isinstance(value, _GENERATORS)]
-    for number, generator in enumerate(generators):
+    for number, generator in enumerate(generators, 1):
         _seed(generator, seed + number)
 
 
