@@ -32,7 +32,7 @@ from torch import Tensor
 
 from rayvec.errors import ConfigError, RankLostError
 from rayvec.node.process_watch import ProcessWatch
-from rayvec.pools.shared_memory import allocate
+from rayvec.pools.shared_memory import anonymous_file
 from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["SharedMemoryRanks", "can_share_memory"]
@@ -100,9 +100,7 @@ class SharedMemoryRanks:
 
     def _open(self, path: str | None) -> int:
         if path is None:
-            fd = os.memfd_create("rayvec-ranks", os.MFD_CLOEXEC)
-            allocate(fd, self._num_bytes)
-            return fd
+            return anonymous_file("rayvec-ranks", self._num_bytes)
         try:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:

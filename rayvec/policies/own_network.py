@@ -115,30 +115,38 @@ class OwnActorCritic(ActorCriticModule):
             ConfigError: The module returned something else than for the first observations.
         """
         leaf, num_axes = _first(rows, self._num_axes)
-        lead, num_params = leaf.shape[: leaf.ndim - num_axes], self.distribution.num_params
+        lead = leaf.shape[: leaf.ndim - num_axes]
         with autocast(self.precision, leaf.device):
-            outputs = self._outputs(rows, lead)
-        try:
-            params, value = outputs
-            return params.reshape(*lead, num_params).float(), value.reshape(lead).float()
-        except Exception as error:
-            count = math.prod(lead)
-            raise ConfigError(
-                "A network returns two tensors for each batch of observations.",
-                expected=f"tensors of shape {(count, num_params)} and {(count,)} for {counted(count, 'observation')}",
-                got=", ".join(map(_kind, outputs)) if isinstance(outputs, tuple) else _kind(outputs),
-                remedy="Let forward return (params, value) in the same way whatever it is given.",
-            ) from error
+            outputs = self.net(self._flat(rows, lead))
+        params, value = self._checked(outputs, max(1, math.prod(lead)))
+        if not math.prod(lead):
+            params, value = params[:0], value[:0]
+        return params.reshape(*lead, params.shape[-1]).float(), value.reshape(lead).float()
 
-    def _outputs(self, rows: Tree, lead: torch.Size) -> Any:
-        """Returns what the module returns, for observations with one leading axis."""
-        if not math.prod(lead):  # a module need not know what to do with no row
-            some = tree_map(lambda part, axes: part.new_zeros(1, *part.shape[part.ndim - axes :]), rows, self._num_axes)
-            return tuple(output[:0] for output in self.net(some))
-        if len(lead) == 1:
-            return self.net(rows)
-        flat = tree_map(lambda part, axes: part.reshape(-1, *part.shape[part.ndim - axes :]), rows, self._num_axes)
-        return self.net(flat)
+    def _flat(self, rows: Tree, lead: torch.Size) -> Tree:
+        """Returns observations with one leading axis, and zeros for no row: a module need not know what to do then."""
+        if len(lead) == 1 and lead[0]:
+            return rows
+
+        def flat(part: Tensor, axes: int) -> Tensor:
+            shape = part.shape[part.ndim - axes :]
+            return part.reshape(-1, *shape) if math.prod(lead) else part.new_zeros(1, *shape)
+
+        return tree_map(flat, rows, self._num_axes)
+
+    def _checked(self, outputs: Any, count: int) -> tuple[Tensor, Tensor]:
+        """Returns what the module returned for `count` observations, if it has the form of what it returned first."""
+        num_params = self.distribution.num_params
+        if isinstance(outputs, tuple | list) and len(outputs) == 2:
+            params, value = outputs
+            if _shape(params) == (count, num_params) and _shape(value) in ((count,), (count, 1)):
+                return params, value
+        raise ConfigError(
+            "A network returns two tensors for each batch of observations.",
+            expected=f"tensors of shape {(count, num_params)} and {(count,)} for {counted(count, 'observation')}",
+            got=", ".join(map(_kind, outputs)) if isinstance(outputs, tuple | list) else _kind(outputs),
+            remedy="Let forward return (params, value) in the same way whatever it is given.",
+        )
 
     def make_actor(self) -> Actor:
         """See :class:`ActorCriticModule`. It acts through torch."""
@@ -295,6 +303,10 @@ def check_output(name: str, output: Any, width: int | None) -> None:
             got=_kind(output),
             remedy="Change the last layer; the page 'Your own network' says how many outputs each action space needs.",
         )
+
+
+def _shape(output: Any) -> tuple[int, ...] | None:
+    return tuple(output.shape) if isinstance(output, Tensor) else None
 
 
 def _kind(output: Any) -> str:

@@ -186,9 +186,9 @@ class PoolSpaces:
                 "With native=True, num_envs is the number of environments of all sub-batches together.",
                 expected=f"num_envs={self.num_envs}, for sub-batches of {list(self.sub_batches)[:8]}, or no num_envs",
                 got=num_envs,
-                remedy="With a list of callables, leave num_envs out. Else pass num_envs and workers_per_node so that "
-                "the rows of each worker fill its vector environment, such as a multiple of the agents of a game, or "
-                "pass workers_per_node=1 to one that fixes its number.",
+                remedy="With a list of callables, leave num_envs out. Otherwise let num_envs and workers_per_node give "
+                "each worker as many rows as its vector environment can have: for games, a multiple of the number of "
+                "agents. Where that number is fixed, pass workers_per_node=1.",
             )
         if self.sub_batches and mode not in (None, self.metadata["autoreset_mode"]):
             raise ConfigError(

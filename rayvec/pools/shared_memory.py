@@ -34,6 +34,7 @@ __all__ = [
     "SharedBlock",
     "aligned",
     "allocate",
+    "anonymous_file",
     "index_tree",
     "keep_freed_memory",
     "split_actions",
@@ -56,8 +57,23 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
+def anonymous_file(name: str, num_bytes: int) -> int:
+    """Returns the descriptor of a new anonymous file (``memfd_create``) of this size, filled with zeros.
+
+    Raises:
+        ConfigError: The system's limit on the size of files does not allow it.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        allocate(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def allocate(fd: int, num_bytes: int) -> None:
-    """Sets the size of an anonymous file (``memfd_create``).
+    """Sets the size of an anonymous file.
 
     Raises:
         ConfigError: The system's limit on the size of files does not allow it.
@@ -68,7 +84,7 @@ def allocate(fd: int, num_bytes: int) -> None:
         if error.errno != errno.EFBIG:
             raise
         raise ConfigError(
-            "Processes share memory as anonymous files, which the limit on the size of files includes.",
+            "Processes share memory as anonymous files. The limit on the size of files applies to them.",
             expected=f"a limit of at least {num_bytes} bytes",
             got=f"a limit of {resource.getrlimit(resource.RLIMIT_FSIZE)[0]} bytes",
             remedy="Raise the limit: ulimit -f unlimited.",
@@ -90,9 +106,7 @@ class SharedBlock:
         for name, (dtype, shape) in self.fields.items():
             offsets[name] = size
             size += aligned(np.dtype(dtype).itemsize * math.prod(shape))
-        self.fd = os.memfd_create("rayvec", os.MFD_CLOEXEC) if fd is None else fd
-        if fd is None:
-            allocate(self.fd, max(size, _ALIGN_BYTES))
+        self.fd = anonymous_file("rayvec", max(size, _ALIGN_BYTES)) if fd is None else fd
         buffer = mmap.mmap(self.fd, max(size, _ALIGN_BYTES))
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
         self._offsets = offsets

@@ -211,8 +211,8 @@ def _check_parallel(game: Any) -> None:
             "ParallelAgents takes environments whose agents act at the same time.",
             expected="a PettingZoo ParallelEnv with possible_agents",
             got=f"{type(game).__module__}.{type(game).__qualname__}{turns}",
-            remedy="Use the module's parallel_env() if it has one, else convert it: pettingzoo.utils.conversions has "
-            "aec_to_parallel, and turn_based_aec_to_parallel for games of turns.",
+            remedy="Use the module's parallel_env() if it has one. Otherwise convert it with aec_to_parallel of "
+            "pettingzoo.utils.conversions, or, if it is a game of turns, with turn_based_aec_to_parallel.",
         )
 
 

@@ -477,9 +477,10 @@ class TestEnd:
         pool.send(np.arange(2), np.zeros(2, int), Autoreset.SAME_STEP)
         within(DEADLINE_S, pool.close)
         assert not any(map(alive, pids))
-        assert [record.getMessage() for record in caplog.records] == [
+        said = (
             "killed after 500 ms, since their environments had not closed: worker 0 on node local (environments 0 to 0)"
-        ]
+        )
+        assert said in caplog.text
 
     def test_nothing_piles_up_over_many_pools(self) -> None:
         def cycle() -> None:

@@ -62,6 +62,7 @@ def test_it_acts_as_the_module_and_takes_any_number_of_leading_axes(
         (lambda params, value: (params[:-1], value[:-1]), r"shape \(5, 4\), shape \(5, 1\)"),
         (lambda params, value: (params[:, :2], value), r"shape \(6, 2\), shape \(6, 1\)"),
         (lambda params, value: (params.detach().numpy(), value), r"ndarray, shape \(6, 1\)"),
+        (lambda params, value: (params.T, value), r"shape \(4, 6\), shape \(6, 1\)"),
     ],
 )
 def test_a_network_that_later_returns_something_else_is_named(changed: Any, got: str) -> None:

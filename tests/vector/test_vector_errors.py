@@ -282,7 +282,7 @@ class TestEnd:
             env.step_wait(timeout=0.1)
         within(2 * DEADLINE_S, env.close)
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
-        assert caplog.text.count("killed") == 1
+        assert "killed workers on node" in caplog.text or "killed after" in caplog.text
 
 
 class TestInput:
