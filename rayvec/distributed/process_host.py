@@ -44,7 +44,7 @@ _MESSAGE_S = 60.0
 """A rank that takes more seconds than this to send the rest of a message is lost."""
 _PRELOAD = ("rayvec.distributed.rank_actor",)
 """The fork server imports torch once for all ranks, also for those that replace lost ones."""
-_REFUSED = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_REFUSED = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 """What the system answers at a limit; restarting the ranks would not help."""
 
 
