@@ -181,9 +181,8 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         except Exception as other:
             if error is None:
                 raise
-            logger.warning(
-                "the metrics or the learning curve of the run can't be written: %s", other
-            )  # `error` is raised
+            if str(other) != str(error):  # which is raised
+                logger.warning("the metrics or the learning curve of the run can't be written: %s", other)
 
     def add(self, iteration: Iteration) -> dict[str, float | int | None]:
         """Adds one iteration, which `progress` counts already, to the line.
@@ -269,6 +268,8 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
                 self._publish(self._logged)  # each step is in one line of the file
 
     def _draw(self) -> None:
+        if not self._run_dir.is_dir():
+            return  # `_write` says so
         lines = list(without_damaged_lines(read_metrics(self._run_dir / "metrics.jsonl")))
         figure = learning_curve_figure(lines, self._config.title, self._greedy)
         with written_whole(self._run_dir / "learning_curve.png") as file:

@@ -240,8 +240,10 @@ class _Run:
 
     @property
     def how_to_resume(self) -> str:
-        """The command that resumes the run, or a sentence that there is no checkpoint."""
+        """The command that resumes the run, or a sentence that there is no checkpoint, or no directory."""
         if (self._run_dir / "checkpoint.pt").exists():
+        if not self._run_dir.is_dir():
+            return f"the directory {self._shown} no longer exists"
             return f"resume with: {resume_command(self._config, self._shown)}"
         return f"{self._shown} has no checkpoint to resume from"
 
