@@ -16,6 +16,7 @@ import gc
 import io
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -259,8 +260,19 @@ Command = (
 _DESCRIPTION = "Train, evaluate and measure. `rayvec --version` prints the version."
 _BROKEN_PIPE = 128 + 13
 """The exit code that a shell gives a command that SIGPIPE ended."""
-_CALLERS = f"{Path(__file__).parent}{os.sep}", f"{os.sep}site-packages{os.sep}torch{os.sep}"
-"""What is in the paths of rayvec's modules, and of torch's."""
+_RAYVEC = f'"{re.escape(str(Path(__file__).parent))}/'
+_INSTALLED = r'"[^"]*/lib(64)?/python3[^/"]*/'
+_GENERATED = r'"<(frozen |string>)|"[^"]*/torchinductor_'
+_NO_USER_CODE = (
+    f"{_RAYVEC}|{_GENERATED}|{_INSTALLED}",
+    rf"{_RAYVEC}|{_GENERATED}|{_INSTALLED}(?!\w+-packages/(?!(torch|numpy|ray)/))",
+    rf"{_RAYVEC}|{_INSTALLED}\w+-packages/torch/",
+)
+"""Match the lines of a traceback that are not code of the user, as far as their paths show.
+
+The first matches all that is installed. The second takes other packages than torch, numpy and ray for the user's. The
+third leaves whatever rayvec or torch called.
+"""
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 """What the system answers if a disk is full, or a file must not be written."""
 
@@ -404,30 +416,30 @@ def _explanation(error: Exception) -> str | None:
         where = cause.raised_in
         if where and cause is not error and " Remedy: " in str(error):  # a message of rayvec about what it returned
             return f"{error} Raised in {where}."
-        got = _what_and_where(str(cause))
-        if where == Topology.this_process and ", File " not in got:
-            return None
-        return message(
-            "The code of environments, wrappers and networks runs without raising.",
-            expected="no exception",
-            got=got,
-            remedy="Correct the code that raised, or for an environment --env-kwargs.",
-        )
+        is_here = where == Topology.this_process
+        got = _what_and_where(str(cause), _NO_USER_CODE[:2] if is_here else _NO_USER_CODE)
+        if not is_here or ", File " in got:
+            return message(
+                "The code of environments, wrappers and networks runs without raising.",
+                expected="no exception",
+                got=got,
+                remedy="Correct the code that raised. For an environment, check --env-kwargs too.",
+            )
     if isinstance(error, OSError) and (hasattr(error, "__notes__") or error.errno in _REFUSED):  # the disk of a run
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def _what_and_where(text: str) -> str:
+def _what_and_where(text: str, left_out: Sequence[str] = _NO_USER_CODE) -> str:
     """Returns the text of an ``EnvError`` on one line, with the line of code that raised instead of the traceback.
 
-    Lines of rayvec and torch are left out: they only show where these called the code that raised.
+    It is the last line that the first pattern of `left_out` does not match, or else the second, and so on.
     """
     what, _, traceback = text.partition("\n\n")
     of_worker = traceback.split("\n\n\n", 1)[0]  # the rest is the traceback in this process
     lines = [line.strip() for line in of_worker.splitlines() if line.startswith("  File ")]
-    lines = [line for line in lines if not any(package in line for package in _CALLERS)]
-    return ", ".join([" ".join(what.split()), *lines[-1:]])
+    by_pattern = ([line for line in lines if not re.search(pattern, line)] for pattern in left_out)
+    return ", ".join([" ".join(what.split()), *next(filter(None, by_pattern), [])[-1:]])
 
 
 def _is_failure(error: Exception) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +133,16 @@ def test_weights_that_no_memory_holds(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 class RaisesInUpdates(torch.nn.Module):
+    def raises(self) -> None:
+        np.stack([np.zeros(2), np.zeros(3)])
+
     def __init__(self, *_: object) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 3)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.is_grad_enabled() and len(obs) > 8:
-            raise ZeroDivisionError("my own mistake")
+            self.raises()
         return self.layer(obs)[:, :2], self.layer(obs)[:, 2]
 
 
@@ -148,14 +154,40 @@ def test_a_network_that_raises_in_an_update(
     args = [*TINY, f"--num-learners={num_learners}", "--network", name, "--run-dir", str(tmp_path / "a")]
     assert main(["train", "ppo", *args]) == 1
     (line, resume) = capsys.readouterr().err.splitlines()[-2:]
-    assert "networks runs without raising" in line and f"ZeroDivisionError: my own mistake raised in {where}" in line
+    assert (
+        "networks runs without raising" in line
+        and f"ValueError: all input arrays must have the same shape raised in {where}" in line
+    )
     assert f'"{__file__}", line ' in line and line.count("File ") == 1 and resume.startswith("resume with: ")
 
 
-def test_a_defect_in_an_update_has_a_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("rayvec.learners.ppo.PPOLearner.update", staticmethod(rayvec.errors.duration))
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize(
+    "defect",
+    [
+        rayvec.errors.duration,
+        functools.partial(np.stack, [np.zeros(2), np.zeros(3)]),
+        functools.partial(re.compile, "("),
+    ],
+    ids=["rayvec", "numpy", "generated code"],
+)
+def test_a_defect_in_an_update_has_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, defect: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr("rayvec.learners.ppo.PPOLearner.update", staticmethod(defect))
+    with pytest.raises((TypeError, ValueError)):
         main(["train", "ppo", *TINY, "--run-dir", str(tmp_path / "a")])
+
+
+def test_a_network_of_an_installed_package_that_raises(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "lib" / "python3.11" / "site-packages" / "rv_installed.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("import numpy as np\nimport torch\n" + inspect.getsource(RaisesInUpdates))
+    monkeypatch.syspath_prepend(package.parent)
+    args = [*TINY, "--network", f"{package.stem}:{RaisesInUpdates.__name__}", "--run-dir", str(tmp_path / "a")]
+    assert main(["train", "ppo", *args]) == 1
+    assert f'process, File "{package}", line 5, in raises. Remedy' in capsys.readouterr().err
 
 
 def test_a_value_that_compile_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
