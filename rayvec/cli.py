@@ -307,6 +307,10 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         _print_error(str(interrupt) or "interrupted", interrupt)
         return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
+    except SystemExit as end:
+        if hasattr(end, "__notes__"):  # a run had begun
+            _print_error(f"sys.exit({end.code!r}) was called in the run", end)
+        raise
     except Exception as error:
         is_reader_gone = isinstance(error, BrokenPipeError) and _is_reader_gone()
         _drop_unwritable_output()

@@ -190,6 +190,18 @@ def test_a_network_of_an_installed_package_that_raises(
     assert f'process, File "{package}", line 5, in raises. Remedy' in capsys.readouterr().err
 
 
+class ExitsInUpdates(RaisesInUpdates):
+    raises = staticmethod(functools.partial(sys.exit, 3))
+
+
+def test_a_network_that_calls_exit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="3"):
+        args = [*TINY, "--network", f"{__name__}:{ExitsInUpdates.__name__}", "--run-dir", str(tmp_path / "a")]
+        main(["train", "ppo", *args])
+    (line, resume) = capsys.readouterr().err.splitlines()[-2:]
+    assert line == "rayvec: sys.exit(3) was called in the run" and resume.startswith("resume with: ")
+
+
 def test_a_value_that_compile_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["train", "ppo", "--compile", "maybe"])

@@ -21,7 +21,7 @@ from rayvec.config import TrainConfig
 from rayvec.data.topology import Topology
 from rayvec.errors import ConfigError, LearnerError, RankLostError, RayvecError, counted, without_remedy
 from rayvec.learners.base import check_gpu
-from rayvec.pools.in_process_base import FAILURES, captured
+from rayvec.pools.in_process_base import captured
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, Evaluator, open_evaluator
 from rayvec.training.loggers import RunLogger, Tracker
@@ -187,14 +187,13 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
 def _saying_where() -> Iterator[None]:
     """Lets what a network raises in this process say so, as ranks and workers do: its ``__cause__`` is an `EnvError`.
 
-    A disk that is full, and what says already where it was raised, stay as they are.
+    What says already where it was raised stays as it is, and so do ``sys.exit()``, which may be that of a signal
+    handler of the caller, and whatever else is no ``Exception``.
     """
     try:
         yield
-    except (RayvecError, OSError):
-        raise
-    except FAILURES as error:
-        if isinstance(error.__cause__, RayvecError):
+    except Exception as error:
+        if isinstance(error, RayvecError) or isinstance(error.__cause__, RayvecError):
             raise
         raise captured(error, Topology.this_process).rebuild()  # noqa: B904  # rebuild() sets the cause
 
@@ -242,9 +241,9 @@ class _Run:
     def how_to_resume(self) -> str:
         """The command that resumes the run, or a sentence that there is no checkpoint, or no directory."""
         if (self._run_dir / "checkpoint.pt").exists():
+            return f"resume with: {resume_command(self._config, self._shown)}"
         if not self._run_dir.is_dir():
             return f"the directory {self._shown} no longer exists"
-            return f"resume with: {resume_command(self._config, self._shown)}"
         return f"{self._shown} has no checkpoint to resume from"
 
     @contextlib.contextmanager
