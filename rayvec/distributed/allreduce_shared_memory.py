@@ -32,7 +32,7 @@ from torch import Tensor
 
 from rayvec.errors import ConfigError, RankLostError
 from rayvec.node.process_watch import ProcessWatch
-from rayvec.pools.shared_memory import anonymous_file
+from rayvec.pools.anonymous_file import anonymous_file
 from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["SharedMemoryRanks", "can_share_memory"]

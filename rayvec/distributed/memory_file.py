@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from rayvec.pools.shared_memory import allocate
+from rayvec.pools.anonymous_file import allocate
 
 __all__ = ["MemoryFile", "can_open"]
 

@@ -16,8 +16,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, ChunkInfos, RolloutTimes, tree_leaves
 from rayvec.errors import message
+from rayvec.pools.anonymous_file import allocate
 from rayvec.pools.base import MOST_CHUNKS
-from rayvec.pools.shared_memory import aligned, allocate
+from rayvec.pools.shared_memory import aligned
 
 __all__ = ["ChunkMemory", "Packed", "PackedChunk", "dumps", "packed"]
 

@@ -9,8 +9,8 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.pools.anonymous_file import allocate
 from rayvec.pools.base import MOST_CHUNKS
-from rayvec.pools.shared_memory import allocate
 
 __all__ = ["WeightMemory"]
 

@@ -12,7 +12,6 @@ import errno
 import math
 import mmap
 import os
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -25,7 +24,8 @@ from gymnasium import Space, spaces
 from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Tree, tree_leaves, tree_map
-from rayvec.errors import ConfigError, message
+from rayvec.errors import message
+from rayvec.pools.anonymous_file import anonymous_file
 
 __all__ = [
     "ArrayLayout",
@@ -33,8 +33,6 @@ __all__ = [
     "Semaphore",
     "SharedBlock",
     "aligned",
-    "allocate",
-    "anonymous_file",
     "index_tree",
     "keep_freed_memory",
     "split_actions",
@@ -55,40 +53,6 @@ Field = tuple[DTypeLike, tuple[int, ...]]
 def aligned(num_bytes: int) -> int:
     """Returns `num_bytes` rounded up to the alignment of arrays in shared memory."""
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def anonymous_file(name: str, num_bytes: int) -> int:
-    """Returns the descriptor of a new anonymous file (``memfd_create``) of this size, filled with zeros.
-
-    Raises:
-        ConfigError: The system's limit on the size of files does not allow it.
-    """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    try:
-        allocate(fd, num_bytes)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def allocate(fd: int, num_bytes: int) -> None:
-    """Sets the size of an anonymous file.
-
-    Raises:
-        ConfigError: The system's limit on the size of files does not allow it.
-    """
-    try:
-        os.ftruncate(fd, num_bytes)
-    except OSError as error:
-        if error.errno != errno.EFBIG:
-            raise
-        raise ConfigError(
-            "Processes share memory as anonymous files. The limit on the size of files applies to them.",
-            expected=f"a limit of at least {num_bytes} bytes",
-            got=f"a limit of {resource.getrlimit(resource.RLIMIT_FSIZE)[0]} bytes",
-            remedy="Raise the limit: ulimit -f unlimited.",
-        ) from error
 
 
 class SharedBlock:
