@@ -18,7 +18,7 @@ from rayvec.data import StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
 from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
-from rayvec.pools.restart_state import RESTARTED, is_restarted
+from rayvec.pools.restart_state import RESTARTED
 from rayvec.stable_baselines3.worker_env import WorkerEnv
 from rayvec.vector.batching import check_number, check_shapes, check_spaces
 from rayvec.vector.pool_adapter import LOSSES, PoolAdapter
@@ -202,8 +202,8 @@ class RayVecEnv(PoolAdapter, VecEnv):
         for env_id, info, final_obs, final_info in batch.info:
             if final_info is not None:
                 infos[env_id]["terminal_observation"] = final_obs
-                mark = {RESTARTED} if is_restarted(info) else set()
-                self.reset_infos[env_id] = {key: value for key, value in info.items() if key not in mark}
+                of_reset = {key: value for key, value in info.items() if key != RESTARTED or value is not True}
+                self.reset_infos[env_id] = of_reset
         return tree_map(np.copy, batch.obs), batch.rew.astype(np.float32), done, infos
 
     def close(self) -> None:

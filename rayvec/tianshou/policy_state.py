@@ -135,7 +135,7 @@ def digest_of(policy: Policy) -> tuple[str, list[Any]]:
     sink = SimpleNamespace(write=digest.update)
     for path, module in policy.named_modules():
         for name, value in vars(module).items():
-            if value if name in _DIGESTED_OF_TORCH else name not in _OF_TORCH and type(_plain(value)) not in _KINDS:
+            if _is_digested(name, value):
                 digest.update(f"{path}.{name}".encode())
                 try:
                     _Contents(sink, numbers, known).dump(value)
@@ -143,6 +143,13 @@ def digest_of(policy: Policy) -> tuple[str, list[Any]]:
                     known.append(value)
                     digest.update(str(id(value)).encode())
     return digest.hexdigest(), known
+
+
+def _is_digested(name: str, value: Any) -> bool:
+    """Whether an attribute of a module belongs to its digest."""
+    if name in _OF_TORCH:
+        return name in _DIGESTED_OF_TORCH and bool(value)
+    return type(_plain(value)) not in _KINDS
 
 
 class _Contents(pickle.Pickler):
