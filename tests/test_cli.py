@@ -146,7 +146,9 @@ class RaisesInUpdates(torch.nn.Module):
         return self.layer(obs)[:, :2], self.layer(obs)[:, 2]
 
 
-@pytest.mark.parametrize(("num_learners", "where"), [(1, "the driver's process"), (2, "rank ")])
+@pytest.mark.parametrize(
+    ("num_learners", "where"), [(1, "the driver's process"), pytest.param(2, "rank ", marks=pytest.mark.slow)]
+)
 def test_a_network_that_raises_in_an_update(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, num_learners: int, where: str
 ) -> None:
@@ -219,6 +221,7 @@ def test_a_truncated_checkpoint(tmp_path: Path, assert_refused: AssertRefused) -
     assert_refused(["eval", str(tmp_path)], "truncated")
 
 
+@pytest.mark.slow
 def test_a_reader_of_the_output_that_has_ended(tmp_path: Path) -> None:
     assert main(["train", "ppo", *TINY, "--eval-episodes=1", f"--run-dir={tmp_path / 'a'}"]) == 0
     args = [sys.executable, "-m", "rayvec", "eval", str(tmp_path / "a"), "--episodes", "1"]

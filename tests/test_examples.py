@@ -45,7 +45,7 @@ SMALL = {
     "tianshou_sac_halfcheetah.py": (16, 1, 64, 1),
     "tianshou_dqn_atari.py": (10, 1, 1),
 }
-SLOW = ("action_masks", "callbacks", "cleanrl", "cluster", "ddppo", "load_agent", "own_algorithm", "own_network")
+SLOW = ("action_masks", "callbacks", "cleanrl", "cluster", "ddppo", "load_agent", "own_")
 SLOW += ("optuna", "pettingzoo", "ray_tune", "recurrent", "sb3", "sweep", "tianshou")
 
 

@@ -277,6 +277,7 @@ def test_a_cluster_s_model_is_not_checked_on_simulated_nodes(
     assert "checked where it was fitted" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_of_simulated_nodes_is_checked_on_hosts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 from conftest import MakeVec
 
 from rayvec.bench.harness.machines import Machines, machine_cpu_s, on_cpu_s, started_cpu_s
@@ -27,6 +28,7 @@ def test_cpu_time_of_a_process_and_of_the_machine() -> None:
     assert on_cpu_s([2**22 + 1]) == [0.0]
 
 
+@pytest.mark.slow
 def test_an_actor_reads_on_its_own_node(make_vec: MakeVec, tmp_path: Path) -> None:
     env = make_vec("CartPole-v1", 2, 1, num_envs=4)
     names = {node.name: node.node_id for node in env.topology.nodes}

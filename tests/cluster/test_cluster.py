@@ -354,7 +354,7 @@ class TestSharedCluster:
         for given in (address, "auto", None):
             RayVecEnv([CountingEnv], address=given, num_nodes=1, workers_per_node=1).close()
 
-    @pytest.mark.parametrize("how", ["argument", "RAY_ADDRESS"])
+    @pytest.mark.parametrize("how", [pytest.param("argument", marks=pytest.mark.slow), "RAY_ADDRESS"])
     def test_a_cluster_that_runs_is_joined_by_its_address(self, run: MakeDriver, ray_cluster: object, how: str) -> None:
         import ray
 

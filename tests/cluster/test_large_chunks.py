@@ -55,7 +55,7 @@ def serial_chunks(fns: list[Any], num_steps: list[int], seed: int) -> list[Chunk
     return chunks
 
 
-@pytest.mark.parametrize("prefetch", [False, True], ids=["plain", "prefetch"])
+@pytest.mark.parametrize("prefetch", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "prefetch"])
 @pytest.mark.parametrize(
     ("nodes", "workers"), [pytest.param(1, 2, marks=pytest.mark.slow, id="shm"), pytest.param(2, 1, id="shm+tcp")]
 )
@@ -75,6 +75,7 @@ def test_chunks_stay_as_they_were(make_vec: MakeVec, nodes: int, workers: int, p
         assert_same_chunk(chunk, right)
 
 
+@pytest.mark.slow
 def test_who_takes_the_place_of_a_worker_leaves_the_chunk_before_alone(make_vec: MakeVec, tmp_path: Path) -> None:
     """It lies in the memory of the worker that has been killed since, and nobody has read it yet."""
     gate = tmp_path / "gate"

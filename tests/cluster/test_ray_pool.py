@@ -65,7 +65,9 @@ def make_pool(ray_cluster: object) -> Iterator[MakePool]:
         pool.close()
 
 
-@pytest.mark.parametrize("mode", list(Autoreset))
+@pytest.mark.parametrize(
+    "mode", [Autoreset(0), *(pytest.param(mode, marks=pytest.mark.slow) for mode in list(Autoreset)[1:])]
+)
 @pytest.mark.parametrize("kind", [pytest.param("nested", marks=pytest.mark.slow), "custom"])
 def test_equals_the_serial_pool(make_pool: MakePool, kind: str, mode: Autoreset) -> None:
     space = ALL_SPACES[kind]
@@ -78,7 +80,7 @@ def test_equals_the_serial_pool(make_pool: MakePool, kind: str, mode: Autoreset)
 
 
 class TestSubsets:
-    @pytest.fixture(scope="class", params=["dict", "dict_of_text"])
+    @pytest.fixture(scope="class", params=["dict", pytest.param("dict_of_text", marks=pytest.mark.slow)])
     @classmethod
     def pool(cls, request: pytest.FixtureRequest, make_pool: MakePool) -> Any:
         space = ALL_SPACES[request.param]

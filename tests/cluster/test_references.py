@@ -72,7 +72,7 @@ def places(part: ChunkRef) -> list[str]:
     return nodes
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("prefetch", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_chunks_and_statistics_are_those_by_value(wide: RayVecEnv, prefetch: bool) -> None:
     by_value, by_reference = (
         Collector(wide, by_total, seed=1, prefetch=prefetch, by_reference=by_reference)

@@ -471,7 +471,7 @@ class TestInput:
 
 
 class TestPoliciesThatFail:
-    @pytest.mark.parametrize("prefetch", [False, True])
+    @pytest.mark.parametrize("prefetch", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_one_that_raises_in_a_worker_is_heard_with_its_traceback(self, make_vec: MakeVec, prefetch: bool) -> None:
         env = make_vec([CountingEnv] * 2, nodes=2)
         collector = Collector(env, raises_at_ten, seed=0, prefetch=prefetch)

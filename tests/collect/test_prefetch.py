@@ -315,7 +315,7 @@ def test_a_node_lost_with_two_pending_chunks(tmp_path: Path, make_vec: MakeVec) 
         assert_acted_with(chunk, policies[version])
 
 
-@pytest.mark.parametrize("node", [0, 1], ids=["here", "there"])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["here", "there"])
 def test_a_worker_lost_between_its_part_and_new_weights(make_vec: MakeVec, node: int) -> None:
     """Its part stays; the replacement worker acts with the newest weights, like the others."""
     env = make_vec([CountingEnv] * 4, nodes=2, on_env_error="restart")

@@ -28,7 +28,12 @@ def registry() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "line", ["--plugin {0} train plugged", "train --plugin {0} plugged", "train plugged --plugin={0}"]
+    "line",
+    [
+        "--plugin {0} train plugged",
+        pytest.param("train --plugin {0} plugged", marks=pytest.mark.slow),
+        pytest.param("train plugged --plugin={0}", marks=pytest.mark.slow),
+    ],
 )
 def test_it_may_stand_anywhere(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "a"

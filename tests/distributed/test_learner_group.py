@@ -229,6 +229,7 @@ def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_lost(ppo_group: rayv
 
 
 class TestBadInput:
+    @pytest.mark.slow
     def test_a_learner_without_ranks_learns_alone(self, make_group: MakeGroup) -> None:
         assert make_group(1, make_lonely).weights().tolist() == [1, 1, 1]
         with pytest.raises(ConfigError, match=r"attribute `ranks`.* Got: Lonely"):

@@ -165,6 +165,7 @@ def test_a_rank_that_dies_changes_nothing(group: RankGroup, tmp_path: Path, who:
     check_fall(group, tmp_path / "fallen", who, how)
 
 
+@pytest.mark.slow
 def test_when_a_rank_has_died_those_that_compute_are_not_waited_for(
     group: RankGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +265,7 @@ def test_a_state_that_was_loaded_is_the_state(make_group: MakeGroup) -> None:
     assert group.state_dict()["total"].tolist() == [7.0] * 3
 
 
+@pytest.mark.slow
 def test_ranks_that_were_killed_between_calls_are_restarted(group: RankGroup) -> None:
     begin(group)
     group.run("add", [(1.0,)] * 3)
@@ -377,7 +379,10 @@ def test_decentralized_ranks_that_do_not_close_are_killed_and_logged(
 
 @pytest.mark.parametrize(
     ("how", "kind", "text"),
-    [("raise", ZeroDivisionError, "as asked"), ("exit", EnvError, r"SystemExit\(3\), the exception of sys.exit")],
+    [
+        pytest.param("raise", ZeroDivisionError, "as asked", marks=pytest.mark.slow),
+        ("exit", EnvError, r"SystemExit\(3\), the exception of sys.exit"),
+    ],
 )
 def test_what_a_method_raises_is_raised_and_the_group_is_as_before(
     group: RankGroup, tmp_path: Path, how: str, kind: type[Exception], text: str
@@ -391,7 +396,7 @@ def test_what_a_method_raises_is_raised_and_the_group_is_as_before(
     assert group.run("add", [(1.0,)] * 3) == [[6.0] * 3] * 3
 
 
-@pytest.mark.parametrize("num_nodes", [None, 0], ids=["Ray", "processes"])
+@pytest.mark.parametrize("num_nodes", [pytest.param(None, marks=pytest.mark.slow), 0], ids=["Ray", "processes"])
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_own(make_group: MakeGroup, num_nodes: int | None) -> None:
     group = make_group(1, num_nodes=num_nodes)
     group.run("add", [(1.0,)])

@@ -17,7 +17,7 @@ _SLOW = ("images", "dict", "discrete-True", "rmsprop", "numbers-discrete", "numb
 
 def param(case: Case, slow: tuple[str, ...] = _SLOW) -> Any:
     """Marks what another case nearly covers as slow."""
-    is_slow = any(each in str(case) for each in slow) and "gru" not in str(case)
+    is_slow = any(each in str(case) for each in slow) and "ppo-numbers-discrete-gru" not in str(case)
     return pytest.param(case, marks=pytest.mark.slow if is_slow else (), id=str(case))
 
 

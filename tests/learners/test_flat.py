@@ -90,6 +90,7 @@ def test_mixed_dtypes_are_refused() -> None:
         FlatParameters(nn.Tanh())
 
 
+@pytest.mark.slow
 def test_a_learner_that_compiles_nothing_loads_nothing_that_it_does_not_need() -> None:
     code = (
         "import sys, gymnasium, rayvec.training.loop\n"

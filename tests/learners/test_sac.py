@@ -193,7 +193,7 @@ def test_the_actor_that_was_moved_acts_with_its_own_weights(action_space: spaces
 
 
 @SPACES
-@pytest.mark.parametrize("ratio", [1.0, 0.3, 2.5])
+@pytest.mark.parametrize("ratio", [pytest.param(1.0, marks=pytest.mark.slow), 0.3, 2.5])
 def test_the_ratio_of_updates_is_exact(action_space: spaces.Space[Any], ratio: float) -> None:
     learner = make_learner(action_space, update_to_data=ratio, batch_size=4)
     num_steps = 0

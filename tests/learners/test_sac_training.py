@@ -26,7 +26,9 @@ def tiny(run_dir: Path, **changes: Any) -> SACConfig:
     return SACConfig(**{**usual, "workers_per_node": 1, "eval_episodes": 2, "run_dir": run_dir, **changes})
 
 
-@pytest.mark.parametrize("env_id", ["Pendulum-v1", "CartPole-v1"], ids=["box", "discrete"])
+@pytest.mark.parametrize(
+    "env_id", ["Pendulum-v1", pytest.param("CartPole-v1", marks=pytest.mark.slow)], ids=["box", "discrete"]
+)
 def test_a_run_of_either_kind_begins_at_random_and_then_updates_at_its_ratio(tmp_path: Path, env_id: str) -> None:
     result = rayvec.train(tiny(tmp_path / "a", env_id=env_id, total_steps=192, update_to_data=0.5))
     state = load_run(result.run_dir)[1]

@@ -232,7 +232,13 @@ def test_what_the_caller_and_the_environments_keep_is_their_own() -> None:
         assert [each.random() for each in generators] == [each.random() for each in env.np_random]
 
 
-@pytest.mark.parametrize("config_class", [rayvec.PPOConfig, rayvec.IMPALAConfig, rayvec.SACConfig])
+@pytest.mark.parametrize(
+    "config_class",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (rayvec.PPOConfig, rayvec.SACConfig)),
+        rayvec.IMPALAConfig,
+    ],
+)
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_run_learns_what_it_learns_in_a_worker(tmp_path: Path, config_class: Any) -> None:
     """Bit for bit: the same rows go through the same nets, with prefetching too."""

@@ -482,6 +482,7 @@ class TestEnd:
         )
         assert said in caplog.text
 
+    @pytest.mark.slow
     def test_nothing_piles_up_over_many_pools(self) -> None:
         def cycle() -> None:
             with closing(process_pool(env_fns(2, ALL_SPACES["dict"]), 2)) as pool:
@@ -679,6 +680,7 @@ def test_others_step_while_an_environment_restarts_for_longer_than_step_timeout_
         assert batch.truncated.all() and pool._block.arrays["restarts"].tolist() == [1, 0]
 
 
+@pytest.mark.slow
 def test_a_replacement_worker_that_starts_between_two_calls_has_not_timed_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -702,6 +704,7 @@ def test_a_step_that_was_done_long_ago_was_in_time(monkeypatch: pytest.MonkeyPat
         assert not pool._block.arrays["restarts"].any()
 
 
+@pytest.mark.slow
 def test_replacement_workers_that_exit_while_they_start_are_a_crash_loop_however_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

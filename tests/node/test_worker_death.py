@@ -237,6 +237,7 @@ class HangsInReset(CountingEnv):
         threading.Event().wait()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_again_and_again_names_the_limit() -> None:
     with closing(make(HangsInReset, step_timeout_s=0.05, on_env_error="restart")) as env:
         with pytest.raises(WorkerLostError, match=r"again and again.* Remedy: Raise step_timeout_s"):

@@ -30,7 +30,7 @@ def rollout(env: RayVecEnv, store: WeightStore, num_steps: int) -> Chunk:
     return chunk
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(17, marks=pytest.mark.slow), 300_000])
+@pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 17)), 300_000])
 def test_every_worker_acts_with_the_newest_version(make_vec: MakeVec, size: int) -> None:
     env = make_vec([CountingEnv] * 4, 2, 2)
     store = env.publish(Weighs())
@@ -77,6 +77,7 @@ def test_weights_may_be_views_of_anything(make_vec: MakeVec) -> None:
     assert chunk.extras["sum"].tolist() == [[18.0, 18.0]]
 
 
+@pytest.mark.slow
 def test_stores_do_not_mix(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv] * 3, 2)
     stores = [env.publish(Weighs()) for _ in range(3)]

@@ -27,6 +27,7 @@ from rayvec.wrappers import ActionMask
 IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "prefetch": False, **HERE, "total_steps": 256}
 PPO = {**SMALL, **HERE, "total_steps": 256}
 WHERE = pytest.mark.parametrize("where", ["info", "obs"])
+SLOW = pytest.mark.slow
 
 
 class OddMask(Line):
@@ -51,15 +52,18 @@ def weights_of(run_dir: Path) -> torch.Tensor:
     return weights
 
 
-@WHERE
-@pytest.mark.parametrize("nvec", [4, [3, 2]], ids=["discrete", "multi-discrete"])
+@pytest.mark.parametrize(
+    ("where", "nvec"),
+    [("info", 4), ("obs", [3, 2]), pytest.param("obs", 4, marks=SLOW), pytest.param("info", [3, 2], marks=SLOW)],
+    ids=["info-discrete", "obs-multi-discrete", "obs-discrete", "info-multi-discrete"],
+)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
         (PPOConfig, PPO),
         (IMPALAConfig, IMPALA),
         (PPOConfig, {**PPO, "recurrent": "gru", "sequence_length": 4, "burn_in": 2, "normalize_obs": True}),
-        pytest.param(IMPALAConfig, {**IMPALA, "recurrent": "lstm", "sequence_length": 4}, marks=pytest.mark.slow),
+        pytest.param(IMPALAConfig, {**IMPALA, "recurrent": "lstm", "sequence_length": 4}, marks=SLOW),
     ],
     ids=["ppo", "impala", "ppo with memory", "impala with memory"],
 )
@@ -96,14 +100,14 @@ def test_without_masks_the_environment_refuses(tmp_path: Path) -> None:
         rayvec.train(tiny(tmp_path / "a", action_masks=False), env=Masked)
 
 
-@WHERE
+@pytest.mark.parametrize("where", ["info", pytest.param("obs", marks=SLOW)])
 @pytest.mark.parametrize(
     "elsewhere",
     [
-        pytest.param({"workers_per_node": 2}, marks=pytest.mark.slow),
+        pytest.param({"workers_per_node": 2}, marks=SLOW),
         {"inference": "driver"},
-        pytest.param({"num_learners": 2, "learners": "decentralized", "sync_fraction": 1.0}, marks=pytest.mark.slow),
-        pytest.param({"compile": True}, marks=pytest.mark.slow),
+        pytest.param({"num_learners": 2, "learners": "decentralized", "sync_fraction": 1.0}, marks=SLOW),
+        pytest.param({"compile": True}, marks=SLOW),
     ],
     ids=str,
 )

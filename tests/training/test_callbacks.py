@@ -202,7 +202,7 @@ def test_what_is_no_callback(tmp_path: Path, wrong: Any) -> None:
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("settings", [{}, EVALUATED], ids=["of training", "of evaluations"])
+@pytest.mark.parametrize("settings", [pytest.param({}, marks=SLOW), EVALUATED], ids=["of training", "of evaluations"])
 def test_stopping_at_a_return(tmp_path: Path, settings: dict[str, Any]) -> None:
     result = rayvec.train(
         tiny(tmp_path / "a", total_steps=6400, **settings), callbacks=[rayvec.StopAtReturn(9, num_episodes=5)]

@@ -181,6 +181,7 @@ class Stuck(gymnasium.Env[np.ndarray, int]):
         threading.Event().wait()
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_the_first_reset_of_a_run_ends_its_workers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float | None] = []
     close = ProcessPool.close

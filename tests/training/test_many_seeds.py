@@ -104,6 +104,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_process_and_needs_no_episode(tmp_path: Path) -> None:
     """A program that an environment has started keeps the output of the run open."""
     (tmp_path / "leaves.py").write_text(LEAVES_A_PROGRAM)

@@ -52,7 +52,7 @@ def weights_of(run_dir: Path) -> torch.Tensor:
     [
         (Line, "helpers.own_envs:Line"),
         (make_line, "helpers.own_envs:make_line"),
-        ("helpers.own_envs:Line", "helpers.own_envs:Line"),
+        pytest.param("helpers.own_envs:Line", "helpers.own_envs:Line", marks=pytest.mark.slow),
         (gymnasium.spec("CartPole-v1"), "CartPole-v1"),
     ],
 )

@@ -44,7 +44,11 @@ CONFIGS: list[tuple[type[TrainConfig], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "settings"), CONFIGS, ids=lambda value: getattr(value, "algorithm", ""))
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [*CONFIGS[:2], pytest.param(*CONFIGS[2], marks=pytest.mark.slow)],
+    ids=lambda value: getattr(value, "algorithm", ""),
+)
 def test_ranks_learn_what_one_process_learns(
     tmp_path: Path, kind: Any, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,9 +140,8 @@ def ranks_of(command: Command) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in sorted(command.pids()) if psutil.Process(pid).name() == "rayvec-rank"]
 
 
-@pytest.mark.parametrize(
-    ("lost", "number"), [(1, signal.SIGINT), pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "number"), [(1, signal.SIGINT), (0, signal.SIGKILL)])
 def test_a_run_that_lost_a_rank_can_be_stopped_and_resumed(tmp_path: Path, lost: int, number: Any) -> None:
     """A rank is killed, and later the run is stopped by Ctrl-C or its driver killed; then it is resumed."""
     run_dir = tmp_path / "a"
@@ -236,7 +239,7 @@ def test_what_ranks_log_is_logged_by_the_driver(
         assert "localhost/driver" not in line and "the driver's process" not in line, line
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_on_a_rank_names_its_node(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     for name in ("this_node", "this_process"):
         monkeypatch.setattr(Topology, name, getattr(Topology, name))
@@ -296,6 +299,7 @@ def test_ranks_on_two_nodes_learn_what_one_process_learns(tmp_path: Path, infere
     assert ranks.eval_return_mean == pytest.approx(alone.eval_return_mean)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 def test_ranks_that_the_cluster_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)

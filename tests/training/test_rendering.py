@@ -90,6 +90,7 @@ def test_what_cannot_be_shown(
     assert_refused(["eval", "a", "--episodes", "2", *arguments], *words)
 
 
+@pytest.mark.slow
 def test_a_window_is_opened_where_there_is_a_screen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: AssertRefused, capsys: pytest.CaptureFixture[str]
 ) -> None:

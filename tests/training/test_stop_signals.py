@@ -309,6 +309,7 @@ with RaySession():
 """
 
 
+@pytest.mark.slow
 def test_starting_ray_leaves_your_handler_for_sigterm() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ADDRESS": ""}
     subprocess.run([sys.executable, "-c", HANDLER], env=environment, check=True, timeout=120)

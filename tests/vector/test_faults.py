@@ -73,7 +73,7 @@ ONE_NODE_IS_SLOW = [pytest.param(1, marks=pytest.mark.slow, id="shm"), pytest.pa
         pytest.param(RAISE, 1, 1, marks=pytest.mark.slow, id="raise-shm"),
         pytest.param(RAISE, 1, 2, marks=pytest.mark.slow, id="raise-shm+tcp"),
         pytest.param(HANG, 2, 1, marks=pytest.mark.slow, id="hang-shm"),
-        pytest.param(HANG, 2, 2, id="hang-shm+tcp"),
+        pytest.param(HANG, 2, 2, marks=pytest.mark.slow, id="hang-shm+tcp"),
         pytest.param(DIE, 2, 1, marks=pytest.mark.slow, id="die-shm"),
         pytest.param(DIE, 2, 2, id="die-shm+tcp"),
     ],
@@ -300,6 +300,7 @@ def test_a_worker_that_hangs_in_a_long_chunk_is_restarted_after_one_steps_time(m
     assert chunk.last_obs[:, TOTAL].tolist() == [100, 100, 100]
 
 
+@pytest.mark.slow
 def test_the_time_in_which_a_worker_loads_a_policy_is_no_steps() -> None:
     with RayVecEnv([ObedientEnv] * 2, num_nodes=0, workers_per_node=2, step_timeout_s=1.0) as env:
         assert within(DEADLINE_S, partial(env.rollout, LongToLoad(), 3, seed=1)).valid.all()
@@ -485,7 +486,7 @@ def kill(env: RayVecEnv, node: int) -> None:
     os.kill(env.worker_pids()[env.topology.nodes[node].name][0], signal.SIGKILL)
 
 
-@pytest.mark.parametrize("node", [0, 1], ids=["here", "there"])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["here", "there"])
 def test_an_actor_that_is_killed_is_replaced(make_vec: Any, node: int) -> None:
     env = make_vec([long_env] * 4, nodes=2, workers=1)
     env.reset(seed=1)
@@ -509,7 +510,10 @@ def test_an_actor_that_is_killed_is_replaced(make_vec: Any, node: int) -> None:
     env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
 
 
-@pytest.mark.parametrize(("node", "name"), [(1, "call"), (1, "get"), (1, "set"), (0, "call")])
+@pytest.mark.parametrize(
+    ("node", "name"),
+    [(1, "call"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "get"), (1, "set"), (0, "call")))],
+)
 def test_a_call_that_finds_a_lost_actor_is_made_where_its_environments_restart(
     make_vec: Any, node: int, name: str
 ) -> None:
@@ -565,6 +569,7 @@ def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
     assert chunk.obs[-1][:, TOTAL].tolist() == [104, 104, 99, 99]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_a_lost_node_starts_elsewhere_is_restarted(
     make_vec: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -592,6 +597,7 @@ def test_workers_that_never_start_elsewhere_are_a_crash_loop(make_vec: Any, tmp_
     assert env.closed
 
 
+@pytest.mark.slow
 def test_a_wait_for_a_chunk_that_is_taken_again_ends_in_time(make_vec: Any) -> None:
     env = make_vec([partial(EndlessEnv, step_s=0.02)] * 2, nodes=2, workers=1)
     env.reset(seed=1)
@@ -641,7 +647,7 @@ def number_of(node: Any, env: RayVecEnv) -> int:
     return [each.node_id for each in env.topology.nodes].index(node.node_id)
 
 
-@pytest.mark.parametrize("what", ["chunk", "drop"])
+@pytest.mark.parametrize("what", [pytest.param("chunk", marks=pytest.mark.slow), "drop"])
 def test_a_node_that_is_lost_closes_everything_at_the_next_request(make_vec: Any, what: str) -> None:
     env = make_vec([long_env] * 2, nodes=2, workers=1, on_node_loss="raise")
     weights = env.publish(lambda obs: np.zeros(len(obs), np.int64))

@@ -166,7 +166,7 @@ def test_an_enumeration_of_the_script_stays_the_same_on_other_nodes(make_vec: Ma
         assert [info.info["word"] is words.YES for info in chunk.infos] == [True] * 4
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_value_that_only_another_node_can_not_unpickle(make_vec: MakeVec, groups: int) -> None:
     env = make_vec([Returns] * 4, *TOPOLOGIES["2x1"], groups=groups)
     env.reset(seed=1)

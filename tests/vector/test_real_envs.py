@@ -26,7 +26,7 @@ def quiet() -> Any:
 
 
 @pytest.mark.parametrize("mode", ["NextStep", pytest.param("SameStep", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("env_id", IDS)
+@pytest.mark.parametrize("env_id", [*IDS[:-1], pytest.param(IDS[-1], marks=pytest.mark.slow)])
 def test_equal_to_the_last_bit(make_vec: Any, env_id: str, mode: str) -> None:
     kwargs = {"max_episode_steps": 12}
     reference = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env_id, **kwargs)] * 3, autoreset_mode=mode)
@@ -40,9 +40,8 @@ def test_equal_to_the_last_bit(make_vec: Any, env_id: str, mode: str) -> None:
     reference.close()
 
 
-@pytest.mark.parametrize(
-    "env_id", [pytest.param("MiniGrid-Empty-5x5-v0", marks=pytest.mark.slow), "ale_py:ALE/Breakout-v5"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("env_id", ["MiniGrid-Empty-5x5-v0", "ale_py:ALE/Breakout-v5"])
 def test_frames_are_rendered_on_the_workers(make_vec: Any, env_id: str) -> None:
     kwargs = {"render_mode": "rgb_array"}
     reference = gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make(env_id, **kwargs)] * 2)

@@ -149,7 +149,7 @@ class TestStates:
         assert info["_final_obs"].tolist() == [True, True]
         assert np.stack(info["final_obs"]).tolist() == [[0, 0, 1, 1]] * 2 and info["began"].tolist() == [1, 1]
 
-    @pytest.mark.parametrize("topology", ["1x2", "2x1"])
+    @pytest.mark.parametrize("topology", ["1x2", pytest.param("2x1", marks=pytest.mark.slow)])
     def test_calls_and_resets_outlive_a_timeout(self, make_vec: MakeVec, topology: str) -> None:
         env = make_vec([SlowCall, partial(SlowCall, seconds=0.5)], *TOPOLOGIES[topology])
         env.call_async("slow", 0.0)
@@ -352,7 +352,7 @@ class HasNumber(CountingEnv):
 
 
 @pytest.mark.parametrize("kinds", [(CountingEnv, HasNumber), (HasNumber, CountingEnv)], ids=["first", "last"])
-@pytest.mark.parametrize(("nodes", "workers"), [(0, 0), (0, 2), (2, 1)])
+@pytest.mark.parametrize(("nodes", "workers"), [(0, 0), (0, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_a_call_that_one_environment_raises_leaves_no_reply_behind(
     make_vec: MakeVec, nodes: int, workers: int, kinds: Any
 ) -> None:
@@ -375,8 +375,10 @@ def test_it_can_not_be_copied(make_vec: MakeVec) -> None:
     assert env.step(np.zeros(1, int))[1].tolist() == [1.0]
 
 
-@pytest.mark.parametrize("topology", ["2x1", "no Ray"])
-@pytest.mark.parametrize("first_on_node", [True, False])
+@pytest.mark.parametrize(
+    ("topology", "first_on_node"),
+    [("no Ray", True), ("no Ray", False), ("2x1", True), pytest.param("2x1", False, marks=pytest.mark.slow)],
+)
 def test_chunks_of_policies_that_act_in_different_processes_do_not_mix(
     make_vec: MakeVec, topology: str, first_on_node: bool
 ) -> None:

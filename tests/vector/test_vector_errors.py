@@ -62,8 +62,11 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("kind", "nodes"),
         [
-            *(("plain", 1), ("eof", 2), ("two arguments", 2)),
-            *(pytest.param(kind, 2, marks=pytest.mark.slow) for kind in ("plain", "timeout", "pipe", "key")),
+            *(("plain", 1), ("eof", 2)),
+            *(
+                pytest.param(kind, 2, marks=pytest.mark.slow)
+                for kind in ("plain", "two arguments", "timeout", "pipe", "key")
+            ),
             pytest.param("timeout", 1, marks=pytest.mark.slow),
         ],
     )
@@ -141,8 +144,13 @@ class TestErrors:
                 env.step(np.zeros(1, int))
             assert "what an environment returned" in str(caught.value.__cause__)
 
-    @pytest.mark.parametrize("nodes", [1, 2])
-    @pytest.mark.parametrize("when", ["init", "reset", "step"])
+    @pytest.mark.parametrize(
+        ("nodes", "when"),
+        [
+            *((1, "init"), (1, "reset"), (1, "step"), (2, "step")),
+            *(pytest.param(2, when, marks=pytest.mark.slow) for when in ("init", "reset")),
+        ],
+    )
     def test_a_worker_that_ends(self, make_vec: MakeVec, nodes: int, when: str) -> None:
         def play() -> None:
             env = make_vec([CountingEnv, partial(FaultyEnv, "kill", when)], nodes, 3 - nodes)
@@ -194,7 +202,9 @@ class TestCtrlC:
     """What is under way is answered some time, so that later answers could be taken for those of other steps."""
 
     @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
-    @pytest.mark.parametrize("how", ["step", "group", pytest.param("driver", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(
+        "how", ["step", *(pytest.param(how, marks=pytest.mark.slow) for how in ("group", "driver"))]
+    )
     def test_a_thread_that_waits_for_a_step_loses_the_environments(
         self, make_vec: MakeVec, nodes: int, how: str
     ) -> None:
@@ -246,8 +256,8 @@ class TestEnd:
     @pytest.mark.parametrize(
         ("nodes", "pending"),
         [
-            *((1, "call"), (2, "step"), (2, "reset")),
-            *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "step"), (2, None))),
+            *((1, "call"), (2, "step")),
+            *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "step"), (2, "reset"), (2, None))),
         ],
     )
     def test_close_leaves_nothing(self, make_vec: MakeVec, nodes: int, pending: str | None) -> None:
@@ -365,8 +375,9 @@ class TestInput:
     @pytest.mark.parametrize(
         ("inference", "shape"),
         [
-            *(("worker", (1,)), ("worker", ()), ("driver", (6, 1)), ("driver", (7,))),
-            *(pytest.param(*each, marks=pytest.mark.slow) for each in (("worker", (3, 1)), ("driver", (1,)))),
+            *(("worker", ()), ("driver", (6, 1))),
+            *(pytest.param("worker", shape, marks=pytest.mark.slow) for shape in ((1,), (3, 1))),
+            *(pytest.param("driver", shape, marks=pytest.mark.slow) for shape in ((1,), (7,))),
         ],
     )
     def test_policies_that_return_a_wrong_number_of_actions(
@@ -505,6 +516,7 @@ class TestConstruction:
             assert env.transports == ("shm", "tcp")
             assert [len(node.env_range) for node in env.topology.nodes] == [2, 2]
 
+    @pytest.mark.slow
     def test_environments_are_made_on_workers_alone(self, make_vec: MakeVec) -> None:
         env = make_vec([TellsPid] * 3, 2)
         pids = env.call("made_in")
