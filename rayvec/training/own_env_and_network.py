@@ -12,6 +12,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from rayvec.config import CONFIGS, TrainConfig
+from rayvec.config.network import NetworkConfig
 from rayvec.config.presets import with_env_id
 from rayvec.config.references import Reference, is_unnamed, refer, resolve
 from rayvec.config.schema import field_names
@@ -32,7 +33,8 @@ def with_own_parts(
         begun: Whether the run has begun. Then only what the settings could not name may be passed, or the same again.
 
     Raises:
-        ConfigError: Settings of no learner, one of the others is of another kind, or the run began with another one.
+        ConfigError: Settings of no learner, one of the others is of another kind, the run began with another one, or
+            the network can't be imported.
     """
     if not isinstance(config, TrainConfig) or CONFIGS.get(config.algorithm) is not type(config):
         raise ConfigError(
@@ -78,7 +80,10 @@ def with_own_parts(
                 remedy="Leave one of them out.",
             )
         config = with_env_id(config, parts["env_id"])
-    return replace(config, **parts)  # type: ignore[arg-type]
+    config = replace(config, **parts)  # type: ignore[arg-type]
+    if isinstance(config, NetworkConfig) and config.network is not None:
+        resolve("network", config.network)  # now: environments, or a cluster, may take long to start
+    return config
 
 
 def _named_env(env: Any) -> str:

@@ -72,7 +72,7 @@ def test_env_kwargs_reach_a_class(tmp_path: Path) -> None:
 def test_what_has_no_name_is_passed_again(tmp_path: Path) -> None:
     run_dir = tmp_path / "a"
     result = rayvec.train(tiny(run_dir, total_steps=64), env=LOCAL_LINE, network=LOCAL_HEADS)
-    for passed, missing in (({}, "env="), ({"env": LOCAL_LINE}, "network="), ({"network": LOCAL_HEADS}, "env=")):
+    for passed, missing in (({}, "network="), ({"env": LOCAL_LINE}, "network="), ({"network": LOCAL_HEADS}, "env=")):
         with pytest.raises(ConfigError, match=f"passed in Python.*{missing}"):
             rayvec.resume(run_dir, **passed)
         with pytest.raises(ConfigError, match=f"passed in Python.*{missing}"):
@@ -272,6 +272,13 @@ def test_a_name_that_names_nothing(tmp_path: Path, env: str) -> None:
         rayvec.train(tiny(tmp_path / "a"), env=env)
 
 
+def test_a_network_that_names_nothing_is_known_before_environments_are_made(tmp_path: Path) -> None:
+    made: list[None] = []
+    with pytest.raises(ConfigError, match="network names a function or class"):
+        rayvec.train(tiny(tmp_path / "a", network="helpers.own_parts:nothing"), env=lambda: made.append(None))
+    assert not made
+
+
 def test_the_command_line_names_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "a"
     small = [f"--{name.replace('_', '-')}={value}" for name, value in {**SMALL, **HERE, "total_steps": 64}.items()]
@@ -280,5 +287,3 @@ def test_the_command_line_names_both(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "TwoHeads" not in (run_dir / "config.yaml").read_text()
     assert main(["eval", str(run_dir), "--episodes", "4"]) == 0
     assert main(["train", "ppo", "--resume", str(run_dir)]) == 0
-    assert main(["train", "ppo", *small, "--network", "helpers.own_parts:nothing"]) == 2
-    assert "network names a function or class" in capsys.readouterr().err
