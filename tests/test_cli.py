@@ -27,7 +27,7 @@ from rayvec.cli import main
 from rayvec.config import PPOConfig
 from rayvec.config.schema import field_names
 from rayvec.testing import CountingEnv
-from rayvec.training.run_dir import load_run
+from rayvec.training.run_dir import load_config, load_run
 
 TINY = [*options({**SMALL, **HERE}), "--total-steps=64"]
 
@@ -202,6 +202,16 @@ def test_a_network_that_calls_exit(capsys: pytest.CaptureFixture[str], tmp_path:
         main(["train", "ppo", *args])
     (line, resume) = capsys.readouterr().err.splitlines()[-2:]
     assert line == "rayvec: sys.exit(3) was called in the run" and resume.startswith("resume with: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "value"), [(["--no-prefetch"], False), (["--prefetch", "--seed=1"], True), (["--prefetch", "None"], None)]
+)
+def test_settings_that_are_on_or_off_or_unset(tmp_path: Path, args: list[str], value: bool | None) -> None:
+    run_dir = tmp_path / "a"
+    settings = ["--num-envs=2", "--num-steps=8", "--num-minibatches=1", "--total-steps=16", "--eval-episodes=0"]
+    assert main(["train", "impala", *settings, *args, "--num-nodes=0", f"--run-dir={run_dir}"]) == 0
+    assert load_config(run_dir).prefetch is value  # type: ignore[attr-defined]
 
 
 def test_a_value_that_compile_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:

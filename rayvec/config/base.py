@@ -364,9 +364,9 @@ class TrainConfig(metaclass=PresetMeta):
         return max(_EVAL_STEPS, self.total_steps // 10, self.eval_steps or 0, self._time_limit(time_limit) or 0)
 
     def _time_limit(self, registered: int | None) -> int | None:
-        """Returns the time limit that environments are made with; Gymnasium takes -1 for none."""
-        limit: int | None = self.env_kwargs.get("max_episode_steps", registered)  # type: ignore[assignment]
-        return None if limit == -1 else limit
+        """Returns the time limit of environments; to Gymnasium None is the registered one, and -1 is none."""
+        limit: int | None = self.env_kwargs.get("max_episode_steps")  # type: ignore[assignment]
+        return None if limit == -1 else registered if limit is None else limit
 
     @classmethod
     def adjustable(cls) -> list[str]:

@@ -66,6 +66,8 @@ _COMPILES = PrimitiveConstructorSpec(
     is_instance=lambda value: True,
     str_from_instance=lambda value: [next(name for name, known in _COMPILE.items() if known == value)],
 )
+_SWITCHES = ("compile", "prefetch")
+"""Settings that are on, off or a third value; the command line takes --x and --no-x for those of `bool`."""
 _TYPES = {
     "num_nodes": Annotated[Any, _NODE_COUNTS],
     "compile": Annotated[Any, _COMPILES],
@@ -100,17 +102,19 @@ def subcommands() -> Any:
 
 
 def with_values(args: Sequence[str]) -> Sequence[str]:
-    """Returns the arguments of ``train`` with a value for ``--compile``, also where it stands alone.
+    """Returns the arguments of ``train`` with a value for the options of `_SWITCHES`, also where they stand alone.
 
     >>> with_values(["train", "ppo", "--no-compile", "--compile", "--seed", "3"])
-    ['train', 'ppo', '--compile', 'off', '--compile', 'on', '--seed', '3']
+    ['train', 'ppo', '--compile', 'False', '--compile', 'True', '--seed', '3']
     """
     if args[:1] != ["train"]:
         return args
     found: list[str] = []
     for arg, following in itertools.zip_longest(args, args[1:], fillvalue=""):
-        is_alone = arg == "--compile" and (not following or following.startswith("-"))
-        found += ["--compile", "off"] if arg == "--no-compile" else [arg, "on"] if is_alone else [arg]
+        name = arg.removeprefix("--")
+        is_off = name.startswith("no-") and name.removeprefix("no-") in _SWITCHES
+        is_alone = name in _SWITCHES and (not following or following.startswith("-"))
+        found += [arg.replace("no-", "", 1), "False"] if is_off else [arg, "True"] if is_alone else [arg]
     return found
 
 

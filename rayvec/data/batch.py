@@ -116,16 +116,22 @@ def join_episodes(parts: Sequence[EpisodeStats]) -> EpisodeStats:
 
 
 def join_stats(parts: Sequence[CollectStats]) -> CollectStats:
-    """Returns the statistics of collectors that collected at the same time, each from its own environments."""
+    """Returns the statistics of collectors that collected at the same time, each from its own environments.
+
+    The episodes of all of them are merged by when, within the time of their own collector, they ended: the last ones
+    are then not those of the last collector.
+    """
     first, collect_time_s = parts[0], max(part.collect_time_s for part in parts)
     versions = [part.weights_versions for part in parts]
 
     def total(name: str) -> int:
         return sum(getattr(part, name) for part in parts)
 
+    ended = np.concatenate([np.arange(1, len(part.returns) + 1) / max(1, len(part.returns)) for part in parts])
+    order = np.argsort(ended, kind="stable")
     return CollectStats(
-        returns=np.concatenate([part.returns for part in parts]),
-        lens=np.concatenate([part.lens for part in parts]),
+        returns=np.concatenate([part.returns for part in parts])[order],
+        lens=np.concatenate([part.lens for part in parts])[order],
         n_collected_steps=total("n_collected_steps"),
         n_collected_episodes=total("n_collected_episodes"),
         n_surplus_steps=total("n_surplus_steps"),

@@ -177,7 +177,8 @@ class ActorCriticLearner:
                 f"A loss and its gradient are finite numbers (update {self._num_updates}).",
                 expected="finite numbers",
                 got=self._metrics([failed]),
-                remedy="Look for NaN in observations and rewards, and lower learning_rate or max_grad_norm",
+                remedy="Look for NaN, and for numbers beyond float32, in observations and rewards, and lower "
+                "learning_rate or max_grad_norm",
             )
 
     def _metrics(self, stats: list[Tensor]) -> dict[str, float]:

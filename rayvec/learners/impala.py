@@ -298,10 +298,11 @@ class IMPALALearner(ActorCriticLearner):
             return float(weight @ square - (weight @ mean) ** 2)
 
         whole = variance(target, target_square)
+        varies = whole > 1e-6 * float(weight @ target_square)  # else it is rounding
         return {
             **{name: float(each.mean()) for name, each in zip(_SUMMED, means, strict=True)},
             "grad_norm": float(norms.mean()),
-            "explained_variance": 1 - variance(error, error_square) / whole if whole > 0 else 0.0,
+            "explained_variance": 1 - variance(error, error_square) / whole if varies else 0.0,
         }
 
 

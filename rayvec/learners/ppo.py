@@ -269,7 +269,7 @@ class PPOLearner(ActorCriticLearner):
             Minibatch(at[:length], advantage[:length], count, tuple(map(upload, numbers)))
             for at, advantage, length, count, numbers in zip(index, advantages, lengths, counts, sequences, strict=True)
         )
-        explained = _share_explained(*variance[-2:].tolist())
+        explained = _share_explained(*torch.cat([mean[-2:-1], variance[-2:]]).tolist())
         return [list(itertools.islice(rows, len(epoch))) for epoch in epochs], explained
 
     def _shuffled(
@@ -392,6 +392,6 @@ def _as_matrix(rows: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     return matrix
 
 
-def _share_explained(variance: float, left: float) -> float:
-    """Returns 1 - Var(target - value) / Var(target); 0 where the targets do not vary."""
-    return 1 - left / variance if variance > 0 else 0.0
+def _share_explained(mean: float, variance: float, left: float) -> float:
+    """Returns 1 - Var(target - value) / Var(target); 0 where the targets differ by rounding, or not at all."""
+    return 1 - left / variance if variance > 1e-12 * (mean**2 + left) else 0.0

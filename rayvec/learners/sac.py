@@ -295,7 +295,7 @@ class SACLearner:
                 f"{self._num_updates}).",
                 expected="finite numbers",
                 got=dict(zip(_METRICS, bad.tolist(), strict=True)),
-                remedy="Look for NaN in observations and rewards, and lower policy_lr or q_lr",
+                remedy="Look for NaN, and for numbers beyond float32, in observations, and lower policy_lr or q_lr",
             )
         touched = (stats[:, -1:] > 0).sum(0).clamp(min=1)  # alpha is positive where the actor took a step
         counts = torch.where(torch.tensor([name in _OF_CRITICS for name in _METRICS]), len(stats), touched)

@@ -36,8 +36,9 @@ __all__ = [
 ]
 
 Float = NDArray[np.float32]
-NOT_ALLOWED = -1e9
-"""Logit of a choice of probability 0: finite, so that probability 0 times its logarithm is 0 and not NaN."""
+NOT_ALLOWED = -1e30
+"""Logit of a choice of probability 0: below those of any network, and finite, also times a coefficient, so that
+probability 0 times its logarithm is 0 and not NaN."""
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 _LOG_2 = math.log(2)
 
@@ -371,7 +372,7 @@ def make_tanh_gaussian(space: spaces.Space[Any]) -> TanhGaussian:
             return TanhGaussian(space.low, space.high, _dtype(space))
     raise ConfigError(
         "A squashed normal distribution fills a bounded Box.",
-        expected="a floating-point Box action space with finite bounds",
+        expected="a floating-point Box action space with finite bounds and at least one number",
         got=space,
         remedy="Give the Box a floating-point dtype"
         if is_integer

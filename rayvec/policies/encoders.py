@@ -179,6 +179,14 @@ def make_encoder(
                 leaves.append((path, _OneHot((int(leaf.n),), (int(leaf.start),), ())))
             case spaces.MultiDiscrete(nvec=nvec, start=start):
                 leaves.append((path, _OneHot(tuple(map(int, nvec.flat)), tuple(map(int, start.flat)), nvec.shape)))
+            case spaces.Box() if image:
+                raise ConfigError(
+                    "This network reads images as rows of numbers.",
+                    expected=f"images below {NATURE_PIXELS} pixels, of fewer than {_FEW:,} numbers",
+                    got=leaf,
+                    remedy="Shrink the image with gymnasium.wrappers.ResizeObservation, use PPO or IMPALA, or pass a "
+                    "network of your own",
+                )
             case _:
                 raise ConfigError(
                     "A network reads a fixed number of numbers" + (", and images." if images else "."),

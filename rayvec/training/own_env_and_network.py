@@ -13,6 +13,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from rayvec.config import CONFIGS, TrainConfig
 from rayvec.config.network import NetworkConfig
+from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import with_env_id
 from rayvec.config.references import Reference, is_unnamed, refer, resolve
 from rayvec.config.schema import field_names
@@ -34,7 +35,7 @@ def with_own_parts(
 
     Raises:
         ConfigError: Settings of no learner, one of the others is of another kind, the run began with another one, or
-            the network can't be imported.
+            the network or a plugin can't be imported.
     """
     if not isinstance(config, TrainConfig) or CONFIGS.get(config.algorithm) is not type(config):
         raise ConfigError(
@@ -43,6 +44,7 @@ def with_own_parts(
             got=repr(config)[:200],
             remedy='Pass rayvec.PPOConfig(env_id="CartPole-v1"); rayvec.training.runs.register adds a class.',
         )
+    import_plugins(config.plugin)  # the run's directory names them, and who reads it imports them
     parts: dict[str, str] = {}
     if env is not None:
         parts["env_id"] = _named_env(env)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.training_kit import HERE, SMALL, options
 
+import rayvec
 from rayvec.cli import main
 from rayvec.config import CONFIGS, TrainConfig
 from rayvec.config.plugins import split_plugins
@@ -59,11 +60,14 @@ def test_a_module_of_the_working_directory(tmp_path: Path) -> None:
     assert done.returncode == 0 and "--bonus" in done.stdout, done.stderr
 
 
-def test_one_that_can_not_be_imported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_can_not_be_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--plugin", "no_such_module", "plugged"]) == 2
     assert "Got: 'no_such_module' (ModuleNotFoundError" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="plugin is a module"):
         TrainConfig.from_plain({"algorithm": "plugged", "plugin": ["no_such_module"]})
+    with pytest.raises(ConfigError, match="plugin is a module"):
+        rayvec.train(rayvec.PPOConfig(plugin=("no_such_module",), run_dir=tmp_path / "a"))
+    assert not (tmp_path / "a").exists()
 
 
 def test_several() -> None:

@@ -22,6 +22,7 @@ from torch import nn
 
 from rayvec.data import tree_leaves, tree_map
 from rayvec.errors import ConfigError
+from rayvec.policies.actors import masked_logits
 from rayvec.policies.distributions import Categorical, Distribution, make_distribution
 from rayvec.policies.encoders import make_encoder
 from rayvec.policies.networks import ActorCritic, flat_weights, make_actor_critic
@@ -165,6 +166,19 @@ def test_a_choice_of_probability_0_is_never_drawn(u: float) -> None:
     assert logp == 0
 
 
+@pytest.mark.parametrize("logit", [-2e9, 1e15])
+def test_choices_stay_allowed_and_in_the_space_where_a_network_diverges(logit: float) -> None:
+    """One with only such logits, of components of unequal sizes; with a mask, and without."""
+    space = spaces.MultiDiscrete([3, 2])
+    params, mask = np.full((1, 5), logit, np.float32), np.array([[0, 1, 0, 1, 0]])
+    distribution = make_distribution(space)
+    for deterministic in (True, False):
+        draw = distribution.mode if deterministic else lambda rows: distribution.sample(rows, np.full((1, 2), 0.99))
+        assert space.contains(distribution.action(draw(params)[0])[0])
+        masked = masked_logits(params, {"action_mask": mask}, distribution)
+        assert distribution.action(draw(masked)[0]).tolist() == [[1, 0]]
+
+
 @EACH_OBSERVATION_SPACE
 def test_encoding_equals_gymnasiums_flatten(space: spaces.Space[Any]) -> None:
     batched = batch_space(space, 6)
@@ -201,7 +215,7 @@ def test_observations_without_an_encoder_are_refused(space: spaces.Space[Any]) -
 
 
 def test_who_cannot_see_refuses_images() -> None:
-    with pytest.raises(ConfigError, match=r"reads a fixed number of numbers\..*Got: Box\(0, 255, \(84"):
+    with pytest.raises(ConfigError, match=r"images below 36 pixels.*Got: Box\(0, 255, \(84.*use PPO"):
         make_encoder(spaces.Box(0, 255, (84, 84, 3), np.uint8))
 
 

@@ -59,7 +59,10 @@ def test_far_out_nothing_is_infinite() -> None:
     assert torch.isfinite(logp_again).all()
 
 
-@pytest.mark.parametrize("space", [spaces.Box(-np.inf, 1, (1,)), spaces.Discrete(2), spaces.Box(0, 3, (1,), np.int64)])
+@pytest.mark.parametrize(
+    "space",
+    [spaces.Box(-np.inf, 1, (1,)), spaces.Box(0, 1, (0,)), spaces.Discrete(2), spaces.Box(0, 3, (1,), np.int64)],
+)
 def test_other_spaces_are_refused(space: spaces.Space[object]) -> None:
-    with pytest.raises(ConfigError, match="finite bounds"):
+    with pytest.raises(ConfigError, match="finite bounds and at least one number"):
         make_tanh_gaussian(space)

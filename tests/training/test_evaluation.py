@@ -103,6 +103,7 @@ def test_evaluation_takes_a_limited_number_of_steps() -> None:
     assert config.num_eval_episodes(None) == 100 and config.num_eval_episodes(10**9) == 1
     assert PPOConfig(total_steps=10**6).num_eval_episodes(1000) == 100
     assert PPOConfig(env_kwargs={"max_episode_steps": 10_000}).num_eval_episodes(500) == 5
+    assert PPOConfig(env_kwargs={"max_episode_steps": None}).num_eval_episodes(10_000) == 5
 
 
 @pytest.mark.parametrize("where", [{}, pytest.param({"learners": "decentralized", "num_learners": 2}, marks=SLOW)])
