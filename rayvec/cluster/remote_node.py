@@ -26,7 +26,7 @@ from rayvec.cluster.tcp_stream import FrameSocket, connect
 from rayvec.cluster.wire_format import FrameFormat, Kind
 from rayvec.data import ChunkRequest, NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, carrying_sys
-from rayvec.errors import NodeLostError, RemoteFailure
+from rayvec.errors import NodeLostError, RemoteFailure, full_store_error
 from rayvec.node.chunk_memory import packed
 from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.restart_state import NodeState, are_restarted, is_restarted
@@ -95,6 +95,7 @@ class RemoteNode:
         Raises:
             NotReady: The timeout expired.
             NodeLostError: The actor or its node is lost.
+            ConfigError: The object store of the node is full.
             Exception: An environment raised this exception.
         """
         deadline = deadline_in(timeout_s)
@@ -106,6 +107,8 @@ class RemoteNode:
             raise NotReady(f"node {self.slice.name} has not answered in time") from error
         except _LOST as error:
             raise self._lost(error) from error
+        except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
+            raise full_store_error(f"that of node {self.slice.name}") from error
         if isinstance(value, RemoteFailure):
             raise value.rebuild()
         if not isinstance(value, Pickled):

@@ -47,8 +47,9 @@ live peers that read nothing."""
 _SILENCE_S = 10.0
 _LOOK_S = 1.0
 _TIME = struct.Struct("@ll")
-_TCP_INFO = struct.Struct("=2x2B48xI")
-"""Fields of Linux's ``struct tcp_info``: unanswered retransmissions and probes, ms since the last acknowledgement."""
+_TCP_INFO = struct.Struct("=2x2B52xI")
+"""Fields of Linux's ``struct tcp_info``: unanswered retransmissions and probes, ms since the last acknowledgement,
+which may be that of a keepalive probe."""
 
 logger = logging.getLogger(__name__)
 

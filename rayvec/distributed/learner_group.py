@@ -17,7 +17,7 @@ from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.distributed.shards import RemoteShard, copy_batch, cut_batch, fetch_shard, rank_bounds, split_refs
-from rayvec.errors import LearnerError, check_count
+from rayvec.errors import LearnerError, check_count, full_store_error
 from rayvec.learners.base import Learner, MeasuresObservations
 from rayvec.learners.ranks import Ranks
 from rayvec.policies.networks import copy_to_cpu
@@ -250,7 +250,12 @@ def _own_part(batch: Batch | RemoteShard, *bounds: int) -> Batch:
 
 
 def _fetch(ref: Any) -> Chunk:
-    """Returns a chunk from the object store; raises a LearnerError where it was lost with its node or process."""
+    """Returns a chunk from the object store.
+
+    Raises:
+        LearnerError: It was lost with its node or process.
+        ConfigError: The store of its node, or of this one, is full.
+    """
     import ray  # only chunks of Ray's nodes are in an object store
 
     try:
@@ -262,4 +267,6 @@ def _fetch(ref: Any) -> Chunk:
             got=f"{type(error).__name__}: a node or a process was lost with its part of the batch",
             remedy="Leave this batch out and collect the next one, or resume from the last checkpoint",
         ) from error
+    except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
+        raise full_store_error("a part of the batch") from error
     return chunk

@@ -18,6 +18,7 @@ from ray.experimental import get_object_locations
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk, ChunkRef
 from rayvec.data.join_chunks import counted_ends, join_chunks
+from rayvec.distributed.learner_group import _fetch
 from rayvec.errors import ConfigError
 from rayvec.testing import assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -61,6 +62,19 @@ def test_the_driver_never_fetches_what_it_does_not_need(wide: RayVecEnv, monkeyp
     num_bytes = sum(size_of(get(ref)) for ref in set(asked))
     assert num_bytes > 40 * 3 * WIDE * 8, "which the same account would have seen"
     assert num_bytes < 40 * 5 * WIDE * 8, "what lies in its own node's memory need not travel"
+
+
+def test_a_store_that_is_full_is_explained(wide: RayVecEnv) -> None:
+    """Ray's own text has the bytes of a protocol buffer."""
+
+    @ray.remote(num_cpus=0)
+    def chunk() -> None:
+        raise ray.exceptions.OutOfDiskError("239c2f70", b"\n\x1c", "10.77.0.1")
+
+    node: Any = wide._pool._nodes[1].node  # type: ignore[attr-defined]
+    for fetch, which in ((node._get, f"that of node {node.slice.name}"), (_fetch, "a part of the batch")):
+        with pytest.raises(ConfigError, match=f"room for {which}. Remedy: .*--object-store-memory"):
+            fetch(chunk.remote())
 
 
 def size_of(value: Any) -> int:

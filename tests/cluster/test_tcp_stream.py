@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hmac
 import logging
 import pickle
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -361,6 +363,28 @@ def test_who_reads_late_gets_what_was_sent() -> None:
             time.sleep(12.0)
             assert connection.recv() == large
     assert not errors
+
+
+def test_a_peer_that_acknowledges_and_sends_nothing_is_not_silent() -> None:
+    """The time is that since the last acknowledgement, and not since the last data."""
+
+    def read(connection: FrameSocket) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                connection.recv()
+
+    with closing(Listener("127.0.0.1", KEY, read)) as listener:
+        with connect("127.0.0.1", listener.port, KEY) as connection:
+            began_s = sent_s = time.monotonic()
+            while sent_s - began_s < 0.5:
+                sent_s = time.monotonic()
+                connection.send(frame(b""))
+            unsent = bytearray(4)
+            while fcntl.ioctl(connection, termios.TIOCOUTQ, unsent, True) or any(unsent):
+                time.sleep(0.01)
+            info = connection._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, tcp_stream._TCP_INFO.size)
+            *_, silent_ms = tcp_stream._TCP_INFO.unpack(info)
+            assert silent_ms < 1000 * (time.monotonic() - sent_s) + 50
 
 
 @pytest.mark.slow

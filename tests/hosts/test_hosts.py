@@ -200,9 +200,20 @@ def test_links_that_fail_under_a_driver_that_steps(cluster: Cluster, record: Rec
 
 @long
 def test_a_link_that_goes_down_while_chunks_are_collected(cluster: Cluster, record: Record) -> None:
+    """First for 3 s. The streams have been idle for longer than a dead host is silent: chunks go through Ray."""
     lost = others(cluster)[0]
     with Program(cluster.head, PROGRAMS, "collect", "3") as program:
-        program.until(restarts=0, errors=[])
+        line = program.until(restarts=0, errors=[])
+        began_s = time.monotonic()
+        while line["at_s"] < began_s + 12.0:
+            line = program.line()
+        unplug(lost)
+        time.sleep(3.0)  # the fault itself
+        plug(lost)
+        began_s = time.monotonic()
+        while line["at_s"] < began_s + 2.0:
+            line = program.line()
+            assert line["restarts"] == 0 and line["errors"] == []
         with unplugged(cluster, lost) as began_s:
             line = until_moved(program, lost)
             assert line["errors"] == [] and lost.address in line["alive"]
