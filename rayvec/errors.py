@@ -46,7 +46,6 @@ __all__ = [
     "counted",
     "duration",
     "first_line",
-    "full_store_error",
     "message",
     "without_remedy",
 ]
@@ -108,16 +107,6 @@ class RankLostError(LearnerError):
 
 class CheckpointError(RayvecError, RuntimeError):
     """A checkpoint is missing, truncated, or of another kind."""
-
-
-def full_store_error(where: str) -> ConfigError:
-    """Returns the error of a chunk that finds no room in Ray's object store; `where` says of which chunk."""
-    return ConfigError(
-        "A chunk is in Ray's object store until it is learned from.",
-        expected="room in the store of its node, or on the disk of Ray's temporary directory, of which Ray fills 95 %",
-        got=f"no room for {where}",
-        remedy="Free that disk, start Ray with a larger --object-store-memory, or lower num_steps or num_envs.",
-    )
 
 
 def message(rule: str, *, expected: object, got: object, remedy: str) -> str:

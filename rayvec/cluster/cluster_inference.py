@@ -22,6 +22,7 @@ from rayvec.cluster.node_interface import Member, Node, NodePart, Wait, Weights,
 from rayvec.data import ChunkRequest
 from rayvec.errors import NodeLostError
 from rayvec.node.deferred_signals import Uninterrupted
+from rayvec.node.object_store import room_for
 from rayvec.pools.base import Acting, NotReady, deadline_in, seconds_until
 
 __all__ = ["ClusterInference"]
@@ -58,7 +59,8 @@ class _PendingChunk:
         """Requests the part of a node."""
         weights = self.weights
         if weights is not None and weights.ref is None and node.transport != "shm":
-            weights = self.weights = weights._replace(ref=ray.put(weights.array))
+            with room_for("weights"):
+                weights = self.weights = weights._replace(ref=ray.put(weights.array))
         self.requested[number] = node, node.begin_rollout(self.key, weights, self.request)
 
     def wait(self, number: int, deadline: float) -> NodePart:
@@ -103,7 +105,8 @@ class ClusterInference(Acting):
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
         """See :class:`~rayvec.pools.base.Acting`. Each node fetches the weights once, with the next chunk."""
-        ref = ray.put(weights) if any(each.node.transport != "shm" for each in self._nodes) else None
+        with room_for("weights"):
+            ref = ray.put(weights) if any(each.node.transport != "shm" for each in self._nodes) else None
         self._weights[key] = Weights(version, weights.copy(), ref)
 
     def has_room(self, key: int, part: int | None = None) -> bool:

@@ -14,6 +14,7 @@ from rayvec.cluster.reachability import can_call_ray
 from rayvec.data import ChunkRequest, NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
+from rayvec.node.object_store import room_for
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import PoolSpaces, RestartPolicy
 from rayvec.pools.restart_state import NodeState
@@ -106,7 +107,8 @@ class LocalNode:
 
         def finish(timeout_s: float | None) -> NodePart:
             times, summary, chunk = self._running.finish_on_node(request.by_reference, timeout_s)
-            part = ray.put(chunk) if request.by_reference else chunk
+            with room_for(f"the chunk of node {self.slice.name}"):
+                part = ray.put(chunk) if request.by_reference else chunk
             return NodePart(times, [], summary, part, self._running.take_replaced())
 
         return finish

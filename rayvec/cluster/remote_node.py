@@ -26,8 +26,9 @@ from rayvec.cluster.tcp_stream import FrameSocket, connect
 from rayvec.cluster.wire_format import FrameFormat, Kind
 from rayvec.data import ChunkRequest, NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, carrying_sys
-from rayvec.errors import NodeLostError, RemoteFailure, full_store_error
+from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.node.chunk_memory import packed
+from rayvec.node.object_store import room_for
 from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.restart_state import NodeState, are_restarted, is_restarted
 from rayvec.pools.shared_memory import ArrayLayout
@@ -102,13 +103,12 @@ class RemoteNode:
         if self._watched is not None:
             self._look_while_waiting(ref, deadline, self._watched)
         try:
-            value = ray.get(ref, timeout=None if deadline == math.inf else seconds_until(deadline))
+            with room_for(f"an answer of node {self.slice.name}"):
+                value = ray.get(ref, timeout=None if deadline == math.inf else seconds_until(deadline))
         except ray.exceptions.GetTimeoutError as error:
             raise NotReady(f"node {self.slice.name} has not answered in time") from error
         except _LOST as error:
             raise self._lost(error) from error
-        except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
-            raise full_store_error(f"that of node {self.slice.name}") from error
         if isinstance(value, RemoteFailure):
             raise value.rebuild()
         if not isinstance(value, Pickled):

@@ -66,11 +66,12 @@ _COMPILES = PrimitiveConstructorSpec(
     is_instance=lambda value: True,
     str_from_instance=lambda value: [next(name for name, known in _COMPILE.items() if known == value)],
 )
-_SWITCHES = ("compile", "prefetch")
-"""Settings that are on, off or a third value; the command line takes --x and --no-x for those of `bool`."""
+_SWITCHES = ("--compile", "--prefetch")
+"""Options of settings that are on, off or a third value. They take a value, and also stand alone or as --no-x."""
 _TYPES = {
     "num_nodes": Annotated[Any, _NODE_COUNTS],
     "compile": Annotated[Any, _COMPILES],
+    "prefetch": bool | None,
     "env_kwargs": dict[str, Scalar],
 }
 """What the command line reads in place of a setting's own type."""
@@ -104,17 +105,16 @@ def subcommands() -> Any:
 def with_values(args: Sequence[str]) -> Sequence[str]:
     """Returns the arguments of ``train`` with a value for the options of `_SWITCHES`, also where they stand alone.
 
-    >>> with_values(["train", "ppo", "--no-compile", "--compile", "--seed", "3"])
-    ['train', 'ppo', '--compile', 'False', '--compile', 'True', '--seed', '3']
+    >>> with_values(["train", "ppo", "--no-compile", "--compile", "--run-dir", "compile"])
+    ['train', 'ppo', '--compile', 'False', '--compile', 'True', '--run-dir', 'compile']
     """
     if args[:1] != ["train"]:
         return args
     found: list[str] = []
     for arg, following in itertools.zip_longest(args, args[1:], fillvalue=""):
-        name = arg.removeprefix("--")
-        is_off = name.startswith("no-") and name.removeprefix("no-") in _SWITCHES
-        is_alone = name in _SWITCHES and (not following or following.startswith("-"))
-        found += [arg.replace("no-", "", 1), "False"] if is_off else [arg, "True"] if is_alone else [arg]
+        option = arg.replace("--no-", "--", 1)
+        is_alone = option in _SWITCHES and (option != arg or not following or following.startswith("-"))
+        found += [option, str(option == arg)] if is_alone else [arg]
     return found
 
 

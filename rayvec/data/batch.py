@@ -118,8 +118,8 @@ def join_episodes(parts: Sequence[EpisodeStats]) -> EpisodeStats:
 def join_stats(parts: Sequence[CollectStats]) -> CollectStats:
     """Returns the statistics of collectors that collected at the same time, each from its own environments.
 
-    The episodes of all of them are merged by when, within the time of their own collector, they ended: the last ones
-    are then not those of the last collector.
+    The episodes are interleaved in proportion: the k-th of F episodes of a collector counts as ended after k/F of the
+    time. So the last ones come from all collectors.
     """
     first, collect_time_s = parts[0], max(part.collect_time_s for part in parts)
     versions = [part.weights_versions for part in parts]

@@ -17,9 +17,10 @@ from rayvec.distributed.rank_actor import pack, unpack
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.distributed.shards import RemoteShard, copy_batch, cut_batch, fetch_shard, rank_bounds, split_refs
-from rayvec.errors import LearnerError, check_count, full_store_error
+from rayvec.errors import LearnerError, check_count
 from rayvec.learners.base import Learner, MeasuresObservations
 from rayvec.learners.ranks import Ranks
+from rayvec.node.object_store import room_for
 from rayvec.policies.networks import copy_to_cpu
 
 __all__ = ["LearnerGroup"]
@@ -259,7 +260,8 @@ def _fetch(ref: Any) -> Chunk:
     import ray  # only chunks of Ray's nodes are in an object store
 
     try:
-        chunk: Chunk = ray.get(ref)
+        with room_for("a part of the batch"):
+            chunk: Chunk = ray.get(ref)
     except ray.exceptions.ObjectLostError as error:
         raise LearnerError(
             "A chunk stays in the object store until the update is done.",
@@ -267,6 +269,4 @@ def _fetch(ref: Any) -> Chunk:
             got=f"{type(error).__name__}: a node or a process was lost with its part of the batch",
             remedy="Leave this batch out and collect the next one, or resume from the last checkpoint",
         ) from error
-    except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
-        raise full_store_error("a part of the batch") from error
     return chunk

@@ -298,7 +298,7 @@ class IMPALALearner(ActorCriticLearner):
             return float(weight @ square - (weight @ mean) ** 2)
 
         whole = variance(target, target_square)
-        varies = whole > 1e-6 * float(weight @ target_square)  # else it is rounding
+        varies = whole > 3e-7 * float(weight @ target_square)  # else it may be rounding
         return {
             **{name: float(each.mean()) for name, each in zip(_SUMMED, means, strict=True)},
             "grad_norm": float(norms.mean()),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from rayvec.data import Chunk, ChunkRef, Rollout, RolloutTimes
 from rayvec.data.join_chunks import summarize
 from rayvec.errors import ConfigError
 
-__all__ = ["as_rollout", "check_object_store"]
+__all__ = ["as_rollout", "check_object_store", "room_for"]
 
 
 def check_object_store() -> None:
@@ -26,6 +29,26 @@ def check_object_store() -> None:
         )
 
 
+@contextlib.contextmanager
+def room_for(what: str) -> Iterator[None]:
+    """Puts something into the object store, or gets it from there, in the block; `what` names it.
+
+    Raises:
+        ConfigError: The store is full, and so is the disk to which it moves what has no room.
+    """
+    import ray
+
+    try:
+        yield
+    except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
+        raise ConfigError(
+            "Ray's object store holds chunks and weights until they are used.",
+            expected="room in the store of each node, or on the disk of Ray's temporary directory, up to 95 % of it",
+            got=f"no room for {what}",
+            remedy="Free that disk, start Ray with a larger --object-store-memory, or lower num_steps or num_envs.",
+        ) from error
+
+
 def as_rollout(
     chunk: Chunk, by_reference: bool, times: tuple[RolloutTimes, ...], waited_s: float, num_padded: int = 0
 ) -> Rollout:
@@ -35,5 +58,6 @@ def as_rollout(
         return Rollout(summary, chunk, (), times, waited_s, num_padded)
     import ray
 
-    ref = ChunkRef(summary.env_ids, summary.num_steps, ray.put(chunk))
+    with room_for("a chunk"):
+        ref = ChunkRef(summary.env_ids, summary.num_steps, ray.put(chunk))
     return Rollout(summary, None, (ref,), times, waited_s, num_padded)

@@ -37,8 +37,8 @@ __all__ = [
 
 Float = NDArray[np.float32]
 NOT_ALLOWED = -1e30
-"""Logit of a choice of probability 0: below those of any network, and finite, also times a coefficient, so that
-probability 0 times its logarithm is 0 and not NaN."""
+"""Logit of a choice of probability 0: far below those of a network that has diverged, and finite, also times a
+coefficient, so that probability 0 times its logarithm is 0 and not NaN."""
 _HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 _LOG_2 = math.log(2)
 
@@ -376,7 +376,7 @@ def make_tanh_gaussian(space: spaces.Space[Any]) -> TanhGaussian:
         got=space,
         remedy="Give the Box a floating-point dtype"
         if is_integer
-        else "Bound the actions with a Gymnasium wrapper, or use PPO",
+        else "Give the Box at least one number, bound the actions with a Gymnasium wrapper, or use PPO",
     )
 
 

@@ -1,9 +1,9 @@
 """Action masks: actions that an environment does not allow have probability 0, in acting and in learning.
 
 The mask is a part of the observation, under the key ``action_mask``: the numbers of all choices of a Discrete or
-MultiDiscrete action space, 0 where a choice is not allowed. Its logits then count as -1e9 (Huang and Ontañón, "A closer
-look at invalid action masking in policy gradient algorithms", 2022, arXiv:2006.14171). The network does not see the
-mask.
+MultiDiscrete action space, 0 where a choice is not allowed. Its logit then counts as `NOT_ALLOWED` (Huang and Ontañón,
+"A closer look at invalid action masking in policy gradient algorithms", 2022, arXiv:2006.14171). The network does not
+see the mask.
 """
 
 from __future__ import annotations

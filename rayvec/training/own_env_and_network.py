@@ -37,6 +37,8 @@ def with_own_parts(
         ConfigError: Settings of no learner, one of the others is of another kind, the run began with another one, or
             the network or a plugin can't be imported.
     """
+    if isinstance(config, TrainConfig):
+        import_plugins(config.plugin)  # which may register the class; and who reads the run's directory imports them
     if not isinstance(config, TrainConfig) or CONFIGS.get(config.algorithm) is not type(config):
         raise ConfigError(
             "The class of the settings decides which learner trains.",
@@ -44,7 +46,6 @@ def with_own_parts(
             got=repr(config)[:200],
             remedy='Pass rayvec.PPOConfig(env_id="CartPole-v1"); rayvec.training.runs.register adds a class.',
         )
-    import_plugins(config.plugin)  # the run's directory names them, and who reads it imports them
     parts: dict[str, str] = {}
     if env is not None:
         parts["env_id"] = _named_env(env)

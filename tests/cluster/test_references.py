@@ -64,17 +64,25 @@ def test_the_driver_never_fetches_what_it_does_not_need(wide: RayVecEnv, monkeyp
     assert num_bytes < 40 * 5 * WIDE * 8, "what lies in its own node's memory need not travel"
 
 
-def test_a_store_that_is_full_is_explained(wide: RayVecEnv) -> None:
-    """Ray's own text has the bytes of a protocol buffer."""
+def test_a_store_that_is_full_is_explained(wide: RayVecEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own text has the bytes of a protocol buffer. A chunk is put there, and got from there, on each node."""
 
     @ray.remote(num_cpus=0)
     def chunk() -> None:
         raise ray.exceptions.OutOfDiskError("239c2f70", b"\n\x1c", "10.77.0.1")
 
     node: Any = wide._pool._nodes[1].node  # type: ignore[attr-defined]
-    for fetch, which in ((node._get, f"that of node {node.slice.name}"), (_fetch, "a part of the batch")):
-        with pytest.raises(ConfigError, match=f"room for {which}. Remedy: .*--object-store-memory"):
+    for fetch, which in ((node._get, f"an answer of node {node.slice.name}"), (_fetch, "a part of the batch")):
+        with pytest.raises(ConfigError, match=f"no room for {which}. Remedy: .*--object-store-memory"):
             fetch(chunk.remote())
+
+    def put(value: Any) -> None:
+        raise ray.exceptions.ObjectStoreFullError
+
+    collector = Collector(wide, by_total, seed=1, by_reference=True)
+    monkeypatch.setattr(ray, "put", put)
+    with pytest.raises(ConfigError, match=f"no room for the chunk of node {wide.topology.nodes[0].name}"):
+        collector.collect(n_step=6)
 
 
 def size_of(value: Any) -> int:

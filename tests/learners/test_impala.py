@@ -208,6 +208,15 @@ def test_metrics_say_what_they_are() -> None:
     assert metrics["explained_variance"] == pytest.approx(1 - (target - value).var() / target.var(), rel=1e-4)
 
 
+@pytest.mark.parametrize(("variance", "explained"), [(6e-8, 0.0), (8.1e-7, 0.5)], ids=["rounding", "small"])
+def test_a_variance_of_rounding_is_none(variance: float, explained: float) -> None:
+    """The targets have a mean of 100, and this variance as a share of the mean's square."""
+    learner = IMPALALearner(OBS, DISCRETE, impala_config())
+    moments = [100.0, 1e4 * (1 + variance), 1.0, 1.0 + 0.5e4 * variance]
+    stats = torch.tensor([64.0, *[0.0] * 6, *moments, 0.0], dtype=torch.float64)
+    assert learner._metrics([stats])["explained_variance"] == pytest.approx(explained)
+
+
 def test_rewards_are_scaled_and_cut_off() -> None:
     learner = IMPALALearner(OBS, DISCRETE, impala_config(normalize_reward=True, clip_reward=0.05))
     [chunk] = make_batch(Policy(learner.module)).chunks

@@ -44,11 +44,7 @@ CONFIGS: list[tuple[type[TrainConfig], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [*CONFIGS[:2], pytest.param(*CONFIGS[2], marks=pytest.mark.slow)],
-    ids=lambda value: getattr(value, "algorithm", ""),
-)
+@pytest.mark.parametrize(("kind", "settings"), CONFIGS, ids=lambda value: getattr(value, "algorithm", ""))
 def test_ranks_learn_what_one_process_learns(
     tmp_path: Path, kind: Any, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

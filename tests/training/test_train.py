@@ -31,16 +31,16 @@ ONE_WORKER = {"num_nodes": 1, "workers_per_node": 1}
 
 
 class Once(gymnasium.Env[Any, Any]):
-    """Episodes of one step, whose reward is 1 in every second environment, or in all.
+    """Episodes of one step.
 
     Args:
-        alike: Whether it is 1 in all.
+        alike: Whether the reward is 0.3 in all environments, or 0 and 1 in turn.
     """
 
     observation_space, action_space = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Discrete(2)
 
     def __init__(self, alike: bool) -> None:
-        self.rew, self.alike = 1.0, alike
+        self.rew, self.alike = 0.3, alike
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         if seed is not None and not self.alike:

@@ -73,7 +73,7 @@ ONE_NODE_IS_SLOW = [pytest.param(1, marks=pytest.mark.slow, id="shm"), pytest.pa
         pytest.param(RAISE, 1, 1, marks=pytest.mark.slow, id="raise-shm"),
         pytest.param(RAISE, 1, 2, marks=pytest.mark.slow, id="raise-shm+tcp"),
         pytest.param(HANG, 2, 1, marks=pytest.mark.slow, id="hang-shm"),
-        pytest.param(HANG, 2, 2, marks=pytest.mark.slow, id="hang-shm+tcp"),
+        pytest.param(HANG, 2, 2, id="hang-shm+tcp"),
         pytest.param(DIE, 2, 1, marks=pytest.mark.slow, id="die-shm"),
         pytest.param(DIE, 2, 2, id="die-shm+tcp"),
     ],

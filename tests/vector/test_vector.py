@@ -55,7 +55,7 @@ class TestEquivalence:
             assert in_lockstep(env, sync, 12, options={"level": 2}) > 10
 
     @pytest.mark.parametrize(
-        "kind", [pytest.param(kind, marks=SLOW if index % 6 else ()) for index, kind in enumerate(ALONE)]
+        "kind", [pytest.param(kind, marks=SLOW if index % 5 else ()) for index, kind in enumerate(ALONE)]
     )
     def test_every_kind_alone_over_shared_memory_and_stream(self, make_vec: MakeVec, kind: str) -> None:
         mode = MODES[ALONE.index(kind) % 3]

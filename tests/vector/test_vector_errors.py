@@ -516,7 +516,6 @@ class TestConstruction:
             assert env.transports == ("shm", "tcp")
             assert [len(node.env_range) for node in env.topology.nodes] == [2, 2]
 
-    @pytest.mark.slow
     def test_environments_are_made_on_workers_alone(self, make_vec: MakeVec) -> None:
         env = make_vec([TellsPid] * 3, 2)
         pids = env.call("made_in")
