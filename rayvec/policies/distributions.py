@@ -376,7 +376,9 @@ def make_tanh_gaussian(space: spaces.Space[Any]) -> TanhGaussian:
         got=space,
         remedy="Give the Box a floating-point dtype"
         if is_integer
-        else "Give the Box at least one number, bound the actions with a Gymnasium wrapper, or use PPO",
+        else "Give the Box at least one number"
+        if isinstance(space, spaces.Box) and not space.low.size
+        else "Bound the actions with a Gymnasium wrapper, or use PPO",
     )
 
 

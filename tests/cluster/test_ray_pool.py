@@ -143,6 +143,7 @@ def test_infos_name_environments_by_their_global_index(make_pool: MakePool) -> N
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_fast_node_is_not_held_up_by_a_slow_one(make_pool: MakePool) -> None:
     pool = make_pool([partial(TimedEnv, 0.0), partial(TimedEnv, 1.5)], loose=True)
     pool.reset(np.arange(2), [0, 1])

@@ -112,6 +112,7 @@ def test_chunks_and_statistics_are_those_by_value(wide: RayVecEnv, prefetch: boo
     by_reference.close()
 
 
+@pytest.mark.slow
 def test_restarts_are_known_from_the_summary(make_vec: MakeVec) -> None:
     """Also where an episode was cut by a fault: the driver counts as it would with the chunk before it."""
     collectors = [

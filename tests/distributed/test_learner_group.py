@@ -215,6 +215,7 @@ def test_a_chunk_that_is_lost_raises_and_nothing_else_is_lost(
     assert group.update(good) == pytest.approx(learner.update(good), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_lost(ppo_group: rayvec.LearnerGroup) -> None:
     group = ppo_group
     new_learner(group)

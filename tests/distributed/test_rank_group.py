@@ -101,6 +101,7 @@ def test_ranks_of_two_nodes_sum_on_two_levels(make_group: MakeGroup, num_ranks: 
     assert len({placement.node_id for placement in group.placements}) == 2
 
 
+@pytest.mark.slow
 def test_one_rank_is_alone_until_its_group_is_closed(make_group: MakeGroup) -> None:
     group = make_group(1)
     check_sums(group, ["Alone"])
@@ -128,6 +129,7 @@ def test_a_child_that_was_forked_leaves_the_ranks_to_its_parent() -> None:
         assert number == [1.0] * 3 and group.run("add", [(1.0,)]) == [[2.0] * 3] and group.num_starts == 1
 
 
+@pytest.mark.slow
 def test_ranks_begin_with_the_state_of_the_first(make_group: MakeGroup) -> None:
     def make(ranks: Any) -> Adder:
         adder = Adder(ranks)

@@ -51,7 +51,7 @@ def test_compiled_updates_equal_eager_ones(action_space: spaces.Space[Any], gaps
 @pytest.mark.parametrize(
     "action_space",
     [
-        DISCRETE,
+        pytest.param(DISCRETE, marks=pytest.mark.slow),
         BOX,
         UNEQUAL,
         pytest.param(spaces.MultiDiscrete([2, 2]), marks=pytest.mark.slow),

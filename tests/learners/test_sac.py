@@ -508,10 +508,11 @@ def test_a_reward_that_is_not_finite_is_refused_on_all_ranks() -> None:
     [
         (spaces.Box(-np.inf, np.inf, (2,), np.float32), "Bound the actions"),
         (spaces.Box(0, 5, (2,), np.int64), "floating-point dtype"),
+        (spaces.Box(0, 5, (0,), np.float32), "at least one number"),
         (spaces.MultiDiscrete([2, 2]), r"gymnasium\.wrappers\.TransformAction"),
         (spaces.MultiBinary(2), r"gymnasium\.wrappers\.TransformAction"),
     ],
-    ids=["unbounded", "integers", "multi-discrete", "multi-binary"],
+    ids=["unbounded", "integers", "empty", "multi-discrete", "multi-binary"],
 )
 def test_other_action_spaces_are_refused(space: spaces.Space[Any], remedy: str) -> None:
     with pytest.raises(ConfigError, match=f"Remedy: .*{remedy}"):

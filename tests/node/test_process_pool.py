@@ -667,6 +667,7 @@ def wait_for_successor(pool: ProcessPool) -> None:
     wait_until(is_starting, "the first worker has a successor")
 
 
+@pytest.mark.slow
 def test_others_step_while_an_environment_restarts_for_longer_than_step_timeout_s(tmp_path: Path) -> None:
     with closing(heirs(str(tmp_path))) as pool:
         other = np.array([1])
@@ -736,6 +737,7 @@ def test_an_environment_that_can_not_be_restarted_says_why(tmp_path: Path) -> No
     assert isinstance(caught.value.__cause__, EnvError)
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_only_slow_writes_no_more_once_it_is_taken_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end its step after the last true observation has been restored, and before its successor tells it."""
     restart_policy = RestartPolicy(restart=True, step_timeout_s=2.0)

@@ -373,9 +373,8 @@ def test_an_error_of_a_worker_that_hangs_in_a_chunk_says_for_how_long(make_vec: 
         within(DEADLINE_S, partial(env.rollout, lambda obs: np.where(obs[:, SEED] == 2, HANG, GO), 1000, seed=1))
 
 
-@pytest.mark.parametrize(
-    "nodes", [pytest.param(1, marks=pytest.mark.slow, id="one node"), pytest.param(2, id="two nodes")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
 def test_a_worker_killed_in_a_chunk(make_vec: Any, nodes: int) -> None:
     env = make_vec([slow_env] * 4, nodes=nodes, workers=2 // nodes, on_env_error="restart")
     collector = Collector(env, lambda obs: np.zeros(len(obs), np.int64), seed=1)

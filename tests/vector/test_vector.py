@@ -519,6 +519,7 @@ class TestActions:
         env.step(("a", "b", "c"))
 
 
+@pytest.mark.slow
 def test_many_steps_stay_equal_over_every_topology(make_vec: MakeVec) -> None:
     """A longer run, without Gymnasium beside it, over all topologies at once."""
     envs = [make_vec([DriftEnv] * 5, *topology, autoreset_mode="SameStep") for topology in TOPOLOGIES.values()]
