@@ -152,6 +152,7 @@ def test_a_group_equals_a_learner(
     check_equal(make_group(num_learners, ranks_per_node=ranks_per_node), make_learner(DISCRETE), 10, num_envs)
 
 
+@pytest.mark.slow
 def test_state_goes_from_a_learner_to_a_group_and_back(ppo_group: rayvec.LearnerGroup) -> None:
     first, second, third = make_batches(DISCRETE, 3)
     learner, group = make_learner(DISCRETE), ppo_group

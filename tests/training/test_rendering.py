@@ -41,7 +41,7 @@ def test_a_video_has_a_frame_for_each_step(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     "changes",
     [
-        {"recurrent": "gru", "recurrent_size": 8},
+        pytest.param({"recurrent": "gru", "recurrent_size": 8}, marks=pytest.mark.slow),
         {
             "wrappers": ("helpers.wrap:pictured", "helpers.wrap:all_allowed"),
             "step_timeout_s": 60,
@@ -64,30 +64,39 @@ def test_sub_batches_cannot_be_shown(tmp_path: Path, assert_refused: AssertRefus
     assert_refused(["eval", str(tmp_path / "a"), *video], "a single environment", "native_envs:cartpoles")
 
 
+@pytest.fixture(scope="module")
+def pictured(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of a run whose environments have pictures."""
+    run_dir = tmp_path_factory.mktemp("pictured") / "a"
+    rayvec.train(tiny(run_dir, total_steps=64, eval_episodes=0, wrappers=("helpers.wrap:pictured",)))
+    return str(run_dir)
+
+
 @pytest.mark.parametrize(
-    ("wrapper", "arguments", "words"),
+    ("arguments", "words"),
     [
-        ("unpictured", ["--video", "out.mp4"], ["'rgb_array'", "which has none"]),
-        ("pictured", ["--video", "out.gif"], [".mp4", "out.gif"]),
-        ("pictured", ["--video", "nowhere/out.mp4"], ["in a folder that exists"]),
-        ("pictured", ["--video", "/proc/out.mp4"], ["/proc/out.mp4, which ffmpeg could not write"]),
-        ("pictured", ["--render", "human"], ["DISPLAY", "Got: none"]),
-        ("pictured", ["--checkpoint", "best.pt"], ["best.pt"]),
+        (["--video", "out.gif"], [".mp4", "out.gif"]),
+        (["--video", "nowhere/out.mp4"], ["in a folder that exists"]),
+        (["--video", "/proc/out.mp4"], ["/proc/out.mp4, which ffmpeg could not write"]),
+        (["--render", "human"], ["DISPLAY", "Got: none"]),
+        (["--checkpoint", "best.pt"], ["best.pt"]),
     ],
 )
 def test_what_cannot_be_shown(
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     assert_refused: AssertRefused,
-    wrapper: str,
+    pictured: str,
     arguments: list[str],
     words: list[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
-    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, wrappers=(f"helpers.wrap:{wrapper}",)))
-    assert_refused(["eval", "a", "--episodes", "2", *arguments], *words)
+    assert_refused(["eval", pictured, "--episodes", "2", *arguments], *words)
+
+
+def test_environments_without_pictures(tmp_path: Path, assert_refused: AssertRefused) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, wrappers=("helpers.wrap:unpictured",)))
+    assert_refused(["eval", str(tmp_path / "a"), "--video", "out.mp4"], "'rgb_array'", "which has none")
 
 
 @pytest.mark.slow
@@ -107,16 +116,15 @@ def test_a_window_is_opened_where_there_is_a_screen(
 
 
 def test_a_disk_that_can_only_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: AssertRefused
+    pictured: str, monkeypatch: pytest.MonkeyPatch, assert_refused: AssertRefused
 ) -> None:
     """Nothing can be written into /proc; there, as on such a disk, nothing can be removed either."""
 
     def unlink(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, wrappers=("helpers.wrap:pictured",)))
     monkeypatch.setattr(Path, "unlink", unlink)
-    assert_refused(["eval", str(tmp_path / "a"), "--video", "/proc/out.mp4"], "A video is written into a file")
+    assert_refused(["eval", pictured, "--video", "/proc/out.mp4"], "A video is written into a file")
 
 
 def test_packages_that_are_not_installed(

@@ -554,6 +554,7 @@ def test_no_seed_comes_twice_when_a_worker_and_then_its_node_are_lost(make_vec: 
     assert seeds[-1] == restart_seed(4, 3, RESTARTS_OF_A_NODE) != first
 
 
+@pytest.mark.slow
 def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
     env = make_vec([slow_env] * 4, nodes=2, workers=1)
     policy = lambda obs: np.zeros(len(obs), np.int64)  # noqa: E731

@@ -507,6 +507,7 @@ class TestConstruction:
         finally:
             del gymnasium.registry["rayvec-tests/Local-v0"]
 
+    @pytest.mark.slow
     def test_an_id_with_the_module_that_registers_it(self, make_vec: MakeVec) -> None:
         env = make_vec("helpers.registers_one:rayvec-tests/ByModule-v0", 2, num_envs=2)
         assert env.single_observation_space == spaces.Discrete(11)
