@@ -46,6 +46,8 @@ after about ten seconds. With unacknowledged data the kernel would retransmit fo
 live peers that read nothing."""
 _SILENCE_S = 10.0
 _LOOK_S = 1.0
+_STALE_S = 5.0
+"""After so long without a look, earlier looks say nothing of the time between. Nor do they after data has arrived."""
 _TIME = struct.Struct("@ll")
 _TCP_INFO = struct.Struct("=2x2B52xI")
 """Fields of Linux's ``struct tcp_info``: unanswered retransmissions and probes, ms since the last acknowledgement,
@@ -184,6 +186,7 @@ class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
         self._start = self._filled = 0
         self._early = bytearray()
         self._look_at_s = 0.0
+        self._looked_s = self._unanswered_s = 0.0
 
     def send(self, frame: bytes | bytearray | memoryview) -> None:
         """Sends a frame. What arrives meanwhile is kept: a peer that is sending itself may wait until it is read.
@@ -205,7 +208,9 @@ class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
         events = poll.poll(1000 * _LOOK_S)
         if not events:
             self._check_peer()
-        elif events[0][1] & select.POLLIN:
+            return
+        self._looked_s = 0.0
+        if events[0][1] & select.POLLIN:
             received = self._sock.recv(_EARLY_BYTES)
             if not received:
                 raise ConnectionResetError("the peer has hung up")
@@ -260,6 +265,7 @@ class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
             if not received:
                 raise EOFError("the peer has hung up")
             self._filled = filled + received
+            self._looked_s = 0.0
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Waits up to `timeout_s` seconds for the beginning of a frame; returns whether any bytes have arrived.
@@ -285,12 +291,22 @@ class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
         self._check_peer()
 
     def _check_peer(self) -> None:
-        """Raises ``TimeoutError`` if the peer's machine no longer answers. The machine of a slow peer still does."""
+        """Raises ``TimeoutError`` if the peer's machine no longer answers. The machine of a slow peer still does.
+
+        A machine that gets nothing may still send what it has no acknowledgement for, again and again, and with it
+        acknowledge what it got before. So the time counts, too, in which look after look finds that data was sent
+        again, and nothing new has arrived.
+        """
         repeated, probed, silent_ms = _TCP_INFO.unpack(
             self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
         )
-        if max(repeated, probed) > 1 and silent_ms > 1000.0 * _SILENCE_S:
-            raise TimeoutError(f"the peer's machine has answered nothing for {silent_ms / 1000.0:.0f} s")
+        is_unanswered, now_s = max(repeated, probed) > 1, time.monotonic()
+        if not is_unanswered or now_s - self._looked_s > _STALE_S:
+            self._unanswered_s = now_s
+        self._looked_s = now_s
+        silent_s = max(silent_ms / 1000.0, now_s - self._unanswered_s)
+        if is_unanswered and silent_s > _SILENCE_S:
+            raise TimeoutError(f"the peer's machine has acknowledged nothing for {silent_s:.0f} s")
 
     def fileno(self) -> int:
         """Returns the socket's file descriptor."""

@@ -365,6 +365,19 @@ def test_who_reads_late_gets_what_was_sent() -> None:
     assert not errors
 
 
+def await_acknowledged(connection: FrameSocket) -> None:
+    """Waits until the peer's machine has acknowledged all that was sent."""
+    unsent = bytearray(4)
+    wait_until(lambda: not (fcntl.ioctl(connection, termios.TIOCOUTQ, unsent, True) or any(unsent)))
+
+
+def silence_ms(connection: FrameSocket) -> int:
+    """Returns the time since the last acknowledgement."""
+    info = connection._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, tcp_stream._TCP_INFO.size)
+    *_, silent_ms = tcp_stream._TCP_INFO.unpack(info)
+    return int(silent_ms)
+
+
 def test_a_peer_that_acknowledges_and_sends_nothing_is_not_silent() -> None:
     """The time is that since the last acknowledgement, and not since the last data."""
 
@@ -379,12 +392,28 @@ def test_a_peer_that_acknowledges_and_sends_nothing_is_not_silent() -> None:
             while sent_s - began_s < 0.5:
                 sent_s = time.monotonic()
                 connection.send(frame(b""))
-            unsent = bytearray(4)
-            while fcntl.ioctl(connection, termios.TIOCOUTQ, unsent, True) or any(unsent):
-                time.sleep(0.01)
-            info = connection._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, tcp_stream._TCP_INFO.size)
-            *_, silent_ms = tcp_stream._TCP_INFO.unpack(info)
-            assert silent_ms < 1000 * (time.monotonic() - sent_s) + 50
+            await_acknowledged(connection)
+            assert silence_ms(connection) < 1000 * (time.monotonic() - sent_s) + 50
+
+
+@pytest.mark.slow
+def test_a_peer_that_gets_nothing_but_still_sends_is_found_out() -> None:
+    """It sends again what it has no acknowledgement for, and so acknowledges what it got before."""
+    done = threading.Event()
+
+    def hold(connection: FrameSocket) -> None:
+        cut_off(connection._sock)
+        connection.send(frame(b"an answer"))
+        done.wait()
+
+    with closing(Listener("127.0.0.1", KEY, hold)) as listener:
+        with connect("127.0.0.1", listener.port, KEY) as connection:
+            assert connection.recv() == frame(b"an answer")
+            connection.send(frame(b"a request"))
+            with pytest.raises(TimeoutError, match="acknowledged nothing"):
+                connection.recv()
+            assert silence_ms(connection) < 1000 * tcp_stream._SILENCE_S
+        done.set()
 
 
 @pytest.mark.slow
