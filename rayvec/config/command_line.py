@@ -103,17 +103,18 @@ def subcommands() -> Any:
 
 
 def with_values(args: Sequence[str]) -> Sequence[str]:
-    """Returns the arguments of ``train`` with a value for the options of `_SWITCHES`, also where they stand alone.
+    """Returns the arguments of ``train`` with a value for those of `_SWITCHES` that the algorithm has.
 
     >>> with_values(["train", "ppo", "--no-compile", "--compile", "--run-dir", "compile"])
     ['train', 'ppo', '--compile', 'False', '--compile', 'True', '--run-dir', 'compile']
     """
-    if args[:1] != ["train"]:
+    if args[:1] != ["train"] or len(args) < 2 or args[1] not in CONFIGS:
         return args
+    switches = [option for option in _SWITCHES if option.removeprefix("--") in field_names(CONFIGS[args[1]])]
     found: list[str] = []
     for arg, following in itertools.zip_longest(args, args[1:], fillvalue=""):
         option = arg.replace("--no-", "--", 1)
-        is_alone = option in _SWITCHES and (option != arg or not following or following.startswith("-"))
+        is_alone = option in switches and (option != arg or not following or following.startswith("-"))
         found += [option, str(option == arg)] if is_alone else [arg]
     return found
 
