@@ -1,7 +1,7 @@
 """Which nodes of the cluster the network reaches. Ray itself notices after a minute that one is gone.
 
 The operating system of a node accepts a connection to the port of its raylet, however busy the node is, and even if the
-process is stopped. So the head of the cluster must answer a request, too.
+process is stopped. So the head of the cluster must answer a request, too. It refuses a connection if the process died.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def raylets() -> dict[str, Address]:
 
 
 def unreachable(addresses: Mapping[str, Address]) -> set[str]:
-    """Returns the ids of the nodes that do not answer a connection within two seconds; a refusal is an answer."""
+    """Returns the ids of the nodes that do not accept a connection within two seconds."""
     with ThreadPoolExecutor(min(len(addresses), _MOST_THREADS) or 1) as threads:
         answers = dict(zip(addresses, threads.map(_answers, addresses.values()), strict=True))
     return {node_id for node_id, does_answer in answers.items() if not does_answer}
 
 
-def _answers(address: Address) -> bool:
+def _answers(address: Address, refusal_counts: bool = False) -> bool:
     try:
         socket.create_connection(address, _ANSWER_S).close()
     except ConnectionRefusedError:
-        return True
+        return refusal_counts
     except OSError:
         return False
     return True
@@ -79,7 +79,7 @@ def head_answers() -> bool:
     """Whether the head of the cluster answers; else calls of Ray wait for a minute or more, some without end."""
     address = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
-    does_answer = _answers((host.strip("[]"), int(port))) and _serves()
+    does_answer = _answers((host.strip("[]"), int(port)), refusal_counts=True) and _serves()  # it may be restarting
     if does_answer:
         _head_was_silent_s.pop(address, None)
     else:
