@@ -20,6 +20,7 @@ from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, 
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
 from rayvec.distributed.rendezvous import RayStore, delete_rendezvous
 from rayvec.errors import RemoteFailure, first_line
+from rayvec.node.object_store import room_for
 from rayvec.pools.base import deadline_in, seconds_until
 
 __all__ = ["RayHost"]
@@ -91,9 +92,11 @@ class RayHost:
 
         Raises:
             RankLostError: The rank's process has ended.
+            ConfigError: The result finds no room in the object store.
         """
         try:
-            return ray.get(_ref(ref))
+            with room_for("the result of a rank"):
+                return ray.get(_ref(ref))
         except ray.exceptions.RayError as error:
             if not isinstance(ref, tuple):
                 raise

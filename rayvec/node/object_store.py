@@ -42,7 +42,7 @@ def room_for(what: str) -> Iterator[None]:
         yield
     except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
         raise ConfigError(
-            "Ray's object store holds chunks and weights until they are used.",
+            "Ray's object store holds chunks, weights and results until they are used.",
             expected="room in the store of each node, or on the disk of Ray's temporary directory, up to 95 % of it",
             got=f"no room for {what}",
             remedy="Free that disk, start Ray with a larger --object-store-memory, or lower num_steps or num_envs.",

@@ -408,6 +408,15 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_its_own(make_group: Make
     assert group.run("add", [(1.0,)]) == [[2.0] * 3]
 
 
+def test_a_result_without_room_in_the_object_store_is_no_lost_rank(two_nodes: RankGroup) -> None:
+    @ray.remote(num_cpus=0)
+    def full() -> None:
+        raise ray.exceptions.OutOfDiskError("239c2f70", b"\n\x1c", "10.77.0.1")
+
+    with pytest.raises(ConfigError, match="no room for the result of a rank"):
+        two_nodes._host.result((two_nodes._set.ranks[0], full.remote()))
+
+
 class Unreadable:
     def __reduce__(self) -> Any:
         return int, ("not a number",)
