@@ -96,6 +96,8 @@ def is_of(value: Any, hint: Any) -> bool:
     >>> is_of([1, 2.5], list[float]), is_of(None, str | None), is_of({"a": "b"}, dict[str, int]), is_of(-1, int)
     (True, True, False, False)
     """
+    if hint is float:  # first: files of metrics have millions
+        return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
     origin, parts = get_origin(hint), get_args(hint)
     if isinstance(hint, UnionType):
         return any(is_of(value, part) for part in parts)
@@ -103,8 +105,6 @@ def is_of(value: Any, hint: Any) -> bool:
         return isinstance(value, list) and all(is_of(each, parts[0]) for each in value)
     if origin in (dict, Mapping):
         return isinstance(value, dict) and all(is_of(each, parts[1]) for each in value.values())
-    if hint is float:
-        return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
     return type(value) is hint and (hint is not int or 0 <= value < _LARGEST)
 
 

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.training.atomic_files import is_of
+from rayvec.training.atomic_files import is_of, written_whole
+from rayvec.training.loggers import read_metrics
 from rayvec.training.matplotlib_figures import BLUE, ORANGE, curves_figure
 
-__all__ = ["episode_mean", "learning_curve_figure", "metric_points", "training_points", "without_damaged_lines"]
+__all__ = [
+    "draw_learning_curve",
+    "episode_mean",
+    "learning_curve_figure",
+    "metric_points",
+    "training_points",
+    "without_damaged_lines",
+]
+
+
+def draw_learning_curve(run_dir: Path, title: str, greedy: tuple[int, float] | None = None) -> None:
+    """Draws ``learning_curve.png`` of a run, if its directory still exists; see :func:`learning_curve_figure`.
+
+    Raises:
+        ConfigError: The file can't be made.
+        OSError: The disk is full.
+    """
+    if run_dir.is_dir():
+        lines = list(without_damaged_lines(read_metrics(run_dir / "metrics.jsonl")))
+        figure = learning_curve_figure(lines, title, greedy)
+        with written_whole(run_dir / "learning_curve.png") as file:
+            figure.savefig(file, format="png")
 
 
 def learning_curve_figure(
@@ -55,14 +78,10 @@ def without_damaged_lines(lines: Iterable[Mapping[str, Any]]) -> Iterator[Mappin
     A metric of a learner may have any value. Where it is no number, the line is yielded without it.
     """
     for whole in lines:
-        line = {
-            name: value
-            for name, value in whole.items()
-            if not name.startswith("learner/") or is_of(value, float | None)
-        }
-        numbers = {name: value for name, value in line.items() if name != "staleness_counts"}
+        odd = [name for name, value in whole.items() if value is not None and not is_of(value, float)]
+        line = {name: value for name, value in whole.items() if name not in odd or not name.startswith("learner/")}
         has_mean = line.get("return_sum", line.get("return_mean")) is not None
-        if is_of(numbers, dict[str, float | None]) and (has_mean or not line.get("episodes")):
+        if line.keys().isdisjoint({*odd} - {"staleness_counts"}) and (has_mean or not line.get("episodes")):
             yield line
 
 
@@ -87,7 +106,10 @@ def training_points(lines: Iterable[Mapping[str, Any]]) -> NDArray[np.float64]:
 
 def smoothed(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the weighted mean of each value's neighbourhood, which narrows towards both ends."""
-    half = max(1, len(values) // 25)
-    reach = [min(half, i, len(values) - 1 - i) for i in range(len(values))]
-    around = [slice(i - r, i + r + 1) for i, r in enumerate(reach)]
-    return np.array([np.average(values[part], weights=weights[part]) for part in around])
+    index = np.arange(len(values))
+    reach = np.minimum(max(1, len(values) // 25), np.minimum(index, index[::-1]))
+    sums = np.zeros((2, len(values) + 1), np.longdouble)  # of all values before each
+    np.cumsum([values * weights, weights], axis=1, out=sums[:, 1:])
+    total, weight = sums[:, index + reach + 1] - sums[:, index - reach]
+    means: NDArray[np.float64] = (total / weight).astype(np.float64)
+    return means

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: a JSONL file, TensorBoard, the progress display, and a plot of the learning curve."""
+"""Where a run's metrics go: a JSONL file, TensorBoard, a tracker, and the progress display."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from rayvec.config import TrainConfig
 from rayvec.errors import LIMITS_REMEDY, ConfigError, counted
 from rayvec.training.atomic_files import finite, written_whole
 from rayvec.training.evaluation import Evaluation
-from rayvec.training.learning_curve import learning_curve_figure, without_damaged_lines
 from rayvec.training.progress_display import ProgressDisplay, progress_text
 from rayvec.training.run_state import Progress
 from rayvec.training.trainer import Iteration
@@ -136,8 +135,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
     """Sends metrics to ``metrics.jsonl``, to TensorBoard, to a tracker if there is one, and to the terminal.
 
     A line is written once `config.log_interval_steps` have passed since the line before, with every checkpoint and
-    evaluation, and in the end. Use it as a context manager: it draws ``learning_curve.png`` when it is left, also by an
-    exception.
+    evaluation, and when it is closed. Use it as a context manager.
 
     Args:
         run_dir: Directory of the run.
@@ -173,7 +171,6 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
             ) from error
         self._display = ProgressDisplay(config.num_iterations * config.steps_per_iteration, progress.steps)
         self._line = _Line()
-        self._greedy: tuple[int, float] | None = None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
@@ -182,7 +179,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
             if error is None:
                 raise
             if str(other) != str(error):  # which is raised
-                logger.warning("the metrics or the learning curve of the run can't be written: %s", other)
+                logger.warning("the metrics of the run can't be written: %s", other)
 
     def add(self, iteration: Iteration) -> dict[str, float | int | None]:
         """Adds one iteration, which `progress` counts already, to the line.
@@ -250,15 +247,13 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
             self._tracker.log(steps, {name: value for name, value in metrics.items() if math.isfinite(value)})
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
-        """Logs the greedy episodes after training, if there are any, and marks them in the learning curve."""
+        """Logs the greedy episodes after training, if there are any."""
         if len(evaluation.returns):
             self._publish({"eval/return_mean": evaluation.return_mean, "eval/return_std": evaluation.return_std})
-            self._greedy = (self._progress.steps, evaluation.return_mean)
 
     def close(self) -> None:
-        """Writes what is not yet written, closes the files and the bar, and draws the learning curve."""
+        """Writes what is not yet written, and closes the files and the bar."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._draw)
             stack.callback(self._metrics.close)
             stack.callback(self._tensorboard.close)
             stack.callback(self._display.close)
@@ -266,11 +261,3 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
                 self._write()
             elif self._logged:
                 self._publish(self._logged)  # each step is in one line of the file
-
-    def _draw(self) -> None:
-        if not self._run_dir.is_dir():
-            return  # `_write` says so
-        lines = list(without_damaged_lines(read_metrics(self._run_dir / "metrics.jsonl")))
-        figure = learning_curve_figure(lines, self._config.title, self._greedy)
-        with written_whole(self._run_dir / "learning_curve.png") as file:
-            figure.savefig(file, format="png")

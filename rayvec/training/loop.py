@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import math
 import os
@@ -24,6 +23,7 @@ from rayvec.learners.base import check_gpu
 from rayvec.pools.in_process_base import captured
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, Evaluator, open_evaluator
+from rayvec.training.learning_curve import draw_learning_curve
 from rayvec.training.loggers import RunLogger, Tracker
 from rayvec.training.monitor import Monitor
 from rayvec.training.open_trainer import open_trainer
@@ -153,34 +153,42 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
     check_tracker(config)
     if config.learner_device != "cpu" and config.learner_mode == "driver":
         check_gpu()
-    is_done, checked = False, checked_callbacks(callbacks)
+    checked = checked_callbacks(callbacks)
     shown, run_dir = run_dir, Path(os.path.abspath(run_dir))  # a callback may change the working directory
-    cores: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
         run = _Run(config, run_dir, shown, state, checked, stack.enter_context(Monitor(config, run_dir)))
         stack.enter_context(run.noting())
         interrupts = stack.enter_context(Interrupts())
         stack.enter_context(interrupts.taking_sigterm())
-        while not is_done and not interrupts.requested:
-            if run.has_begun:
-                gc.collect()  # the ranks before left megabytes of reference cycles, mostly figures
-            try:
-                opened = open_trainer(config, run.context.progress, run.state, fewer=run.num_losses > 0, cores=cores)
-                with opened as trainer:
-                    interrupts.check()
-                    run.open_tracker(stack)
-                    if run.state is None:
-                        run.begin(trainer.state())
-                        stack.enter_context(locked(run_dir))
-                    is_done = run.train(trainer, interrupts)
-                if not is_done and not interrupts.requested:
-                    steps = run.context.progress.steps
-                    logger.warning("nodes joined or leave: ranks are placed again at step %d", steps)
-            except RankLostError as error:
-                run.lose_ranks(error)
+        with run.drawing():
+            is_done = _train_with_any_ranks(run, interrupts, stack)
         if is_done:
             return run.end()
         raise interrupts.stopped(f"stopped after {run.context.progress.steps:,} steps; {run.how_to_resume}")
+
+
+def _train_with_any_ranks(run: _Run, interrupts: Interrupts, stack: contextlib.ExitStack) -> bool:
+    """Trains until the run is done or should stop, with one set of ranks after the other as they are lost or placed.
+
+    Returns:
+        Whether the run is done.
+    """
+    is_done, cores = False, dict[str, int]()
+    while not is_done and not interrupts.requested:
+        progress = run.context.progress
+        try:
+            with open_trainer(run.config, progress, run.state, fewer=run.num_losses > 0, cores=cores) as trainer:
+                interrupts.check()
+                run.open_tracker(stack)
+                if run.state is None:
+                    run.begin(trainer.state())
+                    stack.enter_context(locked(run.run_dir))
+                is_done = run.train(trainer, interrupts)
+            if not is_done and not interrupts.requested:
+                logger.warning("nodes joined or leave: ranks are placed again at step %d", progress.steps)
+        except RankLostError as error:
+            run.lose_ranks(error)
+    return is_done
 
 
 @contextlib.contextmanager
@@ -210,6 +218,8 @@ class _Run:
         monitor: Publishes the status and the metrics of the run.
 
     Attributes:
+        config: Its settings.
+        run_dir: Its directory.
         context: What the callbacks see, with the progress of the run.
         state: The state that it continues from: with decentralized ranks, the last one that was kept.
         num_losses: How often ranks were lost since the last checkpoint.
@@ -230,9 +240,10 @@ class _Run:
         self.state = state
         self.num_losses = 0
         self.has_begun = False
-        self._config, self._run_dir, self._shown = config, run_dir, shown
+        self.config, self.run_dir, self._shown = config, run_dir, shown
         self._callbacks = [*([] if config.eval_interval_steps is None else [BestModel()]), *callbacks]
         self._tracker: Tracker | None = None
+        self._greedy: tuple[int, float] | None = None
         self._monitor = monitor
         self._saved_s = time.monotonic()
         self._began_s = self._saved_s - progress.wall_s
@@ -240,9 +251,9 @@ class _Run:
     @property
     def how_to_resume(self) -> str:
         """The command that resumes the run, or a sentence that there is no checkpoint, or no directory."""
-        if (self._run_dir / "checkpoint.pt").exists():
-            return f"resume with: {resume_command(self._config, self._shown)}"
-        if not self._run_dir.is_dir():
+        if (self.run_dir / "checkpoint.pt").exists():
+            return f"resume with: {resume_command(self.config, self._shown)}"
+        if not self.run_dir.is_dir():
             return f"the directory {self._shown} no longer exists"
         return f"{self._shown} has no checkpoint to resume from"
 
@@ -256,24 +267,42 @@ class _Run:
                 error.add_note(note)
             raise
 
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draws the learning curve once the block ends. If the block raises, a failure to draw is only logged."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self._draw()
+            except Exception as other:
+                if str(other) != str(error):
+                    logger.warning("the learning curve of the run can't be drawn: %s", other)
+            raise
+        self._draw()
+
+    def _draw(self) -> None:
+        if self.has_begun:
+            draw_learning_curve(self.run_dir, self.config.title, self._greedy)
+
     def open_tracker(self, stack: contextlib.ExitStack) -> None:
         """Opens the tracker, if there is one and it is not open yet; `stack` closes it."""
         if self._tracker is None:
-            opened = open_tracker(self._config, self._run_dir, self.context.progress.tracker_run)
+            opened = open_tracker(self.config, self.run_dir, self.context.progress.tracker_run)
             self._tracker, self.context.progress.tracker_run = stack.enter_context(opened)
 
     def begin(self, state: dict[str, Any]) -> None:
         """Makes the directory of a new run."""
-        begin_run_dir(self._run_dir, self._config, self._complete(state))
+        begin_run_dir(self.run_dir, self.config, self._complete(state))
         self.has_begun = True
-        if self._config.preset != "none":
-            print(f"rayvec: settings of the preset {self._config.preset}", file=sys.stderr)
+        if self.config.preset != "none":
+            print(f"rayvec: settings of the preset {self.config.preset}", file=sys.stderr)
 
     def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a trainer with the progress; keeps it where lost ranks would continue from it."""
         self.context.progress.wall_s = time.monotonic() - self._began_s
         complete = {**state, "progress": asdict(self.context.progress)}
-        if self._config.learner_mode == "decentralized":
+        if self.config.learner_mode == "decentralized":
             self.state = complete
         return complete
 
@@ -284,7 +313,7 @@ class _Run:
             Whether the run is done; not if Ctrl-C or SIGTERM came before, or if it should continue with other ranks.
             Then the checkpoint is of the last iteration.
         """
-        config, progress = self._config, self.context.progress
+        config, progress = self.config, self.context.progress
         if not self.has_begun and progress.steps >= config.total_steps:
             follows = "; only the evaluation follows" if config.eval_episodes else ""
             print(f"rayvec: the run has taken all its {progress.steps:,} steps{follows}", file=sys.stderr)
@@ -292,7 +321,7 @@ class _Run:
         self._monitor.begin(progress)
         self._saved_s = time.monotonic()
         with (
-            RunLogger(self._run_dir, config, progress, self._tracker, self.context.logged) as logger,
+            RunLogger(self.run_dir, config, progress, self._tracker, self.context.logged) as logger,
             open_evaluator(config, progress.steps) as evaluator,
         ):
             with interrupts.deferred():
@@ -310,7 +339,9 @@ class _Run:
                 print(f"rayvec: evaluating up to {counted(config.eval_episodes, 'episode')}", file=sys.stderr)
             with _saying_where():
                 evaluation = trainer.evaluate()
-            self._evaluated(evaluation if len(evaluation.returns) else None, self._weights)
+            if len(evaluation.returns):
+                self._greedy = (progress.steps, evaluation.return_mean)
+                self._evaluated(evaluation, self._weights)
             logger.log_evaluation(evaluation)
             self._save_result()  # before the learning curve is drawn: a Ctrl-C there does not lose the evaluation
         return True
@@ -319,7 +350,7 @@ class _Run:
         self, trainer: RunTrainer, interrupts: Interrupts, evaluator: Evaluator | None, logger: RunLogger
     ) -> bool:
         """Makes an iteration, evaluates and saves its weights where that is due; returns whether it saved them."""
-        config, progress = self._config, self.context.progress
+        config, progress = self.config, self.context.progress
         last_step = progress.steps + config.steps_per_iteration
         is_end = self._ends(interrupts) or last_step >= config.total_steps
         is_last = is_end or trainer.is_outdated
@@ -354,7 +385,7 @@ class _Run:
 
     def _has_more(self, interrupts: Interrupts) -> bool:
         """Whether an iteration should follow."""
-        return self.context.progress.steps < self._config.total_steps and not self._ends(interrupts)
+        return self.context.progress.steps < self.config.total_steps and not self._ends(interrupts)
 
     def _ends(self, interrupts: Interrupts) -> bool:
         """Whether Ctrl-C, SIGTERM or a callback asked to end the run."""
@@ -370,7 +401,7 @@ class _Run:
 
     def _save(self, state: dict[str, Any]) -> None:
         self._weights = state["weights"].numpy()
-        save_checkpoint(self._run_dir, self._complete(state))
+        save_checkpoint(self.run_dir, self._complete(state))
         self._call("on_checkpoint")
         self._saved_s = time.monotonic()
 
@@ -385,7 +416,7 @@ class _Run:
         """
         self.num_losses += 1
         self._monitor.count_lost_ranks()
-        is_elastic = isinstance(self._config.num_nodes, tuple)
+        is_elastic = isinstance(self.config.num_nodes, tuple)
         most = _MOST_LOSSES_OF_ELASTIC_RANKS if is_elastic else _MOST_LOSSES
         if self.num_losses > most or (self.state is None and not is_elastic):
             raise LearnerError(
@@ -410,12 +441,12 @@ class _Run:
     def _save_result(self) -> TrainResult:
         """Writes the totals of the run up to now; returns them."""
         context, evaluation = self.context, self.context.evaluation
-        if context.progress.steps >= self._config.total_steps:
+        if context.progress.steps >= self.config.total_steps:
             context.stop_reason = None  # the run had taken all its steps
         wall_s = time.monotonic() - self._began_s
         returns = [] if evaluation is None else evaluation.returns.tolist()
         mean = math.nan if evaluation is None else evaluation.return_mean
-        run_dir = self._shown if os.path.abspath(self._shown) == str(self._run_dir) else self._run_dir
+        run_dir = self._shown if os.path.abspath(self._shown) == str(self.run_dir) else self.run_dir
         result = TrainResult(run_dir, context.progress.steps, wall_s, mean, context.stop_reason)
-        save_result(self._run_dir, self._config, asdict(result), returns)
+        save_result(self.run_dir, self.config, asdict(result), returns)
         return result

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -24,6 +26,7 @@ from rayvec.data.topology import Topology
 from rayvec.distributed.rank_actor import RankActor
 from rayvec.distributed.rank_host import RankPlacement
 from rayvec.errors import ConfigError, RankLostError
+from rayvec.training import loop
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.loop import _Run
@@ -163,6 +166,39 @@ def test_a_run_that_lost_a_rank_can_be_stopped_and_resumed(tmp_path: Path, lost:
     assert rayvec.resume(run_dir).total_steps == steps + 128
     logged = [line["steps"] for line in read_metrics(run_dir / "metrics.jsonl")]
     assert logged == list(range(64, steps + 129, 64)), "no step twice, and none left out"
+
+
+class DiesOnOrder(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """Kills its process in a step, and removes the file that orders it."""
+
+    def __init__(self, env: Any, order: Path) -> None:
+        super().__init__(env)
+        self._order = order
+
+    def step(self, action: Any) -> Any:
+        with contextlib.suppress(FileNotFoundError):
+            self._order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_the_learning_curve_is_drawn_once_not_with_each_set_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes seconds where metrics.jsonl is long, for which the ranks would wait."""
+    drawn: list[Path] = []
+    order = tmp_path / "order"
+    monkeypatch.setattr(loop, "draw_learning_curve", lambda run_dir, *others: drawn.append(run_dir))
+
+    def kill_a_rank(context: rayvec.RunContext) -> None:
+        if context.progress.iterations == 3 and not caplog.text:
+            order.touch()
+
+    settings = {**SMALL, **UNCUT, **HERE, "num_learners": 2, "total_steps": 640, "checkpoint_interval_s": 0.0}
+    config = rayvec.PPOConfig(**settings, run_dir=tmp_path / "a", eval_episodes=0)
+    callback = SimpleNamespace(on_iteration=kill_a_rank)
+    rayvec.train(config, env=lambda: DiesOnOrder(gymnasium.make("CartPole-v1"), order), callbacks=[callback])
+    assert "restarting all ranks at step" in caplog.text and drawn == [tmp_path / "a"]
 
 
 @pytest.mark.slow
