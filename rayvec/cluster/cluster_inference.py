@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
 from rayvec.cluster.node_interface import Member, Node, NodePart, Wait, Weights, reading_others
+from rayvec.cluster.reachability import check_connected
 from rayvec.data import ChunkRequest
 from rayvec.errors import NodeLostError
 from rayvec.node.deferred_signals import Uninterrupted
@@ -59,8 +61,7 @@ class _PendingChunk:
         """Requests the part of a node."""
         weights = self.weights
         if weights is not None and weights.ref is None and node.transport != "shm":
-            with room_for("weights"):
-                weights = self.weights = weights._replace(ref=ray.put(weights.array))
+            weights = self.weights = weights._replace(ref=_put(weights.array))
         self.requested[number] = node, node.begin_rollout(self.key, weights, self.request)
 
     def wait(self, number: int, deadline: float) -> NodePart:
@@ -71,6 +72,13 @@ class _PendingChunk:
             return part
         finally:
             self.waited_s += time.monotonic() - began_s
+
+
+def _put(weights: NDArray[np.float32]) -> Any:
+    """Puts weights into the object store."""
+    check_connected()
+    with room_for("weights"):
+        return ray.put(weights)
 
 
 class ClusterInference(Acting):
@@ -105,8 +113,7 @@ class ClusterInference(Acting):
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
         """See :class:`~rayvec.pools.base.Acting`. Each node fetches the weights once, with the next chunk."""
-        with room_for("weights"):
-            ref = ray.put(weights) if any(each.node.transport != "shm" for each in self._nodes) else None
+        ref = _put(weights) if any(each.node.transport != "shm" for each in self._nodes) else None
         self._weights[key] = Weights(version, weights.copy(), ref)
 
     def has_room(self, key: int, part: int | None = None) -> bool:

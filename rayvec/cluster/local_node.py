@@ -1,4 +1,4 @@
-"""The driver's own node: the driver owns the process pool, and a placement group reserves the cores."""
+"""The driver's own node: the driver owns the process pool, and claims the cores of its workers from Ray."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 import ray
 from gymnasium import Space
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from rayvec.cluster.core_claim import CoreClaim
 from rayvec.cluster.node_interface import NodePart, Wait, Weights, done, node_lost
-from rayvec.cluster.reachability import can_call_ray
 from rayvec.data import ChunkRequest, NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
@@ -23,7 +22,7 @@ __all__ = ["LocalNode"]
 
 
 class LocalNode:
-    """The driver's own node: this process owns the pool, and a placement group reserves the cores.
+    """The driver's own node: this process owns the pool.
 
     Args:
         node_slice: The environments, workers and cores of this node.
@@ -38,11 +37,7 @@ class LocalNode:
         self._preload = preload
         self._restart_policy = restart_policy
         self._pool: ProcessPool | None = None
-        self._claim: PlacementGroup | None = None
-        if node_slice.num_cpus:
-            self._claim = placement_group(
-                [{"CPU": node_slice.num_cpus}], bundle_label_selector=[{"ray.io/node-id": node_slice.node_id}]
-            )
+        self._claim = CoreClaim(node_slice.node_id, node_slice.num_cpus) if node_slice.num_cpus else None
 
     @property
     def _running(self) -> ProcessPool:
@@ -131,7 +126,7 @@ class LocalNode:
                     self._pool = None  # not before: after Ctrl-C, a second call ends the workers
             finally:
                 claim, self._claim = self._claim, None
-                if claim is not None and can_call_ray():
-                    remove_placement_group(claim)
+                if claim is not None:
+                    claim.release()
 
         return end

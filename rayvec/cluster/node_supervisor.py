@@ -21,6 +21,7 @@ from rayvec.cluster.merge_answers import JoinedAnswers
 from rayvec.cluster.node_interface import Member, Node, check_sizes, close_quietly, describe_nodes, join_node_parts
 from rayvec.cluster.placement import place_again
 from rayvec.cluster.ray_session import RaySession
+from rayvec.cluster.reachability import check_connected
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.data import ChunkSummary, NodeSlice, Topology
 from rayvec.envs.factory import EnvFactory
@@ -155,8 +156,9 @@ class NodeSupervisor:
         """Starts the environments of a lost node elsewhere, and repeats the pending requests there.
 
         Raises:
-            NodeLostError: Nodes are not replaced, or there is no core left.
+            NodeLostError: Nodes are not replaced, there is no core left, or the program has shut Ray down.
         """
+        check_connected(error)
         member = self.members[number]
         if not self._rehost:
             raise error

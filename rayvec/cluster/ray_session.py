@@ -57,7 +57,8 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
             local cluster, in this order.
 
     Raises:
-        ConfigError: No cluster answers at the address, or this process is connected to another cluster.
+        ConfigError: No cluster answers at the address, this process is connected to another cluster, or the connection
+            is that of Ray Client.
     """
 
     _lock = threading.Lock()
@@ -82,10 +83,12 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
     @classmethod
     def _begin(cls, address: str | None) -> None:
         if ray.is_initialized():
+            _refuse_client("ray://, by ray.init" if ray.util.client.ray.is_connected() else "")
             _check_same(address)
             cls._ours = None
             return
         address = address or os.environ.get("RAY_ADDRESS")
+        _refuse_client(address or "")
         with _keeping_sigterm():
             if address:
                 _connect(address)
@@ -158,6 +161,18 @@ def _connection() -> tuple[str, str]:
     """Returns the address of the cluster that this process is connected to, and its job there."""
     context = ray.get_runtime_context()
     return context.gcs_address, context.get_job_id()
+
+
+def _refuse_client(address: str) -> None:
+    """Raises ``ConfigError`` if a connection to Ray, or the `address` of one, is that of Ray Client."""
+    if "://" in address:
+        raise ConfigError(
+            "rayvec runs on a machine of the Ray cluster, not through Ray Client (ray://host:10001).",
+            expected="the address of the cluster's head, such as 'host:6379', or 'auto'",
+            got=address,
+            remedy="Start the program on a machine of the cluster, send it there as a job or as a task of ray.remote, "
+            "or pass num_nodes=0 to use this machine without Ray.",
+        )
 
 
 def _check_same(address: str | None) -> None:

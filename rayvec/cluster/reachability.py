@@ -20,7 +20,16 @@ from ray.exceptions import RpcError
 
 from rayvec.errors import NodeLostError
 
-__all__ = ["NodeWatch", "alive_nodes", "can_call_ray", "check_head", "head_answers", "raylets", "unreachable"]
+__all__ = [
+    "NodeWatch",
+    "alive_nodes",
+    "can_call_ray",
+    "check_connected",
+    "check_head",
+    "head_answers",
+    "raylets",
+    "unreachable",
+]
 
 _ANSWER_S = 2.0
 _REQUEST_S = 10.0
@@ -77,6 +86,8 @@ def _serves() -> bool:
 
 def head_answers() -> bool:
     """Whether the head of the cluster answers; else calls of Ray wait for a minute or more, some without end."""
+    if not ray.is_initialized():
+        return False
     address = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
     does_answer = _answers((host.strip("[]"), int(port)), refusal_counts=True) and _serves()  # it may be restarting
@@ -98,8 +109,20 @@ def can_call_ray() -> bool:
     return time.monotonic() - silent_s > _SILENCE_S and head_answers()
 
 
+def check_connected(cause: Exception | None = None) -> None:
+    """Raises ``NodeLostError`` because of `cause` if Ray is not initialised. A call of Ray would join any cluster."""
+    if not ray.is_initialized():
+        raise NodeLostError(
+            "A program stays connected to Ray until it has closed what it runs there.",
+            expected="an initialised Ray",
+            got="none: ray.shutdown() was called",
+            remedy="Call close() before ray.shutdown(). After ray.init(), make the environments or ranks again.",
+        ) from cause
+
+
 def check_head(cause: Exception | None = None) -> None:
     """Raises ``NodeLostError`` because of `cause` if the head of the cluster does not answer."""
+    check_connected(cause)
     if not head_answers():
         if sys.excepthook is worker.custom_excepthook:  # it tells the head first, for which it waits without end
             sys.excepthook = worker.normal_excepthook

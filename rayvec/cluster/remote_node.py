@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.node_interface import NodePart, Wait, Weights, done, node_lost
 from rayvec.cluster.pickled import Pickled
-from rayvec.cluster.reachability import can_call_ray
+from rayvec.cluster.reachability import can_call_ray, check_connected
 from rayvec.cluster.software_versions import check_versions
 from rayvec.cluster.tcp_stream import FrameSocket, connect
 from rayvec.cluster.wire_format import FrameFormat, Kind
@@ -87,6 +87,7 @@ class RemoteNode:
     # Requests through Ray.
 
     def _start(self, method: str, *args: Any) -> Wait:
+        check_connected()
         ref = getattr(self._actor, method).remote(*args)
         return lambda timeout_s: self._get(ref, timeout_s)
 
@@ -203,6 +204,7 @@ class RemoteNode:
                 loaded with.
             request: How many steps, which noise, and whether the part stays in the object store.
         """
+        check_connected()
         rollout = self._actor.rollout.options(num_returns=2)
         version, ref = (None, None) if weights is None else (weights.version, weights.ref)
         refs = rollout.remote(key, version, ref, request)

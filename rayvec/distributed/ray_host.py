@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.cluster.ray_session import RaySession
-from rayvec.cluster.reachability import NodeWatch, can_call_ray, check_head
+from rayvec.cluster.reachability import NodeWatch, can_call_ray, check_connected, check_head
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_actor import RankActor
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
@@ -75,6 +75,7 @@ class RayHost:
         A reference among `args` stands for its result, a :class:`~rayvec.distributed.memory_file.MemoryFile` for its
         value.
         """
+        check_connected()
         sent = [ray.put(arg.value()) if isinstance(arg, MemoryFile) and not rank.reads_memory else arg for arg in args]
         return rank, getattr(rank.handle, method).remote(*map(_ref, sent))
 
@@ -84,6 +85,7 @@ class RayHost:
 
     def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
         """Waits until so many calls have ended, or their ranks have; returns the references of those that have."""
+        check_connected()
         done, _ = ray.wait([_ref(each) for each in refs], num_returns=num_results, timeout=timeout_s)
         return [each for each in refs if _ref(each) in done]
 
@@ -94,6 +96,7 @@ class RayHost:
             RankLostError: The rank's process has ended.
             ConfigError: The result finds no room in the object store.
         """
+        check_connected()
         try:
             with room_for("the result of a rank"):
                 return ray.get(_ref(ref))

@@ -50,7 +50,8 @@ def with_own_parts(
     if env is not None:
         parts["env_id"] = _named_env(env)
     if network is not None:
-        if not callable(network) or hasattr(network, "parameters"):  # a module can be called, too
+        is_module = hasattr(network, "parameters") and not isinstance(network, type)
+        if not callable(network) or is_module:  # a module can be called, too
             raise ConfigError(
                 "network makes the module to train.",
                 expected="a function of (observation space, action space, settings)",

@@ -381,6 +381,75 @@ class TestSharedCluster:
         driver.wait_until(lambda: not driver.left(), "no process is left")
         assert sum(node["Alive"] for node in ray.nodes()) == 2
 
+    def test_a_program_that_shuts_ray_down_joins_no_other_cluster(self, run: MakeDriver, ray_cluster: object) -> None:
+        """Where environments or ranks are open; calls of Ray would begin with a ``ray.init()``."""
+        import ray
+
+        driver = run(
+            f"""
+            import numpy as np, ray, rayvec
+            from rayvec.distributed.rank_group import RankGroup
+            from rayvec.errors import NodeLostError
+            from rayvec.testing import CountingEnv
+
+            class Held:
+                def __init__(self, ranks):
+                    pass
+
+                def load_state_dict(self, state):
+                    pass
+
+                def state_dict(self):
+                    return {{}}
+
+            ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False)
+            settings = dict(num_nodes=2, workers_per_node=1, on_node_loss="rehost")
+            stepped, collected = (rayvec.RayVecEnv([CountingEnv] * 2, **settings) for _ in range(2))
+            stepped.reset(seed=0)
+            collector = rayvec.Collector(collected, lambda obs: np.zeros(len(obs), int), seed=0)
+            collector.collect(n_step=4)
+            group = RankGroup(Held, num_cpus=0)
+            assert group.state_dict() == {{}}
+            ray.shutdown()
+            def step():
+                while True:  # the other node ends a moment later
+                    stepped.step([0, 0])
+
+            for use in (step, lambda: collector.collect(n_step=4), group.state_dict):
+                try:
+                    use()
+                except NodeLostError as error:
+                    assert "ray.shutdown() was called" in str(error)
+                else:
+                    raise AssertionError("no error")
+            group.close()
+            assert not ray.is_initialized()
+            print("all is well")
+            """,
+            **authentication(),
+        )
+        assert driver.finish().splitlines()[-1] == "all is well"
+        driver.wait_until(lambda: not driver.left(), "no process is left")
+
+    def test_an_address_of_ray_client_is_refused(self, run: MakeDriver) -> None:
+        driver = run(
+            """
+            import rayvec
+            from rayvec.errors import ConfigError
+            from rayvec.testing import CountingEnv
+
+            for address in ("ray://elsewhere:10001", None):
+                try:
+                    rayvec.RayVecEnv([CountingEnv] * 2, address=address)
+                except ConfigError as error:
+                    print(error)
+            """,
+            RAY_ADDRESS="ray://head:10001",
+        )
+        first, second = driver.finish().splitlines()
+        assert "not through Ray Client" in first and "Got: ray://elsewhere:10001. Remedy: " in first
+        assert "Got: ray://head:10001. Remedy: " in second
+
     def test_a_driver_that_is_killed_leaves_nothing_on_a_cluster_of_others(
         self, run: MakeDriver, ray_cluster: object
     ) -> None:

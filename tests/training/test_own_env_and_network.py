@@ -152,6 +152,21 @@ def test_a_network_that_cannot_work_is_refused_before_the_run_begins(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+class TwoHeadsOfARun(TwoHeads):
+    """Takes what a function that makes a network does."""
+
+    def __init__(self, observation_space: Any, action_space: Any, config: Any) -> None:
+        super().__init__(observation_space, action_space)
+
+
+def test_a_class_makes_the_network(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), env=Line, network=TwoHeadsOfARun)
+    agent = rayvec.load(tmp_path / "a")
+    assert agent.predict(Line().observation_space.sample()) in Line().action_space
+    with pytest.raises(ConfigError, match="Got: TwoHeads"):
+        rayvec.train(tiny(tmp_path / "b"), env=Line, network=TwoHeads(Line().observation_space, Line().action_space))
+
+
 class RaisesLater(TwoHeads):
     """Raises in its fifth call where it learns, or else where it acts."""
 
