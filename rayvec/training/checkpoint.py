@@ -100,7 +100,9 @@ def _foreign(path: Path, got: str) -> CheckpointError:
         "A checkpoint must be complete and undamaged.",
         expected=f"a complete checkpoint of rayvec in {path}",
         got=got,
-        remedy="Restore the file from a copy, or start a new run.",
+        remedy="Restore the file from a copy, or from the newest intact one in checkpoints/, or start a new run."
+        if any(path.parent.glob("checkpoints/*.pt"))
+        else "Restore the file from a copy, or start a new run.",
     )
 
 

@@ -201,9 +201,10 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._published_s = time.monotonic()
         status, gauges = self._status(state)
         self._last = status
-        sinks = self._sinks() if state == "running" else [self._port] if self._port else []
+        if state != "running":
+            gauges += [(name, (node.node,), 0.0) for node in status.nodes for name in _PER_NODE]
         counters = [(name, labels, amount) for (name, labels), amount in self._new.items()]
-        for sink, (name, labels, value) in itertools.product(sinks, [*gauges, *counters]):
+        for sink, (name, labels, value) in itertools.product(self._sinks(), [*gauges, *counters]):
             named = zip(METRICS[name].labels, labels, strict=True)
             sink.record(name, value, {"run": self._run_dir.name, **dict(named)})
         self._new.clear()

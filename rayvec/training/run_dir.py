@@ -239,7 +239,9 @@ def load_config(run_dir: Path) -> TrainConfig:
             "The directory of a run holds its settings and its checkpoint.",
             expected=f"a readable file {path}",
             got=error.strerror if isinstance(error, OSError) else error,
-            remedy=directory_advice(run_dir),
+            remedy="Ask its owner for permission to read it."
+            if isinstance(error, PermissionError)
+            else directory_advice(run_dir),
         ) from None
     try:
         return TrainConfig.from_yaml(text)

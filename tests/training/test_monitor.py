@@ -94,6 +94,18 @@ def test_metrics_are_those_of_the_iterations(tmp_path: Path, capfd: pytest.Captu
     assert {name for name, _ in seen[-1] if not name.endswith("_created")} <= METRICS.keys()
 
 
+def test_nodes_of_a_run_that_has_ended_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray exports the last values of gauges as long as the program is connected to it."""
+    last: dict[str, float] = {}
+    sink = SimpleNamespace(record=lambda name, value, labels: last.update({name: value}))
+    monkeypatch.setattr(monitor.Monitor, "_sinks", lambda self: [sink])
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
+    assert {name: value for name, value in last.items() if name in monitor._PER_NODE} == dict.fromkeys(
+        monitor._PER_NODE, 0.0
+    )
+    assert last["rayvec_steps_total"] == 64
+
+
 def test_the_status_counts_what_was_restarted(tmp_path: Path) -> None:
     statuses: list[RunStatus] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -172,7 +173,20 @@ def test_resuming_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="Got: none"):
         rayvec.resume(tmp_path)
     (tmp_path / "checkpoint.pt").write_bytes(b"PK\x03\x04 half a")
-    with pytest.raises(CheckpointError, match="truncated"):
+    with pytest.raises(CheckpointError, match=r"truncated.*Restore the file from a copy, or start"):
+        rayvec.resume(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "64.pt").touch()
+    with pytest.raises(CheckpointError, match="from the newest intact one in checkpoints/"):
+        rayvec.resume(tmp_path)
+
+
+def test_settings_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **options: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))  # which the system does not do to root
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=r"Got: Permission denied\. Remedy: Ask its owner"):
         rayvec.resume(tmp_path)
 
 
