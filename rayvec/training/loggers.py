@@ -53,12 +53,9 @@ class MetricsFile:
         Raises:
             OSError: Writing failed, because the disk is full for example. Its `filename` is this file.
         """
-        try:
+        with _naming(self._file.name):
             self._file.write(_json_line(metrics))
             self._file.flush()
-        except OSError as error:
-            error.filename = self._file.name
-            raise
 
     def close(self) -> None:
         """Closes the file."""
@@ -77,6 +74,16 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(line, dict) and isinstance(line.get("steps"), int):
                 yield line
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Gives an error of the system within the block the name of its file, or of the directory, if it has none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
 
 
 def _json_line(metrics: Mapping[str, float | int | list[int] | None]) -> str:
@@ -235,14 +242,16 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         self._metrics.write({**metrics, "staleness_counts": by_age} if by_age else metrics)
         if by_age:
             ages = np.repeat(np.arange(len(by_age)), by_age)
-            self._tensorboard.add_histogram("staleness_counts", ages, self._progress.steps)
+            with _naming(self._tensorboard.log_dir):
+                self._tensorboard.add_histogram("staleness_counts", ages, self._progress.steps)
         shown = {name: value for name, value in metrics.items() if value is not None and name != "steps"}
         self._publish(shown)
 
     def _publish(self, metrics: Mapping[str, float | int]) -> None:
         steps = self._progress.steps
-        for name, value in metrics.items():
-            self._tensorboard.add_scalar(name, value, steps)
+        with _naming(self._tensorboard.log_dir):
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, steps)
         if self._tracker is not None:
             self._tracker.log(steps, {name: value for name, value in metrics.items() if math.isfinite(value)})
 
@@ -255,6 +264,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         """Writes what is not yet written, and closes the files and the bar."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._metrics.close)
+            stack.enter_context(_naming(self._tensorboard.log_dir))
             stack.callback(self._tensorboard.close)
             stack.callback(self._display.close)
             if self._line.steps:

@@ -154,6 +154,19 @@ def test_an_error_of_a_full_disk_names_the_file(tmp_path: Path) -> None:
         file.close()
 
 
+def test_an_error_of_a_full_disk_in_tensorboard_names_the_directory(tmp_path: Path) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    logger = RunLogger(tmp_path, CONFIG, Progress(steps=16))
+    add_scalar, logger._tensorboard.add_scalar = logger._tensorboard.add_scalar, full  # type: ignore[method-assign]
+    logger.add(Iteration(stats(1.0), {}, TIMES_S))
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
+        logger.end_line()
+    logger._tensorboard.add_scalar = add_scalar  # type: ignore[method-assign]
+    logger.close()
+
+
 class _ReturnsArrays(PPOLearner):
     def update(self, batch: Any) -> Any:
         return {**super().update(batch), "numpy": np.float32(1.5), "whole": np.int64(3), "torch": torch.tensor(2.5)}
