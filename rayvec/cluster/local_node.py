@@ -10,6 +10,7 @@ from gymnasium import Space
 
 from rayvec.cluster.core_claim import CoreClaim
 from rayvec.cluster.node_interface import NodePart, Wait, Weights, done, node_lost
+from rayvec.cluster.reachability import check_connected
 from rayvec.data import ChunkRequest, NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
@@ -102,8 +103,11 @@ class LocalNode:
 
         def finish(timeout_s: float | None) -> NodePart:
             times, summary, chunk = self._running.finish_on_node(request.by_reference, timeout_s)
-            with room_for(f"the chunk of node {self.slice.name}"):
-                part = ray.put(chunk) if request.by_reference else chunk
+            part: Any = chunk
+            if request.by_reference:
+                check_connected()
+                with room_for(f"the chunk of node {self.slice.name}"):
+                    part = ray.put(chunk)
             return NodePart(times, [], summary, part, self._running.take_replaced())
 
         return finish

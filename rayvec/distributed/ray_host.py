@@ -81,6 +81,7 @@ class RayHost:
 
     def put(self, value: Any) -> Any:
         """Puts a value into the object store."""
+        check_connected()
         return ray.put(value)
 
     def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
