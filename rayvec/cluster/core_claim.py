@@ -35,10 +35,18 @@ class CoreClaim:
             self._group = placement_group([{"CPU": num_cpus}], bundle_label_selector=[{"ray.io/node-id": node_id}])
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until Ray has reserved the cores. Returns False if they did not become free in time."""
+        """Waits until Ray has reserved the cores. Returns False if they did not become free in time.
+
+        Raises:
+            RayError: The actor could not start.
+        """
         if self._actor is None:
             return bool(self._group.wait(timeout_s))
-        return bool(ray.wait([self._actor.__ray_ready__.remote()], timeout=timeout_s)[0])
+        try:
+            ray.get(self._actor.__ray_ready__.remote(), timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            return False
+        return True
 
     def release(self) -> None:
         """Makes the cores free again."""

@@ -51,7 +51,11 @@ class LocalNode:
         Raises:
             NodeLostError: The cores did not become free in time.
         """
-        if self._claim is not None and not self._claim.wait(timeout_s):
+        try:
+            is_placed = self._claim is None or self._claim.wait(timeout_s)
+        except ray.exceptions.RayError as error:
+            raise self._lost(error) from error
+        if not is_placed:
             raise self._lost(TimeoutError(f"no {self.slice.num_cpus} free cores within {timeout_s:g} s"))
 
     def start(self, factory: EnvFactory) -> Wait:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import ray
 
-from rayvec.cluster.reachability import alive_nodes, check_head
+from rayvec.cluster.reachability import alive_nodes, check_head, raylets, unreachable
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
 from rayvec.errors import ConfigError, NodeLostError, counted
@@ -194,8 +194,11 @@ def place_again(lost: NodeSlice, excluded: Collection[str], error: Exception) ->
     check_head(error)
 
     def look() -> list[FreeNode]:
-        candidates = free_nodes(claimed_too=lost.num_cpus == 0)
-        return [node for node in candidates if node.node_id not in excluded and node.cpus >= 1]
+        listed = free_nodes(claimed_too=lost.num_cpus == 0)
+        nodes = [node for node in listed if node.node_id not in excluded and node.cpus >= 1]
+        at = raylets()
+        silent = unreachable({node.node_id: at[node.node_id] for node in nodes if node.node_id in at})
+        return [node for node in nodes if node.node_id not in silent]
 
     nodes = look_until(look, bool, _PLACE_AGAIN_S)
     if not nodes:

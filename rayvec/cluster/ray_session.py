@@ -165,13 +165,13 @@ def _connection() -> tuple[str, str]:
 
 def _refuse_client(address: str) -> None:
     """Raises ``ConfigError`` if a connection to Ray, or the `address` of one, is that of Ray Client."""
-    if "://" in address:
+    if address.startswith("ray://"):
         raise ConfigError(
             "rayvec runs on a machine of the Ray cluster, not through Ray Client (ray://host:10001).",
             expected="the address of the cluster's head, such as 'host:6379', or 'auto'",
             got=address,
             remedy="Start the program on a machine of the cluster, send it there as a job or as a task of ray.remote, "
-            "or pass num_nodes=0 to use this machine without Ray.",
+            "or unset RAY_ADDRESS and pass num_nodes=0 to use this machine without Ray.",
         )
 
 

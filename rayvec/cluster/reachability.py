@@ -1,7 +1,8 @@
 """Which nodes of the cluster the network reaches. Ray itself notices after a minute that one is gone.
 
 The operating system of a node accepts a connection to the port of its raylet, however busy the node is, and even if the
-process is stopped. So the head of the cluster must answer a request, too. It refuses a connection if the process died.
+process is stopped. So the head of the cluster must answer a request, too. A node
+refuses connections to the port of a raylet that has died.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ def unreachable(addresses: Mapping[str, Address]) -> set[str]:
     return {node_id for node_id, does_answer in answers.items() if not does_answer}
 
 
-def _answers(address: Address, refusal_counts: bool = False) -> bool:
+def _answers(address: Address, *, refused_is_answer: bool = False) -> bool:
     try:
         socket.create_connection(address, _ANSWER_S).close()
     except ConnectionRefusedError:
-        return refusal_counts
+        return refused_is_answer
     except OSError:
         return False
     return True
@@ -90,7 +91,8 @@ def head_answers() -> bool:
         return False
     address = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
-    does_answer = _answers((host.strip("[]"), int(port)), refusal_counts=True) and _serves()  # it may be restarting
+    is_there = _answers((host.strip("[]"), int(port)), refused_is_answer=True)  # a head that restarts refuses
+    does_answer = is_there and _serves()
     if does_answer:
         _head_was_silent_s.pop(address, None)
     else:
@@ -152,6 +154,7 @@ class NodeWatch:
         Raises:
             NodeLostError: There is one, or a node is new, and the head does not answer.
         """
+        check_connected()
         wanted = set(node_ids) - {ray.get_runtime_context().get_node_id()}
         if not wanted <= self._addresses.keys():
             self._addresses = raylets()

@@ -100,6 +100,7 @@ class RemoteNode:
             ConfigError: The object store of the node is full.
             Exception: An environment raised this exception.
         """
+        check_connected()
         deadline = deadline_in(timeout_s)
         if self._watched is not None:
             self._look_while_waiting(ref, deadline, self._watched)

@@ -82,7 +82,8 @@ class RayHost:
     def put(self, value: Any) -> Any:
         """Puts a value into the object store."""
         check_connected()
-        return ray.put(value)
+        with room_for("arguments of ranks"):
+            return ray.put(value)
 
     def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
         """Waits until so many calls have ended, or their ranks have; returns the references of those that have."""

@@ -100,8 +100,8 @@ def _foreign(path: Path, got: str) -> CheckpointError:
         "A checkpoint must be complete and undamaged.",
         expected=f"a complete checkpoint of rayvec in {path}",
         got=got,
-        remedy="Restore the file from a copy, or from the newest intact one in checkpoints/, or start a new run."
-        if any(path.parent.glob("checkpoints/*.pt"))
+        remedy=f"Copy the newest intact file of checkpoints/ to {path.name}, or start a new run."
+        if path.name == "checkpoint.pt" and any(path.parent.glob("checkpoints/*.pt"))
         else "Restore the file from a copy, or start a new run.",
     )
 

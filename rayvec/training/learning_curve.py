@@ -108,8 +108,8 @@ def smoothed(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArr
     """Returns the weighted mean of each value's neighbourhood, which narrows towards both ends."""
     index = np.arange(len(values))
     reach = np.minimum(max(1, len(values) // 25), np.minimum(index, index[::-1]))
-    sums = np.zeros((2, len(values) + 1), np.longdouble)  # of all values before each
-    np.cumsum([values * weights, weights], axis=1, out=sums[:, 1:])
-    total, weight = sums[:, index + reach + 1] - sums[:, index - reach]
-    means: NDArray[np.float64] = (total / weight).astype(np.float64)
+    bounds = np.stack([index - reach, index + reach + 1], axis=1).ravel()
+    padded = np.pad([values * weights, weights], ((0, 0), (0, 1)))  # reduceat refuses bounds after the last value
+    total, weight = np.add.reduceat(padded, bounds, axis=1)[:, ::2]
+    means: NDArray[np.float64] = total / weight
     return means

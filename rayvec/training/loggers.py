@@ -78,11 +78,12 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Gives an error of the system within the block the name of its file, or of the directory, if it has none."""
+    """Names the file, or the directory, in an ``OSError`` of the system that names none."""
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or path
+        if error.errno is not None and error.filename is None:
+            error.filename = path
         raise
 
 
@@ -264,8 +265,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         """Writes what is not yet written, and closes the files and the bar."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._metrics.close)
-            stack.enter_context(_naming(self._tensorboard.log_dir))
-            stack.callback(self._tensorboard.close)
+            stack.callback(_naming(self._tensorboard.log_dir)(self._tensorboard.close))
             stack.callback(self._display.close)
             if self._line.steps:
                 self._write()

@@ -201,23 +201,23 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
         self._published_s = time.monotonic()
         status, gauges = self._status(state)
         self._last = status
+        write_status(self._run_dir, status)
         if state != "running":
             gauges += [(name, (node.node,), 0.0) for node in status.nodes for name in _PER_NODE]
         counters = [(name, labels, amount) for (name, labels), amount in self._new.items()]
-        for sink, (name, labels, value) in itertools.product(self._sinks(), [*gauges, *counters]):
+        for sink, (name, labels, value) in itertools.product(self._sinks(state == "running"), [*gauges, *counters]):
             named = zip(METRICS[name].labels, labels, strict=True)
             sink.record(name, value, {"run": self._run_dir.name, **dict(named)})
         self._new.clear()
         self._iterations.clear()
-        write_status(self._run_dir, status)
         if self._ray is not None and state == "running":
             self._ray.board.put(status.to_json())
 
-    def _sinks(self) -> list[_RaySink | _PortSink]:
+    def _sinks(self, may_open: bool) -> list[_RaySink | _PortSink]:
         if "ray" in sys.modules and (ray := sys.modules["ray"]).is_initialized():
             context = ray.get_runtime_context()
             if (key := (context.gcs_address, context.get_job_id())) != self._ray_key:
-                self._ray, self._ray_key = _RaySink(), key
+                self._ray, self._ray_key = (_RaySink(), key) if may_open else (None, None)
         else:
             self._ray = self._ray_key = None
         return [sink for sink in (self._ray, self._port) if sink is not None]

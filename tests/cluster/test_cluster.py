@@ -387,6 +387,7 @@ class TestSharedCluster:
 
         driver = run(
             f"""
+            import time
             import numpy as np, ray, rayvec
             from rayvec.distributed.rank_group import RankGroup
             from rayvec.errors import NodeLostError
@@ -412,7 +413,8 @@ class TestSharedCluster:
             assert group.state_dict() == {{}}
             ray.shutdown()
             def step():
-                while True:  # the other node ends a moment later
+                deadline = time.monotonic() + 60
+                while time.monotonic() < deadline:  # the other node ends a moment later
                     stepped.step([0, 0])
 
             for use in (step, lambda: collector.collect(n_step=4), group.state_dict):

@@ -12,11 +12,14 @@ from rayvec.cluster.core_claim import CoreClaim
 
 
 class Claims:
-    """Claims a core within an actor."""
+    """Claims cores within an actor."""
 
-    def claim(self) -> bool:
-        self._claim = CoreClaim(ray.get_runtime_context().get_node_id(), 1)
-        return self._claim.wait(60.0)
+    def claim(self, num_cpus: int) -> bool:
+        self._claim = CoreClaim(ray.get_runtime_context().get_node_id(), num_cpus)
+        try:
+            return self._claim.wait(60.0)
+        except ray.exceptions.ActorUnschedulableError:
+            return False
 
     def release(self) -> None:
         self._claim.release()
@@ -33,9 +36,16 @@ def free_cores() -> float:
 )
 def test_cores_claimed_within_an_actor(ray_cluster: object, end: Callable[[object], None]) -> None:
     """The job goes on, as that of a search does whose trial has ended."""
-    before = free_cores()
+    before = ray.cluster_resources()["CPU"]
+    wait_until(lambda: free_cores() == before, "tests before have closed their environments")
     actor = ray.remote(Claims).options(num_cpus=0).remote()  # type: ignore[attr-defined]
-    assert ray.get(actor.claim.remote())
+    assert ray.get(actor.claim.remote(1))
     wait_until(lambda: free_cores() == before - 1, "the core is claimed")
     end(actor)
     wait_until(lambda: free_cores() == before, "the core is free")
+
+
+def test_more_cores_than_the_node_has_are_not_claimed(ray_cluster: object) -> None:
+    actor = ray.remote(Claims).options(num_cpus=0).remote()  # type: ignore[attr-defined]
+    assert not ray.get(actor.claim.remote(10_000))
+    ray.kill(actor)

@@ -162,7 +162,7 @@ def test_a_lost_node_is_used_again_only_if_it_answers(two_nodes: TwoNodes, monke
 def test_nothing_moves_while_the_head_does_not_answer(two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     placement = ElasticPlacement((1, 2), 4, workers_per_node=2)
     slices = placement.first_topology(0.0).nodes
-    monkeypatch.setattr(reachability, "_answers", lambda address, refusal_counts: False)
+    monkeypatch.setattr(reachability, "_answers", lambda address, refused_is_answer: False)
     monkeypatch.setattr(elastic_placement, "leaving_nodes", lambda: pytest.fail("it calls Ray"))
     assert placement.is_due(False) and placement.moves(slices) == []
     assert not placement.is_due(False) and not placement.is_due(True)

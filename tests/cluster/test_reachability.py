@@ -44,7 +44,7 @@ def test_a_node_answers_if_it_accepts_connections(silent: tuple[str, int], monke
 def test_a_head_that_gave_no_answer_is_asked_again_after_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, answers, asked = [100.0], [False], [0]
 
-    def answer(address: tuple[str, int], refusal_counts: bool) -> bool:
+    def answer(address: tuple[str, int], *, refused_is_answer: bool) -> bool:
         asked[0] += 1
         return answers[0]
 
@@ -137,7 +137,8 @@ class Looks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._now_s, self._silent = 0.0, set[str]()
         here = SimpleNamespace(get_node_id=lambda: "here")
-        monkeypatch.setattr(reachability, "ray", SimpleNamespace(get_runtime_context=lambda: here))
+        ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: here)
+        monkeypatch.setattr(reachability, "ray", ray)
         monkeypatch.setattr(reachability, "time", SimpleNamespace(monotonic=lambda: self._now_s))
         monkeypatch.setattr(reachability, "raylets", lambda: {"a": ("10.0.0.1", 1), "b": ("10.0.0.2", 1)})
         monkeypatch.setattr(reachability, "unreachable", lambda addresses: self._silent & set(addresses))

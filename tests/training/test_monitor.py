@@ -98,7 +98,7 @@ def test_nodes_of_a_run_that_has_ended_show_nothing(tmp_path: Path, monkeypatch:
     """Ray exports the last values of gauges as long as the program is connected to it."""
     last: dict[str, float] = {}
     sink = SimpleNamespace(record=lambda name, value, labels: last.update({name: value}))
-    monkeypatch.setattr(monitor.Monitor, "_sinks", lambda self: [sink])
+    monkeypatch.setattr(monitor.Monitor, "_sinks", lambda self, may_open: [sink])
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
     assert {name: value for name, value in last.items() if name in monitor._PER_NODE} == dict.fromkeys(
         monitor._PER_NODE, 0.0

@@ -77,8 +77,7 @@ def test_a_resumed_run_repeats_itself(tmp_path: Path, kind: Any, settings: dict[
     assert_same(*states)
 
 
-MAZE: dict[str, Any] = {"sequence_length": 32, "gamma": 0.99, "eval_episodes": 100, "eval_interval_steps": 50_000}
-MAZE |= {"seed": 1, **HERE}
+MAZE: dict[str, Any] = {"sequence_length": 32, "gamma": 0.99, "eval_episodes": 100, "seed": 1, **HERE}
 PPO_IN_THE_MAZE: dict[str, Any] = {
     "total_steps": 200_000,
     "num_envs": 32,
@@ -103,7 +102,7 @@ IMPALA_IN_THE_MAZE: dict[str, Any] = {"total_steps": 150_000, "num_envs": 16, "n
         (PPOConfig, PPO_IN_THE_MAZE, "lstm"),
         (PPOConfig, PPO_IN_THE_MAZE, None),
         (IMPALAConfig, IMPALA_IN_THE_MAZE, "gru"),
-        (IMPALAConfig, {**IMPALA_IN_THE_MAZE, "total_steps": 600_000}, "lstm"),
+        (IMPALAConfig, {**IMPALA_IN_THE_MAZE, "total_steps": 600_000, "eval_interval_steps": 50_000}, "lstm"),
         (IMPALAConfig, IMPALA_IN_THE_MAZE, None),
     ],
     ids=["ppo-gru", "ppo-lstm", "ppo", "impala-gru", "impala-lstm", "impala"],
@@ -118,4 +117,4 @@ def test_a_maze_takes_memory(tmp_path: Path, kind: Any, settings: dict[str, Any]
     if recurrent is None:
         assert 0.3 < result.eval_return_mean < 0.7
     else:
-        assert (best_return(result.run_dir) or 0.0) > 0.95
+        assert max(result.eval_return_mean, best_return(result.run_dir) or 0.0) > 0.95

@@ -177,7 +177,7 @@ def test_resuming_needs_a_run(tmp_path: Path) -> None:
         rayvec.resume(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "64.pt").touch()
-    with pytest.raises(CheckpointError, match="from the newest intact one in checkpoints/"):
+    with pytest.raises(CheckpointError, match=r"newest intact file of checkpoints/ to checkpoint\.pt"):
         rayvec.resume(tmp_path)
 
 
