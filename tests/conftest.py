@@ -44,6 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("many" if config.getoption("--all") else "few")
+    if not config.getoption("--all"):  # a precompiled header is for many programs; one is compiled
+        os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     if not hasattr(config, "workerinput"):  # xdist's processes inherit what the first process sets
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="rvt-")

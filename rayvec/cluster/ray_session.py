@@ -83,12 +83,14 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
     @classmethod
     def _begin(cls, address: str | None) -> None:
         if ray.is_initialized():
-            _refuse_client("ray://, by ray.init" if ray.util.client.ray.is_connected() else "")
+            if ray.util.client.ray.is_connected():
+                raise _client_error("a program that is connected by ray.init('ray://...')")
             _check_same(address)
             cls._ours = None
             return
         address = address or os.environ.get("RAY_ADDRESS")
-        _refuse_client(address or "")
+        if address and address.startswith("ray://"):
+            raise _client_error(address)
         with _keeping_sigterm():
             if address:
                 _connect(address)
@@ -163,16 +165,14 @@ def _connection() -> tuple[str, str]:
     return context.gcs_address, context.get_job_id()
 
 
-def _refuse_client(address: str) -> None:
-    """Raises ``ConfigError`` if a connection to Ray, or the `address` of one, is that of Ray Client."""
-    if address.startswith("ray://"):
-        raise ConfigError(
-            "rayvec runs on a machine of the Ray cluster, not through Ray Client (ray://host:10001).",
-            expected="the address of the cluster's head, such as 'host:6379', or 'auto'",
-            got=address,
-            remedy="Start the program on a machine of the cluster, send it there as a job or as a task of ray.remote, "
-            "or unset RAY_ADDRESS and pass num_nodes=0 to use this machine without Ray.",
-        )
+def _client_error(got: str) -> ConfigError:
+    return ConfigError(
+        "rayvec runs on a machine of the Ray cluster, not through Ray Client (ray://host:10001).",
+        expected="the address of the cluster's head, such as 'host:6379', or 'auto'",
+        got=got,
+        remedy="Start the program on a machine of the cluster, send it there as a job or as a task of ray.remote, "
+        "or unset RAY_ADDRESS and pass num_nodes=0 to use this machine without Ray.",
+    )
 
 
 def _check_same(address: str | None) -> None:

@@ -23,8 +23,8 @@ class NetworkConfig(TrainConfig):
     """Discount for each step."""
 
     network: str | None = None
-    """Function of (observation space, action space, settings) that returns the network to train, as "module:function";
-    unset: the default network."""
+    """Function or class, called with (observation space, action space, settings), that makes the network to train, as
+    "module:name"; unset: the default network."""
 
     action_masks: bool = True
     """Choose only among the actions that the environment allows: where infos or a Dict observation have an

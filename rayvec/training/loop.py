@@ -91,8 +91,8 @@ def train(
     Args:
         config: Settings; their class decides which learner is used.
         env: The environment, in place of ``config.env_id``: an id, a spec, or a class or function that makes one.
-        network: Function of (observation space, action space, settings) that returns the torch module to train, in
-            place of ``config.network``.
+        network: Function or class, called with (observation space, action space, settings), that makes the torch
+            module to train, in place of ``config.network``.
         callbacks: Objects with any of the methods ``on_iteration``, ``on_evaluation``, ``on_checkpoint`` and
             ``on_end``, each called with a :class:`rayvec.RunContext`. A run that ends by an error or a signal does
             not call ``on_end``.

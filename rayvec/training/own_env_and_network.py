@@ -54,9 +54,9 @@ def with_own_parts(
         if not callable(network) or is_module:  # a module can be called, too
             raise ConfigError(
                 "network makes the module to train.",
-                expected="a function of (observation space, action space, settings)",
+                expected="a function or class, called with (observation space, action space, settings)",
                 got=repr(network)[:200],
-                remedy="Pass a function that returns the module; its name, 'module:function', belongs in the settings.",
+                remedy="Pass what makes the module; its name, 'module:name', belongs in the settings.",
             )
         if "network" not in field_names(type(config)):
             raise ConfigError(

@@ -381,6 +381,7 @@ class TestSharedCluster:
         driver.wait_until(lambda: not driver.left(), "no process is left")
         assert sum(node["Alive"] for node in ray.nodes()) == 2
 
+    @pytest.mark.slow
     def test_a_program_that_shuts_ray_down_joins_no_other_cluster(self, run: MakeDriver, ray_cluster: object) -> None:
         """Where environments or ranks are open; calls of Ray would begin with a ``ray.init()``."""
         import ray
@@ -405,10 +406,13 @@ class TestSharedCluster:
 
             ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False)
             settings = dict(num_nodes=2, workers_per_node=1, on_node_loss="rehost")
-            stepped, collected = (rayvec.RayVecEnv([CountingEnv] * 2, **settings) for _ in range(2))
+            stepped, *others = (rayvec.RayVecEnv([CountingEnv] * 2, **settings) for _ in range(4))
             stepped.reset(seed=0)
-            collector = rayvec.Collector(collected, lambda obs: np.zeros(len(obs), int), seed=0)
-            collector.collect(n_step=4)
+            ways = [{{"inference": "driver"}}, {{}}, {{"prefetch": True}}]  # the last one leaves a chunk pending
+            policy = lambda obs: np.zeros(len(obs), int)
+            collectors = [rayvec.Collector(each, policy, seed=0, **way) for each, way in zip(others, ways)]
+            for collector in collectors:
+                collector.collect(n_step=4)
             group = RankGroup(Held, num_cpus=0)
             assert group.state_dict() == {{}}
             ray.shutdown()
@@ -417,7 +421,8 @@ class TestSharedCluster:
                 while time.monotonic() < deadline:  # the other node ends a moment later
                     stepped.step([0, 0])
 
-            for use in (step, lambda: collector.collect(n_step=4), group.state_dict):
+            collect = [lambda each=each: [each.collect(n_step=4) for _ in range(2)] for each in collectors]
+            for use in (step, *collect, group.state_dict):
                 try:
                     use()
                 except NodeLostError as error:
@@ -451,6 +456,37 @@ class TestSharedCluster:
         first, second = driver.finish().splitlines()
         assert "not through Ray Client" in first and "Got: ray://elsewhere:10001. Remedy: " in first
         assert "Got: ray://head:10001. Remedy: " in second
+
+    @pytest.mark.slow
+    def test_a_program_that_ray_client_has_connected_is_refused(self, run: MakeDriver, ray_cluster: object) -> None:
+        import ray
+
+        driver = run(
+            f"""
+            import socket, subprocess, sys
+            import ray, rayvec
+            from rayvec.errors import ConfigError
+            from rayvec.testing import CountingEnv
+
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            options = ["--address", {ray.get_runtime_context().gcs_address!r}, "--port", str(port)]
+            server = subprocess.Popen([sys.executable, "-m", "ray.util.client.server", "--host=127.0.0.1", *options])
+            try:
+                ray.init(f"ray://127.0.0.1:{{port}}")
+                try:
+                    rayvec.RayVecEnv([CountingEnv] * 2)
+                except ConfigError as error:
+                    print(error)
+            finally:
+                ray.shutdown()
+                server.terminate()
+                server.wait()
+            """,
+            **authentication(),
+        )
+        assert "Got: a program that is connected by ray.init('ray://...')." in driver.finish()
+        driver.wait_until(lambda: not driver.left(), "no process is left")
 
     def test_a_driver_that_is_killed_leaves_nothing_on_a_cluster_of_others(
         self, run: MakeDriver, ray_cluster: object

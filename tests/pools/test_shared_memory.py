@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, create_empty_array
 from helpers.examples import examples
+from helpers.file_size_limit import file_size_limit
 from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, within
 from helpers.waiting import shm_names, wait_until
 from hypothesis import given, strategies as st
@@ -195,17 +194,6 @@ class TestLayout:
         assert_identical(array[2], np.arange(2))
 
 
-@contextmanager
-def small_files() -> Iterator[None]:
-    """Allows files of 100 bytes at most."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -218,5 +206,5 @@ def small_files() -> Iterator[None]:
     ids=["SharedBlock", "ChunkMemory", "WeightMemory", "MemoryFile", "SharedMemoryRanks"],
 )
 def test_a_limit_on_the_size_of_files_is_an_error_with_a_remedy(make: Callable[[], object]) -> None:
-    with pytest.raises(ConfigError, match=r"a limit of 100 bytes. Remedy: .*ulimit -f"), small_files():
+    with pytest.raises(ConfigError, match=r"a limit of 100 bytes. Remedy: .*ulimit -f"), file_size_limit(100):
         make()

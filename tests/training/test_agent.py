@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers import own_envs, own_parts
+from helpers.file_size_limit import file_size_limit
 from helpers.training_kit import HERE, SMALL, tiny
 
 import rayvec
@@ -410,11 +410,6 @@ def test_an_export_that_takes_two_rows_only_is_refused(ending: str, tmp_path: Pa
 
 def test_an_export_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     agent = rayvec.load(rayvec.train(tiny(tmp_path / "a")).run_dir)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            agent.export(tmp_path / "policy.pt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with file_size_limit(1000), pytest.raises(OSError, match="File too large"):
+        agent.export(tmp_path / "policy.pt")
     assert not list(tmp_path.glob("policy*"))

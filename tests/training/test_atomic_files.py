@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.file_size_limit import file_size_limit
 from helpers.training_kit import lengthen, options, tiny
 
 import rayvec
@@ -79,29 +78,20 @@ def test_what_fails_leaves_the_old_file_alone(
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.fixture
-def file_size_limit() -> Iterator[None]:
-    """Puts back the limit that ``helpers.wrap:fills_the_disk`` sets."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.usefixtures("file_size_limit")
 def test_a_checkpoint_that_the_disk_cuts_off_is_an_os_error(tmp_path: Path) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
-    with pytest.raises(OSError, match=f"File too large: '{tmp_path / 'a'}'"):
-        checkpoint.save(tmp_path / "a", {"first": torch.zeros(1 << 13), "second": torch.zeros(1 << 13)})
+    tensors = {"first": torch.zeros(1 << 13), "second": torch.zeros(1 << 13)}
+    with file_size_limit(5000), pytest.raises(OSError, match=f"File too large: '{tmp_path / 'a'}'"):
+        checkpoint.save(tmp_path / "a", tensors)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("file_size_limit")
 def test_a_full_disk_ends_a_run_with_its_last_files_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "a"
     rayvec.train(tiny(run_dir, total_steps=64, eval_episodes=0, wrappers=("helpers.wrap:fills_the_disk",)))
     whole = {path.name: path.read_bytes() for path in run_dir.iterdir()}
     lengthen(run_dir, 64, 6400)
-    assert main(["train", "ppo", "--resume", str(run_dir), *options({"checkpoint_interval_s": 0})]) == 1
+    with file_size_limit():  # which ``fills_the_disk`` lowers
+        assert main(["train", "ppo", "--resume", str(run_dir), *options({"checkpoint_interval_s": 0})]) == 1
     error = capsys.readouterr().err
     assert "File too large" in error and f"resume with: rayvec train ppo --resume {run_dir}" in error
     assert not list(run_dir.glob("*.tmp"))

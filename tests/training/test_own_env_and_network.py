@@ -143,7 +143,7 @@ def test_both_travel_to_ranks_on_ray(tmp_path: Path, learners: Any) -> None:
         (own_parts.too_many_outputs, "shape"),
         (own_parts.no_parameters, "parameters"),
         (own_parts.not_picklable, "pickled"),
-        ("two_heads", "function of"),
+        ("two_heads", "function or class"),
     ],
 )
 def test_a_network_that_cannot_work_is_refused_before_the_run_begins(tmp_path: Path, network: Any, text: str) -> None:
