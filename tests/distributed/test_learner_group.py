@@ -119,6 +119,7 @@ def test_two_ranks_of_ppo_equal_a_learner(
     check_equal(ppo_group, new_learner(ppo_group))
 
 
+@pytest.mark.slow
 def test_two_ranks_of_impala_equal_a_learner(make_group: MakeGroup) -> None:
     check_equal(make_group(2, lambda: make_impala(DISCRETE)), make_impala(DISCRETE))
 
@@ -175,7 +176,8 @@ def test_state_goes_from_a_learner_to_a_group_and_back(ppo_group: rayvec.Learner
     np.testing.assert_array_equal(flat, group.weights())
 
 
-@pytest.mark.parametrize(("who", "how"), [(0, "SIGKILL"), pytest.param(1, "SIGSTOP", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("who", "how"), [(0, "SIGKILL"), (1, "SIGSTOP")])
 def test_a_rank_that_dies_in_an_update_changes_no_number(
     make_group: MakeGroup, ppo_group: rayvec.LearnerGroup, tmp_path: Path, who: int, how: str
 ) -> None:

@@ -33,6 +33,7 @@ def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
         group.close()
 
 
+@pytest.mark.slow
 def test_a_group_equals_a_learner_and_resumes_exactly(make_group: MakeGroup, caplog: pytest.LogCaptureFixture) -> None:
     """From a checkpoint with the replay of both ranks; with a replay that is not theirs, they say that it refills."""
     learner, group = make_learner(), make_group(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -47,8 +48,8 @@ def stores_at(addresses: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     own = clients.pop((host, real.port))
     own.join(60)
     assert own.exitcode == 0, "the real store does not answer"
+    time.sleep(1)
     for client in clients.values():
-        client.join(1)
         client.kill()
     for client in clients.values():
         client.join()

@@ -610,6 +610,7 @@ class TestLostRanks:
     def test_ranks_wait_a_minute_unless_told_otherwise(self) -> None:
         assert inspect.signature(data_parallel).parameters["timeout_s"].default == 60
 
+    @pytest.mark.slow
     def test_ranks_end_when_the_algorithm_is_collected(self) -> None:
         other = data_parallel(kit.make("dqn"), 1, num_nodes=0)
         kit.updates(other, kit.fill(other), count=1)

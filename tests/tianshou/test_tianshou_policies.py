@@ -290,7 +290,7 @@ def test_a_policy_loads_what_its_own_weights_were() -> None:
     acting.load_weights(acting.weights())
 
 
-@pytest.mark.parametrize("workers_per_node", [0, 1])
+@pytest.mark.parametrize("workers_per_node", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_noise_that_becomes_an_array_where_it_is_drawn(workers_per_node: int) -> None:
     """Ornstein-Uhlenbeck noise is None until a worker draws it for the first time."""
     actor = ContinuousActorDeterministic(preprocess_net=Net(state_shape=3, hidden_sizes=(8,)), action_shape=1)

@@ -509,10 +509,8 @@ def test_an_actor_that_is_killed_is_replaced(make_vec: Any, node: int) -> None:
     env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
 
 
-@pytest.mark.parametrize(
-    ("node", "name"),
-    [(1, "call"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "get"), (1, "set"), (0, "call")))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("node", "name"), [(1, "call"), (1, "get"), (1, "set"), (0, "call")])
 def test_a_call_that_finds_a_lost_actor_is_made_where_its_environments_restart(
     make_vec: Any, node: int, name: str
 ) -> None:
