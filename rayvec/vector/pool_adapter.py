@@ -73,7 +73,7 @@ class PoolAdapter:
     _unused: list[int]  # keys of policies whose store was garbage-collected
     _pending: PendingCall | None = None
     _thread: int | None = None  # which thread calls the pool
-    _interrupted = False  # whether Ctrl-C has ended a call
+    _closed_by: type[BaseException] | None = None  # the error of the call that closed it, if one did
     close: Any  # a method of the library's own base class
 
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
@@ -233,10 +233,8 @@ class PoolAdapter:
         except Exception:
             raise
         except BaseException as error:  # Ctrl-C leaves pending what others do
-            is_interrupt = isinstance(error, KeyboardInterrupt)
-            if not self.closed and (acting.num_pending < num_pending or not is_interrupt):
-                self._interrupted = is_interrupt
-                self._close_failed()
+            if acting.num_pending < num_pending or not isinstance(error, KeyboardInterrupt):
+                self._close_failed(error)
             raise
         if not acting.num_pending:
             self._pending = None
@@ -270,16 +268,19 @@ class PoolAdapter:
     def _close_pool(self, timeout_s: float | None = None) -> None:
         self.closed = True
         if not self._is_forked:  # else what runs belongs to the parent
+            if timeout_s is None and self._closed_by is not None and issubclass(self._closed_by, KeyboardInterrupt):
+                timeout_s = self.interrupted_close_s
             try:
-                self._pool.close(self.interrupted_close_s if timeout_s is None and self._interrupted else timeout_s)
+                self._pool.close(timeout_s)
             except KeyboardInterrupt:  # while it waits for environments: kill what has not ended
                 self._pool.close(0.0)
                 raise
 
-    def _close_failed(self) -> None:
+    def _close_failed(self, error: BaseException | None = None) -> None:
         """Closes after a call that failed."""
         self._pending = None
         if not self.closed:
+            self._closed_by = None if error is None else type(error)
             self.close()
 
     def _guarded(self, function: Callable[[], _T], fatal: _Fatal = BaseException) -> _T:
@@ -302,8 +303,7 @@ class PoolAdapter:
         except fatal as error:
             if self.closed and isinstance(error, Exception):
                 raise ClosedEnvironmentError("`close()` was called by another thread during this call.") from error
-            self._interrupted = isinstance(error, KeyboardInterrupt)
-            self._close_failed()
+            self._close_failed(error)
             raise
         finally:
             self._thread = outer
@@ -365,10 +365,17 @@ class PoolAdapter:
                 )
             )
 
+    def _why_closed(self) -> str:
+        """Returns a sentence about the call that closed it by an error, if one did."""
+        if self._closed_by is None:
+            return ""
+        return f" {self._closed_by.__name__} in an earlier call closed it: make the environment again."
+
     def _assert_running(self) -> None:
         if self.closed or self._is_forked:
             self._assert_same_process()
-            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+            rule = f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
+            raise ClosedEnvironmentError(rule + self._why_closed())
 
     def _assert_idle(self, name: str) -> None:
         self._assert_running()

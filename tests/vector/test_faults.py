@@ -658,7 +658,7 @@ def test_a_node_that_is_lost_closes_everything_at_the_next_request(make_vec: Any
         else:
             env.rollout_workers(weights, 3, 0, 0)
     assert env.closed
-    with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+    with pytest.raises(gymnasium.error.ClosedEnvironmentError, match="NodeLostError in an earlier call closed it"):
         env.step(told(2))
 
 

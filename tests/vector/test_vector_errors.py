@@ -220,7 +220,7 @@ class TestCtrlC:
             else:
                 env.send(actions[env.groups[1]], group=1)
                 env.recv(1)
-        with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+        with pytest.raises(gymnasium.error.ClosedEnvironmentError, match="KeyboardInterrupt in an earlier call closed"):
             env.reset(seed=0)
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
 

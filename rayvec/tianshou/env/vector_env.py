@@ -324,8 +324,8 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         super()._assert_is_not_closed()
         self._close_pool()
 
-    def _close_failed(self) -> None:
-        super()._close_failed()
+    def _close_failed(self, error: BaseException | None = None) -> None:
+        super()._close_failed(error)
         self._failed = True  # after close(), which raises where it is called twice
 
     @property
@@ -351,7 +351,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
 
     def _assert_is_not_closed(self) -> None:
         self._assert_same_process()
-        super()._assert_is_not_closed()
+        assert not self.is_closed, f"Methods of {type(self).__name__} cannot be called after close.{self._why_closed()}"
 
     _assert_running = _assert_is_not_closed
 
