@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rayvec.data import Tree, as_slice, tree_map
 from rayvec.errors import ConfigError
 
-__all__ = ["Keys", "Part", "Plan", "Plans", "not_whole", "whole_units"]
+__all__ = ["Keys", "Part", "Plan", "Plans"]
 
 _MOST_PLANS = 4096
 _MOST_KEYS = 8
@@ -102,7 +102,12 @@ class Plan:
     def check_whole(self) -> None:
         """Raises ``ConfigError`` if some environments of a native sub-batch are missing."""
         if not all([part.whole for part in self.parts]):
-            raise not_whole(len(self.ids))
+            raise ConfigError(
+                "A native sub-batch steps as a whole.",
+                expected="all environments of each sub-batch, in order",
+                got=f"{len(self.ids)} environments that are a part of one, or in another order",
+                remedy="Step every environment, or use ordinary environments.",
+            )
 
     def in_order(self, of_parts: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns values, given part by part, in the order of the ids."""
@@ -147,12 +152,12 @@ class Plans:
             units, whole = rows, True
             if self._unit_bounds is not None:
                 bounds = self._unit_bounds[np.searchsorted(self._unit_bounds, start) :] - start
-                units, whole = whole_units(rows, bounds)
+                units, whole = _whole_units(rows, bounds)
             parts.append(Part(k, start, rows, places, as_slice(places), of_all, units, whole))
         return Plan(key, ids, as_slice(ids), parts)
 
 
-def whole_units(rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> tuple[NDArray[np.int64], bool]:
+def _whole_units(rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> tuple[NDArray[np.int64], bool]:
     """Returns the native sub-batches of some environments, ``int64 [u]``, and whether all of each are among them.
 
     Args:
@@ -164,13 +169,3 @@ def whole_units(rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> tuple[NDA
     every = [np.arange(bounds[unit], bounds[unit + 1]) for unit in units]
     whole = bool(len(units) == 0 or np.array_equal(np.concatenate(every), rows))
     return units, whole
-
-
-def not_whole(count: int) -> ConfigError:
-    """Returns the error for a step of a part of a native sub-batch."""
-    return ConfigError(
-        "A native sub-batch steps as a whole.",
-        expected="all environments of each sub-batch, in order",
-        got=f"{count} environments that are a part of one, or in another order",
-        remedy="Step every environment, or use ordinary environments.",
-    )

@@ -15,14 +15,12 @@ from rayvec.data.sub_batch_infos import merge_reset
 from rayvec.envs.sub_batch import SubBatch
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
-from rayvec.pools.ids_by_owner import not_whole, whole_units
+from rayvec.pools.ids_by_owner import Plans
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_actions
 from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of, store_seed
 from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["NativePool"]
-
-_MOST_UNITS = 4096
 
 NEW, RUNNING, ENDED, CUT = (int(state) for state in EpisodeState)
 
@@ -60,7 +58,7 @@ class NativePool(InProcessPool):
         self._slices = [slice(*pair) for pair in pairwise(self._bounds.tolist())]
         self.num_envs = sum(sizes)
         self.action_layout = ArrayLayout.of(self.spaces.action)
-        self._units: dict[bytes, list[int]] = {}
+        self._plans = Plans(np.zeros(1, np.int64), self._bounds)
         self.attach_own(ArrayLayout.of(self.spaces.observation))
 
     def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
@@ -372,18 +370,11 @@ class NativePool(InProcessPool):
     # The EnvPool interface, for a rollout in this process.
 
     def _rows_of(self, env_ids: NDArray[np.int64]) -> list[int]:
-        key = self._keys.of(env_ids)
-        if key not in self._units:
-            units, whole = whole_units(env_ids, self._bounds)
-            if len(self._units) >= _MOST_UNITS:  # random subsets would fill the memory
-                self._units.clear()
-            self._units[key] = units.tolist() if whole else []
-        return self._units[key]
+        return [unit for part in self._plans.of(env_ids).parts for unit in part.units.tolist()]
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`. The environments step inside :meth:`recv`."""
-        if not self._rows_of(env_ids):
-            raise not_whole(len(env_ids))
+        self._plans.of(env_ids).check_whole()
         self._start(env_ids, self.step_rows, copied_actions(actions), autoreset)
 
     def reset(
