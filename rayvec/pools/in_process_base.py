@@ -10,7 +10,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +34,15 @@ __all__ = [
     "end_if_forked",
     "failures_ignored",
     "is_ctrl_c",
+    "unless_failed",
 ]
 
 FAILURES = BaseException
 """What environments, policies and learners raise when they fail. :func:`captured` lets Ctrl-C pass."""
 
 
+_IMMUTABLE = (bool, int, float, str, bytes, type(None), np.generic)
+_T = TypeVar("_T")
 _NOTE_CHARS = 1000
 """How much of an exception's text is in the log line of a restart."""
 
@@ -59,21 +62,22 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
         KeyboardInterrupt: The error is Ctrl-C, which is no failure, except where a process leaves Ctrl-C to its owner.
         SystemExit: The error is that by which Ray ends an actor, after SIGTERM for example.
     """
-    if is_ctrl_c(error):
-        raise error
-    if hasattr(error, "ray_terminate_msg"):
+    if is_ctrl_c(error) or hasattr(error, "ray_terminate_msg"):
         raise error
     if not isinstance(error, Exception):
         exits = isinstance(error, SystemExit)
-        failure = EnvError(
-            "Environments and policies report failures by exceptions.",
-            expected="an exception such as RuntimeError",
-            got=f"{error!r}, " + ("the exception of sys.exit()" if exits else "which is not derived from Exception"),
-            remedy="Raise another exception in place of "
-            + ("the call of sys.exit()." if exits else "it, or catch it in the environment or the policy."),
+        cause, error = (
+            error,
+            EnvError(
+                "Environments and policies report failures by exceptions.",
+                expected="an exception such as RuntimeError",
+                got=f"{error!r}, "
+                + ("the exception of sys.exit()" if exits else "which is not derived from Exception"),
+                remedy="Raise another exception in place of "
+                + ("the call of sys.exit()." if exits else "it, or catch it in the environment or the policy."),
+            ),
         )
-        failure.__cause__ = error
-        return RemoteFailure.capture(failure, where)
+        error.__cause__ = cause
     return RemoteFailure.capture(error, where)
 
 
@@ -143,6 +147,13 @@ class EnvsFailed(Exception):
     def __init__(self, failures: Sequence[tuple[int, RemoteFailure]]) -> None:
         super().__init__(f"{len(failures)} environments raised")
         self.failures = tuple(failures)
+
+
+def unless_failed(infos: list[_T], failures: Sequence[tuple[int, RemoteFailure]]) -> list[_T]:
+    """Returns infos; raises ``EnvsFailed`` if there are failures."""
+    if failures:
+        raise EnvsFailed(failures)
+    return infos
 
 
 class InProcessPool(ABC):
@@ -268,10 +279,15 @@ class InProcessPool(ABC):
         obs = np.full(n, None, dtype=object) if layout is None else layout.empty((n,))
         self.attach(layout, {"obs": obs, **{name: np.zeros(n, dtype) for name, dtype in ENV_ARRAYS.items()}})
 
+    def _copied(self, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies an info: environments may modify it after they return it."""
+        return {
+            key: value if isinstance(value, _IMMUTABLE) else self._info_value(key, value) for key, value in info.items()
+        }
+
     def _info_value(self, key: Any, value: Any) -> Any:
-        """Copies a value of an info: environments may modify it after they return it."""
         try:
-            return deepcopy(value)
+            return copied_value(value)
         except Exception as error:
             if self.infos_stay:
                 return _copied_shallowly(value)
@@ -392,8 +408,7 @@ class InProcessPool(ABC):
         try:
             return function(*args)
         except EnvsFailed as failed:
-            error = failed.failures[0][1].rebuild()
-        raise error
+            raise failed.failures[0][1].rebuild()  # noqa: B904  # rebuild() sets the cause
 
     def _batch(self, env_ids: NDArray[np.int64], infos: Sequence[Any]) -> StepBatch:
         if env_ids is not self._everyone:

@@ -276,8 +276,8 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
 def _fitter(tree: Tree) -> Callable[[Any], Sequence[Any]]:
     """Returns a function from one environment's value to what to write into the arrays of `tree`, in their order."""
     if isinstance(tree, dict | tuple):
-        is_dict = isinstance(tree, dict)
-        children = [(key, _fitter(part)) for key, part in (tree.items() if is_dict else enumerate(tree))]
+        is_dict, parts = isinstance(tree, dict), tree.items() if isinstance(tree, dict) else enumerate(tree)
+        children = [(key, _fitter(part)) for key, part in parts]
         expected = f"a dict with the keys {list(tree)}" if is_dict else f"a tuple of {len(tree)}"
 
         def fit_parts(value: Any) -> list[Any]:

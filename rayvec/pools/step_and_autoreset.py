@@ -15,7 +15,7 @@ from rayvec.data import RawInfo
 from rayvec.envs.factory import check_env
 from rayvec.errors import EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
-from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_value
+from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_value, unless_failed
 from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of, store_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
@@ -107,9 +107,7 @@ class SerialPool(InProcessPool):
                     infos.append(RawInfo(self.first_id + row, self._copied(info)))
             except FAILURES as error:
                 self._recover(row, error, failures, partial(recovery, row, same_step, infos))
-        if failures:
-            raise EnvsFailed(failures)
-        return infos
+        return unless_failed(infos, failures)
 
     def reset_rows(
         self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None
@@ -131,9 +129,7 @@ class SerialPool(InProcessPool):
                 self._reset_row(row, seed, options, infos)
             except FAILURES as error:
                 self._recover(row, error, failures, partial(self._reset_row, row, None, options, infos))
-        if failures:
-            raise EnvsFailed(failures)
-        return infos
+        return unless_failed(infos, failures)
 
     def begin_rows(self, rows: Sequence[int]) -> list[RawInfo]:
         """Resets, without a seed, those of the given environments that are between two episodes."""
@@ -234,12 +230,6 @@ class SerialPool(InProcessPool):
             except FAILURES as error:
                 raise EnvsFailed([self._failure(row, error)]) from error
 
-    def _copied(self, info: dict[str, Any]) -> dict[str, Any]:
-        """Copies an info, because some environments modify the dict after they return it."""
-        return {
-            key: value if isinstance(value, _IMMUTABLE) else self._info_value(key, value) for key, value in info.items()
-        }
-
 
 def _not_api(method: str, expected: str, got: Any) -> EnvError:
     """Returns the error for a result that is not that of a Gymnasium environment."""
@@ -263,6 +253,3 @@ def _no_number(reward: Any) -> EnvError:
         if size > 1
         else "Let step() return float(reward).",
     )
-
-
-_IMMUTABLE = (bool, int, float, str, bytes, type(None), np.generic)

@@ -16,7 +16,7 @@ from rayvec.envs.sub_batch import SubBatch
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.ids_by_owner import Plans
-from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_actions
+from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_actions, unless_failed
 from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of, store_seed
 from rayvec.pools.shared_memory import ArrayLayout
 
@@ -87,9 +87,7 @@ class NativePool(InProcessPool):
                 self._step_unit(unit, part, autoreset, infos)
             except FAILURES as error:
                 self._recover(unit, error, failures, partial(self._end_cut, unit, autoreset, infos))
-        if failures:
-            raise EnvsFailed(failures)
-        return infos
+        return unless_failed(infos, failures)
 
     def _step_unit(self, unit: int, actions: Any, autoreset: Autoreset, infos: list[SubBatchInfo]) -> None:
         state = self._episodes[unit][0]
@@ -144,14 +142,6 @@ class NativePool(InProcessPool):
         if info:
             rows = self._slices[unit]
             infos.append(SubBatchInfo(self.first_id + rows.start, rows.stop - rows.start, self._copied(info)))
-
-    def _copied(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: value.copy()
-            if type(value) is np.ndarray and not value.dtype.hasobject
-            else self._info_value(key, value)
-            for key, value in info.items()
-        }
 
     def _reset_within(
         self, unit: int, obs: Any, info: Mapping[str, Any], done: NDArray[np.bool_]
@@ -216,12 +206,9 @@ class NativePool(InProcessPool):
             except FAILURES as error:
                 if isinstance(error, ConfigError):
                     failures.append(self._failure(unit, error))
-                    continue
-                again = partial(self._reset_whole, unit, infos, options)
-                self._recover(unit, error, failures, again)
-        if failures:
-            raise EnvsFailed(failures)
-        return infos
+                else:
+                    self._recover(unit, error, failures, partial(self._reset_whole, unit, infos, options))
+        return unless_failed(infos, failures)
 
     def _reset_unit(
         self,
@@ -230,11 +217,19 @@ class NativePool(InProcessPool):
         options: Mapping[str, Any] | None,
         mask: NDArray[np.bool_],
         infos: list[SubBatchInfo],
+        mark: Mapping[str, Any] | None = None,
     ) -> None:
+        """Resets environments of a sub-batch, and says what it returns, together with `mark`."""
         env, rows = self._envs[unit], self._slices[unit]
         state = self._episodes[unit][0]
         if state != RUNNING and not mask.all():
-            self._check_begun(unit)
+            if state == NEW:
+                raise ConfigError(
+                    "The first reset of a native sub-batch resets all its environments.",
+                    expected="no reset_mask before the first reset",
+                    got=f"a mask of some environments of {self._name(unit)}",
+                    remedy="Call reset() once without a mask.",
+                )
             mask = np.ones(env.num_envs, bool)  # a restarted sub-batch has no episode to continue
         if seeds is None and state in (CUT, ENDED):
             seeds = self._restart_seeds(unit)
@@ -247,19 +242,16 @@ class NativePool(InProcessPool):
         self.terminated[rows][mask] = self.truncated[rows][mask] = False
         self._waiting[rows] &= ~mask
         self._episodes[unit][:] = RUNNING
-        self._say(unit, info, infos)
+        self._say(unit, {**info, **(mark or {})}, infos)
 
-    def _check_begun(self, unit: int) -> None:
-        if self._episodes[unit][0] == NEW:
-            raise ConfigError(
-                "The first reset of a native sub-batch resets all its environments.",
-                expected="no reset_mask before the first reset",
-                got=f"a mask of some environments of {self._name(unit)}",
-                remedy="Call reset() once without a mask.",
-            )
-
-    def _reset_whole(self, unit: int, infos: list[SubBatchInfo], options: Mapping[str, Any] | None = None) -> None:
-        self._reset_unit(unit, None, options, np.ones(self._envs[unit].num_envs, bool), infos)
+    def _reset_whole(
+        self,
+        unit: int,
+        infos: list[SubBatchInfo],
+        options: Mapping[str, Any] | None = None,
+        mark: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._reset_unit(unit, None, options, np.ones(self._envs[unit].num_envs, bool), infos, mark)
 
     def begin_rows(self, rows: Sequence[int]) -> list[SubBatchInfo]:
         """Resets, without a seed, those environments of some sub-batches that are between two episodes.
@@ -272,19 +264,14 @@ class NativePool(InProcessPool):
             state = self._episodes[unit][0]
             try:
                 if state != RUNNING:
-                    found: list[SubBatchInfo] = []
-                    self._reset_whole(unit, found)
-                    info = {**(found[0].columns if found else {}), **(self._restarted(unit) if state == CUT else {})}
-                    self._say(unit, info, infos)
+                    self._reset_whole(unit, infos, mark=self._restarted(unit) if state == CUT else None)
                 elif self.native_mode == Autoreset.DISABLED:
                     done = self._waiting[self._slices[unit]].copy()
                     if done.any():
                         self._reset_unit(unit, None, None, done, infos)
             except FAILURES as error:
                 self._recover(unit, error, failures, partial(self._reset_whole, unit, infos))
-        if failures:
-            raise EnvsFailed(failures)
-        return infos
+        return unless_failed(infos, failures)
 
     def _restarted(self, unit: int) -> dict[str, Any]:
         mark = np.ones(self._envs[unit].num_envs, bool)
@@ -296,14 +283,13 @@ class NativePool(InProcessPool):
         mark, final_obs = self._restarted(unit), tree_map(lambda leaf: leaf[rows].copy(), self.obs)
         self._episodes[unit][:] = ENDED
         if autoreset == Autoreset.SAME_STEP:
-            found: list[SubBatchInfo] = []
-            self._reset_whole(unit, found)
             ended = np.ones(rows.stop - rows.start, bool)
             final = {"final_obs": final_obs, "_final_obs": ended, "final_info": dict(mark), "_final_info": ended.copy()}
-            mark = {**(found[0].columns if found else {}), **mark, **final}
+            self._reset_whole(unit, infos, mark={**mark, **final})
+        else:
+            self._say(unit, mark, infos)
         self.rew[rows] = 0.0
         self.terminated[rows], self.truncated[rows] = False, True
-        self._say(unit, mark, infos)
 
     def _identify(self, unit: int) -> tuple[int, str]:
         start = self._slices[unit].start
