@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import accumulate
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -154,16 +155,18 @@ class PoolSpaces:
     def join(cls, parts: Sequence[tuple[int, PoolSpaces]]) -> PoolSpaces:
         """Joins the spaces of consecutive slices, given as pairs (number of environments, their spaces)."""
         first = parts[0][1]
-        for _, part in parts:
-            _check_modes(first, part)
+        for mode in (part.metadata.get("autoreset_mode") for _, part in parts if part.sub_batches):
+            if mode != first.metadata.get("autoreset_mode"):
+                raise ConfigError(
+                    "All native sub-batches reset their environments at the same time.",
+                    expected=f"the mode of the first sub-batch, {first.metadata.get('autoreset_mode')}",
+                    got=mode,
+                    remedy="Make them with one autoreset_mode.",
+                )
         every = [space for count, part in parts for space in (part.observations or (part.observation,) * count)]
-        differ, start = None, 0
-        for count, part in parts:
-            if differ is None and part.action != first.action:
-                differ = start
-            if differ is None and part.actions_differ is not None:
-                differ = start + part.actions_differ
-            start += count
+        starts = accumulate((count for count, _ in parts), initial=0)
+        others = [0 if part.action != first.action else part.actions_differ for _, part in parts]
+        differ = next((start + at for start, at in zip(starts, others, strict=False) if at is not None), None)
         same = all(part.observation == first.observation and not part.observations for _, part in parts)
         return cls(
             first.observation,
@@ -201,21 +204,8 @@ class PoolSpaces:
 
     def misfit(self, space: Space[Any]) -> int | None:
         """Returns the index of the first environment whose observations don't fit arrays of `space`, or None."""
-        for index, candidate in enumerate(self.observations or (self.observation,)):
-            if not is_space_dtype_shape_equiv(candidate, space):
-                return index
-        return None
-
-
-def _check_modes(first: PoolSpaces, other: PoolSpaces) -> None:
-    modes = [spaces.metadata.get("autoreset_mode") for spaces in (first, other) if spaces.sub_batches]
-    if len(set(modes)) > 1:
-        raise ConfigError(
-            "All native sub-batches reset their environments at the same time.",
-            expected=f"the mode of the first sub-batch, {modes[0]}",
-            got=modes[1],
-            remedy="Make them with one autoreset_mode.",
-        )
+        candidates = enumerate(self.observations or (self.observation,))
+        return next((i for i, each in candidates if not is_space_dtype_shape_equiv(each, space)), None)
 
 
 class NotReady(TimeoutError):
