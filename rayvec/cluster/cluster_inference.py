@@ -13,18 +13,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from rayvec.cluster.node_interface import Member, Node, NodePart, Wait, Weights, reading_others
-from rayvec.cluster.reachability import check_connected
+from rayvec.cluster.reachability import put
 from rayvec.data import ChunkRequest
 from rayvec.errors import NodeLostError
 from rayvec.node.deferred_signals import Uninterrupted
-from rayvec.node.object_store import room_for
 from rayvec.pools.base import Acting, NotReady, deadline_in, seconds_until
 
 __all__ = ["ClusterInference"]
@@ -61,7 +58,7 @@ class _PendingChunk:
         """Requests the part of a node."""
         weights = self.weights
         if weights is not None and weights.ref is None and node.transport != "shm":
-            weights = self.weights = weights._replace(ref=_put(weights.array))
+            weights = self.weights = weights._replace(ref=put(weights.array, "weights"))
         self.requested[number] = node, node.begin_rollout(self.key, weights, self.request)
 
     def wait(self, number: int, deadline: float) -> NodePart:
@@ -72,13 +69,6 @@ class _PendingChunk:
             return part
         finally:
             self.waited_s += time.monotonic() - began_s
-
-
-def _put(weights: NDArray[np.float32]) -> Any:
-    """Puts weights into the object store."""
-    check_connected()
-    with room_for("weights"):
-        return ray.put(weights)
 
 
 class ClusterInference(Acting):
@@ -113,7 +103,7 @@ class ClusterInference(Acting):
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
         """See :class:`~rayvec.pools.base.Acting`. Each node fetches the weights once, with the next chunk."""
-        ref = _put(weights) if any(each.node.transport != "shm" for each in self._nodes) else None
+        ref = put(weights, "weights") if any(each.node.transport != "shm" for each in self._nodes) else None
         self._weights[key] = Weights(version, weights.copy(), ref)
 
     def has_room(self, key: int, part: int | None = None) -> bool:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import ray
 
 from rayvec.cluster.placement import FreeNode, choose_nodes, free_nodes, look_until
-from rayvec.cluster.reachability import check_head, head_answers, raylets, unreachable
+from rayvec.cluster.reachability import Address, check_head, head_answers, unreachable
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
 from rayvec.errors import ConfigError, NodeLostError, check_count, check_node_range, counted
@@ -187,7 +187,7 @@ class ElasticPlacement:
         self._failed_starts: dict[str, float] = {}  # until when no part moves there
         self._next_look_s = {True: 0.0, False: 0.0}  # for nodes that leave only, and for all
         self._leaving: frozenset[str] = frozenset()
-        self._alive: frozenset[str] = frozenset()
+        self._raylets: dict[str, Address] = {}  # of the nodes that Ray takes for alive
 
     def is_due(self, leaving_only: bool) -> bool:
         """Whether the last call of :meth:`moves` with this argument was a second ago."""
@@ -231,10 +231,10 @@ class ElasticPlacement:
         nodes = self._usable([each.node_id for each in slices])
         self._next_look_s[leaving_only] = time.monotonic() + _LOOK_S
         holders = {each.node_id for each in slices}
-        if not self._are_enough(nodes) or not holders <= self._alive:
+        if not self._are_enough(nodes) or not holders <= self._raylets.keys():
             return []
-        doubted = {node_id for node_id in holders if _is_barred(self._distrusted, node_id)}  # they lost another part
-        if doubted and unreachable({each: raylet for each, raylet in raylets().items() if each in doubted}):
+        lost_some = {each: self._raylets[each] for each in holders if _is_barred(self._distrusted, each)}
+        if unreachable(lost_some):
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
         may_move = [each.node_id in self._leaving or not leaving_only for each in slices]
@@ -298,7 +298,7 @@ class ElasticPlacement:
         """
         self._leaving = leaving_nodes()
         listed = free_nodes(claimed_too=not self._claim_cpus)
-        self._alive = frozenset(node.node_id for node in listed)
+        self._raylets = {node.node_id: node.raylet for node in listed}
         self._cores = {node_id: cores for node_id, cores in self._cores.items() if node_id in holders}
         held, wanted = set(holders) - set(lost), self._workers_per_node or 1
 
@@ -309,8 +309,7 @@ class ElasticPlacement:
             return node.node_id in held or (not failed and node.cpus >= wanted)
 
         nodes = choose_nodes([node for node in listed if may_hold(node)], held, self._leaving, self._high)
-        others = {node.node_id for node in nodes} - held
-        silent = unreachable({each: raylet for each, raylet in raylets().items() if each in others} if others else {})
+        silent = unreachable({node.node_id: node.raylet for node in nodes if node.node_id not in held})
         self._distrusted.update(dict.fromkeys(silent, time.monotonic() + _DISTRUST_S))
         return [node for node in nodes if node.node_id not in silent]
 

@@ -10,11 +10,10 @@ from gymnasium import Space
 
 from rayvec.cluster.core_claim import CoreClaim
 from rayvec.cluster.node_interface import NodePart, Wait, Weights, done, node_lost
-from rayvec.cluster.reachability import check_connected
+from rayvec.cluster.reachability import put
 from rayvec.data import ChunkRequest, NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
-from rayvec.node.object_store import room_for
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import PoolSpaces, RestartPolicy
 from rayvec.pools.restart_state import NodeState
@@ -109,9 +108,7 @@ class LocalNode:
             times, summary, chunk = self._running.finish_on_node(request.by_reference, timeout_s)
             part: Any = chunk
             if request.by_reference:
-                check_connected()
-                with room_for(f"the chunk of node {self.slice.name}"):
-                    part = ray.put(chunk)
+                part = put(chunk, f"the chunk of node {self.slice.name}")
             return NodePart(times, [], summary, part, self._running.take_replaced())
 
         return finish

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import ray
 
-from rayvec.cluster.reachability import alive_nodes, check_head, raylets, unreachable
+from rayvec.cluster.reachability import Address, alive_nodes, check_head, unreachable
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
 from rayvec.errors import ConfigError, NodeLostError, counted
@@ -44,6 +44,7 @@ class FreeNode:
         cpus: Number of free whole cores.
         all_cpus: Number of whole cores, whether they are free or not.
         gpus: Number of free GPUs.
+        raylet: Address and port of its raylet.
     """
 
     node_id: str
@@ -51,6 +52,7 @@ class FreeNode:
     cpus: int
     all_cpus: int = 0
     gpus: float = 0.0
+    raylet: Address = ("", 0)
 
 
 def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
@@ -64,15 +66,15 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
     """
     from ray._private.state import available_resources_per_node
 
-    here = ray.get_runtime_context().get_node_id()
     found = alive_nodes()  # first, since it checks the head
+    here = ray.get_runtime_context().get_node_id()
     free = available_resources_per_node()
     nodes = []
     for node in found:
         if all_cpus := int(node["Resources"].get("CPU", 0)):
-            left = free.get(node["NodeID"], {})
-            cpus = all_cpus if claimed_too else int(left.get("CPU", 0))
-            nodes.append(FreeNode(node["NodeID"], node["NodeManagerAddress"], cpus, all_cpus, left.get("GPU", 0.0)))
+            left, address = free.get(node["NodeID"], {}), node["NodeManagerAddress"]
+            cpus, raylet = all_cpus if claimed_too else int(left.get("CPU", 0)), (address, node["NodeManagerPort"])
+            nodes.append(FreeNode(node["NodeID"], address, cpus, all_cpus, left.get("GPU", 0.0), raylet))
     return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
 
 
@@ -196,8 +198,7 @@ def place_again(lost: NodeSlice, excluded: Collection[str], error: Exception) ->
     def look() -> list[FreeNode]:
         listed = free_nodes(claimed_too=lost.num_cpus == 0)
         nodes = [node for node in listed if node.node_id not in excluded and node.cpus >= 1]
-        at = raylets()
-        silent = unreachable({node.node_id: at[node.node_id] for node in nodes if node.node_id in at})
+        silent = unreachable({node.node_id: node.raylet for node in nodes})
         return [node for node in nodes if node.node_id not in silent]
 
     nodes = look_until(look, bool, _PLACE_AGAIN_S)

@@ -20,6 +20,7 @@ from ray._private import worker
 from ray.exceptions import RpcError
 
 from rayvec.errors import NodeLostError
+from rayvec.node.object_store import room_for
 
 __all__ = [
     "NodeWatch",
@@ -28,7 +29,7 @@ __all__ = [
     "check_connected",
     "check_head",
     "head_answers",
-    "raylets",
+    "put",
     "unreachable",
 ]
 
@@ -91,12 +92,9 @@ def head_answers() -> bool:
         return False
     address = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
-    is_there = _answers((host.strip("[]"), int(port)), refused_is_answer=True)  # a head that restarts refuses
-    does_answer = is_there and _serves()
-    if does_answer:
-        _head_was_silent_s.pop(address, None)
-    else:
-        _head_was_silent_s[address] = time.monotonic()
+    # a head that restarts refuses connections
+    does_answer = _answers((host.strip("[]"), int(port)), refused_is_answer=True) and _serves()
+    _head_was_silent_s[address] = -math.inf if does_answer else time.monotonic()
     return does_answer
 
 
@@ -136,6 +134,18 @@ def check_head(cause: Exception | None = None) -> None:
         ) from cause
 
 
+def put(value: Any, what: str) -> Any:
+    """Puts a value into the object store and returns its reference; `what` names it in errors.
+
+    Raises:
+        NodeLostError: Ray is not initialised.
+        ConfigError: The store is full.
+    """
+    check_connected()
+    with room_for(what):
+        return ray.put(value)
+
+
 class NodeWatch:
     """Finds nodes that the network no longer reaches.
 
@@ -144,8 +154,7 @@ class NodeWatch:
 
     def __init__(self) -> None:
         self._addresses: dict[str, Address] = {}
-        self._have_answered: set[str] = set()
-        self._silent_since_s: dict[str, float] = {}
+        self._silent_since_s: dict[str, float] = {}  # of each node that has answered; infinite while it answers
         self._looked_s = 0.0
 
     def lost(self, node_ids: Iterable[str]) -> set[str]:
@@ -159,16 +168,15 @@ class NodeWatch:
         if not wanted <= self._addresses.keys():
             self._addresses = raylets()
         began_s = time.monotonic()
-        if began_s - self._looked_s > _STALE_S:
-            self._silent_since_s.clear()  # two looks far apart say nothing of the time between
+        if began_s - self._looked_s > _STALE_S:  # two looks far apart say nothing of the time between
+            self._silent_since_s = dict.fromkeys(self._silent_since_s, math.inf)
         self._looked_s = began_s
         silent = unreachable({each: self._addresses[each] for each in wanted if each in self._addresses})
-        self._have_answered |= wanted - silent
-        for each in wanted - silent:
-            self._silent_since_s.pop(each, None)
-        counting = silent & self._have_answered
+        self._silent_since_s.update(dict.fromkeys(wanted - silent, math.inf))
+        counting = silent & self._silent_since_s.keys()
+        self._silent_since_s.update({each: min(self._silent_since_s[each], began_s) for each in counting})
         ended_s = time.monotonic()
-        gone = {each for each in counting if ended_s - self._silent_since_s.setdefault(each, began_s) > _SILENCE_S}
+        gone = {each for each in counting if ended_s - self._silent_since_s[each] > _SILENCE_S}
         if gone:
             check_head()
         return gone

@@ -11,7 +11,7 @@ import ray
 
 from rayvec.cluster.elastic_placement import leaving_nodes
 from rayvec.cluster.placement import choose_nodes, free_nodes, look_until
-from rayvec.cluster.reachability import check_head, raylets, unreachable
+from rayvec.cluster.reachability import unreachable
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.rank_host import RankPlacement, divided_workers
 from rayvec.errors import ConfigError, counted
@@ -203,11 +203,11 @@ def capacities(request: ResourceRequest) -> list[NodeCapacity]:
     Raises:
         NodeLostError: The head of the cluster is gone.
     """
-    check_head()
+    nodes = free_nodes()
     here = ray.get_runtime_context().get_node_id()
-    gone = unreachable({node_id: address for node_id, address in raylets().items() if node_id != here})
+    gone = unreachable({node.node_id: node.raylet for node in nodes if node.node_id != here})
     found = []
-    for node in free_nodes():
+    for node in nodes:
         is_wanted = request.nodes is None or node.node_id in request.nodes
         if not is_wanted or node.node_id in gone or node.node_id in request.avoid_nodes:
             continue

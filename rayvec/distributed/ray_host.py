@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.cluster.ray_session import RaySession
-from rayvec.cluster.reachability import NodeWatch, can_call_ray, check_connected, check_head
+from rayvec.cluster.reachability import NodeWatch, can_call_ray, check_connected, check_head, put
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_actor import RankActor
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
@@ -81,9 +81,7 @@ class RayHost:
 
     def put(self, value: Any) -> Any:
         """Puts a value into the object store."""
-        check_connected()
-        with room_for("arguments of ranks"):
-            return ray.put(value)
+        return put(value, "arguments of ranks")
 
     def wait(self, refs: Sequence[Any], num_results: int, timeout_s: float | None) -> list[Any]:
         """Waits until so many calls have ended, or their ranks have; returns the references of those that have."""

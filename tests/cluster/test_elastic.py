@@ -198,7 +198,6 @@ def test_parts_leave_a_node_though_environments_can_not_start_on_another(
     two_nodes.cpus.update(broken=8, sound=4)
     placement.note_failed_start("broken")
     monkeypatch.setattr(elastic_placement, "leaving_nodes", lambda: frozenset({other}))
-    monkeypatch.setattr(elastic_placement, "raylets", lambda: dict.fromkeys(two_nodes.cpus, ("127.0.0.1", 1)))
     assert {move.place.node_id for move in placement.moves(slices)} == {"sound"}
 
 
