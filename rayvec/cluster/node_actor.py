@@ -28,7 +28,6 @@ from rayvec.pools.in_process_base import FAILURES, captured
 
 __all__ = ["NodeActor"]
 
-_MOST_KNOWN = 4096
 _T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,6 @@ class NodeActor:
         self._turn = threading.Lock()  # serializes the stream's thread and Ray's calls
         self._kept_for_driver: deque[Any] = deque()
         self._kept_for_node: deque[Any] = deque()
-        self._known_ids: set[bytes] = set()
         self._log = LogLines(but_of_thread=STREAM_THREAD)  # infos report what happened during steps
 
     @property
@@ -219,23 +217,12 @@ class NodeActor:
             logger.warning("closed a stream on which a frame came that is no request: %r", error)
             raise OSError("no request") from error
 
-    def _check_ids(self, pool: ProcessPool, env_ids: NDArray[np.int64]) -> None:
-        """Raises ``ValueError`` if ids repeat, or are not those of this node's environments."""
-        key = env_ids.tobytes()
-        if key not in self._known_ids:
-            if not set(env_ids.tolist()) <= set(range(pool.num_envs)) or len(set(env_ids.tolist())) < len(env_ids):
-                raise ValueError(f"a request for the environments {env_ids[:10].tolist()} of {pool.num_envs}")
-            if len(self._known_ids) >= _MOST_KNOWN:
-                self._known_ids.clear()
-            self._known_ids.add(key)
-
     def _keep_failure(self, error: Exception) -> None:
         self._kept_for_driver.append(RemoteFailure.capture(error, f"node {self._slice.name}"))
 
     def _begin(self, pool: ProcessPool, request: Request) -> Exception | None:
         """Begins what was requested; returns what that raises."""
         try:
-            self._check_ids(pool, request.env_ids)
             with self._turn:
                 self._command(pool, request)
         except Exception as error:

@@ -74,10 +74,7 @@ def open_ray_pool(
 
     try:
         for attempt in range(_START_ATTEMPTS):
-            if elastic is None:
-                topology = wait_for_topology(plan)
-            else:
-                topology = elastic.first_topology(restart_policy.start_timeout_s)
+            topology = elastic.first_topology(restart_policy.start_timeout_s) if elastic else wait_for_topology(plan)
             try:
                 return RayPool(
                     NodeSupervisor(

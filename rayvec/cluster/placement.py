@@ -139,7 +139,9 @@ def plan_topology(
             "num_nodes=0 steps on this machine without Ray, also where Ray's cores are taken.",
         )
     chosen = usable[:count]
-    cpus = _limit([workers_per_node or node.cpus for node in chosen], num_envs)
+    cpus = [workers_per_node or node.cpus for node in chosen]
+    while sum(cpus) > num_envs:  # every worker has an environment
+        cpus[cpus.index(max(cpus))] -= 1
     if worker_per_env:
         shares = np.round(np.cumsum([0, *cpus]) / sum(cpus) * num_envs).astype(int).tolist()
         bounds = [tuple(range(first, last + 1)) for first, last in pairwise(shares)]
@@ -154,15 +156,6 @@ def plan_topology(
             if len(worker_bounds) > 1
         )
     )
-
-
-def _limit(workers: list[int], num_envs: int) -> list[int]:
-    """Returns fewer workers for the nodes with the most workers, so that every worker has an environment."""
-    workers = list(workers)
-    while sum(workers) > num_envs:
-        fullest = max(range(len(workers)), key=workers.__getitem__)
-        workers[fullest] -= 1
-    return workers
 
 
 def wait_for_topology(plan: Callable[[], Topology]) -> Topology:

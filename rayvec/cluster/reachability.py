@@ -54,11 +54,6 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def raylets() -> dict[str, Address]:
-    """Returns the address and port of the raylet of each node that Ray takes for alive, by the node's id."""
-    return {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in alive_nodes()}
-
-
 def unreachable(addresses: Mapping[str, Address]) -> set[str]:
     """Returns the ids of the nodes that do not accept a connection within two seconds."""
     with ThreadPoolExecutor(min(len(addresses), _MOST_THREADS) or 1) as threads:
@@ -166,7 +161,9 @@ class NodeWatch:
         check_connected()
         wanted = set(node_ids) - {ray.get_runtime_context().get_node_id()}
         if not wanted <= self._addresses.keys():
-            self._addresses = raylets()
+            self._addresses = {
+                node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in alive_nodes()
+            }
         began_s = time.monotonic()
         if began_s - self._looked_s > _STALE_S:  # two looks far apart say nothing of the time between
             self._silent_since_s = dict.fromkeys(self._silent_since_s, math.inf)

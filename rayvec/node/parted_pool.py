@@ -39,7 +39,7 @@ class PartedPool(ABC):
         self.parts = tuple(range(*bounds) for bounds in pairwise([*starts, num_envs]))
         self.layout: ArrayLayout | None = None
         self.action_layout: ArrayLayout | None = None
-        self._plans = Plans(np.array(starts), unit_bounds)
+        self._plans = Plans(np.array(starts), num_envs, unit_bounds)
         self._pending = np.zeros(num_envs, bool)
 
     @property

@@ -123,17 +123,23 @@ class Plans:
 
     Args:
         starts: Index of the first environment of each owner, ascending, ``int64 [owners]``.
+        num_envs: The number of environments N.
         unit_bounds: Bounds of native sub-batches, ``int64 [sub-batches + 1]``; None for ordinary environments.
     """
 
-    def __init__(self, starts: NDArray[np.int64], unit_bounds: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, starts: NDArray[np.int64], num_envs: int, unit_bounds: NDArray[np.int64] | None = None) -> None:
         self._starts = starts
+        self._num_envs = num_envs
         self._unit_bounds = unit_bounds
         self._plans: dict[bytes, Plan] = {}
         self._keys = Keys()
 
     def of(self, env_ids: NDArray[np.int64]) -> Plan:
-        """Returns the plan of a set of ids. It takes no time for a read-only array that is passed again."""
+        """Returns the plan of a set of ids. It takes no time for a read-only array that is passed again.
+
+        Raises:
+            ValueError: Ids repeat, or are not those of environments.
+        """
         key = self._keys.of(env_ids)
         plan = self._plans.get(key)
         if plan is None:
@@ -143,6 +149,8 @@ class Plans:
         return plan
 
     def _make(self, key: bytes, ids: NDArray[np.int64]) -> Plan:
+        if len(np.unique(ids)) < len(ids) or np.any((ids < 0) | (ids >= self._num_envs)):
+            raise ValueError(f"a request for the environments {ids[:10].tolist()} of {self._num_envs}")
         owner = np.searchsorted(self._starts, ids, side="right") - 1
         parts = []
         for k in np.unique(owner).tolist():

@@ -66,16 +66,15 @@ class SharedBlock:
 
     def __init__(self, fields: Mapping[str, Field], fd: int | None = None) -> None:
         self.fields = dict(fields)
-        offsets, size = {}, 0
+        self._offsets, size = dict[str, int](), 0
         for name, (dtype, shape) in self.fields.items():
-            offsets[name] = size
+            self._offsets[name] = size
             size += aligned(np.dtype(dtype).itemsize * math.prod(shape))
         self.fd = anonymous_file("rayvec", max(size, _ALIGN_BYTES)) if fd is None else fd
         buffer = mmap.mmap(self.fd, max(size, _ALIGN_BYTES))
         self._address = np.frombuffer(buffer, np.uint8).ctypes.data
-        self._offsets = offsets
         self.arrays: dict[str, NDArray[Any]] = {
-            name: np.frombuffer(buffer, np.dtype(dtype), math.prod(shape), offsets[name]).reshape(shape)
+            name: np.frombuffer(buffer, np.dtype(dtype), math.prod(shape), self._offsets[name]).reshape(shape)
             for name, (dtype, shape) in self.fields.items()
         }
 
@@ -195,9 +194,7 @@ class ArrayLayout:
         Raises:
             ValueError: `value` does not have the structure of the space.
         """
-        leaves: list[Any] = []
-        _flatten(self.space, value, leaves)
-        return leaves
+        return _flatten(self.space, value)
 
     def select(self, block: Mapping[str, NDArray[Any]], name: str) -> Tree:
         """Returns the tree of the arrays in `block` whose names come from :meth:`fields`."""
@@ -225,18 +222,16 @@ def _leaves(space: Space[Any]) -> list[Field] | None:
     return None
 
 
-def _flatten(space: Space[Any], value: Any, leaves: list[Any]) -> None:
+def _flatten(space: Space[Any], value: Any) -> list[Any]:
     children = _children(space)
     if children is None:
-        leaves.append(value)
-        return
+        return [value]
     if isinstance(space, spaces.Dict):
         if not isinstance(value, Mapping) or set(value) != set(space.spaces):
             raise ValueError(f"not a dict with the keys {list(space.spaces)}: {value!r}"[:500])
     elif not isinstance(value, (tuple, list)) or len(value) != len(children):
         raise ValueError(f"not a tuple of {len(children)}: {value!r}"[:500])
-    for key, child in children:
-        _flatten(child, value[key], leaves)
+    return [leaf for key, child in children for leaf in _flatten(child, value[key])]
 
 
 def _build(space: Space[Any], arrays: Iterator[Any]) -> Tree:

@@ -58,7 +58,7 @@ class NativePool(InProcessPool):
         self._slices = [slice(*pair) for pair in pairwise(self._bounds.tolist())]
         self.num_envs = sum(sizes)
         self.action_layout = ArrayLayout.of(self.spaces.action)
-        self._plans = Plans(np.zeros(1, np.int64), self._bounds)
+        self._plans = Plans(np.zeros(1, np.int64), self.num_envs, self._bounds)
         self.attach_own(ArrayLayout.of(self.spaces.observation))
 
     def attach(self, layout: ArrayLayout | None, arrays: Mapping[str, Any]) -> None:
@@ -324,15 +324,13 @@ class NativePool(InProcessPool):
             EnvsFailed: A sub-batch raised.
         """
         values: dict[int, Sequence[Any]] = {}
-        results = []
-        for row, unit in zip(rows, self._units_of(rows), strict=True):
+        units = self._units_of(rows)
+        for unit in dict.fromkeys(units):
             try:
-                if unit not in values:
-                    values[unit] = self._envs[unit].call(name, args, kwargs)
+                values[unit] = self._envs[unit].call(name, args, kwargs)
             except FAILURES as error:
                 raise EnvsFailed([self._failure(unit, error)]) from error
-            results.append(values[unit][row - self._slices[unit].start])
-        return results
+        return [values[unit][row - self._slices[unit].start] for row, unit in zip(rows, units, strict=True)]
 
     def set_rows(self, name: str, values: Sequence[Any], rows: Sequence[int]) -> None:
         """Sets an attribute of the sub-batches of some environments.

@@ -140,7 +140,8 @@ class Looks:
         ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: here)
         monkeypatch.setattr(reachability, "ray", ray)
         monkeypatch.setattr(reachability, "time", SimpleNamespace(monotonic=lambda: self._now_s))
-        monkeypatch.setattr(reachability, "raylets", lambda: {"a": ("10.0.0.1", 1), "b": ("10.0.0.2", 1)})
+        nodes = [{"NodeID": name, "NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 1} for name in ("a", "b")]
+        monkeypatch.setattr(reachability, "alive_nodes", lambda: nodes)
         monkeypatch.setattr(reachability, "unreachable", lambda addresses: self._silent & set(addresses))
         monkeypatch.setattr(reachability, "check_head", lambda: None)
         self._watch = NodeWatch()
