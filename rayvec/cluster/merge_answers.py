@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayvec.data import RawInfo, StepBatch, SubBatchInfo, Tree
+from rayvec.data import RawInfo, StepBatch, SubBatchInfo
 from rayvec.pools.ids_by_owner import Plan
 from rayvec.pools.restart_state import LastAnswers
-from rayvec.pools.shared_memory import index_tree
+from rayvec.pools.shared_memory import ArrayLayout, index_tree
 
 __all__ = ["JoinedAnswers"]
 
@@ -18,12 +18,12 @@ class JoinedAnswers(LastAnswers):
     """Arrays of all environments. A single copy into them both joins the answers and stores the last ones.
 
     Args:
-        obs: Tree of ``[N, *obs_shape]`` whose shapes and dtypes the arrays get.
+        layout: Layout of observations; None if they are objects.
         num_envs: N.
     """
 
-    def __init__(self, obs: Tree, num_envs: int) -> None:
-        super().__init__(obs, num_envs)
+    def __init__(self, layout: ArrayLayout | None, num_envs: int) -> None:
+        super().__init__(np.full(num_envs, None) if layout is None else layout.empty((num_envs,)), num_envs)
         self._rew = np.zeros(num_envs)
         self._terminated = np.zeros(num_envs, bool)
         self._truncated = np.zeros(num_envs, bool)

@@ -74,12 +74,7 @@ class NodeActor:
             spaces_and_state: The spaces, and the :class:`NodeState` of a lost node to resume from, or None.
             first_id: Global index of the node's first environment.
         """
-
-        def begin() -> None:
-            observation, action, state = spaces_and_state.load()
-            self._running.allocate(observation, action, state, first_id)
-
-        return self._guard(begin)
+        return self._guard(lambda: self._running.allocate(*(*spaces_and_state.load(), first_id)))
 
     def listen(self, key: bytes) -> int:
         """Opens the stream's listener on this node's own address; returns its port."""
@@ -120,20 +115,15 @@ class NodeActor:
                 summary, chunk = with_objects_pickled(summary), with_objects_pickled(chunk)
             else:
                 chunk = [*map(with_objects_pickled, chunk)]
-            found = times, summary, self._log.take(), pool.take_replaced()
-            return found, chunk  # Ray copies the chunk before the next call starts
+            # Ray copies the chunk before the next call starts
+            return (times, summary, self._log.take(), pool.take_replaced()), chunk
 
         taken = self._guard(take)
         return (taken, None) if isinstance(taken, RemoteFailure) else taken
 
     def call(self, name: str, arguments: Pickled, env_ids: NDArray[np.int64]) -> Pickled | RemoteFailure:
         """Calls a method of some environments with ``(args, kwargs)`` and waits for the list of results."""
-
-        def call() -> Pickled:
-            args, kwargs = arguments.load()
-            return Pickled.of(self._running.call(name, args, kwargs, env_ids)(None))
-
-        return self._guard(call)
+        return self._guard(lambda: Pickled.of(self._running.call(name, *(*arguments.load(), env_ids))(None)))
 
     def set_attr(self, name: str, values: Pickled, env_ids: NDArray[np.int64]) -> RemoteFailure | None:
         """Sets an attribute of some environments, one value for each."""

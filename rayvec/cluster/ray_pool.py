@@ -7,6 +7,7 @@ calls) and what is large (weights, other nodes' chunks) goes through Ray.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
@@ -69,9 +70,7 @@ class RayPool(PartedPool):
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Makes the shared memory of every node for these spaces, and connects to each."""
         self.layout, self.action_layout = ArrayLayout.of(observation), ArrayLayout.of(action)
-        shape = (self.num_envs,)
-        obs = np.full(shape, None) if self.layout is None else self.layout.empty(shape)
-        self._supervisor.allocate(observation, action, JoinedAnswers(obs, self.num_envs))
+        self._supervisor.allocate(observation, action, JoinedAnswers(self.layout, self.num_envs))
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """See :class:`~rayvec.pools.base.EnvPool`."""
@@ -208,9 +207,8 @@ class RayPool(PartedPool):
 
     def take_replaced(self) -> dict[str, int]:
         """See :class:`~rayvec.pools.base.ActingPool`. Replaced workers are reported with the chunks of their nodes."""
-        replaced = dict(self._supervisor.replaced)
-        self._supervisor.replaced.clear()
-        return replaced
+        replaced, self._supervisor.replaced = self._supervisor.replaced, Counter()
+        return dict(replaced)
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids by the node's name: of the fork server here, or of the actor there, and of the workers.

@@ -72,22 +72,16 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
         self._released = False
         try:
             with RaySession._lock:
-                if RaySession._shares == 0 or not ray.is_initialized():  # the program may have shut Ray down
-                    RaySession._begin(address)
-                else:
+                if ray.is_initialized():
                     _check_same(address)
+                else:  # also if the program has shut it down since another session began
+                    RaySession._begin(address)
                 RaySession._shares += 1
         finally:
             RaySession._settle()
 
     @classmethod
     def _begin(cls, address: str | None) -> None:
-        if ray.is_initialized():
-            if ray.util.client.ray.is_connected():
-                raise _client_error("a program that is connected by ray.init('ray://...')")
-            _check_same(address)
-            cls._ours = None
-            return
         address = address or os.environ.get("RAY_ADDRESS")
         if address and address.startswith("ray://"):
             raise _client_error(address)
@@ -176,7 +170,9 @@ def _client_error(got: str) -> ConfigError:
 
 
 def _check_same(address: str | None) -> None:
-    """Raises ``ConfigError`` if `address` names another cluster than the connected one."""
+    """Raises ``ConfigError`` if the connection is that of Ray Client, or `address` names another cluster."""
+    if ray.util.client.ray.is_connected():
+        raise _client_error("a program that is connected by ray.init('ray://...')")
     connected = ray.get_runtime_context().gcs_address
     if address not in (None, "auto", "local", connected):
         raise ConfigError(
