@@ -20,7 +20,7 @@ from rayvec.errors import ConfigError, message
 from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.restart_state import RESTARTED
 from rayvec.stable_baselines3.worker_env import WorkerEnv
-from rayvec.vector.batching import check_number, check_shapes, check_spaces
+from rayvec.vector.batching import check_number, check_spaces
 from rayvec.vector.pool_adapter import LOSSES, PoolAdapter
 
 __all__ = ["RayVecEnv"]
@@ -91,7 +91,6 @@ class RayVecEnv(PoolAdapter, VecEnv):
 
     def _allocate(self, found: PoolSpaces) -> None:
         """Checks the environments and allocates the arrays."""
-        check_shapes(found, found.observation)
         check_spaces(found, "different", found.observation)
         self._pool.allocate(found.observation, found.action)
         if self._pool.layout is None:

@@ -123,10 +123,8 @@ def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[S
         except (ValueError, TypeError) as error:
             check_shapes(found, single, str(error))
             raise
-        check_shapes(found, single)
     elif isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
         batched, single = mode
-        check_shapes(found, single)
     else:
         raise (SpacesError if isinstance(mode, tuple) else ConfigError)(
             "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
@@ -140,8 +138,10 @@ def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[S
 
 
 def check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
-    """Raises ``SpacesError`` if action spaces differ, or with the mode "same" observation spaces."""
-    if mode == "same" and found.observations:
+    """Raises ``SpacesError`` if action spaces differ, or observation spaces more than the mode allows."""
+    if mode != "same":
+        check_shapes(found, single)
+    elif found.observations:
         differ = next(i for i, space in enumerate(found.observations) if space != single)
         raise SpacesError(
             "With observation_mode='same' the sub-environments observation spaces are not equivalent.",

@@ -372,8 +372,8 @@ class PoolAdapter:
         return f" {self._closed_by.__name__} in an earlier call closed it: make the environment again."
 
     def _assert_running(self) -> None:
-        if self.closed or self._is_forked:
-            self._assert_same_process()
+        self._assert_same_process()
+        if self.closed:
             rule = f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
             raise ClosedEnvironmentError(rule + self._why_closed())
 
