@@ -237,11 +237,12 @@ class ElasticPlacement:
         if unreachable(lost_some):
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
-        may_move = [each.node_id in self._leaving or not leaving_only for each in slices]
         moving = {
             k: node
-            for k, node in enumerate(node_of)
-            if node != slices[k].node_id and may_move[k] and not _is_barred(self._failed_starts, node)
+            for k, (each, node) in enumerate(zip(slices, node_of, strict=True))
+            if node != each.node_id
+            and (each.node_id in self._leaving or not leaving_only)
+            and not _is_barred(self._failed_starts, node)
         }
         places = self._places(moving, nodes)
         return [Move(k, place, slices[k].node_id in self._leaving) for k, place in places.items()]

@@ -165,9 +165,8 @@ class FrameFormat:
         self._answers: dict[int, Answer] = {}
         self._steps: dict[bytes, Frames] = {}
         self._packed: dict[tuple[bytes, str, Autoreset, bool], tuple[memoryview, list[NDArray[Any]]]] = {}
-        self._row_shape: tuple[Any, ...] = ("no array",)
-        if action_layout is not None and len(action_layout.leaves) == 1:
-            self._row_shape = action_layout.leaves[0][1]
+        of_actions = () if action_layout is None else action_layout.leaves
+        self._row_shape: tuple[Any, ...] = of_actions[0][1] if len(of_actions) == 1 else ("no array",)
 
     def pack_step(
         self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset, loose: bool

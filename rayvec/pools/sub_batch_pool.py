@@ -104,14 +104,13 @@ class NativePool(InProcessPool):
         self.rew[rows], self.terminated[rows], self.truncated[rows] = rew, terminated, truncated
         if autoreset == Autoreset.DISABLED:
             self._waiting[rows] = done
-        elif autoreset == Autoreset.SAME_STEP:
-            if done.any():
-                if self.native_mode == Autoreset.DISABLED:
-                    obs, info = self._reset_within(unit, obs, info, done)
-                else:
-                    env.final_obs(info, done, obs)
-                    if not getattr(info["final_obs"], "dtype", np.dtype(int)).hasobject:
-                        self._leaves(unit, info["final_obs"], "info['final_obs']")
+        elif autoreset == Autoreset.SAME_STEP and done.any():
+            if self.native_mode == Autoreset.DISABLED:
+                obs, info = self._reset_within(unit, obs, info, done)
+            else:
+                env.final_obs(info, done, obs)
+                if not getattr(info["final_obs"], "dtype", np.dtype(int)).hasobject:
+                    self._leaves(unit, info["final_obs"], "info['final_obs']")
         self._write_obs(unit, obs)
         self._say(unit, info, infos)
 
