@@ -67,14 +67,9 @@ class NodeActor:
 
         return self._guard(begin)
 
-    def allocate(self, spaces_and_state: Pickled, first_id: int) -> RemoteFailure | None:
-        """Allocates the shared memory for spaces of observations and actions.
-
-        Args:
-            spaces_and_state: The spaces, and the :class:`NodeState` of a lost node to resume from, or None.
-            first_id: Global index of the node's first environment.
-        """
-        return self._guard(lambda: self._running.allocate(*(*spaces_and_state.load(), first_id)))
+    def allocate(self, arguments: Pickled) -> RemoteFailure | None:
+        """Allocates the shared memory; the arguments are those of ``ProcessPool.allocate``."""
+        return self._guard(lambda: self._running.allocate(*arguments.load()))
 
     def listen(self, key: bytes) -> int:
         """Opens the stream's listener on this node's own address; returns its port."""
@@ -121,9 +116,9 @@ class NodeActor:
         taken = self._guard(take)
         return (taken, None) if isinstance(taken, RemoteFailure) else taken
 
-    def call(self, name: str, arguments: Pickled, env_ids: NDArray[np.int64]) -> Pickled | RemoteFailure:
-        """Calls a method of some environments with ``(args, kwargs)`` and waits for the list of results."""
-        return self._guard(lambda: Pickled.of(self._running.call(name, *(*arguments.load(), env_ids))(None)))
+    def call(self, arguments: Pickled) -> Pickled | RemoteFailure:
+        """Calls a method of some environments and waits for the list of results; arguments as of ``EnvPool.call``."""
+        return self._guard(lambda: Pickled.of(self._running.call(*arguments.load())(None)))
 
     def set_attr(self, name: str, values: Pickled, env_ids: NDArray[np.int64]) -> RemoteFailure | None:
         """Sets an attribute of some environments, one value for each."""

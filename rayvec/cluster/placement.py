@@ -73,7 +73,8 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
     for node in found:
         if all_cpus := int(node["Resources"].get("CPU", 0)):
             left, address = free.get(node["NodeID"], {}), node["NodeManagerAddress"]
-            cpus, raylet = all_cpus if claimed_too else int(left.get("CPU", 0)), (address, node["NodeManagerPort"])
+            cpus = all_cpus if claimed_too else int(left.get("CPU", 0))
+            raylet = address, node["NodeManagerPort"]
             nodes.append(FreeNode(node["NodeID"], address, cpus, all_cpus, left.get("GPU", 0.0), raylet))
     return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
 

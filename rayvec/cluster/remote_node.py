@@ -163,7 +163,7 @@ class RemoteNode:
         The returned wait connects the stream.
         """
         key = secrets.token_bytes(32)
-        allocating = self._start("allocate", Pickled.of((observation, action, state)), self.slice.env_range.start)
+        allocating = self._start("allocate", Pickled.of((observation, action, state, self.slice.env_range.start)))
         listening = self._start("listen", key)
 
         def connect_stream(timeout_s: float | None) -> None:
@@ -408,7 +408,7 @@ class RemoteNode:
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], env_ids: NDArray[np.int64]
     ) -> Callable[[float | None], list[Any]]:
         """Starts a call of a method of some environments."""
-        return self._start("call", name, Pickled(packed((args, dict(kwargs)))), env_ids)
+        return self._start("call", Pickled(packed((name, args, dict(kwargs), env_ids))))
 
     def set_attr(self, name: str, values: Sequence[Any], env_ids: NDArray[np.int64]) -> None:
         """Sets an attribute of some environments, one value for each."""

@@ -66,16 +66,13 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
         raise error
     if not isinstance(error, Exception):
         exits = isinstance(error, SystemExit)
-        cause, error = (
-            error,
-            EnvError(
-                "Environments and policies report failures by exceptions.",
-                expected="an exception such as RuntimeError",
-                got=f"{error!r}, "
-                + ("the exception of sys.exit()" if exits else "which is not derived from Exception"),
-                remedy="Raise another exception in place of "
-                + ("the call of sys.exit()." if exits else "it, or catch it in the environment or the policy."),
-            ),
+        cause = error
+        error = EnvError(
+            "Environments and policies report failures by exceptions.",
+            expected="an exception such as RuntimeError",
+            got=f"{cause!r}, " + ("the exception of sys.exit()" if exits else "which is not derived from Exception"),
+            remedy="Raise another exception in place of "
+            + ("the call of sys.exit()." if exits else "it, or catch it in the environment or the policy."),
         )
         error.__cause__ = cause
     return RemoteFailure.capture(error, where)

@@ -117,7 +117,7 @@ def node() -> Iterator[NodeActor]:
     started = node.start(factory().in_parts((0, 2, NUM_ENVS)))
     assert isinstance(started, Pickled)
     spaces = started.load()
-    assert node.allocate(Pickled.of((spaces.observation, spaces.action, None)), 0) is None
+    assert node.allocate(Pickled.of((spaces.observation, spaces.action, None, 0))) is None
     yield node
     node.close(0.0)
 
