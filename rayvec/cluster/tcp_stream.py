@@ -230,12 +230,17 @@ class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
             left = self._filled - self._start
             self._memory[:left] = self._memory[self._start : self._filled]
             self._start, self._filled = 0, left
-        self._fill(LENGTH_BYTES)
+        if self._filled < LENGTH_BYTES:
+            self._fill(LENGTH_BYTES)
         end: int = _LENGTH.unpack_from(self._memory)[0]
         if not LENGTH_BYTES <= end <= MOST_BYTES:
             raise OSError(f"a frame says that it has {end} bytes")
-        self._fill(end)
-        self._start = end
+        if self._filled < end:
+            self._fill(end)
+        if self._filled == end:
+            self._filled = 0
+        else:
+            self._start = end
         return self._memory[:end]
 
     def _fill(self, size: int) -> None:
@@ -250,16 +255,17 @@ class FrameSocket(contextlib.AbstractContextManager["FrameSocket"]):
                 received = min(len(room), len(self._early))
                 room[:received] = self._early[:received]
                 del self._early[:received]
-            else:
-                try:
-                    received = self._sock.recv_into(room)
-                except BlockingIOError:
-                    self._check_peer()
-                    continue
-                if not received:
-                    raise EOFError("the peer has hung up")
-                self._looked_s = 0.0
+                self._filled = filled + received
+                continue
+            try:
+                received = self._sock.recv_into(room)
+            except BlockingIOError:
+                self._check_peer()
+                continue
+            if not received:
+                raise EOFError("the peer has hung up")
             self._filled = filled + received
+            self._looked_s = 0.0
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Waits up to `timeout_s` seconds for the beginning of a frame; returns whether any bytes have arrived.

@@ -138,7 +138,8 @@ class RankSet:
 
         Args:
             refs: Of the results.
-            limit_s: The longest wait for the first result, in seconds. A rank that hangs ends the wait earlier.
+            limit_s: The longest wait for the first result, and after it for the others, in seconds. A rank that hangs
+                ends the wait earlier.
 
         Raises:
             RankLostError: A rank exited, hangs, or did not return in time.
@@ -155,7 +156,7 @@ class RankSet:
         while self._may_idle and limit_s == math.inf and len(done) < len(refs) and worst(done) is None:
             done = self._await(refs, len(done) + 1)  # ranks wait for their environments, each for its own
         if worst(done) is None:
-            done = self._host.wait(refs, len(refs), self._timeout_s)
+            done = self._host.wait(refs, len(refs), min(self._timeout_s, limit_s))
         deadline = deadline_in(_GRACE_S)  # for the rank that holds the cause of a failure
         while len(done) < len(refs) and worst(done) not in (None, _Failure.ENDED) and seconds_until(deadline):
             done = self._host.wait(refs, len(done) + 1, seconds_until(deadline))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest
 from rayvec.data.topology import Topology, split_groups
+from rayvec.errors import LIMITS_REMEDY, ConfigError
 from rayvec.node.chunk_memory import PackedChunk
 from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.node_inference import NodeInference
@@ -27,6 +30,22 @@ __all__ = ["WorkerInference"]
 
 _CUT_LOOK_S = 0.001
 """The interval at which a wait asks whether to cut the chunk, in seconds."""
+
+
+@contextlib.contextmanager
+def _within_limits() -> Iterator[None]:
+    """Says what to do where the system refuses to open a file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise ConfigError(
+            "Workers get a policy and its weights through open files.",
+            expected="a limit that allows a few more",
+            got=str(error),
+            remedy=LIMITS_REMEDY,
+        ) from error
 
 
 @dataclass(slots=True)
@@ -131,12 +150,13 @@ class WorkerInference(Acting):
         if on_node:
             self.own.load(key, policy, version)
             return
-        held = self._policies[key] = _Policy(policy, WeightsRef(version), WeightMemory(len(self._clients)))
-        try:
-            self._call_all("load_policy", (key, policy), [held.memory.fd])
-        except BaseException:
-            self._policies.pop(key).memory.close()
-            raise
+        with _within_limits():
+            held = self._policies[key] = _Policy(policy, WeightsRef(version), WeightMemory(len(self._clients)))
+            try:
+                self._call_all("load_policy", (key, policy), [held.memory.fd])
+            except BaseException:
+                self._policies.pop(key).memory.close()
+                raise
 
     def publish(self, key: int, version: int, weights: NDArray[np.float32]) -> None:
         """See :class:`~rayvec.pools.base.Acting`. Copies the weights into shared memory, unless they are there."""
@@ -147,7 +167,8 @@ class WorkerInference(Acting):
         if version == policy.weights.version:
             return
         in_use = {chunk.weights.slot for chunk in self._pending if chunk.key == key}
-        policy.weights = WeightsRef(version, policy.memory.write(weights, in_use))
+        with _within_limits():
+            policy.weights = WeightsRef(version, policy.memory.write(weights, in_use))
 
     def drop(self, key: int) -> None:
         """See :class:`~rayvec.pools.base.Acting`."""

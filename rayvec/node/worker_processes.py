@@ -249,12 +249,18 @@ class WorkerSet:
             self._block.arrays["pid"][index] = -process.pid
             self._set_up(index, Setup(self._block.shape, first_command, len(policies), self.first_id))
             for key, policy, fd in policies:
-                process.pipe.send(dumps((key, policy)), [fd])
+                self._send(index, (key, policy), [fd])
             return process
 
     def _set_up(self, index: int, setup: Setup) -> None:
         assert self._block is not None
-        self.processes[index].pipe.send(dumps(setup), [*self._block.fds, *self.memories[index].fds])
+        self._send(index, setup, [*self._block.fds, *self.memories[index].fds])
+
+    def _send(self, index: int, message: Any, fds: Sequence[int]) -> None:
+        try:
+            self.processes[index].pipe.send(dumps(message), fds)
+        except OSError as error:  # file descriptors are sent as duplicates
+            raise self._lost(index, f"no new open file: {error}", LIMITS_REMEDY) from error
 
     def close(self, timeout_s: float = _END_S) -> None:
         """Ends every worker and the fork server. Workers that still run after `timeout_s` are killed."""

@@ -18,7 +18,15 @@ from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.data.topology import Topology
-from rayvec.errors import ConfigError, LearnerError, RankLostError, RayvecError, counted, without_remedy
+from rayvec.errors import (
+    ConfigError,
+    LearnerError,
+    RankLostError,
+    RayvecError,
+    WorkerLostError,
+    counted,
+    without_remedy,
+)
 from rayvec.learners.base import check_gpu
 from rayvec.pools.in_process_base import captured
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
@@ -175,9 +183,10 @@ def _train_with_any_ranks(run: _Run, interrupts: Interrupts, stack: contextlib.E
     """
     is_done, cores = False, dict[str, int]()
     while not is_done and not interrupts.requested:
-        progress = run.context.progress
+        progress, is_open = run.context.progress, False
         try:
             with open_trainer(run.config, progress, run.state, fewer=run.num_losses > 0, cores=cores) as trainer:
+                is_open = True
                 interrupts.check()
                 run.open_tracker(stack)
                 if run.state is None:
@@ -187,6 +196,10 @@ def _train_with_any_ranks(run: _Run, interrupts: Interrupts, stack: contextlib.E
             if not is_done and not interrupts.requested:
                 logger.warning("nodes joined or leave: ranks are placed again at step %d", progress.steps)
         except RankLostError as error:
+            run.lose_ranks(error)
+        except Exception as error:
+            if is_open or not run.makes_again(error):
+                raise
             run.lose_ranks(error)
     return is_done
 
@@ -408,7 +421,12 @@ class _Run:
     def _call(self, hook: str) -> None:
         call(self._callbacks, hook, self.context)
 
-    def lose_ranks(self, error: RankLostError) -> None:
+    def makes_again(self, error: Exception) -> bool:
+        """Whether environments are made again that failed with this error while ranks restarted."""
+        is_of_envs = isinstance(error, WorkerLostError) or not isinstance(error, RayvecError)
+        return self.has_begun and self.config.on_env_error == "restart" and is_of_envs
+
+    def lose_ranks(self, error: Exception) -> None:
         """Goes back to the last state that was kept, from which a new set of ranks continues.
 
         Raises:
@@ -419,10 +437,11 @@ class _Run:
         is_elastic = isinstance(self.config.num_nodes, tuple)
         most = _MOST_LOSSES_OF_ELASTIC_RANKS if is_elastic else _MOST_LOSSES
         if self.num_losses > most or (self.state is None and not is_elastic):
+            what = "a lost rank" if isinstance(error, RankLostError) else "environments that could not be made"
             raise LearnerError(
                 "A run whose ranks are lost continues from its last checkpoint.",
                 expected=f"none lost before the first checkpoint, and at most {most} between two of them",
-                got=f"a lost rank: {without_remedy(error)}",
+                got=f"{what}: {without_remedy(error)}",
                 remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
             ) from error
         before = self.context.progress.steps

@@ -125,7 +125,7 @@ class PoolAdapter:
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids by the node's name: of the process that holds the workers, and after it of each worker."""
         self._assert_idle("worker_pids")
-        return self._pool.worker_pids()
+        return self._guarded(self._pool.worker_pids, LOSSES)
 
     def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights.

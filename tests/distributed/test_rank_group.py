@@ -355,28 +355,28 @@ def test_a_limit_that_allows_no_process_is_an_error_at_once(monkeypatch: pytest.
 
 
 class ClosesForEver(Adder):
-    """Does not return from `close`."""
+    """Does not return from `close` on the last rank."""
 
     def __init__(self, ranks: Any, arrivals: Any) -> None:
         super().__init__(ranks)
+        self.is_last = ranks.rank == ranks.size - 1
 
     def close(self) -> None:
         """Sleeps."""
-        time.sleep(1e6)
+        time.sleep(1e6 if self.is_last else 0.0)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_decentralized_ranks_that_do_not_close_are_killed_and_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rayvec.distributed.decentralized._CLOSE_S", 0.2)
-    group = DecentralizedGroup(ClosesForEver, 1, ProcessHost())
-    pid = group.ranks[0].pid
+    group = DecentralizedGroup(ClosesForEver, num_ranks, ProcessHost(), timeout_s=1000.0)
+    last = group.ranks[-1]
     group.close()
-    assert vital_signs(pid) is None
-    assert (
-        "killed ranks that did not close in time" in caplog.text
-        and f"rank 0 on 127.0.0.1 (process {pid})" in caplog.text
-    )
+    assert vital_signs(last.pid) is None
+    assert "killed ranks that did not close in time: A rank lives" in caplog.text
+    assert f"rank {num_ranks - 1} on 127.0.0.1 (process {last.pid})" in caplog.text
 
 
 @pytest.mark.parametrize(

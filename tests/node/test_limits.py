@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from helpers.fork_fails import FILE_VARIABLE
 from helpers.vector_kit import assert_explained
 from helpers.waiting import alive, wait_until
 
-from rayvec.errors import WorkerLostError
+from rayvec.errors import ConfigError, WorkerLostError
 from rayvec.node.fork_server import ForkServer, _ending_with_peer
 from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -53,6 +55,46 @@ def test_open_files(hard: int, said: str) -> None:
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert said in done.stdout, done.stdout
     assert done.stdout.endswith(("sockets 1 memory 0\n", "sockets 0 memory 0\n")), "only the fork server's is left"
+
+
+@contextmanager
+def room_for_files(count: int) -> Iterator[None]:
+    """Lets this process open so many more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1 + count, hard))
+    fillers: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                fillers.append(os.dup(0))
+        for _ in range(count):
+            os.close(fillers.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in fillers:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("call", ["step", "rollout", "a killed worker and step", "a killed worker and rollout"])
+def test_without_room_for_open_files_a_call_says_what_to_do(call: str) -> None:
+    said = []
+    for room in range(8):
+        with RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1, on_env_error="restart") as env:
+            env.reset(seed=0)
+            (pid,) = next(iter(env.worker_pids().values()))[1:]
+            with room_for_files(room):
+                if "killed" in call:
+                    os.kill(pid, signal.SIGKILL)
+                try:
+                    env.step(np.zeros(1, np.int64)) if "step" in call else env.rollout(
+                        lambda obs: np.zeros(len(obs), np.int64), 2
+                    )
+                except (WorkerLostError, ConfigError) as error:
+                    assert_explained(error)
+                    assert "Too many open files" in str(error) and "ulimit -n" in str(error)
+                    said.append(room)
+    assert said == list(range(len(said))) and (len(said) > 0) == (call != "step")
 
 
 def test_a_fork_that_fails_is_an_error_and_the_fork_server_stays(

@@ -201,6 +201,41 @@ def test_the_learning_curve_is_drawn_once_not_with_each_set_of_ranks(
     assert "restarting all ranks at step" in caplog.text and drawn == [tmp_path / "a"]
 
 
+class FailsOnOrder(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """CartPole whose constructor exits, or raises, and removes the file that orders it."""
+
+    def __init__(self, order: Path, exits: bool) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            order.unlink()
+            if exits:
+                os._exit(3)
+            raise RuntimeError("the simulator has no licence")
+        super().__init__(gymnasium.make("CartPole-v1"))
+
+
+@pytest.mark.parametrize("exits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["exits", "raises"])
+def test_environments_that_fail_while_lost_ranks_restart_are_made_again(
+    tmp_path: Path, exits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAYVEC_TEST_RUN", str(tmp_path))
+    order = tmp_path / "order"
+
+    def kill_a_rank(context: rayvec.RunContext) -> None:
+        if context.progress.iterations == 3 and not caplog.text:
+            order.touch()
+            ranks = [each for each in psutil.process_iter(["name"]) if each.info["name"] == "rayvec-rank"]
+            next(each for each in ranks if each.environ().get("RAYVEC_TEST_RUN") == str(tmp_path)).kill()
+
+    settings = {**SMALL, **UNCUT, "num_learners": 2, "total_steps": 640, "checkpoint_interval_s": 0.0}
+    where = {"num_nodes": 0, "workers_per_node": 2, "on_env_error": "restart"}
+    config = rayvec.PPOConfig(**settings, **where, run_dir=tmp_path / "a", eval_episodes=0)
+    callback = SimpleNamespace(on_iteration=kill_a_rank)
+    rayvec.train(config, env=lambda: FailsOnOrder(order, exits), callbacks=[callback])
+    assert caplog.text.count("restarting all ranks at step") == 2
+    assert ("its process ended" if exits else "the simulator has no licence") in caplog.text
+    assert [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")] == list(range(64, 641, 64))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_run_that_lost_a_rank_takes_all_its_steps(tmp_path: Path, lost: int) -> None:
