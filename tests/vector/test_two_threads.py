@@ -64,6 +64,7 @@ CALLS: dict[str, Callable[[RayVecEnv], Any]] = {
     "call": lambda env: env.call("wait_here"),
     "set_attr": lambda env: env.set_attr("number", 1),
     "rollout": lambda env: env.rollout(lambda obs: np.zeros(len(obs), int), 2),
+    "worker_pids": lambda env: env.worker_pids(),
 }
 
 
