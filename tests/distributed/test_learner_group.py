@@ -192,6 +192,7 @@ def test_a_rank_that_dies_in_an_update_changes_no_number(
     np.testing.assert_array_equal(group.weights(), undisturbed.weights())
 
 
+@pytest.mark.slow
 def test_a_chunk_that_is_lost_raises_and_nothing_else_is_lost(
     ppo_group: rayvec.LearnerGroup,
 ) -> None:

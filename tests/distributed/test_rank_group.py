@@ -379,10 +379,11 @@ def test_decentralized_ranks_that_do_not_close_are_killed_and_logged(
     assert f"rank {num_ranks - 1} on 127.0.0.1 (process {last.pid})" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "kind", "text"),
     [
-        pytest.param("raise", ZeroDivisionError, "as asked", marks=pytest.mark.slow),
+        ("raise", ZeroDivisionError, "as asked"),
         ("exit", EnvError, r"SystemExit\(3\), the exception of sys.exit"),
     ],
 )

@@ -72,7 +72,7 @@ class FailsPartially(SyncVectorEnv):
         return super().reset(seed=seed, options=options)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_call_for_any_row_raises_what_its_sub_batch_raises(workers: int) -> None:
     make = partial(FailsPartially, [CountingEnv] * 3)
     with closing(local([partial(counting, 3), make], workers_per_node=workers)) as env:

@@ -141,6 +141,7 @@ class Dies(gymnasium.Wrapper):  # type: ignore[type-arg]
         return super().step(action)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_replaced_is_counted(tmp_path: Path) -> None:
     config = tiny(tmp_path / "a", total_steps=128, on_env_error="restart", num_nodes=0, workers_per_node=1)
     flag = tmp_path / "flag"

@@ -213,7 +213,8 @@ class FailsOnOrder(gymnasium.Wrapper):  # type: ignore[type-arg]
         super().__init__(gymnasium.make("CartPole-v1"))
 
 
-@pytest.mark.parametrize("exits", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["exits", "raises"])
+@pytest.mark.slow
+@pytest.mark.parametrize("exits", [True, False], ids=["exits", "raises"])
 def test_environments_that_fail_while_lost_ranks_restart_are_made_again(
     tmp_path: Path, exits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -57,6 +57,7 @@ def test_targets_that_differ_by_rounding_have_no_variance_to_explain(tmp_path: P
     assert [line["learner/explained_variance"] for line in lines] == [0.0] * len(lines)
 
 
+@pytest.mark.slow
 def test_the_last_episodes_are_those_of_all_ranks(tmp_path: Path) -> None:
     """Each rank has episodes with its own return, and more of them than the last ones that count."""
     ranks = {"num_learners": 2, "learners": "decentralized", "sync_fraction": 1.0}
