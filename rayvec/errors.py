@@ -47,6 +47,7 @@ __all__ = [
     "duration",
     "first_line",
     "message",
+    "origin",
     "without_remedy",
 ]
 
@@ -315,6 +316,11 @@ def duration(seconds: float) -> str:
         if seconds >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} µs"
+
+
+def origin(error: BaseException) -> str:
+    """Returns where another process, or an environment, raised an error or its cause; an empty text if none did."""
+    return next((where for each in (error, error.__cause__) if (where := getattr(each, "raised_in", None))), "")
 
 
 def without_remedy(error: BaseException) -> str:

@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("many" if config.getoption("--all") else "few")
-    if not config.getoption("--all"):  # a precompiled header is for many programs; one is compiled
+    if not config.getoption("--all"):  # the tests compile one program: a precompiled header costs 5 s more
         os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     if not hasattr(config, "workerinput"):  # xdist's processes inherit what the first process sets
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())

@@ -233,8 +233,8 @@ class ElasticPlacement:
         holders = {each.node_id for each in slices}
         if not self._are_enough(nodes) or not holders <= self._raylets.keys():
             return []
-        lost_some = {each: self._raylets[each] for each in holders if _is_barred(self._distrusted, each)}
-        if unreachable(lost_some):
+        distrusted = {each: self._raylets[each] for each in holders if _is_barred(self._distrusted, each)}
+        if unreachable(distrusted):
             return []
         node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
         moving = {

@@ -87,8 +87,8 @@ def head_answers() -> bool:
         return False
     address = ray.get_runtime_context().gcs_address
     host, _, port = address.rpartition(":")
-    # a head that restarts refuses connections
-    does_answer = _answers((host.strip("[]"), int(port)), refused_is_answer=True) and _serves()
+    is_there = _answers((host.strip("[]"), int(port)), refused_is_answer=True)  # a head that restarts refuses
+    does_answer = is_there and _serves()
     _head_was_silent_s[address] = -math.inf if does_answer else time.monotonic()
     return does_answer
 
@@ -149,7 +149,8 @@ class NodeWatch:
 
     def __init__(self) -> None:
         self._addresses: dict[str, Address] = {}
-        self._silent_since_s: dict[str, float] = {}  # of each node that has answered; infinite while it answers
+        self._have_answered: set[str] = set()
+        self._silent_since_s: dict[str, float] = {}
         self._looked_s = 0.0
 
     def lost(self, node_ids: Iterable[str]) -> set[str]:
@@ -165,15 +166,16 @@ class NodeWatch:
                 node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in alive_nodes()
             }
         began_s = time.monotonic()
-        if began_s - self._looked_s > _STALE_S:  # two looks far apart say nothing of the time between
-            self._silent_since_s = dict.fromkeys(self._silent_since_s, math.inf)
+        if began_s - self._looked_s > _STALE_S:
+            self._silent_since_s.clear()  # two looks far apart say nothing of the time between
         self._looked_s = began_s
         silent = unreachable({each: self._addresses[each] for each in wanted if each in self._addresses})
-        self._silent_since_s.update(dict.fromkeys(wanted - silent, math.inf))
-        counting = silent & self._silent_since_s.keys()
-        self._silent_since_s.update({each: min(self._silent_since_s[each], began_s) for each in counting})
+        self._have_answered |= wanted - silent
+        for each in wanted - silent:
+            self._silent_since_s.pop(each, None)
+        counting = silent & self._have_answered
         ended_s = time.monotonic()
-        gone = {each for each in counting if ended_s - self._silent_since_s[each] > _SILENCE_S}
+        gone = {each for each in counting if ended_s - self._silent_since_s.setdefault(each, began_s) > _SILENCE_S}
         if gone:
             check_head()
         return gone

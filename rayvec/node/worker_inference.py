@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +12,6 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest
 from rayvec.data.topology import Topology, split_groups
-from rayvec.errors import LIMITS_REMEDY, ConfigError
 from rayvec.node.chunk_memory import PackedChunk
 from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.node_inference import NodeInference
@@ -23,29 +20,13 @@ from rayvec.node.slow_workers import EnoughSteps, StepTimes
 from rayvec.node.step_memory import CHUNK_STEP_BITS
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.worker_client import WorkerClient, pack_call
-from rayvec.node.worker_processes import WorkerSet
+from rayvec.node.worker_processes import WorkerSet, within_file_limit
 from rayvec.pools.base import MOST_CHUNKS, Acting, Cut, NotReady, deadline_in
 
 __all__ = ["WorkerInference"]
 
 _CUT_LOOK_S = 0.001
 """The interval at which a wait asks whether to cut the chunk, in seconds."""
-
-
-@contextlib.contextmanager
-def _within_limits() -> Iterator[None]:
-    """Says what to do where the system refuses to open a file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        raise ConfigError(
-            "Workers get a policy and its weights through open files.",
-            expected="a limit that allows a few more",
-            got=str(error),
-            remedy=LIMITS_REMEDY,
-        ) from error
 
 
 @dataclass(slots=True)
@@ -150,7 +131,7 @@ class WorkerInference(Acting):
         if on_node:
             self.own.load(key, policy, version)
             return
-        with _within_limits():
+        with within_file_limit():
             held = self._policies[key] = _Policy(policy, WeightsRef(version), WeightMemory(len(self._clients)))
             try:
                 self._call_all("load_policy", (key, policy), [held.memory.fd])
@@ -167,7 +148,7 @@ class WorkerInference(Acting):
         if version == policy.weights.version:
             return
         in_use = {chunk.weights.slot for chunk in self._pending if chunk.key == key}
-        with _within_limits():
+        with within_file_limit():
             policy.weights = WeightsRef(version, policy.memory.write(weights, in_use))
 
     def drop(self, key: int) -> None:

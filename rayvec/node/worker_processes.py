@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import pickle
@@ -10,7 +11,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -257,10 +258,8 @@ class WorkerSet:
         self._send(index, setup, [*self._block.fds, *self.memories[index].fds])
 
     def _send(self, index: int, message: Any, fds: Sequence[int]) -> None:
-        try:
+        with within_file_limit():
             self.processes[index].pipe.send(dumps(message), fds)
-        except OSError as error:  # file descriptors are sent as duplicates
-            raise self._lost(index, f"no new open file: {error}", LIMITS_REMEDY) from error
 
     def close(self, timeout_s: float = _END_S) -> None:
         """Ends every worker and the fork server. Workers that still run after `timeout_s` are killed."""
@@ -279,6 +278,22 @@ class WorkerSet:
                 memory.close()
             self.processes, self.memories = [], []
             self.server.close()
+
+
+@contextlib.contextmanager
+def within_file_limit() -> Iterator[None]:
+    """Raises ``WorkerLostError`` where the system refuses this process another file descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise WorkerLostError(
+            "Workers get memory, policies and weights as file descriptors, which this process duplicates.",
+            expected="a limit that allows a few more open files",
+            got=str(error),
+            remedy=LIMITS_REMEDY,
+        ) from error
 
 
 def _allow_open_files(count: int) -> None:

@@ -164,9 +164,9 @@ class PoolSpaces:
                     remedy="Make them with one autoreset_mode.",
                 )
         every = [space for count, part in parts for space in (part.observations or (part.observation,) * count)]
-        starts = accumulate((count for count, _ in parts), initial=0)
-        others = [0 if part.action != first.action else part.actions_differ for _, part in parts]
-        differ = next((start + at for start, at in zip(starts, others, strict=False) if at is not None), None)
+        starts = accumulate((count for count, _ in parts[:-1]), initial=0)
+        differ_at = [0 if part.action != first.action else part.actions_differ for _, part in parts]
+        differ = next((start + at for start, at in zip(starts, differ_at, strict=True) if at is not None), None)
         same = all(part.observation == first.observation and not part.observations for _, part in parts)
         return cls(
             first.observation,

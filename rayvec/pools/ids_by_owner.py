@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Tree, as_slice, tree_map
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, counted, message
 
 __all__ = ["Keys", "Part", "Plan", "Plans"]
 
@@ -150,7 +150,14 @@ class Plans:
 
     def _make(self, key: bytes, ids: NDArray[np.int64]) -> Plan:
         if len(np.unique(ids)) < len(ids) or np.any((ids < 0) | (ids >= self._num_envs)):
-            raise ValueError(f"a request for the environments {ids[:10].tolist()} of {self._num_envs}")
+            raise ValueError(
+                message(
+                    "A call names each environment at most once.",
+                    expected=f"different indices of {counted(self._num_envs, 'environment')}, from 0",
+                    got=ids[:10].tolist(),
+                    remedy="Leave out the index that comes twice, or that no environment has.",
+                )
+            )
         owner = np.searchsorted(self._starts, ids, side="right") - 1
         parts = []
         for k in np.unique(owner).tolist():

@@ -66,15 +66,15 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
         raise error
     if not isinstance(error, Exception):
         exits = isinstance(error, SystemExit)
-        cause = error
-        error = EnvError(
+        failure = EnvError(
             "Environments and policies report failures by exceptions.",
             expected="an exception such as RuntimeError",
-            got=f"{cause!r}, " + ("the exception of sys.exit()" if exits else "which is not derived from Exception"),
+            got=f"{error!r}, " + ("the exception of sys.exit()" if exits else "which is not derived from Exception"),
             remedy="Raise another exception in place of "
             + ("the call of sys.exit()." if exits else "it, or catch it in the environment or the policy."),
         )
-        error.__cause__ = cause
+        failure.__cause__ = error
+        return RemoteFailure.capture(failure, where)
     return RemoteFailure.capture(error, where)
 
 

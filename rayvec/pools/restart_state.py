@@ -185,8 +185,9 @@ class LastAnswers:
     def keep(self, select: Any, obs: Tree, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Stores new results. The arrays hold rows only for `select`."""
         self._done[select] = (terminated | truncated) & ~self._resets[select]
-        for kept, array in zip(self._leaves, tree_leaves(obs) if self._leaves else (), strict=True):
-            kept[select] = array
+        if self._leaves:
+            for kept, array in zip(self._leaves, tree_leaves(obs), strict=True):
+                kept[select] = array
 
     def mid_episode(self, select: Any) -> NDArray[np.bool_]:
         """Returns which environments were in the middle of an episode at their last result, ``bool [k]``."""

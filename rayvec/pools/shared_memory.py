@@ -270,24 +270,33 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
 
 def _fitter(tree: Tree) -> Callable[[Any], Sequence[Any]]:
     """Returns a function from one environment's value to what to write into the arrays of `tree`, in their order."""
-    if isinstance(tree, dict | tuple):
-        is_dict, parts = isinstance(tree, dict), tree.items() if isinstance(tree, dict) else enumerate(tree)
-        children = [(key, _fitter(part)) for key, part in parts]
-        expected = f"a dict with the keys {list(tree)}" if is_dict else f"a tuple of {len(tree)}"
+    if isinstance(tree, dict):
+        children = [(key, _fitter(value)) for key, value in tree.items()]
 
-        def fit_parts(value: Any) -> list[Any]:
+        def fit_dict(value: Any) -> list[Any]:
             fitted: list[Any] = []
             for key, fit in children:
                 try:
                     part = value[key]
                 except (KeyError, TypeError, IndexError):
-                    raise _other_parts(expected, value) from None
+                    raise _other_parts(f"a dict with the keys {list(tree)}", value) from None
                 fitted += fit(part)
-            if not is_dict and len(value) > len(children):
-                raise _other_parts(expected, value)
             return fitted
 
-        return fit_parts
+        return fit_dict
+    if isinstance(tree, tuple):
+        places = [_fitter(value) for value in tree]
+
+        def fit_tuple(value: Any) -> list[Any]:
+            try:
+                fits = len(value) == len(places)
+            except TypeError:
+                fits = False
+            if not fits:
+                raise _other_parts(f"a tuple of {len(places)}", value)
+            return [part for fit, item in zip(places, value, strict=True) for part in fit(item)]
+
+        return fit_tuple
 
     dtype, shape = tree.dtype, tree.shape[1:]
     if dtype.hasobject:

@@ -25,6 +25,7 @@ from rayvec.errors import (
     RayvecError,
     WorkerLostError,
     counted,
+    origin,
     without_remedy,
 )
 from rayvec.learners.base import check_gpu
@@ -422,33 +423,39 @@ class _Run:
         call(self._callbacks, hook, self.context)
 
     def makes_again(self, error: Exception) -> bool:
-        """Whether environments are made again that failed with this error while ranks restarted."""
-        is_of_envs = isinstance(error, WorkerLostError) or not isinstance(error, RayvecError)
-        return self.has_begun and self.config.on_env_error == "restart" and is_of_envs
+        """Whether ranks that restarted, and could not because of this error of an environment, restart again."""
+        is_of_env = isinstance(error, WorkerLostError) or "environment" in origin(error)
+        return self.has_begun and self.config.on_env_error == "restart" and is_of_env
 
     def lose_ranks(self, error: Exception) -> None:
         """Goes back to the last state that was kept, from which a new set of ranks continues.
 
+        Args:
+            error: What ended the ranks, or kept them from starting again.
+
         Raises:
             LearnerError: Ranks are lost again and again, or before the first checkpoint.
+            Exception: The error, if an environment raises it again and again.
         """
         self.num_losses += 1
         self._monitor.count_lost_ranks()
         is_elastic = isinstance(self.config.num_nodes, tuple)
         most = _MOST_LOSSES_OF_ELASTIC_RANKS if is_elastic else _MOST_LOSSES
         if self.num_losses > most or (self.state is None and not is_elastic):
-            what = "a lost rank" if isinstance(error, RankLostError) else "environments that could not be made"
+            if not isinstance(error, RankLostError):
+                raise error
             raise LearnerError(
                 "A run whose ranks are lost continues from its last checkpoint.",
                 expected=f"none lost before the first checkpoint, and at most {most} between two of them",
-                got=f"{what}: {without_remedy(error)}",
+                got=f"a lost rank: {without_remedy(error)}",
                 remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
             ) from error
         before = self.context.progress.steps
         best = self.context.progress.best_return  # of the weights in best.pt
         self.context.progress = Progress(**self.state["progress"]) if self.state else Progress()
         self.context.progress.best_return = best
-        logger.warning("restarting all ranks at step %d of %d: %s", self.context.progress.steps, before, error)
+        said = f"{error}, raised in {where}" if (where := origin(error)) else str(error)
+        logger.warning("restarting all ranks at step %d of %d: %s", self.context.progress.steps, before, said)
         time.sleep(min(_MOST_PAUSE_S, self.num_losses - 1))  # Ray lists a node for a while after it is gone
 
     def end(self) -> TrainResult:

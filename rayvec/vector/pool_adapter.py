@@ -123,7 +123,12 @@ class PoolAdapter:
         return self._pool.take_replaced()
 
     def worker_pids(self) -> dict[str, list[int]]:
-        """Process ids by the node's name: of the process that holds the workers, and after it of each worker."""
+        """Process ids by the node's name: of the process that holds the workers, and after it of each worker.
+
+        Raises:
+            AlreadyPendingCallError: Another call is pending, or another thread makes one.
+            NodeLostError: A node is lost, and its environments do not restart elsewhere; this closes all of them.
+        """
         self._assert_idle("worker_pids")
         return self._guarded(self._pool.worker_pids, LOSSES)
 

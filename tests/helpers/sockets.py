@@ -33,8 +33,8 @@ def listening_ports(pid: int) -> list[int]:
 def stores_at(addresses: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     """Returns the addresses where a store of torch.distributed lets another process set and get a key.
 
-    A peer that is no store may leave the client waiting without end. Every client gets a few times as long as one that
-    connects to a real store at the same time.
+    A peer that is no store may leave the client waiting without end. Every client gets three times as long as one that
+    connects to a real store at the same time, and a second at least.
     """
     host = "127.0.0.1"
     real = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -43,12 +43,13 @@ def stores_at(addresses: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     clients = {
         address: context.Process(target=_set_and_get, args=address) for address in (*addresses, (host, real.port))
     }
+    began_s = time.monotonic()
     for client in clients.values():
         client.start()
     own = clients.pop((host, real.port))
     own.join(60)
     assert own.exitcode == 0, "the real store does not answer"
-    time.sleep(1)
+    time.sleep(max(1.0, 2.0 * (time.monotonic() - began_s)))
     for client in clients.values():
         client.kill()
     for client in clients.values():

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.error import ClosedEnvironmentError
 from helpers.fork_fails import FILE_VARIABLE
 from helpers.vector_kit import assert_explained
 from helpers.waiting import alive, wait_until
 
-from rayvec.errors import ConfigError, WorkerLostError
+from rayvec.errors import WorkerLostError
 from rayvec.node.fork_server import ForkServer, _ending_with_peer
 from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -80,21 +81,27 @@ def room_for_files(count: int) -> Iterator[None]:
 def test_without_room_for_open_files_a_call_says_what_to_do(call: str) -> None:
     said = []
     for room in range(8):
-        with RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1, on_env_error="restart") as env:
+        with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=2, on_env_error="restart") as env:
             env.reset(seed=0)
-            (pid,) = next(iter(env.worker_pids().values()))[1:]
+            _, pid, _ = next(iter(env.worker_pids().values()))
             with room_for_files(room):
                 if "killed" in call:
                     os.kill(pid, signal.SIGKILL)
                 try:
-                    env.step(np.zeros(1, np.int64)) if "step" in call else env.rollout(
+                    env.step(np.zeros(2, np.int64)) if "step" in call else env.rollout(
                         lambda obs: np.zeros(len(obs), np.int64), 2
                     )
-                except (WorkerLostError, ConfigError) as error:
+                except WorkerLostError as error:
                     assert_explained(error)
                     assert "Too many open files" in str(error) and "ulimit -n" in str(error)
                     said.append(room)
-    assert said == list(range(len(said))) and (len(said) > 0) == (call != "step")
+            if env.closed:
+                with pytest.raises(ClosedEnvironmentError, match="WorkerLostError in an earlier call closed it"):
+                    env.reset()
+            else:
+                env.step(np.zeros(2, np.int64))
+            assert env.closed == (room in said)
+    assert said == list(range(len(said))) and len(said) in ((0,) if call == "step" else range(1, 8))
 
 
 def test_a_fork_that_fails_is_an_error_and_the_fork_server_stays(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -202,21 +204,23 @@ def test_the_learning_curve_is_drawn_once_not_with_each_set_of_ranks(
 
 
 class FailsOnOrder(gymnasium.Wrapper):  # type: ignore[type-arg]
-    """CartPole whose constructor exits, or raises, and removes the file that orders it."""
+    """CartPole whose constructor ends its process, exits, or raises, and removes the file that orders it."""
 
-    def __init__(self, order: Path, exits: bool) -> None:
+    def __init__(self, order: Path, how: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             order.unlink()
-            if exits:
+            if how == "dies":
                 os._exit(3)
-            raise RuntimeError("the simulator has no licence")
+            if how == "exits":
+                sys.exit("no licence")
+            raise RuntimeError("no licence")
         super().__init__(gymnasium.make("CartPole-v1"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exits", [True, False], ids=["exits", "raises"])
+@pytest.mark.parametrize("how", ["dies", "exits", "raises"])
 def test_environments_that_fail_while_lost_ranks_restart_are_made_again(
-    tmp_path: Path, exits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAYVEC_TEST_RUN", str(tmp_path))
     order = tmp_path / "order"
@@ -224,16 +228,18 @@ def test_environments_that_fail_while_lost_ranks_restart_are_made_again(
     def kill_a_rank(context: rayvec.RunContext) -> None:
         if context.progress.iterations == 3 and not caplog.text:
             order.touch()
-            ranks = [each for each in psutil.process_iter(["name"]) if each.info["name"] == "rayvec-rank"]
-            next(each for each in ranks if each.environ().get("RAYVEC_TEST_RUN") == str(tmp_path)).kill()
+            processes = psutil.process_iter(["name", "environ"])  # None for what may not be read, or has ended
+            ours = [each for each in processes if str(tmp_path) in (each.info["environ"] or {}).values()]
+            next(each for each in ours if each.info["name"] == "rayvec-rank").kill()
 
     settings = {**SMALL, **UNCUT, "num_learners": 2, "total_steps": 640, "checkpoint_interval_s": 0.0}
     where = {"num_nodes": 0, "workers_per_node": 2, "on_env_error": "restart"}
     config = rayvec.PPOConfig(**settings, **where, run_dir=tmp_path / "a", eval_episodes=0)
     callback = SimpleNamespace(on_iteration=kill_a_rank)
-    rayvec.train(config, env=lambda: FailsOnOrder(order, exits), callbacks=[callback])
+    rayvec.train(config, env=lambda: FailsOnOrder(order, how), callbacks=[callback])
     assert caplog.text.count("restarting all ranks at step") == 2
-    assert ("its process ended" if exits else "the simulator has no licence") in caplog.text
+    said = "its process ended" if how == "dies" else r"no licence.*, raised in node .*, worker 0, environment \d"
+    assert re.search(said, caplog.text)
     assert [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")] == list(range(64, 641, 64))
 
 
