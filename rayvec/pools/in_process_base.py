@@ -10,7 +10,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,15 +34,12 @@ __all__ = [
     "end_if_forked",
     "failures_ignored",
     "is_ctrl_c",
-    "unless_failed",
+    "raise_failures",
 ]
 
 FAILURES = BaseException
 """What environments, policies and learners raise when they fail. :func:`captured` lets Ctrl-C pass."""
-
-
 _IMMUTABLE = (bool, int, float, str, bytes, type(None), np.generic)
-_T = TypeVar("_T")
 _NOTE_CHARS = 1000
 """How much of an exception's text is in the log line of a restart."""
 
@@ -146,11 +143,10 @@ class EnvsFailed(Exception):
         self.failures = tuple(failures)
 
 
-def unless_failed(infos: list[_T], failures: Sequence[tuple[int, RemoteFailure]]) -> list[_T]:
-    """Returns infos; raises ``EnvsFailed`` if there are failures."""
+def raise_failures(failures: Sequence[tuple[int, RemoteFailure]]) -> None:
+    """Raises ``EnvsFailed`` if there are any."""
     if failures:
         raise EnvsFailed(failures)
-    return infos
 
 
 class InProcessPool(ABC):

@@ -15,7 +15,7 @@ from rayvec.data import RawInfo
 from rayvec.envs.factory import check_env
 from rayvec.errors import EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
-from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_value, unless_failed
+from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_value, raise_failures
 from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of, store_seed
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
@@ -107,7 +107,8 @@ class SerialPool(InProcessPool):
                     infos.append(RawInfo(self.first_id + row, self._copied(info)))
             except FAILURES as error:
                 self._recover(row, error, failures, partial(recovery, row, same_step, infos))
-        return unless_failed(infos, failures)
+        raise_failures(failures)
+        return infos
 
     def reset_rows(
         self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None
@@ -129,7 +130,8 @@ class SerialPool(InProcessPool):
                 self._reset_row(row, seed, options, infos)
             except FAILURES as error:
                 self._recover(row, error, failures, partial(self._reset_row, row, None, options, infos))
-        return unless_failed(infos, failures)
+        raise_failures(failures)
+        return infos
 
     def begin_rows(self, rows: Sequence[int]) -> list[RawInfo]:
         """Resets, without a seed, those of the given environments that are between two episodes."""

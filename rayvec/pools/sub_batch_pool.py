@@ -16,7 +16,7 @@ from rayvec.envs.sub_batch import SubBatch
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.ids_by_owner import Plans
-from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_actions, unless_failed
+from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_actions, raise_failures
 from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of, store_seed
 from rayvec.pools.shared_memory import ArrayLayout
 
@@ -87,7 +87,8 @@ class NativePool(InProcessPool):
                 self._step_unit(unit, part, autoreset, infos)
             except FAILURES as error:
                 self._recover(unit, error, failures, partial(self._end_cut, unit, autoreset, infos))
-        return unless_failed(infos, failures)
+        raise_failures(failures)
+        return infos
 
     def _step_unit(self, unit: int, actions: Any, autoreset: Autoreset, infos: list[SubBatchInfo]) -> None:
         state = self._episodes[unit][0]
@@ -207,7 +208,8 @@ class NativePool(InProcessPool):
                     failures.append(self._failure(unit, error))
                 else:
                     self._recover(unit, error, failures, partial(self._reset_whole, unit, infos, options))
-        return unless_failed(infos, failures)
+        raise_failures(failures)
+        return infos
 
     def _reset_unit(
         self,
@@ -270,7 +272,8 @@ class NativePool(InProcessPool):
                         self._reset_unit(unit, None, None, done, infos)
             except FAILURES as error:
                 self._recover(unit, error, failures, partial(self._reset_whole, unit, infos))
-        return unless_failed(infos, failures)
+        raise_failures(failures)
+        return infos
 
     def _restarted(self, unit: int) -> dict[str, Any]:
         mark = np.ones(self._envs[unit].num_envs, bool)

@@ -199,7 +199,7 @@ def _train_with_any_ranks(run: _Run, interrupts: Interrupts, stack: contextlib.E
         except RankLostError as error:
             run.lose_ranks(error)
         except Exception as error:
-            if is_open or not run.makes_again(error):
+            if is_open or not run.restarts_after(error):
                 raise
             run.lose_ranks(error)
     return is_done
@@ -422,8 +422,8 @@ class _Run:
     def _call(self, hook: str) -> None:
         call(self._callbacks, hook, self.context)
 
-    def makes_again(self, error: Exception) -> bool:
-        """Whether ranks that restarted, and could not because of this error of an environment, restart again."""
+    def restarts_after(self, error: Exception) -> bool:
+        """Whether ranks restart again after an error that was raised while they restarted: one of an environment."""
         is_of_env = isinstance(error, WorkerLostError) or "environment" in origin(error)
         return self.has_begun and self.config.on_env_error == "restart" and is_of_env
 

@@ -89,19 +89,16 @@ def make_vec(
             native=True,
             **ours,
         )
+        env.spec = deepcopy(spec)
+        env.spec.kwargs["vectorization_mode"] = _NATIVE
         ours = {**ours, "native": True}
     else:
         env = RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=wrappers or (), **ours)
-        if (spec := env.spec) is None:  # of a class or function
+        if env.spec is None:  # of a class or function
             return env
-    env.spec = deepcopy(spec)
+        env.spec = deepcopy(env.spec)
     env.spec.kwargs.update(env_kwargs)
-    for name, value, usual in (
-        ("vectorization_mode", mode if mode == _NATIVE else None, None),
-        ("num_envs", num_envs, 1),
-        ("vector_kwargs", ours, {}),
-        ("wrappers", wrappers, None),
-    ):
+    for name, value, usual in (("num_envs", num_envs, 1), ("vector_kwargs", ours, {}), ("wrappers", wrappers, None)):
         if value != usual:
             env.spec.kwargs[name] = value
     return env
