@@ -30,12 +30,16 @@ _OLD_DESIGN = Path(__file__).with_name("ray_per_env_scaling_2024.csv")
 
 
 def machine() -> dict[str, Any]:
-    """Returns the cores, processor, memory, system and interpreter that the benchmark ran on."""
-    described = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in described if line.startswith("model name"))
+    """Returns the cores, processor, memory, system and interpreter that the benchmark ran on.
+
+    A virtual machine may call processors of several generations by one name; family and model tell them apart.
+    """
+    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
+    generation = [f"{key.removeprefix('cpu ')} {found[key]}" for key in ("cpu family", "model") if key in found]
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "processor": next(names, platform.machine()),
+        "processor": ", ".join([found.get("model name", platform.machine()), *generation]),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

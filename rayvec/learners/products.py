@@ -1,8 +1,9 @@
 """Products of matrices on processors that torch's usual library uses only half.
 
-torch multiplies float32 matrices by MKL. On AMD's processors with AVX-512, MKL computes with vectors of half the width.
-oneDNN, which is a part of torch too, uses the full width, and there needs half the time for matrices of 256 columns.
-torch has no setting for that, but an operator, which its own compiler uses.
+torch multiplies float32 matrices by MKL, which on AMD's processors computes with vectors of 256 bits. From Zen 5 on
+(family 26) they compute 512 bits at a time. oneDNN, which is a part of torch too, does so, and there needs half the
+time for matrices of 256 columns. Zen 4 has AVX-512 too, but computes 256 bits at a time, and MKL is as fast. torch has
+no setting for that, but an operator, which its own compiler uses.
 
 Which library multiplies depends on the processor and the sizes alone, not on a measurement, so that a run can be
 repeated. Results of the two differ by rounding. The functions here have no derivatives. Compiled graphs: see
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +98,18 @@ def _is_faster() -> bool:
 
 
 def mkl_uses_half(capability: str, cpuinfo: str) -> bool:
-    """Says whether MKL uses half of a processor's vectors.
+    r"""Says whether MKL uses half of a processor's vectors.
 
     Args:
         capability: What ``torch.backends.cpu.get_cpu_capability()`` returns.
         cpuinfo: What ``/proc/cpuinfo`` says.
 
-    >>> mkl_uses_half("AVX512", "vendor_id : AuthenticAMD"), mkl_uses_half("AVX2", "vendor_id : AuthenticAMD")
-    (True, False)
-    >>> mkl_uses_half("AVX512", "vendor_id : GenuineIntel")
+    >>> zen_4, zen_5 = (f"vendor_id : AuthenticAMD\ncpu family : {number}" for number in (25, 26))
+    >>> mkl_uses_half("AVX512", zen_5), mkl_uses_half("AVX512", zen_4), mkl_uses_half("AVX2", zen_5)
+    (True, False, False)
+    >>> mkl_uses_half("AVX512", "vendor_id : GenuineIntel\ncpu family : 6")
     False
     """
-    return capability.startswith("AVX512") and "AuthenticAMD" in cpuinfo
+    family = re.search(r"^cpu family\s*:\s*(\d+)", cpuinfo, re.MULTILINE)
+    is_zen_5 = "AuthenticAMD" in cpuinfo and family is not None and int(family[1]) >= 26
+    return capability.startswith("AVX512") and is_zen_5
