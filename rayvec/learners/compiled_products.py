@@ -1,8 +1,8 @@
-"""Large products of matrices in compiled graphs, by oneDNN on the processors that `rayvec.learners.products` describes.
+"""Products of matrices in compiled graphs, on the processors that `rayvec.learners.products` describes.
 
 torch's compiler has oneDNN multiply only by matrices that never change, as in inference. So a pass over the finished
-graph, which has the derivatives and all sizes, puts operators of our own in the place of large products. The compiler
-treats them as opaque calls.
+graph, which has the derivatives and all sizes, puts operators of our own in the place of large products, which the
+compiler treats as opaque calls. The same pass transposes products with few columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from rayvec.learners import products
 
-__all__ = ["LargeProducts"]
+__all__ = ["FasterProducts"]
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -47,19 +47,31 @@ _ROWS = 256
 not depend on the first."""
 
 
-class LargeProducts(CustomGraphPass):
-    """Replaces the products of a graph for which oneDNN is faster."""
+class FasterProducts(CustomGraphPass):
+    """Has the products of a graph computed in the way that is fastest on this processor."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Changes the graph."""
-        for node in graph.nodes:
+        for node in list(graph.nodes):
             if node.target in _REPLACEMENTS and not node.kwargs:
                 *bias, a, b = (each.meta["val"] for each in node.args)
                 is_row = all(each.dim() == 1 for each in bias)
                 sizes = [size if isinstance(size, int) else _ROWS for size in (*a.shape[-2:], b.shape[-1])]
                 if is_row and products.is_for_onednn(a, *sizes):
                     node.target = _REPLACEMENTS[node.target]
+                elif not bias and products.is_transposed(a, *sizes):
+                    _transpose(graph, node, a.dim())
 
     def uuid(self) -> Any:
         """Returns what torch's cache of compiled graphs adds to its keys."""
         return get_hash_for_files((__file__, products.__file__))
+
+
+def _transpose(graph: fx.Graph, node: fx.Node, num_dims: int) -> None:
+    """Replaces the product of two matrices by the transpose of the product of their transposes."""
+    swapped = [*range(num_dims - 2), num_dims - 1, num_dims - 2]
+    with graph.inserting_before(node):
+        b, a = (graph.call_function(_aten.permute.default, (each, swapped)) for each in reversed(node.args))
+        product = graph.call_function(node.target, (b, a))  # type: ignore[arg-type]
+        node.replace_all_uses_with(graph.call_function(_aten.permute.default, (product, swapped)))
+    graph.erase_node(node)

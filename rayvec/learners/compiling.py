@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rayvec.data.trees import tree_leaves
-from rayvec.learners.products import is_faster
+from rayvec.learners.products import has_choices
 
 __all__ = ["CUDAGraph", "Compiled", "GraphPool", "can_capture"]
 
@@ -67,10 +67,10 @@ class Compiled:
         on_cpu = next(tree_leaves(args)).device.type == "cpu"
         options = {"guard_filter_fn": _checked, **(self._cpu_options if on_cpu else {})}
         try:  # a torch that lacks one of the options says so at once
-            if on_cpu and is_faster():
-                from rayvec.learners.compiled_products import LargeProducts  # imports torch's compiler: seconds
+            if on_cpu and has_choices():
+                from rayvec.learners.compiled_products import FasterProducts  # imports torch's compiler: seconds
 
-                options["post_grad_custom_post_pass"] = LargeProducts()
+                options["post_grad_custom_post_pass"] = FasterProducts()
             function = _with_own_code(self._function)
             call: Update = torch.compile(function, fullgraph=True, dynamic=False, options=options)
             with warnings.catch_warnings():  # torch's own, about how it is made

@@ -1,12 +1,13 @@
-"""Products of matrices on processors that torch's usual library uses only half.
+"""Products of matrices on processors that torch's usual library serves badly.
 
 torch multiplies float32 matrices by MKL, which on AMD's processors computes with vectors of 256 bits. From Zen 5 on
 (family 26) they compute 512 bits at a time. oneDNN, which is a part of torch too, does so, and there needs half the
 time for matrices of 256 columns. Zen 4 has AVX-512 too, but computes 256 bits at a time, and MKL is as fast. torch has
-no setting for that, but an operator, which its own compiler uses.
+no setting for that, but an operator, which its own compiler uses. And on AMD's processors MKL takes up to twice as
+long for a result with few columns as for its transpose.
 
-Which library multiplies depends on the processor and the sizes alone, not on a measurement, so that a run can be
-repeated. Results of the two differ by rounding. The functions here have no derivatives. Compiled graphs: see
+How matrices are multiplied depends on the processor and the sizes alone, not on a measurement, so that a run can be
+repeated. Results differ by rounding. The functions here have no derivatives. Compiled graphs: see
 `rayvec.learners.compiled_products`.
 """
 
@@ -21,10 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["batched_product", "bmm", "is_faster", "is_for_onednn", "linear", "product"]
+__all__ = ["batched_product", "bmm", "has_choices", "is_faster", "is_for_onednn", "is_transposed", "linear", "product"]
 
 _LEAST = 1 << 22
 """The smallest product, in multiply-adds, for which oneDNN is faster: 256 rows by 128 columns, by 128 columns."""
+
+_FEW = 32
+"""With fewer columns than this, but more rows, a result is computed transposed."""
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
@@ -45,8 +49,14 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
 
 def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns the products ``[E, M, N]`` of matrices ``[E, M, K]`` and ``[E, K, N]``, as `torch.bmm` does."""
-    if not is_for_onednn(a, *a.shape[1:], b.shape[2]):
-        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    sizes = (*a.shape[1:], b.shape[2])
+    if sizes[1] == 1:
+        return torch.mul(a, b, out=out)
+    if is_transposed(a, *sizes):
+        transposed = torch.bmm(b.mT, a.mT).mT
+        return transposed if out is None else out.copy_(transposed)
+    if not is_for_onednn(a, *sizes):
+        return torch.bmm(a, b, out=out)
     if out is None:
         return batched_product(a, b)
     for into, *each in zip(out, a, b, strict=True):
@@ -76,7 +86,24 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 def is_for_onednn(like: Tensor, *sizes: int) -> bool:
     """Says whether oneDNN computes a product, given a tensor of its type and device, and the sizes M, K and N."""
     is_large = math.prod(sizes) >= _LEAST and min(sizes) > 1
-    return is_large and like.dtype == torch.float32 and like.device.type == "cpu" and is_faster()
+    return is_large and is_faster() and _is_float32_on_cpu(like)
+
+
+def is_transposed(like: Tensor, rows: int, inner: int, columns: int) -> bool:
+    """Says whether MKL computes the transpose of a product, given a tensor of its type and device, and M, K and N."""
+    is_narrow = 1 < columns < _FEW <= rows and inner > 1 and has_choices() and _is_float32_on_cpu(like)
+    return is_narrow and not is_for_onednn(like, rows, inner, columns)
+
+
+def _is_float32_on_cpu(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+
+
+@functools.cache
+def has_choices() -> bool:
+    """Says whether some products are faster in another way than torch's."""
+    libraries: Any = torch.backends
+    return libraries.mkl.is_available() and "AuthenticAMD" in _described()
 
 
 def is_faster() -> bool:
@@ -89,12 +116,16 @@ def is_faster() -> bool:
 def _is_faster() -> bool:
     """Says whether oneDNN's operator is there, and faster than MKL on this processor."""
     libraries: Any = torch.backends
-    if not (libraries.mkl.is_available() and libraries.mkldnn.is_available()):
+    if not (has_choices() and libraries.mkldnn.is_available()):
         return False
-    cpu = Path("/proc/cpuinfo")
-    described = cpu.read_text() if cpu.exists() else ""
     is_there = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return is_there and mkl_uses_half(libraries.cpu.get_cpu_capability(), described)
+    return is_there and mkl_uses_half(libraries.cpu.get_cpu_capability(), _described())
+
+
+def _described() -> str:
+    """Returns what the system says about the processor."""
+    cpu = Path("/proc/cpuinfo")
+    return cpu.read_text() if cpu.exists() else ""
 
 
 def mkl_uses_half(capability: str, cpuinfo: str) -> bool:

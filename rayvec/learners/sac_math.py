@@ -11,6 +11,7 @@ weight ``[E, out, in]`` before the bias ``[E, out]``; with E = 1 that is the ord
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -109,10 +110,19 @@ class MLPLayout:
 
     def layers(self, flat: Tensor) -> Layers:
         """Returns views of the weights ``[E, out, in]`` and biases ``[E, out]`` in `flat`."""
-        shapes = [[(self.num_nets, outs, ins), (self.num_nets, outs)] for ins, outs in pairwise(self.sizes)]
-        parts = torch.split(flat, [math.prod(shape) for layer in shapes for shape in layer])
-        views = [part.view(shape) for part, shape in zip(parts, itertools.chain(*shapes), strict=True)]
+        parts = flat.split_with_sizes(self._lengths)
+        views = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return list(zip(views[::2], views[1::2], strict=True))
+
+    @functools.cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Those of the weight and the bias of each layer in turn."""
+        layers = [[(self.num_nets, outs, ins), (self.num_nets, outs)] for ins, outs in pairwise(self.sizes)]
+        return list(itertools.chain(*layers))
+
+    @functools.cached_property
+    def _lengths(self) -> list[int]:
+        return list(map(math.prod, self._shapes))
 
     def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
         """See :class:`NetLayout`. The nets read their inputs side by side."""
@@ -154,8 +164,8 @@ class _EagerMLP(torch.autograd.Function):
             rows = linear(rows, weight, bias, relu=True)
             inputs.append(rows)
         weight, bias = layers[-1]
-        ctx.layout = layout
-        ctx.save_for_backward(flat, *inputs)
+        ctx.layout, ctx.layers = layout, layers
+        ctx.save_for_backward(*inputs)
         return linear(rows, weight, bias, relu=False)
 
     @staticmethod
@@ -163,10 +173,9 @@ class _EagerMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """Returns the gradients of `flat` and of the rows, those that are needed."""
         (grad,) = grads
-        flat, *inputs = ctx.saved_tensors
+        inputs, layers = ctx.saved_tensors, ctx.layers
         needs_flat, needs_rows, _ = ctx.needs_input_grad
-        flat_grad = torch.empty_like(flat) if needs_flat else None
-        layers = ctx.layout.layers(flat)
+        flat_grad = grad.new_empty(ctx.layout.num_params) if needs_flat else None
         layer_grads = layers if flat_grad is None else ctx.layout.layers(flat_grad)
         for k in reversed(range(len(layers))):
             if needs_flat:

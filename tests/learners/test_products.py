@@ -93,10 +93,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def traced(*args: Tensor, function: Any = several_products, mode: str = "symbolic") -> Any:
     """Traces it, by default with sizes that may change, and replaces the large products, as the compiler does."""
-    from rayvec.learners.compiled_products import LargeProducts  # imports the compiler
+    from rayvec.learners.compiled_products import FasterProducts  # imports the compiler
 
     graph = make_fx(function, tracing_mode=mode)(*args)
-    LargeProducts()(graph.graph)
+    FasterProducts()(graph.graph)
     graph.recompile()
     return graph
 
@@ -137,3 +137,53 @@ def test_a_bias_of_any_stride(bias: Tensor, calls: list[int]) -> None:
     result = traced(*inputs, function=torch.addmm, mode="fake")(*inputs)
     torch.testing.assert_close(result, torch.addmm(*inputs), rtol=1e-4, atol=1e-4)
     assert calls
+
+
+@pytest.fixture(params=[True, False], ids=["AMD", "other"])
+def is_amd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(products, "has_choices", lambda: request.param)
+    monkeypatch.setattr(products, "_is_faster", lambda: False)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("num_nets", [1, 3])
+@pytest.mark.parametrize("has_out", [True, False])
+@pytest.mark.parametrize(("inner", "columns"), [(9, 7), (1, 7), (9, 1), (9, 64)])
+def test_products_with_few_columns(is_amd: bool, num_nets: int, has_out: bool, inner: int, columns: int) -> None:
+    a, b = random(num_nets, 64, inner), random(num_nets, inner, columns)
+    out = torch.full((num_nets, 64, columns), float("nan")) if has_out else None
+    result = products.bmm(a, b, out=out)
+    torch.testing.assert_close(result.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
+    is_transposed = is_amd and (inner, columns) == (9, 7)
+    assert result.is_contiguous() == (has_out or not is_transposed)
+
+
+def gradients(rows: Tensor, narrow: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes two products whose gradients have few columns, by one net and by two."""
+
+    def loss(narrow: Tensor, weights: Tensor) -> Tensor:
+        hidden = (rows @ narrow).tanh()
+        return torch.bmm(hidden.expand(2, -1, -1), weights).square().sum()
+
+    return torch.func.grad(loss, argnums=(0, 1))(narrow, weights)
+
+
+def test_compiled_graphs_transpose_products_with_few_columns(is_amd: bool) -> None:
+    inputs = random(200, 40), random(40, 7), random(2, 7, 33)
+    graph = traced(*inputs, function=gradients, mode="fake")
+    for result, expected in zip(graph(*inputs), gradients(*inputs), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    # what the pass adds has no shape yet
+    shapes = [tuple(node.meta["val"].shape) for node in graph.graph.nodes if "mm" in str(node.target) and node.meta]
+    wide = [(2, 200, 33), (2, 7, 33)]
+    assert shapes == (wide if is_amd else [(200, 7), *wide, (2, 200, 7), (40, 7)])
+
+
+@pytest.mark.slow
+def test_one_compiled_graph_transposes_products_for_any_number_of_rows(is_amd: bool) -> None:
+    function = Compiled(gradients)
+    for num_rows in (200, 137):
+        inputs = random(num_rows, 40), random(40, 7), random(2, 7, 33)
+        torch._dynamo.maybe_mark_dynamic(inputs[0], 0)
+        for result, expected in zip(function(*inputs), gradients(*inputs), strict=True):
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
