@@ -76,8 +76,9 @@ class RayHost:
         value.
         """
         check_connected()
-        sent = [ray.put(arg.value()) if isinstance(arg, MemoryFile) and not rank.reads_memory else arg for arg in args]
-        return rank, getattr(rank.handle, method).remote(*map(_ref, sent))
+        sent = [self.put(arg.value()) if isinstance(arg, MemoryFile) and not rank.reads_memory else arg for arg in args]
+        with room_for("arguments of a rank"):
+            return rank, getattr(rank.handle, method).remote(*map(_ref, sent))
 
     def put(self, value: Any) -> Any:
         """Puts a value into the object store."""

@@ -80,7 +80,10 @@ class RankSet:
             raise
 
     def _await_offers(self, late: type[RayvecError]) -> list[Any]:
-        """Waits until all ranks run; Ray waits without a limit for cores that another program claimed meanwhile."""
+        """Waits until all ranks run or one has failed.
+
+        Ray waits without a limit for cores that another program claimed meanwhile.
+        """
         limit_s = max(self._timeout_s, _START_S)
         probe = MemoryFile(secrets.token_bytes())
         pending = [
@@ -89,15 +92,19 @@ class RankSet:
             else self._host.call(rank, "offer")
             for rank in self.ranks
         ]
-        done = self._host.wait(pending, len(pending), limit_s)
+        waited, outcome_of, done = WaitedTime(), functools.cache(self._outcome), list[Any]()
+        has_failed = False
+        while len(done) < len(pending) and not has_failed and waited.look() < limit_s:
+            done = self._host.wait(pending, len(done) + 1, min(_LOOK_S, limit_s - waited.seconds))
+            has_failed = any(outcome_of(each)[0] is not None for each in done)
         missing = [str(rank.placement) for rank, each in zip(self.ranks, pending, strict=True) if each not in done]
-        if missing:
+        if missing and not has_failed:
             raise late(
                 "Every rank runs soon after the group asks for it: it gets its cores, and with CUDA a GPU.",
                 expected=f"{counted(len(pending), 'rank')} running within {limit_s:g} s",
                 got=f"no answer yet from {', '.join(missing)}",
                 remedy="End what claimed cores or GPUs at the same time, continue a rank's process that is stopped, or "
-                "try again when the cluster is less busy",
+                "try again when the machines are less busy",
             )
         offers = self.gather(pending)
         for rank, offer in zip(self.ranks, offers, strict=True):

@@ -187,15 +187,19 @@ class Monitor(contextlib.AbstractContextManager["Monitor"]):
                 counts[name, labels] += amount  # type: ignore[assignment]  # counters of seconds
 
     def _publish_running(self) -> None:
-        if self._has_failed:
-            return
+        """Publishes what was counted; where that fails, it is tried again after the next iterations."""
         try:
             self._publish("running")
+            self._has_failed = False
         except Exception as error:
+            self._iterations.clear()
+            if not self._has_failed:
+                logger.warning(
+                    "status.json, `rayvec top` and Ray's metrics are not updated until this works again: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
             self._has_failed = True
-            logger.warning(
-                "status.json, `rayvec top` and Ray's metrics are no longer updated: %s: %s", type(error).__name__, error
-            )
 
     def _publish(self, state: str) -> None:
         self._published_s = time.monotonic()

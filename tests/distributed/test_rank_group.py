@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import ray
@@ -25,7 +27,8 @@ from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_host import vital_signs
-from rayvec.errors import ConfigError, EnvError, LearnerError
+from rayvec.distributed.running_ranks import RankSet
+from rayvec.errors import ConfigError, EnvError, LearnerError, RankLostError
 from rayvec.node.fork_server import ForkServer
 
 MakeGroup = Callable[..., RankGroup]
@@ -338,6 +341,22 @@ def test_a_crash_loop_ends(make_group: MakeGroup, tmp_path: Path, monkeypatch: p
         group.run("add_and_fall", [(1.0, str(tmp_path / "never"), "SIGKILL")])
     assert str(caught.value).count("Remedy") == 1 and ".." not in str(caught.value)
     assert group.run("add", [(1.0,)]) == [[1.0] * 3]
+
+
+def test_a_rank_that_dies_as_it_starts_is_not_waited_for_with_the_others() -> None:
+    """Rank 1 would be waited for, and blamed, until the limit: it is stopped."""
+    host = ProcessHost()
+    start = host.start
+
+    def start_and_harm(placement: Any, *args: Any) -> Any:
+        rank = start(placement, *args)
+        os.kill(rank.pid, signal.SIGSTOP if placement.rank == 1 else signal.SIGKILL)
+        return rank
+
+    host.start = start_and_harm  # type: ignore[method-assign]
+    ranks = RankSet(host, "cpu", threads=1, timeout_s=20.0)
+    with pytest.raises(RankLostError, match=r"rank 0.*its process has ended"):
+        ranks.start(host.place(2), cloudpickle.dumps(lambda ranks: Adder()))
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE])

@@ -149,16 +149,23 @@ def test_a_worker_that_is_replaced_is_counted(tmp_path: Path) -> None:
     assert read_status(tmp_path / "a").restarts == {"environment": 4, "worker": 1}
 
 
-def test_an_error_of_publishing_ends_publishing_only(
+def test_an_error_of_publishing_does_not_end_the_run_and_publishing_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*args: Any) -> None:
-        raise OSError("the disk is full")
+    write, states = monitor.write_status, []
 
-    monkeypatch.setattr(monitor, "write_status", fails)
+    def fails_twice(run_dir: Path, status: Any) -> None:
+        states.append(status.state)
+        if len(states) < 3:
+            raise OSError("the disk is full")
+        write(run_dir, status)
+
+    monkeypatch.setattr(monitor, "write_status", fails_twice)
+    monkeypatch.setattr(monitor, "_INTERVAL_S", 0.0)
     with caplog.at_level(logging.WARNING):
         assert rayvec.train(tiny(tmp_path / "a", total_steps=192)).total_steps == 192
-    assert caplog.text.count("are no longer updated") == 1 and not (tmp_path / "a" / "status.json").exists()
+    assert caplog.text.count("are not updated until this works again: OSError: the disk is full") == 1
+    assert states[:4] == ["running"] * 4 and read_status(tmp_path / "a").steps == 192
 
 
 def test_a_status_that_cannot_be_written_leaves_no_part_of_it(tmp_path: Path) -> None:
@@ -313,7 +320,7 @@ def test_on_ray_every_node_is_shown_and_the_board_goes_with_the_run(
         assert len(rows) == 2 and [row[1:3] for row in rows] == [["2", "1"], ["2", "1"]]
         assert len({row[0] for row in rows}) == 2 and all("/" in row[0] for row in rows)
         assert not read_boards()
-    assert "are no longer updated" not in caplog.text
+    assert "are not updated" not in caplog.text
     with pytest.raises(ConfigError, match="Got: none at"):
         top(None, ray_cluster.address)
 
