@@ -52,19 +52,19 @@ class FasterProducts(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         """Changes the graph."""
-        for node in list(graph.nodes):
-            if node.target in _REPLACEMENTS and not node.kwargs:
-                *bias, a, b = (each.meta["val"] for each in node.args)
-                is_row = all(each.dim() == 1 for each in bias)
-                sizes = [size if isinstance(size, int) else _ROWS for size in (*a.shape[-2:], b.shape[-1])]
-                if is_row and products.is_for_onednn(a, *sizes):
-                    node.target = _REPLACEMENTS[node.target]
-                elif not bias and products.is_transposed(a, *sizes):
-                    _transpose(graph, node, a.dim())
+        found = [node for node in graph.nodes if node.target in _REPLACEMENTS and not node.kwargs]
+        values = [[each.meta["val"] for each in node.args] for node in found]  # nodes that are added have none
+        for node, (*bias, a, b) in zip(found, values, strict=True):
+            is_row = all(each.dim() == 1 for each in bias)
+            sizes = [size if isinstance(size, int) else _ROWS for size in (*a.shape[-2:], b.shape[-1])]
+            if is_row and products.is_for_onednn(a, *sizes):
+                node.target = _REPLACEMENTS[node.target]
+            elif not bias and products.is_for_transposing(a, *sizes):
+                _transpose(graph, node, a.dim())
 
     def uuid(self) -> Any:
         """Returns what torch's cache of compiled graphs adds to its keys."""
-        return get_hash_for_files((__file__, products.__file__))
+        return get_hash_for_files((__file__, products.__file__)), products.mkl_is_slow(), products.onednn_is_faster()
 
 
 def _transpose(graph: fx.Graph, node: fx.Node, num_dims: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rayvec.data.trees import tree_leaves
-from rayvec.learners.products import has_choices
+from rayvec.learners import products
 
 __all__ = ["CUDAGraph", "Compiled", "GraphPool", "can_capture"]
 
@@ -67,7 +67,7 @@ class Compiled:
         on_cpu = next(tree_leaves(args)).device.type == "cpu"
         options = {"guard_filter_fn": _checked, **(self._cpu_options if on_cpu else {})}
         try:  # a torch that lacks one of the options says so at once
-            if on_cpu and has_choices():
+            if on_cpu and products.mkl_is_slow():
                 from rayvec.learners.compiled_products import FasterProducts  # imports torch's compiler: seconds
 
                 options["post_grad_custom_post_pass"] = FasterProducts()

@@ -1,10 +1,10 @@
 """Products of matrices on processors that torch's usual library serves badly.
 
 torch multiplies float32 matrices by MKL, which on AMD's processors computes with vectors of 256 bits. From Zen 5 on
-(family 26) they compute 512 bits at a time. oneDNN, which is a part of torch too, does so, and there needs half the
-time for matrices of 256 columns. Zen 4 has AVX-512 too, but computes 256 bits at a time, and MKL is as fast. torch has
-no setting for that, but an operator, which its own compiler uses. And on AMD's processors MKL takes up to twice as
-long for a result with few columns as for its transpose.
+(family 26) servers compute 512 bits at a time. oneDNN, which is a part of torch too, does so, and there needs half the
+time for matrices of 256 columns. torch has no setting for oneDNN, but an operator, which its own compiler uses. Zen 4
+has AVX-512 too, but computes 256 bits at a time, and MKL is as fast. And on AMD's processors MKL can take several times
+as long for a result with few columns as for its transpose.
 
 How matrices are multiplied depends on the processor and the sizes alone, not on a measurement, so that a run can be
 repeated. Results differ by rounding. The functions here have no derivatives. Compiled graphs: see
@@ -22,13 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["batched_product", "bmm", "has_choices", "is_faster", "is_for_onednn", "is_transposed", "linear", "product"]
+__all__ = [
+    "batched_product",
+    "bmm",
+    "is_for_onednn",
+    "is_for_transposing",
+    "linear",
+    "mkl_is_slow",
+    "onednn_is_faster",
+    "product",
+]
 
 _LEAST = 1 << 22
 """The smallest product, in multiply-adds, for which oneDNN is faster: 256 rows by 128 columns, by 128 columns."""
 
 _FEW = 32
-"""With fewer columns than this, but more rows, a result is computed transposed."""
+"""With fewer columns than this, and at least as many rows, a result is computed transposed."""
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
@@ -50,9 +59,9 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
 def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Returns the products ``[E, M, N]`` of matrices ``[E, M, K]`` and ``[E, K, N]``, as `torch.bmm` does."""
     sizes = (*a.shape[1:], b.shape[2])
-    if sizes[1] == 1:
-        return torch.mul(a, b, out=out)
-    if is_transposed(a, *sizes):
+    if a.shape[2] == b.shape[1] == 1:
+        return torch.mul(a, b, out=out)  # equal, and by MKL it takes three times as long
+    if is_for_transposing(a, *sizes):
         transposed = torch.bmm(b.mT, a.mT).mT
         return transposed if out is None else out.copy_(transposed)
     if not is_for_onednn(a, *sizes):
@@ -86,12 +95,12 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 def is_for_onednn(like: Tensor, *sizes: int) -> bool:
     """Says whether oneDNN computes a product, given a tensor of its type and device, and the sizes M, K and N."""
     is_large = math.prod(sizes) >= _LEAST and min(sizes) > 1
-    return is_large and is_faster() and _is_float32_on_cpu(like)
+    return is_large and onednn_is_faster() and _is_float32_on_cpu(like)
 
 
-def is_transposed(like: Tensor, rows: int, inner: int, columns: int) -> bool:
+def is_for_transposing(like: Tensor, rows: int, inner: int, columns: int) -> bool:
     """Says whether MKL computes the transpose of a product, given a tensor of its type and device, and M, K and N."""
-    is_narrow = 1 < columns < _FEW <= rows and inner > 1 and has_choices() and _is_float32_on_cpu(like)
+    is_narrow = 1 < columns < _FEW <= rows and inner > 1 and mkl_is_slow() and _is_float32_on_cpu(like)
     return is_narrow and not is_for_onednn(like, rows, inner, columns)
 
 
@@ -100,23 +109,23 @@ def _is_float32_on_cpu(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def has_choices() -> bool:
-    """Says whether some products are faster in another way than torch's."""
+def mkl_is_slow() -> bool:
+    """Says whether some products are faster in another way than by MKL's usual one."""
     libraries: Any = torch.backends
     return libraries.mkl.is_available() and "AuthenticAMD" in _described()
 
 
-def is_faster() -> bool:
+def onednn_is_faster() -> bool:
     """Says whether oneDNN multiplies large matrices."""
     backends: Any = torch.backends.mkldnn  # a user may have disabled it
-    return _is_faster() and bool(backends.enabled)
+    return _onednn_is_faster() and bool(backends.enabled)
 
 
 @functools.cache
-def _is_faster() -> bool:
+def _onednn_is_faster() -> bool:
     """Says whether oneDNN's operator is there, and faster than MKL on this processor."""
     libraries: Any = torch.backends
-    if not (has_choices() and libraries.mkldnn.is_available()):
+    if not (mkl_is_slow() and libraries.mkldnn.is_available()):
         return False
     is_there = hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return is_there and mkl_uses_half(libraries.cpu.get_cpu_capability(), _described())

@@ -11,11 +11,10 @@ weight ``[E, out, in]`` before the bias ``[E, out]``; with E = 1 that is the ord
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -102,6 +101,14 @@ class MLPLayout:
 
     num_nets: int
     sizes: tuple[int, ...]
+    _shapes: list[tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    _lengths: list[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Lists the shapes of the weight and the bias of each layer in turn, and their lengths, once."""
+        layers = [[(self.num_nets, outs, ins), (self.num_nets, outs)] for ins, outs in pairwise(self.sizes)]
+        object.__setattr__(self, "_shapes", list(itertools.chain(*layers)))
+        object.__setattr__(self, "_lengths", list(map(math.prod, self._shapes)))
 
     @property
     def num_params(self) -> int:
@@ -113,16 +120,6 @@ class MLPLayout:
         parts = flat.split_with_sizes(self._lengths)
         views = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         return list(zip(views[::2], views[1::2], strict=True))
-
-    @functools.cached_property
-    def _shapes(self) -> list[tuple[int, ...]]:
-        """Those of the weight and the bias of each layer in turn."""
-        layers = [[(self.num_nets, outs, ins), (self.num_nets, outs)] for ins, outs in pairwise(self.sizes)]
-        return list(itertools.chain(*layers))
-
-    @functools.cached_property
-    def _lengths(self) -> list[int]:
-        return list(map(math.prod, self._shapes))
 
     def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
         """See :class:`NetLayout`. The nets read their inputs side by side."""
@@ -165,7 +162,7 @@ class _EagerMLP(torch.autograd.Function):
             inputs.append(rows)
         weight, bias = layers[-1]
         ctx.layout, ctx.layers = layout, layers
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(flat, *inputs)
         return linear(rows, weight, bias, relu=False)
 
     @staticmethod
@@ -173,7 +170,7 @@ class _EagerMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """Returns the gradients of `flat` and of the rows, those that are needed."""
         (grad,) = grads
-        inputs, layers = ctx.saved_tensors, ctx.layers
+        (_, *inputs), layers = ctx.saved_tensors, ctx.layers
         needs_flat, needs_rows, _ = ctx.needs_input_grad
         flat_grad = grad.new_empty(ctx.layout.num_params) if needs_flat else None
         layer_grads = layers if flat_grad is None else ctx.layout.layers(flat_grad)

@@ -1,8 +1,9 @@
-"""Products of matrices by oneDNN, on any processor that has its operator."""
+"""Products of matrices by oneDNN and transposed, on any processor that has the operators."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from rayvec.learners.compiling import Compiled
 def uses_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     if request.param and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch was built without oneDNN's operator")
-    monkeypatch.setattr(products, "_is_faster", lambda: request.param)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: request.param)
     monkeypatch.setattr(products, "_LEAST", 1)
     calls = counted(monkeypatch)
     yield request.param
@@ -60,7 +61,7 @@ def test_products(uses_onednn: bool, num_nets: int, is_transposed: bool, has_out
 
 
 def test_what_onednn_can_not_do_or_would_not_speed_up_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_is_faster", lambda: True)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "_affine", None)
     for rows, columns, dtype, device in [
         (256, 64, torch.float32, "cpu"),
@@ -87,12 +88,13 @@ def several_products(bias: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tenso
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch was built without oneDNN's operator")
-    monkeypatch.setattr(products, "_is_faster", lambda: True)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(products, "mkl_is_slow", lambda: True)
     return counted(monkeypatch)
 
 
 def traced(*args: Tensor, function: Any = several_products, mode: str = "symbolic") -> Any:
-    """Traces it, by default with sizes that may change, and replaces the large products, as the compiler does."""
+    """Traces it, by default with sizes that may change, and changes its products, as the compiler does."""
     from rayvec.learners.compiled_products import FasterProducts  # imports the compiler
 
     graph = make_fx(function, tracing_mode=mode)(*args)
@@ -141,38 +143,51 @@ def test_a_bias_of_any_stride(bias: Tensor, calls: list[int]) -> None:
 
 @pytest.fixture(params=[True, False], ids=["AMD", "other"])
 def is_amd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(products, "has_choices", lambda: request.param)
-    monkeypatch.setattr(products, "_is_faster", lambda: False)
+    monkeypatch.setattr(products, "mkl_is_slow", lambda: request.param)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: False)
     return bool(request.param)
 
 
 @pytest.mark.parametrize("num_nets", [1, 3])
+@pytest.mark.parametrize("is_transposed", [True, False])
 @pytest.mark.parametrize("has_out", [True, False])
-@pytest.mark.parametrize(("inner", "columns"), [(9, 7), (1, 7), (9, 1), (9, 64)])
-def test_products_with_few_columns(is_amd: bool, num_nets: int, has_out: bool, inner: int, columns: int) -> None:
-    a, b = random(num_nets, 64, inner), random(num_nets, inner, columns)
-    out = torch.full((num_nets, 64, columns), float("nan")) if has_out else None
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(64, 9, 7), (32, 9, 31), (64, 1, 7), (64, 9, 1), (31, 9, 7), (64, 9, 32)]
+)
+def test_products_with_few_columns(
+    is_amd: bool, num_nets: int, is_transposed: bool, has_out: bool, rows: int, inner: int, columns: int
+) -> None:
+    a, b = random(num_nets, rows, inner), random(num_nets, inner, columns)
+    if is_transposed:
+        a, b = random(num_nets, inner, rows).mT, random(num_nets, columns, inner).mT
+    out = torch.full((num_nets, rows, columns), float("nan")) if has_out else None
     result = products.bmm(a, b, out=out)
+    assert out is None or result is out
     torch.testing.assert_close(result.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
-    is_transposed = is_amd and (inner, columns) == (9, 7)
-    assert result.is_contiguous() == (has_out or not is_transposed)
+    if inner > 1 and not has_out:
+        assert result.is_contiguous() != (is_amd and (rows, columns) in [(64, 7), (32, 31)])
 
 
 def gradients(rows: Tensor, narrow: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes two products whose gradients have few columns, by one net and by two."""
+    """Computes products whose results and gradients have few columns, one right after another, by one net and two."""
 
     def loss(narrow: Tensor, weights: Tensor) -> Tensor:
-        hidden = (rows @ narrow).tanh()
-        return torch.bmm(hidden.expand(2, -1, -1), weights).square().sum()
+        hidden = (rows @ narrow).expand(2, -1, -1)
+        return torch.bmm(hidden, weights).square().sum()
 
     return torch.func.grad(loss, argnums=(0, 1))(narrow, weights)
 
 
-def test_compiled_graphs_transpose_products_with_few_columns(is_amd: bool) -> None:
-    inputs = random(200, 40), random(40, 7), random(2, 7, 33)
-    graph = traced(*inputs, function=gradients, mode="fake")
-    for result, expected in zip(graph(*inputs), gradients(*inputs), strict=True):
+def check_gradients(function: Any, num_rows: int) -> None:
+    inputs = random(num_rows, 40), random(40, 7), random(2, 7, 33)
+    torch._dynamo.maybe_mark_dynamic(inputs[0], 0)
+    for result, expected in zip(function(*inputs), gradients(*inputs), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_compiled_graphs_transpose_products_with_few_columns(is_amd: bool) -> None:
+    graph = traced(random(200, 40), random(40, 7), random(2, 7, 33), function=gradients, mode="fake")
+    check_gradients(graph, 200)
     # what the pass adds has no shape yet
     shapes = [tuple(node.meta["val"].shape) for node in graph.graph.nodes if "mm" in str(node.target) and node.meta]
     wide = [(2, 200, 33), (2, 7, 33)]
@@ -180,10 +195,28 @@ def test_compiled_graphs_transpose_products_with_few_columns(is_amd: bool) -> No
 
 
 @pytest.mark.slow
-def test_one_compiled_graph_transposes_products_for_any_number_of_rows(is_amd: bool) -> None:
+def test_one_compiled_graph_transposes_products_for_any_number_of_rows(
+    is_amd: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    from rayvec.learners import compiled_products
+
+    transposed: list[Any] = []
+    used = compiled_products._transpose
+    monkeypatch.setattr(compiled_products, "_transpose", lambda *args: (transposed.append(args), used(*args)))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     function = Compiled(gradients)
-    for num_rows in (200, 137):
-        inputs = random(num_rows, 40), random(40, 7), random(2, 7, 33)
-        torch._dynamo.maybe_mark_dynamic(inputs[0], 0)
-        for result, expected in zip(function(*inputs), gradients(*inputs), strict=True):
-            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    check_gradients(function, 200)
+    check_gradients(function, 137)
+    assert len(transposed) == (3 if is_amd else 0)
+    assert not any("uncompiled" in str(each.message) for each in recwarn)
+
+
+def test_torchs_cache_keeps_graphs_of_other_processors_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rayvec.learners.compiled_products import FasterProducts
+
+    keys = set()
+    for is_slow, is_faster in [(False, False), (True, False), (True, True)]:
+        monkeypatch.setattr(products, "mkl_is_slow", lambda is_slow=is_slow: is_slow)
+        monkeypatch.setattr(products, "_onednn_is_faster", lambda is_faster=is_faster: is_faster)
+        keys.add(FasterProducts().uuid())
+    assert len(keys) == 3

@@ -264,7 +264,7 @@ def test_uncompiled_nets_have_the_gradients_of_autograd(
     by_onednn: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(products, "_is_faster", lambda: by_onednn)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: by_onednn)
     monkeypatch.setattr(products, "_LEAST", 1)
     layout, generator = MLPLayout(2, (5, 8, 8, 3)), torch.Generator().manual_seed(1)
     tensors = [torch.randn(shape, generator=generator, dtype=dtype) for shape in ((layout.num_params,), (num_rows, 5))]
@@ -322,7 +322,7 @@ def test_several_ranks_do_what_one_does(
 @pytest.mark.parametrize("by_onednn", [False, True], ids=["MKL", "one rank by oneDNN"])
 def test_several_ranks_do_what_one_does_in_float32(by_onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 1e-6 by the norm of the weights, which is what is promised; also if only whole minibatches are large."""
-    monkeypatch.setattr(products, "_is_faster", lambda: by_onednn)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda: by_onednn)
     monkeypatch.setattr(products, "_LEAST", 401)
     [(one, _)] = train_on_ranks(SPLITS[1], BOX, dtype=torch.float32)
     for learner, _ in train_on_ranks(SPLITS[2], BOX, dtype=torch.float32):
