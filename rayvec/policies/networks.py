@@ -19,7 +19,6 @@ from rayvec.policies.cnns import SQRT2, NatureCNN, initialised, make_cnn
 from rayvec.policies.distributions import Distribution, Gaussian, make_distribution
 from rayvec.policies.encoders import OBS_CLIP, Encoder, make_encoder
 from rayvec.policies.precision import Precision, autocast, float32
-from rayvec.policies.tanh_mlps import are_for_fewer_operations, evaluate
 
 __all__ = [
     "ActorCritic",
@@ -160,7 +159,6 @@ class ActorCritic(ActorCriticModule):
             width, hidden = hidden[-1], ()
         self.actor = _mlp((width, *hidden, num_outputs), 0.01, generator, after)
         self.critic = _mlp((width, *hidden, 1), 1.0, generator, after)
-        self._is_tanh = activation == "tanh" and not layer_norm and len(self.actor) > 1
         self.log_std = nn.Parameter(torch.full((num_outputs,), log_std_init)) if is_gaussian else None
         numbers = torch.zeros(encoder.num_features) if normalize_obs and encoder.num_features else None
         self.register_buffer("obs_mean", numbers)
@@ -181,18 +179,16 @@ class ActorCritic(ActorCriticModule):
 
     def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
         """Returns the distribution's parameters ``[..., P]`` and values ``[...]``."""
-        outputs, value = self._heads((self.actor, self.critic), self._features(rows))
-        return self._with_deviations(outputs), value.squeeze(-1)
+        features = self._features(rows)
+        return self._outputs(features), self._value(features)
 
     def action_parameters(self, rows: Tree) -> Tensor:
         """Returns the distribution's parameters ``[..., P]``."""
-        (outputs,) = self._heads((self.actor,), self._features(rows))
-        return self._with_deviations(outputs)
+        return self._outputs(self._features(rows))
 
     def value(self, rows: Tree) -> Tensor:
         """Returns values ``[...]``."""
-        (value,) = self._heads((self.critic,), self._features(rows))
-        return value.squeeze(-1)
+        return self._value(self._features(rows))
 
     def _features(self, rows: Tree) -> Tensor:
         """Returns what actor and critic share, ``[..., F]``."""
@@ -204,18 +200,18 @@ class ActorCritic(ActorCriticModule):
             features: Tensor = self.trunk(joined[0] if len(joined) == 1 else torch.cat(joined, -1))
         return float32(features)
 
-    def _with_deviations(self, outputs: Tensor) -> Tensor:
-        """Returns the distribution's parameters, for the outputs of the actor."""
+    def _outputs(self, features: Tensor) -> Tensor:
+        outputs: Tensor = self._head(self.actor, features)
         if self.log_std is None:
             return outputs
         return torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
 
-    def _heads(self, nets: Sequence[nn.Sequential], features: Tensor) -> tuple[Tensor, ...]:
-        """Returns the outputs of actor or critic, or of both."""
-        if self._is_tanh and self.precision != "bf16" and are_for_fewer_operations(nets, features):
-            return evaluate(nets, features)
+    def _value(self, features: Tensor) -> Tensor:
+        return self._head(self.critic, features).squeeze(-1)
+
+    def _head(self, net: nn.Module, features: Tensor) -> Tensor:
         with autocast(self.precision, features.device):
-            return tuple(float32(net(features)) for net in nets)
+            return float32(net(features))
 
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights: without torch, unless there are images."""

@@ -181,9 +181,8 @@ class RecurrentActorCritic(ActorCritic):
             mask: What `mask` returns; without it every choice is allowed.
         """
         output = states[..., : self.cell.size]
-        outputs, value = self._heads((self.actor, self.critic), output)
-        params = self._with_deviations(outputs)
-        return params if mask is None else torch.where(mask, params, NOT_ALLOWED), value.squeeze(-1)
+        params = self._outputs(output)
+        return params if mask is None else torch.where(mask, params, NOT_ALLOWED), self._value(output)
 
     def make_actor(self) -> StatefulActor:
         """Returns the actor with the present weights: without torch, unless there are images."""
