@@ -19,6 +19,7 @@ from rayvec.learners.actor_critic_networks import make_module
 from rayvec.learners.adam import FlatOptimizer
 from rayvec.learners.base import FlatParameters, buffers_of, check_buffers, load_buffers, torch_device
 from rayvec.learners.compiled_step import CompiledStep
+from rayvec.learners.paired_mlps import PairedMLPs, paired_mlps
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ReturnScale, RunningMoments
 from rayvec.learners.sequences import OverSequences
@@ -90,6 +91,7 @@ class ActorCriticLearner:
         self._flat = FlatParameters(self.module)
         self._optimizer = self._make_optimizer(self._flat.param)
         self._compiled = self._make_compiled() if config.compile is True else None
+        self._paired: PairedMLPs | None = None
         self._num_updates = 0
         self._num_steps = 0
 
@@ -135,9 +137,11 @@ class ActorCriticLearner:
             gradient, stats = self._compiled.gradient(*rows)
             self._flat.grad.copy_(gradient)
         else:
-            loss, stats = self._loss_of_rows(self._network, fields, *rows)
+            loss, stats = self._loss_of_rows(self._paired or self._network, fields, *rows)
             self._flat.zero_grad()
             torch.autograd.backward(loss)
+            if self._paired is not None:
+                self._paired.backward()
         self.ranks.sum_(self._flat.grad)
         return stats
 
@@ -203,8 +207,9 @@ class ActorCriticLearner:
             rew = self._return_scale(rew, done, valid, lost, self.ranks, first.env_ids)
         return rew if clip is None else rew.clip(-clip, clip)
 
-    def _anneal(self) -> float:
+    def _begin_update(self) -> float:
         """Begins an update: sets the learning rate in proportion to the remaining steps; returns it."""
+        self._paired = paired_mlps(self.module, self._flat)
         self._optimizer.failed.zero_()
         left = 1 - self._num_steps / self.config.total_steps if self.config.anneal_lr else 1.0
         learning_rate = self.config.learning_rate * max(left, 0.0)

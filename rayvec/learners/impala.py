@@ -135,7 +135,7 @@ class IMPALALearner(ActorCriticLearner):
             LearnerError: The gradient is not finite, or the chunks lack what the policy records. The weights are
                 those before the failed step.
         """
-        learning_rate = self._anneal()
+        learning_rate = self._begin_update()
         stats: list[Tensor] = []
         for chunk in batch.chunks:
             trajectories = self._trajectories(chunk)

@@ -132,14 +132,16 @@ class PPOLearner(ActorCriticLearner):
         """
         config = self.config
         check_minibatch(self.ranks, config.minibatch_size)
+        learning_rate = self._begin_update()
         samples = self._samples(batch)
         own, total = global_range(self.ranks, len(samples.logp))
-        learning_rate = self._anneal()
         generator = np.random.default_rng([config.seed, self._num_updates])
         valid = [chunk.valid for chunk in batch.chunks]
         epochs, explained_variance = self._draw(samples, valid, own, total, generator)
         if self._compiled is not None:
             self._compiled.begin(tuple(samples))
+        if config.target_kl is None:
+            epochs = [list(itertools.chain(*epochs))]  # nothing is decided between two epochs
         stats: list[Tensor] = []
         for epoch in epochs:
             stats += self._learn(tuple(samples), [minibatch.rows for minibatch in epoch])
@@ -207,7 +209,7 @@ class PPOLearner(ActorCriticLearner):
 
     def _values(self, obs: Tree, width: int = 1) -> NDArray[np.float32]:
         """Returns values ``[T, ...]`` for encoded observations ``[T, ...]``, `width` of them in each place."""
-        values: NDArray[np.float32] = self._in_parts(self.module.value, obs, width).cpu().numpy()
+        values: NDArray[np.float32] = self._in_parts((self._paired or self.module).value, obs, width).cpu().numpy()
         return values
 
     def _in_parts(self, function: Callable[[Tree], Tensor], obs: Tree, width: int) -> Tensor:

@@ -49,11 +49,15 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor, *, relu: bool) -> Tensor:
         bias: ``[E, out]``.
         relu: Whether negative outputs become 0.
     """
-    if not is_for_onednn(rows, *rows.shape[1:], weight.shape[1]):
-        outputs = torch.bmm(rows, weight.mT).add_(bias.unsqueeze(1))
-        return outputs.relu_() if relu else outputs
-    activation = "relu" if relu else "none"
-    return _stacked([_affine(*each, activation) for each in zip(rows, weight, bias, strict=True)])
+    sizes = (*rows.shape[1:], weight.shape[1])
+    if is_for_onednn(rows, *sizes):
+        activation = "relu" if relu else "none"
+        return _stacked([_affine(*each, activation) for each in zip(rows, weight, bias, strict=True)])
+    if is_for_transposing(rows, *sizes):
+        outputs = torch.baddbmm(bias.unsqueeze(2), weight, rows.mT).mT
+    else:
+        outputs = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+    return outputs.relu_() if relu else outputs
 
 
 def bmm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

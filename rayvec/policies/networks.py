@@ -201,10 +201,11 @@ class ActorCritic(ActorCriticModule):
         return float32(features)
 
     def _outputs(self, features: Tensor) -> Tensor:
-        outputs: Tensor = self._head(self.actor, features)
-        if self.log_std is None:
-            return outputs
-        return torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
+        return self.with_log_std(self._head(self.actor, features))
+
+    def with_log_std(self, outputs: Tensor) -> Tensor:
+        """Returns the distribution's parameters ``[..., P]`` for outputs of the actor's MLP."""
+        return outputs if self.log_std is None else torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
 
     def _value(self, features: Tensor) -> Tensor:
         return self._head(self.critic, features).squeeze(-1)

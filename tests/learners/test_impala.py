@@ -174,7 +174,7 @@ def test_each_chunk_is_an_update() -> None:
     first, second = (make_batch(policy, seed).chunks[0] for seed in range(2))
     once.update(Batch((first,), STATS))
     once.update(Batch((second,), STATS))
-    once._anneal()
+    once._begin_update()
     learner_rate = impala_config().learning_rate
     twice.update(Batch((first, second), STATS))
     assert once._num_updates == twice._num_updates == 2

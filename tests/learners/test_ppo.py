@@ -116,6 +116,7 @@ def test_gradient_equals_the_reference(
     learner = PPOLearner(OBS, action_space, config)
     batch = make_batch(Policy(learner.module))
     rows = learner._samples(batch)
+    learner._begin_update()
     perturb(learner.module, 0.2)  # so that ratios leave 1 and some are clipped
     reference = Reference(learner.module, config)
     columns = dict(zip(("obs", "act", "logp", "value", "advantage", "target"), rows, strict=True))
