@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,13 @@ def runs_of_mlflow(folder: Path) -> Any:
 def without_tracker_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "WANDB_MODE", "WANDB_API_KEY", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody else gets the port, and without `listen` it refuses connections
+        yield silent.getsockname()[1]
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow
@@ -101,9 +109,9 @@ def test_wandb_gets_the_exit_code_of_the_run(state: str, code: int) -> None:
 
 @pytest.mark.usefixtures("without_tracker_settings")
 def test_credentials_of_a_tracker_are_not_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], closed_port: int
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://ann:pa55word@127.0.0.1:{closed_port()}/x?token=t0ken")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://ann:pa55word@127.0.0.1:{closed_port}/x?token=t0ken")
     command = ["train", "ppo", *options({**SMALL, **HERE}), "--track=mlflow", f"--run-dir={tmp_path / 'a'}"]
     assert main(command) == 2
     shown = capsys.readouterr()
@@ -165,18 +173,15 @@ def test_runs_of_wandb_in_one_process_are_apart(tmp_path: Path, monkeypatch: pyt
     assert len(ids) == 2 and len(list((tmp_path / "wandb").glob("offline-run-*"))) == 3
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_tracker_settings")
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_a_tracker_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_tracker_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed_port: int, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    address = f"http://127.0.0.1:{closed_port()}"
+    address = f"http://127.0.0.1:{closed_port}"
     monkeypatch.setenv({"mlflow": "MLFLOW_TRACKING_URI", "wandb": "WANDB_BASE_URL"}[name], address)
     command = ["train", "ppo", *options({**SMALL, **HERE}), f"--track={name}", f"--run-dir={tmp_path / 'a'}"]
     done = subprocess.run(
