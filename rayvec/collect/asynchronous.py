@@ -111,7 +111,8 @@ class PartsPipeline:
         """Waits for the chunks of the present batch, and starts the next one of each part that finishes.
 
         An environment of a fast part may be in a batch several times, in the order of time, and one of a slow part not
-        at all. The batch is complete when it has a column for each environment and no pending chunk is due.
+        at all. The batch is complete when it has a column for each environment, T steps for each of them, and no
+        pending chunk is due. (Chunks that were requested earlier may have fewer steps.)
 
         Args:
             store: The weights of the policy.
@@ -121,7 +122,7 @@ class PartsPipeline:
             checked: Returns what of a finished chunk is to be used.
             most: How many chunks of a part the batch may have.
         """
-        while among := self._wanted(store.version, kept, ahead, most):
+        while among := self._wanted(store.version, num_steps, kept, ahead, most):
             number, rollout = self._env.part_wait(among)
             part = self._parts[number]
             part.is_prompt = store.version - part.chunks.pending[0].version <= _PROMPT
@@ -129,18 +130,24 @@ class PartsPipeline:
             if ahead and not part.chunks.pending:
                 part.chunks.start(store, num_steps, is_ahead=True)
 
-    def _wanted(self, version: int, kept: Sequence[PartChunk], ahead: bool, most: float) -> list[int]:
-        """Returns the parts whose oldest chunk may come next into the batch, by age of its weights; none at its end."""
+    def _wanted(self, version: int, num_steps: int, kept: Sequence[PartChunk], ahead: bool, most: float) -> list[int]:
+        """Returns the parts whose oldest chunk may come next into the batch; none at its end.
+
+        Those with the oldest weights come first, and of these the parts that have delivered the fewest steps: else
+        finished chunks of some parts would lie unused while others deliver several.
+        """
         counts = Counter(chunk.envs for chunk in kept)
         by_age = sorted(
-            (self._due(part.chunks.pending[0]), number)
+            (self._due(part.chunks.pending[0]), part.chunks.first_step, number)
             for number, part in enumerate(self._parts)
             if part.chunks.pending and counts[part.envs] < most
         )
-        due = [number for newest, number in by_age if not ahead or newest <= version]
-        envs = [*(chunk.envs for chunk in kept), *(self._parts[number].envs for number in due)]
-        is_enough = sum(map(len, envs)) >= self._num_envs
-        return due if is_enough else [number for _, number in by_age]
+        due = [number for newest, _, number in by_age if not ahead or newest <= version]
+        sizes = [chunk.rollout.summary.valid.shape for chunk in kept]
+        sizes += [(part.chunks.pending[0].num_steps, len(part.envs)) for part in (self._parts[k] for k in due)]
+        has_columns = sum(width for _, width in sizes) >= self._num_envs
+        has_steps = sum(length * width for length, width in sizes) >= num_steps * self._num_envs
+        return due if has_columns and has_steps else [number for *_, number in by_age]
 
     def _due(self, chunk: PendingChunk) -> int:
         """Returns the newest version that may have been published before a chunk is in a batch.
@@ -188,12 +195,12 @@ def join_parts(
     rollouts = [chunk.rollout for members in rounds for chunk in members]
     summaries = [rollout.summary for rollout in rollouts]
     joined = join_chunks([rollout.chunk for rollout in rollouts if rollout.chunk is not None])
-    num_padded = joined.valid.size - sum(summary.valid.size for summary in summaries)
+    num_taken = sum(chunk.rollout.summary.valid.size - chunk.rollout.num_padded for chunk in chunks)
     times = tuple(each for rollout in rollouts for each in rollout.times)
     versions = np.repeat(
         [summary.weights_version for summary in summaries], [len(summary.env_ids) for summary in summaries]
     )
-    rollout = Rollout(join_summaries(summaries), joined, (), times, waited_s, num_padded)
+    rollout = Rollout(join_summaries(summaries), joined, (), times, waited_s, joined.valid.size - num_taken)
     return rollout, join_episodes(stats), versions
 
 

@@ -69,8 +69,9 @@ class Collector:
             cluster) goes on to its next chunk by itself, and ``collect(n_step)`` returns whichever chunks are finished,
             at least `n_step` steps of them, without waiting for slow parts. No step is lost and none is in two batches.
             The number is how many weights may be published between the request of a chunk and its batch: a call waits
-            for a part whose chunk would become older. With 1, each batch has one chunk of each part, as with
-            `prefetch`. Requires ``inference="worker"``. Unset: chunks of all environments together.
+            for a part whose chunk would become older. With 1, and new weights before each call, each batch has one
+            chunk of each part, as with `prefetch`. Requires ``inference="worker"``. Unset: chunks of all environments
+            together.
         on_bad_obs: What to do with an observation or a reward that is NaN or infinite. ``"raise"`` raises an
             ``EnvError`` that names environment, step and key. ``"drop"`` leaves its episode out: `valid` is cleared,
             the episode is not counted, and the environment begins another. ``"keep"`` takes it as it is.

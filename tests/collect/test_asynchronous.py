@@ -354,3 +354,31 @@ def test_chunks_of_other_lengths_are_joined(tmp_path: Path) -> None:
         drained = collector.drain()
         batches += [] if drained is None else [drained]
         assert_complete(batches, range(6))
+        assert [batch.stats.n_surplus_steps for batch in batches] == [0] * len(batches)  # nobody took what is missing
+
+
+def test_a_batch_has_as_many_steps_as_were_asked_for() -> None:
+    """Chunks that a call before has requested are shorter, or longer."""
+    with RayVecEnv([CountingEnv] * 6, num_nodes=0, workers_per_node=3) as env:
+        collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
+        asked = (12, 120, 12, 60, 60)
+        batches = [collector.collect(n_step=count) for count in asked]
+        assert all(batch.stats.n_collected_steps >= count for batch, count in zip(batches, asked, strict=True))
+        drained = collector.drain()
+        assert_complete([*batches, *([] if drained is None else [drained])], range(6))
+
+
+@pytest.mark.parametrize("publish_every", [2, 100])
+def test_equally_fast_workers_deliver_equally(monkeypatch: pytest.MonkeyPatch, publish_every: int) -> None:
+    """Also where weights stay for several batches. Here the worker that is preferred always has a finished chunk."""
+    with RayVecEnv([CountingEnv] * 6, num_nodes=0, workers_per_node=3) as env:
+        wait = env.part_wait
+        monkeypatch.setattr(env, "part_wait", lambda parts: wait(parts[:1]))
+        collector = Collector(env, TablePolicy(), seed=1, max_staleness=4)
+        batches = []
+        for number in range(12):
+            batches.append(collector.collect(n_step=6 * 4))
+            if number % publish_every == 0:
+                collector.set_weights(TablePolicy(seed=number).weights())
+        lengths = [len(chunks) for chunks in columns_of(batches).values()]
+        assert len(lengths) == 6 and max(lengths) - min(lengths) <= 2
