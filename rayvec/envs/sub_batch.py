@@ -30,6 +30,7 @@ class SubBatch:
 
     Attributes:
         env: The vector environment.
+        unwrapped: It without its wrappers.
         num_envs: How many environments it has.
         mode: Its autoreset mode.
         ignores_seeds: Whether a reset does nothing with a seed.
@@ -48,6 +49,7 @@ class SubBatch:
                 got=f"{type(env).__module__}.{type(env).__qualname__}",
                 remedy="Leave native out, so that each callable makes one environment.",
             )
+        self.unwrapped: Any = base
         self._base: Any = _EnvPool(base) if is_envpool else base
         if self._wrappers:
             self._wrappers[-1].env = self._base

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import EnvError, RemoteFailure, message
+from rayvec.errors import ConfigError, EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, RestartPolicy
 from rayvec.pools.ids_by_owner import Keys
 from rayvec.pools.owner_signals import is_left_to_owner
@@ -198,6 +198,7 @@ class InProcessPool(ABC):
         try:
             for unit in range(factory.num_envs):
                 self._envs.append(self._make(unit))
+            self._check_distinct()
             self._set_up()
             end_if_forked(self._owner)
         except FAILURES as error:
@@ -207,6 +208,17 @@ class InProcessPool(ABC):
             with failures_ignored():
                 self.close()
             raise EnvsFailed([(0, captured(error, name))]) from error
+
+    def _check_distinct(self) -> None:
+        """Raises ``ConfigError`` if two units are, or wrap, the same object: each would step the other's episode."""
+        made = [getattr(env, "unwrapped", env) for env in self._envs]
+        if len(set(map(id, made))) < len(made):
+            raise ConfigError(
+                "Each callable makes an environment of its own.",
+                expected=f"{len(made)} environments in one process",
+                got="the same environment more than once",
+                remedy="Make the environment inside the callable: lambda: gymnasium.make(...).",
+            )
 
     # What a pool defines. Rows are indices of its environments.
 
@@ -327,6 +339,7 @@ class InProcessPool(ABC):
                 said = " ".join(failure.text.split())[:_NOTE_CHARS]
                 self.notes.append(f"{failure.where} raised {failure.type_name}: {said}; restarted")
                 self._envs[unit] = self._make(unit)
+                self._check_distinct()
                 resume()
                 return
             except FAILURES as again:

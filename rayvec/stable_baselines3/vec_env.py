@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import gymnasium
@@ -16,7 +15,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from rayvec.data import StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError
 from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.restart_state import RESTARTED
 from rayvec.stable_baselines3.worker_env import WorkerEnv
@@ -51,8 +50,8 @@ class RayVecEnv(PoolAdapter, VecEnv):
         address: As for :class:`rayvec.RayVecEnv`.
 
     Raises:
-        ConfigError: Settings that can't work, observations that no array holds, or a cluster that is too small.
-        ValueError: Two callables return the same environment.
+        ConfigError: Settings that can't work, observations that no array holds, two callables that return the same
+            environment, or a cluster that is too small.
         RuntimeError: The environments' spaces differ.
         Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
     """
@@ -100,18 +99,6 @@ class RayVecEnv(PoolAdapter, VecEnv):
                 got=found.observation,
                 remedy="Convert the observations by a wrapper.",
             )
-        identities = self._pool.call("env_identity", (), {}, self._everyone)(None)
-        for node in self.topology.nodes:
-            for start, stop in pairwise(node.worker_bounds):
-                if len(set(identities[start:stop])) < stop - start:
-                    raise ValueError(
-                        message(
-                            "Each callable makes an environment of its own.",
-                            expected=f"{stop - start} environments in one worker",
-                            got="the same environment from several callables",
-                            remedy="Make the environment inside the callable: lambda: gymnasium.make(...).",
-                        )
-                    )
 
     def reset(self) -> Any:
         """Resets all environments, with the seeds and options that were set since the last reset.

@@ -36,6 +36,11 @@ class WorkerEnv(gymnasium.Env[Any, Any]):
         self.render_mode = env.render_mode
         self.step = env.step  # type: ignore[method-assign]  # no call in between, at every step
 
+    @property
+    def unwrapped(self) -> gymnasium.Env[Any, Any]:
+        """The environment without its wrappers."""
+        return self._env.unwrapped
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Resets, with options only where there are some, as Stable-Baselines3 does."""
         return self._env.reset(seed=seed, options=options) if options else self._env.reset(seed=seed)
@@ -68,7 +73,3 @@ class WorkerEnv(gymnasium.Env[Any, Any]):
                 return True
             env = env.env
         return False
-
-    def env_identity(self) -> int:
-        """Returns a number that two environments of one process share only if they are the same object."""
-        return id(self._env.unwrapped)

@@ -18,7 +18,7 @@ from helpers.odd_envs import OneInfo, ReusedObject
 
 from rayvec.data import tree_map
 from rayvec.errors import EnvError
-from rayvec.pools.base import Autoreset
+from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import CallablePolicy, rollout
 from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
@@ -170,6 +170,19 @@ def test_a_constructor_that_raises_closes_what_was_made(tmp_path: Any) -> None:
     with pytest.raises(EnvsFailed):
         SerialPool(factory(fns))
     assert (tmp_path / "closed").exists()
+
+
+def test_a_restart_that_returns_the_environment_of_another_row() -> None:
+    other = CountingEnv()
+    made = iter([FaultyEnv("raise")])
+    fns = [lambda: other, lambda: next(made, other)]
+    with closing(SerialPool(factory(fns), restart_policy=RestartPolicy(restart=True))) as pool:
+        ids = np.arange(2)
+        pool.reset(ids, [0, 1])
+        pool.recv(ids)
+        pool.send(ids, np.zeros(2, int), Autoreset.DISABLED)
+        with pytest.raises(EnvError, match="an environment of its own"):
+            pool.recv(ids)
 
 
 def test_chunks_over_any_number_of_steps_follow_each_other() -> None:

@@ -276,6 +276,11 @@ class TestInterface:
         with pytest.raises(ConfigError, match=r"^env_fns .*Pass \[make_env\] \* 8, "):
             RayVectorEnv(env_fns, num_nodes=0)
 
+    def test_one_environment_for_several_callables(self) -> None:
+        shared = CountingEnv()
+        with pytest.raises(ValueError, match="an environment of its own"):
+            RayVectorEnv([lambda: shared] * 2, num_nodes=0, workers_per_node=0)
+
     def test_nothing_can_be_called_after_close(self, make: MakeVenv) -> None:
         venv = make([Line])
         worker = venv.workers[0]

@@ -524,6 +524,11 @@ class TestBadInput:
         with pytest.raises(ConfigError, match=r"num_envs of at least 1.*num_envs=0 of a CartPoleVectorEnv"):
             local([partial(CartPoleVectorEnv, n) for n in (2, 0)], workers_per_node=0)
 
+    def test_one_vector_environment_for_several_callables(self) -> None:
+        shared = counting(2)
+        with pytest.raises(ConfigError, match="an environment of its own"):
+            local([lambda: shared] * 2, workers_per_node=0)
+
     def test_too_few_values(self) -> None:
         env = local([partial(FourValues, 2)], workers_per_node=0)
         env.reset(seed=1)

@@ -23,7 +23,7 @@ import pytest
 from conftest import MakeVec
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
-from gymnasium.wrappers import FlattenObservation
+from gymnasium.wrappers import FlattenObservation, TimeLimit
 from helpers.exact import SpaceEnv
 from helpers.kinds import in_lockstep, within
 from helpers.odd_envs import OwnError, PressesCtrlC, SlowCall, TellsPid, TwoFaced
@@ -453,6 +453,14 @@ class TestConstruction:
         with pytest.raises(ConfigError, match=f"observation_space and an action_space.*{remedy}"):
             makes = {"env": [lambda: env]} if form == "list" else {"env": lambda: env, "num_envs": 1}
             RayVecEnv(**makes, num_nodes=0, workers_per_node=0)
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_one_environment_for_several_callables(self, workers: int) -> None:
+        shared = CountingEnv()
+        for fns in ([lambda: shared] * 2, [lambda: shared, lambda: TimeLimit(shared, 5)]):
+            with pytest.raises(ConfigError, match="an environment of its own") as caught:
+                RayVecEnv(fns, num_nodes=0, workers_per_node=workers)
+            assert_explained(caught.value)
 
     def test_spaces_of_another_library_keep_gymnasiums_error(self) -> None:
         env = CountingEnv()

@@ -72,6 +72,11 @@ class PoolEnv(gymnasium.Env[Any, Any]):
         self._blank = None if layout is None else layout.empty(())
         self._rew_char = FLOAT
 
+    @property
+    def unwrapped(self) -> Any:
+        """The environment without its wrappers."""
+        return getattr(self._env, "unwrapped", self._env)
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Resets with the arguments of :meth:`RayVectorEnv.reset`, or seeds as Tianshou does.
 
@@ -143,7 +148,7 @@ class PoolEnv(gymnasium.Env[Any, Any]):
 
     def set_env_attr(self, name: str, value: Any) -> None:
         """Sets an attribute within all wrappers."""
-        setattr(getattr(self._env, "unwrapped", self._env), name, value)
+        setattr(self.unwrapped, name, value)
 
     def render_env(self, **kwargs: Any) -> Any:
         """Renders."""
