@@ -161,6 +161,8 @@ class SerialPool(InProcessPool):
 
     def _reset(self, row: int, **kwargs: Any) -> tuple[Any, Any]:
         result = self._envs[row].reset(**kwargs)
+        if isinstance(result, np.ndarray | dict):  # an observation alone; one of two parts would be unpacked
+            raise _not_api("reset", "obs, info", result)
         try:
             obs, info = result
         except (TypeError, ValueError) as error:

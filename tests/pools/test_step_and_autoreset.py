@@ -147,6 +147,15 @@ def test_results_of_the_old_gym_api(what: str, words: str) -> None:
     assert env.closed
 
 
+@pytest.mark.parametrize("obs", [np.zeros(2), {"a": 0, "b": 1}], ids=["array", "dict"])
+def test_an_observation_of_two_parts_is_not_taken_for_obs_and_info(obs: Any) -> None:
+    env = CountingEnv()
+    env.reset = lambda **kwargs: obs  # type: ignore[method-assign]
+    with closing(SerialPool(factory([lambda: env]))) as pool, pytest.raises(EnvError, match=r"obs, info\. Got: "):
+        pool.reset(np.arange(1), [0])
+        pool.recv(np.arange(1))
+
+
 def test_the_seed_is_still_known_after_automatic_resets() -> None:
     with closing(SerialPool(factory([partial(FaultyEnv, "raise", "step", 3)]))) as pool:
         ids = np.arange(1)
