@@ -124,7 +124,7 @@ class PoolSpaces:
         metadata: Metadata of the first environment.
         render_mode: Render mode of the first environment.
         observations: The observation space of each environment, in order. Empty if all are equal.
-        actions_differ: Index of the first environment whose action space differs from `action`, or None.
+        actions_differ: Index and action space of the first environment whose action space differs from `action`.
         sub_batches: Number of environments of each native sub-batch, in order. Empty for ordinary environments.
     """
 
@@ -133,7 +133,7 @@ class PoolSpaces:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     render_mode: str | None = None
     observations: tuple[Space[Any], ...] = ()
-    actions_differ: int | None = None
+    actions_differ: tuple[int, Space[Any]] | None = None
     sub_batches: tuple[int, ...] = ()
 
     @property
@@ -165,8 +165,8 @@ class PoolSpaces:
                 )
         every = [space for count, part in parts for space in (part.observations or (part.observation,) * count)]
         starts = accumulate((count for count, _ in parts[:-1]), initial=0)
-        differ_at = [0 if part.action != first.action else part.actions_differ for _, part in parts]
-        differ = next((start + at for start, at in zip(starts, differ_at, strict=True) if at is not None), None)
+        others = [(0, part.action) if part.action != first.action else part.actions_differ for _, part in parts]
+        differ = next(((start + each[0], each[1]) for start, each in zip(starts, others, strict=True) if each), None)
         same = all(part.observation == first.observation and not part.observations for _, part in parts)
         return cls(
             first.observation,

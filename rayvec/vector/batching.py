@@ -150,7 +150,13 @@ def check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
             remedy="If this is intentional, use `observation_mode='different'` instead.",
         )
     if found.actions_differ is not None:
-        _raise_spaces("action", f"another in environment {found.actions_differ}", "Make them equal by a wrapper.")
+        differ, other = found.actions_differ
+        _raise_spaces(
+            "action",
+            f"{found.action}, as in environment 0",
+            f"{other} in environment {differ}",
+            "Make them equal by a wrapper.",
+        )
 
 
 def check_shapes(found: PoolSpaces, single: Space[Any], words: str = "") -> None:
@@ -163,17 +169,19 @@ def check_shapes(found: PoolSpaces, single: Space[Any], words: str = "") -> None
     """
     misfit = found.misfit(single)
     if misfit is not None:
+        other = found.observations[misfit] if found.observations else found.observation
         _raise_spaces(
             "observation",
-            f"another shape or dtype in environment {misfit}" + (f" ({words})" if words else ""),
+            f"the shape and dtype of {single}",
+            f"{other} in environment {misfit}" + (f" ({words})" if words else ""),
             "Make shapes and dtypes equal by a wrapper.",
         )
 
 
-def _raise_spaces(kind: str, got: str, remedy: str) -> NoReturn:
+def _raise_spaces(kind: str, expected: str, got: str, remedy: str) -> NoReturn:
     raise SpacesError(
         f"Environments that are stepped together share one {kind} space.",
-        expected="that of environment 0",
+        expected=expected,
         got=got,
         remedy=remedy,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -240,7 +241,8 @@ class TestBadInput:
         small, large = spaces.Box(0, 1, (2,)), spaces.Box(0, 1, (3,))
         others = (large, small) if kind == "observation" else (small, large)
         fns = [*env_fns(1, small, small), *env_fns(1, *others)]
-        with pytest.raises(RuntimeError, match=f"one {kind} space"):
+        words = rf"one {kind} space.*{re.escape(str(small))}.*Got: {re.escape(str(large))} in environment 1"
+        with pytest.raises(RuntimeError, match=words):
             RayVecEnv(fns, num_nodes=0, workers_per_node=0)
 
     def test_no_environment(self) -> None:
