@@ -120,8 +120,8 @@ def message(rule: str, *, expected: object, got: object, remedy: str) -> str:
     return f"{rule} Expected: {expected}. Got: {str(got).removesuffix('.')}. Remedy: {remedy}{stop}"
 
 
-def check_count(name: str, value: Any) -> int:
-    """Returns `value`, which must be a whole number of at least 1.
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """Returns `value`, which must be a whole number of at least `least`.
 
     Raises:
         ConfigError: It is not.
@@ -129,12 +129,12 @@ def check_count(name: str, value: Any) -> int:
     >>> check_count("num_envs", 8)
     8
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ConfigError(
             f"{name} is a count.",
-            expected="a whole number of at least 1",
+            expected=f"a whole number of at least {least}",
             got=repr(value),
-            remedy=f"Pass {name}=1 or more.",
+            remedy=f"Pass {name}={least} or more.",
         )
     return int(value)
 

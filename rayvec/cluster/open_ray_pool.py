@@ -61,9 +61,9 @@ def open_ray_pool(
             claim_cpus=claim_cpus,
         )
     else:
-        for name, value in (("num_nodes", num_nodes), ("workers_per_node", workers_per_node)):
+        for name, value, least in (("num_nodes", num_nodes, 0), ("workers_per_node", workers_per_node, 1)):
             if value is not None:
-                check_count(name, value)
+                check_count(name, value, least)  # num_nodes=0 does not come here, but is allowed
     session = RaySession(address)
 
     def plan() -> Topology:

@@ -121,7 +121,7 @@ def _open_local(
             )
         return LocalPool(factory, restart_policy, first_id)
     if workers is not None:
-        check_count("workers_per_node", workers)
+        check_count("workers_per_node", workers, least=0)
     num_workers = factory.num_envs if worker_per_env else workers or len(os.sched_getaffinity(0))
     num_workers = min(num_workers, factory.num_envs)
     name = Topology.of_this_node().nodes[0].name

@@ -417,6 +417,19 @@ class TestConstruction:
             RayVecEnv("CartPole-v1", 2, num_nodes=0, **settings)
         assert_explained(caught.value)
 
+    @pytest.mark.parametrize(
+        ("counts", "least"),
+        [
+            ({"num_nodes": -1}, 0),
+            ({"num_nodes": 0, "workers_per_node": -1}, 0),
+            ({"num_nodes": 1, "workers_per_node": 0}, 1),
+        ],
+        ids=repr,
+    )
+    def test_counts_that_are_too_small(self, counts: dict[str, int], least: int) -> None:
+        with pytest.raises(ConfigError, match=rf"at least {least}\..*Remedy: Pass \w+={least} or more"):
+            RayVecEnv("CartPole-v1", 2, **counts)  # type: ignore[arg-type]
+
     def test_one_wrapper_in_place_of_a_list(self) -> None:
         with pytest.raises(ConfigError, match="a list of classes or functions"):
             rayvec.make_vec("CartPole-v1", 2, num_nodes=0, wrappers=FlattenObservation)  # type: ignore[arg-type]
