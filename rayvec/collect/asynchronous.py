@@ -75,6 +75,7 @@ class PartsPipeline:
             _Part(envs, ChunkPipeline(env, noise_seed, part=number)) for number, envs in enumerate(env.parts)
         ]
         self._num_envs = sum(len(part.envs) for part in self._parts)
+        self._num_requests = 0
 
     @property
     def pipelines(self) -> list[ChunkPipeline]:
@@ -96,7 +97,11 @@ class PartsPipeline:
         for part in self._parts:
             num_pending = len(part.chunks.pending)
             if not num_pending or (ahead and part.is_prompt and num_pending < MOST_CHUNKS):
-                part.chunks.start(store, num_steps, is_ahead=num_pending > 0)
+                self._start(part, store, num_steps, is_ahead=num_pending > 0)
+
+    def _start(self, part: _Part, store: WeightStore, num_steps: int, *, is_ahead: bool) -> None:
+        part.chunks.start(store, num_steps, is_ahead=is_ahead, request=self._num_requests)
+        self._num_requests += 1
 
     def collect(
         self,
@@ -111,14 +116,14 @@ class PartsPipeline:
         """Waits for the chunks of the present batch, and starts the next one of each part that finishes.
 
         An environment of a fast part may be in a batch several times, in the order of time, and one of a slow part not
-        at all. The batch is complete when it has a column for each environment, T steps for each of them, and no
-        pending chunk is due. (Chunks that were requested earlier may have fewer steps.)
+        at all. The batch is complete when it has a column for each environment and as many steps as T for each, and no
+        pending chunk is due. Chunks that an earlier call requested may have another number of steps.
 
         Args:
             store: The weights of the policy.
-            num_steps: T of the chunks to start.
+            num_steps: T of the chunks to start; 0 if the pending chunks are enough.
             kept: The chunks that the batch has so far. The others are appended, also if the wait is interrupted.
-            ahead: Whether to start chunks. If not, all pending chunks belong to the batch.
+            ahead: Whether to start chunks for the next batch. If not, all pending chunks belong to this one.
             checked: Returns what of a finished chunk is to be used.
             most: How many chunks of a part the batch may have.
         """
@@ -128,17 +133,20 @@ class PartsPipeline:
             part.is_prompt = store.version - part.chunks.pending[0].version <= _PROMPT
             kept.append(PartChunk(checked(part.chunks.finished(rollout)), part.envs))
             if ahead and not part.chunks.pending:
-                part.chunks.start(store, num_steps, is_ahead=True)
+                self._start(part, store, num_steps, is_ahead=True)
+        missing = num_steps - sum(chunk.rollout.summary.valid.size for chunk in kept) // self._num_envs
+        if missing > 0 and not ahead:
+            self.start(store, missing, ahead=False)
+            self.collect(store, 0, kept, ahead=False, checked=checked, most=most)
 
     def _wanted(self, version: int, num_steps: int, kept: Sequence[PartChunk], ahead: bool, most: float) -> list[int]:
         """Returns the parts whose oldest chunk may come next into the batch; none at its end.
 
-        Those with the oldest weights come first, and of these the parts that have delivered the fewest steps: else
-        finished chunks of some parts would lie unused while others deliver several.
+        Chunks with the oldest weights come first, and of these the one that was requested first.
         """
         counts = Counter(chunk.envs for chunk in kept)
         by_age = sorted(
-            (self._due(part.chunks.pending[0]), part.chunks.first_step, number)
+            (self._due(part.chunks.pending[0]), part.chunks.pending[0].request, number)
             for number, part in enumerate(self._parts)
             if part.chunks.pending and counts[part.envs] < most
         )

@@ -68,6 +68,7 @@ class Collector:
         max_staleness: Collects asynchronously: each part of the environments (a worker on one machine, a node on a
             cluster) goes on to its next chunk by itself, and ``collect(n_step)`` returns whichever chunks are finished,
             at least `n_step` steps of them, without waiting for slow parts. No step is lost and none is in two batches.
+            Where `n_step` changes between calls, a batch may have more columns than environments, some of them padded.
             The number is how many weights may be published between the request of a chunk and its batch: a call waits
             for a part whose chunk would become older. With 1, and new weights before each call, each batch has one
             chunk of each part, as with `prefetch`. Requires ``inference="worker"``. Unset: chunks of all environments
@@ -242,7 +243,7 @@ class Collector:
         begin = time.monotonic()
         if self._parts is not None and self._store is not None:
             is_empty = not (self._kept_parts or self._parts.pending)
-            return None if is_empty else self._parts_batch(self._parts, self._store, 1, begin, ahead=False)
+            return None if is_empty else self._parts_batch(self._parts, self._store, 0, begin, ahead=False)
         while self._pipeline.pending:
             self._keep(self._checked(self._pipeline.finish()))
         return self._kept_batch(begin) if self._kept else None
@@ -257,14 +258,14 @@ class Collector:
         """
         for kept in [*(rollout for rollout, _ in self._kept), *(chunk.rollout for chunk in self._kept_parts)]:
             self._tracker.skip_unfinished()
-            self._counts.dropped_steps += kept.summary.valid.size
+            self._counts.dropped_steps += kept.summary.valid.size - kept.num_padded
         self._kept.clear()
         self._kept_parts.clear()
         for pipeline in self._pipelines:
             while pipeline.pending:
                 self._tracker.skip_unfinished()
                 rollout = pipeline.finish()
-                self._counts.dropped_steps += rollout.summary.valid.size
+                self._counts.dropped_steps += rollout.summary.valid.size - rollout.num_padded
                 self._counts.restarts += len(rollout.summary.restarts)
 
     def _keep(self, rollout: Rollout) -> None:

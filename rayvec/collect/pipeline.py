@@ -23,6 +23,7 @@ class PendingChunk(NamedTuple):
         num_steps: T.
         topology: Where the environments take it.
         is_ahead: As of `ChunkPipeline.start`.
+        request: Likewise.
     """
 
     store: WeightStore
@@ -30,6 +31,7 @@ class PendingChunk(NamedTuple):
     num_steps: int
     topology: Topology
     is_ahead: bool
+    request: int
 
 
 class ChunkPipeline:
@@ -62,19 +64,20 @@ class ChunkPipeline:
         """How many steps each environment takes in the pending chunks."""
         return sum(chunk.num_steps for chunk in self.pending)
 
-    def start(self, store: WeightStore, num_steps: int, *, is_ahead: bool = False) -> None:
+    def start(self, store: WeightStore, num_steps: int, *, is_ahead: bool = False, request: int = 0) -> None:
         """Starts a chunk, taken with the newest weights of a policy.
 
         Args:
             store: The weights of the policy.
             num_steps: T.
             is_ahead: Whether it is for a later batch than the one that is being collected.
+            request: How many chunks of all parts were started before it.
         """
         first_step = self.first_step + self.pending_steps
         self._env.rollout_async(
             store, num_steps, first_step, self.noise_seed, by_reference=self._by_reference, part=self._part
         )
-        self.pending.append(PendingChunk(store, store.version, num_steps, self._env.topology, is_ahead))
+        self.pending.append(PendingChunk(store, store.version, num_steps, self._env.topology, is_ahead, request))
 
     def finish(self, cut: Cut | None = None) -> Rollout:
         """Waits for the oldest pending chunk and returns it; `cut` says when to end it early."""

@@ -76,7 +76,7 @@ class CollectStats:
         n_collected_steps: Steps that the batch holds.
         n_collected_episodes: F.
         n_surplus_steps: Steps that were taken but don't belong to the batch: beyond an ``n_episode`` quota, of dropped
-            episodes, or of chunks that were pending when the collector was reset.
+            episodes, of chunks that were pending when the collector was reset, or in which an environment raised.
         collect_time_s: Wall time of the call in seconds.
         steps_per_s: Steps taken per second of wall time.
         time_split_s: The same seconds, divided: ``environment`` and ``inference``, of the mean worker;

@@ -104,8 +104,8 @@ def bad_obs_error(bad: BadObs) -> EnvError:
         "Observations and rewards must be finite.",
         expected="finite numbers in every observation and reward",
         got=bad.first,
-        remedy="Correct the environment. rayvec.Collector(..., on_bad_obs='drop') leaves such episodes out, "
-        "but not with max_staleness or by_reference.",
+        remedy="Correct the environment. rayvec.Collector(..., on_bad_obs='drop') leaves such episodes out. It "
+        "can't be combined with max_staleness or by_reference.",
     )
 
 

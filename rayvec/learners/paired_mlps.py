@@ -80,7 +80,7 @@ class PairedMLPs:
             torch.ops.aten.tanh_backward.grad_input(grad, inputs, grad_input=grad)
             inputs = self._inputs.pop()
             _write(layer_grad, grad, inputs)
-            if self._inputs:  # nobody needs the gradient of the rows
+            if self._inputs:  # the gradient of the rows is not needed
                 grad = bmm(grad, weight)
         self._outputs = []
         self._flat_grad.add_(self._grad)

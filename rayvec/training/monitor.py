@@ -113,8 +113,8 @@ class _PortSink:
 class Monitor(contextlib.AbstractContextManager["Monitor"]):
     """Collects what iterations did, and publishes it. Use it as a context manager around the whole run.
 
-    Publishing never fails a run: the first of several errors in a row is logged, and what was counted is published with
-    the next status that can be.
+    Publishing never fails a run. Of several errors in a row, only the first is logged. The next status that is
+    published has the counts of those that failed.
 
     Args:
         config: Settings of the run.

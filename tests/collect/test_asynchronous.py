@@ -354,7 +354,7 @@ def test_chunks_of_other_lengths_are_joined(tmp_path: Path) -> None:
         drained = collector.drain()
         batches += [] if drained is None else [drained]
         assert_complete(batches, range(6))
-        assert [batch.stats.n_surplus_steps for batch in batches] == [0] * len(batches)  # nobody took what is missing
+        assert [batch.stats.n_surplus_steps for batch in batches] == [0] * len(batches)
 
 
 def test_a_batch_has_as_many_steps_as_were_asked_for() -> None:
@@ -363,9 +363,13 @@ def test_a_batch_has_as_many_steps_as_were_asked_for() -> None:
         collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
         asked = (12, 120, 12, 60, 60)
         batches = [collector.collect(n_step=count) for count in asked]
-        assert all(batch.stats.n_collected_steps >= count for batch, count in zip(batches, asked, strict=True))
-        drained = collector.drain()
-        assert_complete([*batches, *([] if drained is None else [drained])], range(6))
+        batches.append(collector.collect(n_step=600, ahead=False))
+        counts = [batch.stats.n_collected_steps for batch in batches]
+        assert all(count >= least for count, least in zip(counts, (*asked, 600), strict=True))
+        assert collector.drain() is None
+        batches.append(collector.collect(n_step=12, ahead=False))
+        assert batches[-1].stats.n_collected_steps == 12
+        assert_complete(batches, range(6))
 
 
 @pytest.mark.parametrize("publish_every", [2, 100])
@@ -380,5 +384,19 @@ def test_equally_fast_workers_deliver_equally(monkeypatch: pytest.MonkeyPatch, p
             batches.append(collector.collect(n_step=6 * 4))
             if number % publish_every == 0:
                 collector.set_weights(TablePolicy(seed=number).weights())
+        lengths = [len(chunks) for chunks in columns_of(batches).values()]
+        assert len(lengths) == 6 and max(lengths) - min(lengths) <= 2
+
+
+def test_a_worker_that_was_slow_does_not_displace_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has delivered fewer chunks than they have, and no longer is slower."""
+    with gated(tmp_path / "gate") as env:
+        collector = Collector(env, TablePolicy(), seed=1, max_staleness=20)
+        for _ in range(8):
+            collector.collect(n_step=6 * 4)
+        (tmp_path / "gate").touch()
+        wait = env.part_wait
+        monkeypatch.setattr(env, "part_wait", lambda parts: wait(parts[:1]))
+        batches = [collector.collect(n_step=6 * 4) for _ in range(9)]
         lengths = [len(chunks) for chunks in columns_of(batches).values()]
         assert len(lengths) == 6 and max(lengths) - min(lengths) <= 2

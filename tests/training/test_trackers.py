@@ -44,7 +44,7 @@ def without_tracker_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def closed_port() -> Iterator[int]:
     with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))  # nobody else gets the port, and without `listen` it refuses connections
+        silent.bind(("127.0.0.1", 0))  # no other program gets the port, and without `listen` it refuses connections
         yield silent.getsockname()[1]
 
 

@@ -300,7 +300,7 @@ class TestGroups:
     def test_auto_keeps_what_is_faster(
         self, make_vec: MakeVec, monkeypatch: pytest.MonkeyPatch, one_s: float, two_s: float, expected: int
     ) -> None:
-        """Of the chunks after the warm-up, in which the other one is faster."""
+        """The first chunk of each number is a warm-up and is not compared; in it, the slower number is faster."""
         take, seconds = DriverInference.take, iter([two_s, one_s, one_s, two_s, 1.0])
 
         def timed(self: DriverInference, *args: Any) -> Any:

@@ -84,8 +84,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             goes on to its next chunk by itself, and ``collect(n_step=...)`` stores the chunks that are finished, at
             least `n_step` steps of them, without waiting for slow workers. No chunk is stored more than this many
             changes of the policy after it was requested: a call waits for it. With 1, every call stores one chunk of
-            each worker, as with `prefetch`, which it includes. With more, the buffer needs room for two chunks of each
-            environment, and a call stores at most as many of an environment as there is room for.
+            each worker, the one that the call before requested. With more, the buffer needs room for two chunks of each
+            environment, and a call stores at most as many as there is room for, even if `n_step` grew.
 
     Raises:
         ConfigError: A policy or environments of another library, settings that can't be combined, or `prefetch` or
