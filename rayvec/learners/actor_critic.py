@@ -208,7 +208,10 @@ class ActorCriticLearner:
         return rew if clip is None else rew.clip(-clip, clip)
 
     def _begin_update(self) -> float:
-        """Begins an update: sets the learning rate in proportion to the remaining steps; returns it."""
+        """Begins an update: chooses what evaluates the network, and sets the learning rate, which it returns.
+
+        The rate is in proportion to the remaining steps.
+        """
         self._paired = paired_mlps(self.module, self._flat)
         self._optimizer.failed.zero_()
         left = 1 - self._num_steps / self.config.total_steps if self.config.anneal_lr else 1.0

@@ -389,7 +389,7 @@ def test_equally_fast_workers_deliver_equally(monkeypatch: pytest.MonkeyPatch, p
 
 
 def test_a_worker_that_was_slow_does_not_displace_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has delivered fewer chunks than they have, and no longer is slower."""
+    """It has delivered fewer chunks than they have, and is as fast as they are now."""
     with gated(tmp_path / "gate") as env:
         collector = Collector(env, TablePolicy(), seed=1, max_staleness=20)
         for _ in range(8):

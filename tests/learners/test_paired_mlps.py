@@ -62,7 +62,7 @@ class Squared(nn.Tanh):
         return super().forward(input).square()
 
 
-def double(module: nn.Module, *_: Any) -> None:
+def double(module: nn.Module) -> None:
     module.double()
 
 
