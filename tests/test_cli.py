@@ -20,13 +20,13 @@ import pytest
 import torch
 from conftest import AssertRefused
 from helpers.processes import assert_nothing_left, running
+from helpers.testing import CountingEnv
 from helpers.training_kit import HERE, SMALL, lengthen, options
 
 import rayvec
 from rayvec.cli import main
 from rayvec.config import PPOConfig
 from rayvec.config.schema import field_names
-from rayvec.testing import CountingEnv
 from rayvec.training.run_dir import load_config, load_run
 
 TINY = [*options({**SMALL, **HERE}), "--total-steps=64"]

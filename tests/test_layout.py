@@ -14,7 +14,6 @@ ROOMS = [
     "data",
     "envs",
     "policies",
-    "testing",
     "pools",
     "rollout",
     "node",

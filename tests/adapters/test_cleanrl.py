@@ -12,10 +12,10 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import RecordEpisodeStatistics
 from helpers.native_envs import counting
+from helpers.testing import assert_identical
 
 from rayvec.adapters.cleanrl import RayVecEnv
 from rayvec.errors import ConfigError
-from rayvec.testing import assert_identical
 
 
 def make_env() -> Any:

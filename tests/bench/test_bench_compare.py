@@ -143,7 +143,7 @@ def test_an_environment_that_fails_fails_its_rows_and_no_more(tmp_path: Path, mo
 
 FAILING = """
 import gymnasium
-from rayvec.testing import CountingEnv
+from helpers.testing import CountingEnv
 
 class Failing(CountingEnv):
     def step(self, action):

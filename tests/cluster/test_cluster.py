@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 from conftest import MakeVec
+from helpers.testing import CountingEnv
 from helpers.waiting import shm_names
 
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 DEADLINE_S = 60.0
@@ -180,7 +180,7 @@ SCRIPT = """
     from gymnasium import spaces
     from gymnasium.vector import SyncVectorEnv
     from rayvec.errors import ConfigError
-    from rayvec.testing import CountingEnv, assert_identical
+    from helpers.testing import CountingEnv, assert_identical
 
     class MySpace(spaces.Space):
         def sample(self, mask=None, probability=None):
@@ -365,7 +365,7 @@ class TestSharedCluster:
         driver = run(
             f"""
             import ray, rayvec
-            from rayvec.testing import CountingEnv
+            from helpers.testing import CountingEnv
             address = {address if how == "argument" else None!r}
             env = rayvec.RayVecEnv([CountingEnv] * 2, workers_per_node=1, address=address)
             assert ray.get_runtime_context().gcs_address == {address!r}
@@ -392,7 +392,7 @@ class TestSharedCluster:
             import numpy as np, ray, rayvec
             from rayvec.distributed.rank_group import RankGroup
             from rayvec.errors import NodeLostError
-            from rayvec.testing import CountingEnv
+            from helpers.testing import CountingEnv
 
             class Held:
                 def __init__(self, ranks):
@@ -443,7 +443,7 @@ class TestSharedCluster:
             """
             import rayvec
             from rayvec.errors import ConfigError
-            from rayvec.testing import CountingEnv
+            from helpers.testing import CountingEnv
 
             for address in ("ray://elsewhere:10001", None):
                 try:
@@ -466,7 +466,7 @@ class TestSharedCluster:
             import socket, subprocess, sys
             import ray, rayvec
             from rayvec.errors import ConfigError
-            from rayvec.testing import CountingEnv
+            from helpers.testing import CountingEnv
 
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
@@ -499,7 +499,7 @@ class TestSharedCluster:
         driver = run(
             f"""
             import rayvec
-            from rayvec.testing import CountingEnv
+            from helpers.testing import CountingEnv
             env = rayvec.RayVecEnv([CountingEnv] * 2, workers_per_node=1, address={address!r})
             env.reset(seed=0)
             print([pid for pids in env._pool.worker_pids().values() for pid in pids], flush=True)

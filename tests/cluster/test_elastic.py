@@ -17,6 +17,7 @@ from gymnasium.vector import SyncVectorEnv
 from helpers.elastic import Nodes, envs_by_node, first_actions, until_moved, without_cores_elsewhere
 from helpers.examples import examples
 from helpers.native_envs import counting
+from helpers.testing import CountingEnv, assert_identical, counting_errors
 from helpers.waiting import wait_until
 from hypothesis import example, given, strategies as st
 from soak.auditor import Auditor
@@ -29,7 +30,6 @@ from rayvec.collect.collector import Collector
 from rayvec.data import NodeSlice
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.pools.restart_state import RESTARTS_OF_A_NODE, restart_seed
-from rayvec.testing import CountingEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 SEED, EPISODE, STEP, TOTAL = range(4)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import ray
 from helpers.examples import examples
+from helpers.testing import CountingEnv
 from helpers.waiting import alive, wait_until
 from hypothesis import HealthCheck, given, strategies as st
 
@@ -29,7 +30,6 @@ from rayvec.data import NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.pools.base import NO_RESTARTS, Autoreset, deadline_in
-from rayvec.testing import CountingEnv
 from rayvec.vector.batching import InfoMerger
 
 KEY = b"k" * 32

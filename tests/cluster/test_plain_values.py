@@ -12,11 +12,11 @@ import msgpack
 import numpy as np
 import pytest
 from helpers.examples import examples
+from helpers.testing import assert_identical
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as st_np
 
 from rayvec.cluster import plain_values, tcp_stream, wire_format
-from rayvec.testing import assert_identical
 
 dtypes = st.one_of(
     st_np.boolean_dtypes(),

@@ -27,6 +27,7 @@ from helpers.kinds import (
     within,
 )
 from helpers.odd_envs import InterruptsItsClose
+from helpers.testing import CountingEnv, TimedEnv
 from helpers.waiting import alive, wait_until
 from hypothesis import HealthCheck, given, strategies as st
 
@@ -41,7 +42,6 @@ from rayvec.errors import NodeLostError
 from rayvec.policies.noise import NO_NOISE
 from rayvec.pools.base import Autoreset
 from rayvec.pools.step_and_autoreset import SerialPool
-from rayvec.testing import CountingEnv, TimedEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 DEADLINE_S = 20.0

@@ -12,6 +12,7 @@ from conftest import MakeVec
 from helpers.chunks import assert_same_chunk
 from helpers.exact import TablePolicy
 from helpers.obedient_envs import WIDE, FailingEnv, WideEnv, by_total
+from helpers.testing import assert_identical
 from helpers.waiting import wait_until
 from ray.experimental import get_object_locations
 
@@ -20,7 +21,6 @@ from rayvec.data import Batch, Chunk, ChunkRef
 from rayvec.data.join_chunks import counted_ends, join_chunks
 from rayvec.distributed.learner_group import _fetch
 from rayvec.errors import ConfigError
-from rayvec.testing import assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.testing import CountingEnv
 
 import rayvec
-from rayvec.testing import CountingEnv
 
 
 class ShowsEnvironment(CountingEnv):

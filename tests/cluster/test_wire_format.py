@@ -10,13 +10,13 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 from helpers.examples import examples
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, OBJECT_SPACES, sample_actions
+from helpers.testing import assert_identical
 from hypothesis import given, strategies as st
 
 from rayvec.cluster.wire_format import FrameFormat, Kind
 from rayvec.data import RawInfo, StepBatch, tree_leaves, tree_map
 from rayvec.pools.base import Autoreset
 from rayvec.pools.shared_memory import ArrayLayout
-from rayvec.testing import assert_identical
 
 
 def frame_format(observation: str, action: str) -> FrameFormat:

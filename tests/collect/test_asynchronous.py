@@ -18,6 +18,7 @@ from conftest import MakeVec
 from helpers.chunks import assert_same_chunk
 from helpers.exact import TablePolicy
 from helpers.obedient_envs import GatedEnv
+from helpers.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 from helpers.training_kit import HERE, lengthen
 from helpers.waiting import alive, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,7 +29,6 @@ from rayvec.data import Batch, Chunk
 from rayvec.errors import ConfigError
 from rayvec.learners.ranks import ALONE
 from rayvec.learners.running_stats import ReturnScale
-from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 from rayvec.training.loggers import read_metrics
 from rayvec.vector.ray_vec_env import RayVecEnv
 

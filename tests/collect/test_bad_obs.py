@@ -16,13 +16,13 @@ from conftest import MakeVec
 from gymnasium import spaces
 from helpers.exact import SpaceEnv
 from helpers.kinds import OBJECT_SPACES
+from helpers.testing import CountingEnv, assert_identical
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk, tree_leaves
 from rayvec.data.finite_checks import drop_bad_episodes, find_bad_obs
 from rayvec.data.join_chunks import join_chunks, join_summaries, summarize
 from rayvec.errors import ConfigError, EnvError
-from rayvec.testing import CountingEnv, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 EPISODE, STEP = 1, 2

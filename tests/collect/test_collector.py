@@ -16,11 +16,11 @@ from helpers.chunks import assert_same_chunk, parts_are_done
 from helpers.exact import DriftEnv, TablePolicy
 from helpers.obedient_envs import RaisesOnce
 from helpers.simple_policies import SlowPolicy, raises_at_ten, still
+from helpers.testing import CoinEnv, CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 
 from rayvec.collect.collector import Collector, EpisodeTracker
 from rayvec.data import Batch, Chunk
 from rayvec.errors import ConfigError, EnvError
-from rayvec.testing import CoinEnv, CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 

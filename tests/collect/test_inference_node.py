@@ -15,6 +15,7 @@ from gymnasium import spaces
 from helpers.chunks import assert_same_chunk
 from helpers.exact import TablePolicy
 from helpers.simple_policies import Noting
+from helpers.testing import CountingEnv, counting_errors
 from helpers.training_kit import SMALL, tiny
 
 import rayvec
@@ -24,7 +25,6 @@ from rayvec.errors import ConfigError
 from rayvec.learners.sac import SACLearner
 from rayvec.policies.networks import make_actor_critic
 from rayvec.policies.policy import Policy
-from rayvec.testing import CountingEnv, counting_errors
 from rayvec.training.run_dir import load_run
 from rayvec.vector.ray_vec_env import RayVecEnv
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers.exact import TablePolicy
 from helpers.examples import examples
+from helpers.testing import CountingEnv, counting_errors
 from hypothesis import given, strategies as st
 
 from rayvec.collect.asynchronous import PartChunk, PartsPipeline
@@ -16,7 +17,6 @@ from rayvec.collect.collector import Collector
 from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.data import Topology
-from rayvec.testing import CountingEnv, counting_errors
 from rayvec.tianshou.collect.schedules import TianshouEpisodes
 from rayvec.vector.ray_vec_env import RayVecEnv
 

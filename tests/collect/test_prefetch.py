@@ -17,13 +17,13 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from helpers.chunks import assert_same_chunk, wait_for_parts
 from helpers.exact import TablePolicy
 from helpers.obedient_envs import FailingEnv, GatedEnv
+from helpers.testing import CountingEnv, assert_identical, counting_errors
 from helpers.vector_kit import pids_of
 from helpers.waiting import alive, wait_until
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 TOTAL = 3

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import ray
+from helpers.testing import assert_identical
 from hypothesis import given, strategies as st
 
 from rayvec.data.infos import ChunkInfo, ChunkInfos
-from rayvec.testing import assert_identical
 
 SCALARS = [
     st.booleans(),

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.testing import assert_identical
 from hypothesis import given, strategies as st
 
 from rayvec.data import Chunk, NodeSlice, tree_leaves, tree_map
 from rayvec.data.infos import ChunkInfo, ChunkInfos
 from rayvec.data.join_chunks import join_chunks
-from rayvec.testing import assert_identical
 
 trees = st.recursive(
     st.integers(),

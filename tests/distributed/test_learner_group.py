@@ -16,6 +16,7 @@ import ray
 from helpers.actor_critic_kit import DISCRETE, distance
 from helpers.rank_objects import CountsColumns, Owner
 from helpers.ranks_kit import STATS, N, make_batches, make_falling_learner, make_impala, make_learner, make_lonely
+from helpers.testing import assert_identical
 from helpers.thread_ranks import on_ranks
 from helpers.waiting import alive, wait_until
 from hypothesis import given, strategies as st
@@ -27,7 +28,6 @@ from rayvec.distributed.learner_group import _RankLearner
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.shards import copy_batch, cut_batch, fetch_shard, rank_bounds, split_refs
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
-from rayvec.testing import assert_identical
 
 MakeGroup = Callable[..., rayvec.LearnerGroup]
 

@@ -19,13 +19,13 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import SyncVectorEnv
 from helpers.exact import SpaceEnv
+from helpers.testing import CountingEnv
 from hypothesis import given, strategies as st
 
 from rayvec.config.plugins import import_plugins
 from rayvec.config.references import resolve
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv
 
 
 class WarnsWhenMade(CountingEnv):
@@ -36,7 +36,7 @@ class WarnsWhenMade(CountingEnv):
 
 CARTPOLE = "gymnasium.envs.classic_control:CartPoleEnv"
 MODULE = """
-from rayvec.testing import CountingEnv
+from helpers.testing import CountingEnv
 
 class Beside(CountingEnv):
     name = "beside"
@@ -182,7 +182,7 @@ class TestFactory:
             [sys.executable, script],
             capture_output=True,
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ADDRESS": ""},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_ADDRESS": ""},
             check=False,
         )
         assert (done.stdout.decode(), done.returncode) == ("beside beside\n", 0), done.stderr.decode()

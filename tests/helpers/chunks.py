@@ -8,10 +8,10 @@ from dataclasses import fields
 
 import ray
 
+from helpers.testing import assert_identical
 from helpers.waiting import DEADLINE_S
 from rayvec.data import Chunk
 from rayvec.pools.base import NotReady
-from rayvec.testing import assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 

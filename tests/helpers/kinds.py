@@ -14,10 +14,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from helpers.exact import SpaceEnv, WordSpace
+from helpers.testing import assert_identical
 from rayvec.data import StepBatch
 from rayvec.envs.factory import EnvFactory
 from rayvec.pools.base import Autoreset
-from rayvec.testing import assert_identical
 
 ARRAY_SPACES: dict[str, spaces.Space[Any]] = {
     "box32": spaces.Box(-1.0, 1.0, (3,), np.float32),

@@ -14,8 +14,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from helpers.own_envs import Masked
 from helpers.simple_policies import still
+from helpers.testing import CountingEnv
 from rayvec.policies.noise import NO_NOISE
-from rayvec.testing import CountingEnv
 
 
 def counting(num_envs: int, mode: str = "NextStep") -> SyncVectorEnv:

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 
 from helpers.exact import DriftEnv
-from rayvec.testing import CountingEnv
+from helpers.testing import CountingEnv
 
 GO, RAISE, HANG, DIE = range(4)
 """What an ObedientEnv is told by its action."""

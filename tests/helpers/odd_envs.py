@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 from helpers.exact import WordSpace
-from rayvec.testing import CountingEnv, FaultyEnv
+from helpers.testing import CountingEnv, FaultyEnv
 
 
 class KeepsActions(CountingEnv):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tianshou.env import BaseVectorEnv
 
-from rayvec.testing import assert_identical
+from helpers.testing import assert_identical
 
 
 def canonical(value: Any) -> Any:

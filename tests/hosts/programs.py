@@ -14,10 +14,10 @@ import numpy as np
 import ray
 from gymnasium.vector import SyncVectorEnv
 from helpers.chunks import assert_same_chunk
+from helpers.testing import CountingEnv, assert_identical, counting_errors
 
 import rayvec
 from rayvec.errors import NodeLostError, RayvecError
-from rayvec.testing import CountingEnv, assert_identical, counting_errors
 
 NUM_ENVS = 6
 PAUSE_S = 0.002

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.examples import examples
+from helpers.testing import assert_identical
 from helpers.waiting import shm_names, wait_until
 from hypothesis import given, strategies as st
 
 from rayvec.node.chunk_memory import ChunkMemory, dumps
-from rayvec.testing import assert_identical
 
 DTYPES = st.sampled_from(["u1", "f4", "f8", "?"])
 SIZES = st.sampled_from([0, 1, 63, 4096, 32768, 50_000])

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from gymnasium.error import ClosedEnvironmentError
 from helpers.fork_fails import FILE_VARIABLE
+from helpers.testing import CountingEnv
 from helpers.vector_kit import assert_explained
 from helpers.waiting import alive, wait_until
 
 from rayvec.errors import WorkerLostError
 from rayvec.node.fork_server import ForkServer, _ending_with_peer
-from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 DEADLINE_S = 60.0
@@ -32,7 +32,7 @@ WITH_FEW_FILES = """
 import gc, os, resource, sys
 from rayvec import RayVecEnv
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv
+from helpers.testing import CountingEnv
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 try:

@@ -23,6 +23,7 @@ import ray
 import torch
 from conftest import MakeVec
 from helpers.exact import SpaceEnv, TablePolicy
+from helpers.testing import CountingEnv, FaultyEnv, assert_identical
 from helpers.vector_kit import assert_explained
 from numpy.typing import NDArray
 
@@ -31,7 +32,6 @@ from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError, EnvError
 from rayvec.policies.noise import NO_NOISE
 from rayvec.pools.restart_state import restart_seed
-from rayvec.testing import CountingEnv, FaultyEnv, assert_identical
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run

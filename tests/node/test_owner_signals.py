@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from helpers.testing import CountingEnv
 from helpers.waiting import alive, wait_until
 
 from rayvec import RayVecEnv
-from rayvec.testing import CountingEnv
 
 
 def _sleep(runs: Any) -> None:
@@ -44,7 +44,7 @@ PRESSED_AT_EXIT = """
 import signal
 from rayvec import RayVecEnv
 from rayvec.node.process_watch import ProcessWatch
-from rayvec.testing import CountingEnv
+from helpers.testing import CountingEnv
 import psutil
 
 if __name__ == "__main__":

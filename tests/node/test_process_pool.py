@@ -51,6 +51,7 @@ from helpers.odd_envs import (
     Unpicklable,
     WritesWhenClosed,
 )
+from helpers.testing import CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 from helpers.waiting import alive, shm_names, wait_until
 from hypothesis import given, strategies as st
 
@@ -64,7 +65,6 @@ from rayvec.node.step_memory import BlockShape, NodeBlock
 from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
-from rayvec.testing import CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 
 DEADLINE_S = 20.0
 
@@ -636,7 +636,7 @@ def test_registered_environments_are_known_to_workers() -> None:
 def test_a_module_that_registers_environments_registers_them_in_workers_silently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    entry_point = "rayvec.testing:CountingEnv"
+    entry_point = "helpers.testing:CountingEnv"
     (tmp_path / "rv_registers.py").write_text(f"import gymnasium\ngymnasium.register('rv/Mine-v0', '{entry_point}')\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("rv_registers")

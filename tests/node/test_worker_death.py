@@ -29,6 +29,7 @@ from helpers.exact import TablePolicy
 from helpers.kinds import factory, within
 from helpers.obedient_envs import GatedEnv
 from helpers.odd_envs import InterruptsItsClose
+from helpers.testing import CountingEnv
 from helpers.vector_kit import assert_explained
 from helpers.waiting import DEADLINE_S, alive, shm_names, wait_until
 
@@ -40,7 +41,6 @@ from rayvec.node.process_pool import ProcessPool
 from rayvec.node.process_watch import ProcessWatch
 from rayvec.policies.noise import NO_NOISE
 from rayvec.pools.base import NotReady, RestartPolicy
-from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 REPLY_BYTES = 4 << 20
@@ -519,7 +519,7 @@ def test_ctrl_c_while_it_closes_leaves_nothing() -> None:
 
 FAILS_TO_CLOSE = """
 from rayvec import RayVecEnv
-from rayvec.testing import CountingEnv
+from helpers.testing import CountingEnv
 
 class FailsToClose(CountingEnv):
     def close(self):
@@ -546,7 +546,7 @@ import os, time
 import numpy as np
 from rayvec import RayVecEnv
 from rayvec.errors import WorkerLostError
-from rayvec.testing import CountingEnv
+from helpers.testing import CountingEnv
 
 class ClosesFiles(CountingEnv):
     def step(self, action):

@@ -15,12 +15,12 @@ import pytest
 from conftest import MakeVec
 from helpers.obedient_envs import GatedEnv
 from helpers.simple_policies import Weighs
+from helpers.testing import CountingEnv
 from ray.experimental import get_object_locations
 
 from rayvec.data import Chunk
 from rayvec.errors import ConfigError
 from rayvec.pools.publish_weights import WeightStore
-from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 

@@ -16,6 +16,7 @@ from gymnasium.vector.utils import batch_space, create_empty_array
 from helpers.examples import examples
 from helpers.file_size_limit import file_size_limit
 from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, within
+from helpers.testing import assert_identical
 from helpers.waiting import shm_names, wait_until
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as st_np
@@ -27,7 +28,6 @@ from rayvec.errors import ConfigError
 from rayvec.node.chunk_memory import ChunkMemory
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.pools.shared_memory import ArrayLayout, Semaphore, SharedBlock, index_tree, split_actions, tree_writer
-from rayvec.testing import assert_identical
 
 FIELDS = {"a": (np.int64, (3, 2)), "odd": (np.bool_, (5,)), "scalar": (np.float32, ()), "none": (np.int8, (0, 4))}
 

@@ -15,13 +15,13 @@ from gymnasium.vector.utils import iterate
 from helpers.exact import SpaceEnv
 from helpers.kinds import ALL_SPACES, env_fns, factory
 from helpers.odd_envs import OneInfo, ReusedObject
+from helpers.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 
 from rayvec.data import tree_map
 from rayvec.errors import EnvError
 from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import CallablePolicy, rollout
-from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 

@@ -19,6 +19,7 @@ from helpers.diarist import Diarist
 from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
 from helpers.examples import examples
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, factory
+from helpers.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 from hypothesis import given, strategies as st
 
 from rayvec.collect.collector import Collector
@@ -28,7 +29,6 @@ from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE, keyed_noise
 from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import CallablePolicy, as_policy, rollout
-from rayvec.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers.kinds import ARRAY_SPACES, env_fns
+from helpers.testing import CountingEnv, FaultyEnv, assert_identical
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -24,7 +25,6 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack,
 
 from rayvec.errors import ConfigError, EnvError
 from rayvec.stable_baselines3 import RayVecEnv
-from rayvec.testing import CountingEnv, FaultyEnv, assert_identical
 
 EnvFns = Sequence[Callable[[], Any]]
 

@@ -20,6 +20,7 @@ import tianshou.data
 from gymnasium.error import ClosedEnvironmentError
 from helpers.exact import DriftEnv
 from helpers.kinds import within
+from helpers.testing import CountingEnv, FaultyEnv
 from helpers.tianshou_envs import Line
 from helpers.tianshou_lockstep import assert_same, in_lockstep
 from helpers.waiting import DEADLINE_S, alive, wait_until
@@ -30,7 +31,6 @@ from tianshou.utils.net.common import Net
 
 from rayvec.errors import WorkerLostError
 from rayvec.rollout.loop import CallablePolicy
-from rayvec.testing import CountingEnv, FaultyEnv
 from rayvec.tianshou import Collector, RayVectorEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 

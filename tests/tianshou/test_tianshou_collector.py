@@ -19,6 +19,7 @@ import tianshou.data
 import torch
 from gymnasium import spaces
 from helpers.exact import DriftEnv
+from helpers.testing import FaultyEnv
 from helpers.tianshou_buffers import assert_same_buffer
 from helpers.tianshou_kit import Agents, Drift, Exact, Pointed, Remembers
 from tianshou.algorithm import DQN, PPO
@@ -41,7 +42,6 @@ from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 
 from rayvec.errors import ConfigError, EnvError
-from rayvec.testing import FaultyEnv
 from rayvec.tianshou import Collector, RayVectorEnv
 from rayvec.tianshou.collect.checks import are_equal, check_policy_and_env
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
 from helpers.native_envs import counting
+from helpers.testing import CountingEnv
 from helpers.tianshou_kit import Exact
 from tianshou.data import VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
 
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv
 from rayvec.tianshou import Collector, RayVectorEnv
 
 local = partial(RayVectorEnv, native=True, num_nodes=0)

@@ -15,6 +15,7 @@ import tianshou.data
 import torch
 from helpers.exact import DriftEnv
 from helpers.obedient_envs import GatedEnv
+from helpers.testing import CountingEnv
 from helpers.tianshou_buffers import assert_same_buffer
 from helpers.tianshou_kit import Exact
 from helpers.vtrace import vtrace_by_definition
@@ -29,7 +30,6 @@ from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 from tianshou.utils.torch_utils import policy_within_training_step
 
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv
 from rayvec.tianshou import IMPALA, Collector, RayVectorEnv
 
 SLOW = range(2)

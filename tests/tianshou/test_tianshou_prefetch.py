@@ -12,6 +12,7 @@ import pytest
 import tianshou.data
 import torch
 from helpers.exact import DriftEnv
+from helpers.testing import FaultyEnv
 from helpers.tianshou_buffers import assert_same_buffer
 from helpers.tianshou_kit import Exact, Remembers
 from tianshou.algorithm import DQN, PPO
@@ -25,7 +26,6 @@ from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 
 from rayvec.errors import ConfigError
-from rayvec.testing import FaultyEnv
 from rayvec.tianshou import Collector, PrefetchCollectStats, RayVectorEnv
 
 SEEDS = [11, 22, 33, 44, 55]

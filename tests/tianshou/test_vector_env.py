@@ -19,6 +19,7 @@ import torch
 from gymnasium import spaces
 from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, env_fns, within
 from helpers.odd_envs import PressesCtrlC
+from helpers.testing import CountingEnv
 from helpers.tianshou_envs import Bare, Breaks, Held, Line, Misfit, NoGymReset, OwnSeed, Ragged, Told
 from helpers.tianshou_lockstep import assert_same, both, in_lockstep
 from helpers.waiting import DEADLINE_S
@@ -27,7 +28,6 @@ from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv, Vector
 from tianshou.env.worker import EnvWorker
 
 from rayvec.errors import ConfigError, EnvError, WorkerLostError
-from rayvec.testing import CountingEnv
 from rayvec.tianshou import RayVectorEnv, RayVectorEnvType
 
 EnvFns = Sequence[Callable[[], Any]]

@@ -44,6 +44,7 @@ from helpers.obedient_envs import (
     long_env,
     slow_env,
 )
+from helpers.testing import CountingEnv, assert_identical
 from helpers.waiting import DEADLINE_S, alive, wait_until
 
 from rayvec.collect.collector import Collector
@@ -52,7 +53,6 @@ from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.pools import restart_state
 from rayvec.pools.base import Autoreset
 from rayvec.pools.restart_state import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
-from rayvec.testing import CountingEnv, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 
@@ -320,7 +320,7 @@ PAUSED = """
 import os, subprocess, sys, time
 import numpy as np
 from rayvec.pools import waited_time
-from rayvec.testing import CountingEnv
+from helpers.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 class Tells(CountingEnv):
@@ -344,7 +344,7 @@ if __name__ == "__main__":
 def test_a_pause_of_the_whole_job_does_not_count_as_a_hang(tmp_path: Path) -> None:
     """Driver and worker are stopped in the middle of a step, and the driver continues first."""
     (tmp_path / "paused.py").write_text(PAUSED)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, tmp_path / "paused.py", tmp_path / "mark"], env=environment, check=True, timeout=60)
 
 

@@ -21,6 +21,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import NormalizeObservation, RecordEpisodeStatistics, TransformReward
 from helpers.native_envs import Clears, Fails, Final, Odd, Remembers, Says, Swapped, cartpoles, counting
 from helpers.simple_policies import still
+from helpers.testing import CountingEnv, assert_identical, counting_errors
 
 import rayvec
 from rayvec import Collector, RayVecEnv
@@ -28,7 +29,6 @@ from rayvec.data.infos import ChunkInfos
 from rayvec.data.sub_batch_infos import SubBatchInfo, info_blocks, merge_columns
 from rayvec.envs.factory import EnvIdError
 from rayvec.errors import ConfigError, EnvError
-from rayvec.testing import CountingEnv, assert_identical, counting_errors
 
 SLOW = pytest.mark.slow
 MODES = ["NextStep", "SameStep", "Disabled"]

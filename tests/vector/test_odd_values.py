@@ -34,11 +34,11 @@ from helpers.odd_values import (
     SharesSimulation,
     SometimesNone,
 )
+from helpers.testing import CountingEnv, FaultyEnv, assert_identical
 from helpers.vector_kit import TOPOLOGIES, assert_explained
 from helpers.waiting import alive, wait_until
 
 from rayvec.errors import ConfigError, EnvError
-from rayvec.testing import CountingEnv, FaultyEnv, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 WORKERS = [0, 2]
@@ -199,7 +199,7 @@ def test_an_info_of_a_reset_that_the_driver_can_not_unpickle() -> None:
 
 OF_THE_SCRIPT = """
 import gymnasium, rayvec
-from rayvec.testing import CountingEnv
+from helpers.testing import CountingEnv
 
 class Mine(CountingEnv):
     def __init__(self, start=0):

@@ -9,8 +9,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from helpers.testing import assert_identical
 
-from rayvec.testing import assert_identical
 from rayvec.vector.make_vec import make_vec
 from rayvec.vector.ray_vec_env import RayVecEnv
 

@@ -10,9 +10,9 @@ import gymnasium
 import numpy as np
 import pytest
 from conftest import MakeVec
+from helpers.testing import CountingEnv, FaultyEnv
 
 from rayvec.errors import EnvError
-from rayvec.testing import CountingEnv, FaultyEnv
 
 ENGINES = [
     pytest.param(0, 0, id="this process"),

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError
+from helpers.testing import CountingEnv
 from helpers.vector_kit import DEADLINE_S, assert_explained
 
-from rayvec.testing import CountingEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 ZEROS = np.zeros(2, int)

@@ -19,11 +19,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.exact import DriftEnv, SpaceEnv
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep
 from helpers.odd_envs import KeepsActions, OddInfo, OneInfo
+from helpers.testing import CountingEnv, assert_identical, counting_errors
 from helpers.vector_kit import TOPOLOGIES, assert_explained, beside_sync
 
 from rayvec.data import tree_leaves, tree_map
 from rayvec.errors import ConfigError
-from rayvec.testing import CountingEnv, assert_identical, counting_errors
 from rayvec.vector.driver_inference import DriverInference
 from rayvec.vector.ray_vec_env import RayVecEnv
 

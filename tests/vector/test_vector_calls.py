@@ -22,11 +22,11 @@ from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import vector as vector_wrappers
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, env_fns, within
 from helpers.odd_envs import SlowCall
+from helpers.testing import CountingEnv, assert_identical
 from helpers.vector_kit import DEADLINE_S, TOPOLOGIES, assert_explained, beside_sync, pids_of
 from helpers.waiting import alive, wait_until
 
 from rayvec.errors import ConfigError, WorkerLostError
-from rayvec.testing import CountingEnv, assert_identical
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 

@@ -27,12 +27,12 @@ from gymnasium.wrappers import FlattenObservation, TimeLimit
 from helpers.exact import SpaceEnv
 from helpers.kinds import in_lockstep, within
 from helpers.odd_envs import OwnError, PressesCtrlC, SlowCall, TellsPid, TwoFaced
+from helpers.testing import CountingEnv, FaultyEnv
 from helpers.vector_kit import DEADLINE_S, assert_explained, pids_of
 from helpers.waiting import alive, shm_names, wait_until
 
 import rayvec
 from rayvec.errors import ConfigError, EnvError, NodeLostError, WorkerLostError
-from rayvec.testing import CountingEnv, FaultyEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 ERRORS: dict[str, Callable[[], Exception]] = {
@@ -442,7 +442,7 @@ class TestConstruction:
         with pytest.raises(ConfigError, match=expected):
             rayvec.make_vec(CountingEnv, 2, num_nodes=0, workers_per_node=0, vectorization_mode=mode)
 
-    @pytest.mark.parametrize("env", [CountingEnv, "rayvec.testing:CountingEnv"])
+    @pytest.mark.parametrize("env", [CountingEnv, "helpers.testing:CountingEnv"])
     def test_make_vec_of_a_class(self, env: Any) -> None:
         with rayvec.make_vec(env, 2, num_nodes=0, workers_per_node=0) as envs:
             assert envs.num_envs == 2 and envs.spec is None

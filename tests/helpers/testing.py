@@ -1,4 +1,4 @@
-"""What your own tests can use: environments that show mistakes of whatever steps them, and an exact comparison.
+"""What tests use: environments that show mistakes of whatever steps them, and an exact comparison.
 
 The environments are deterministic functions of their seed and their actions. So two ways to step them can be
 compared: with :func:`assert_identical` for equality of every bit and data type, or with :func:`counting_errors` for

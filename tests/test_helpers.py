@@ -7,17 +7,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from helpers.exact import DriftEnv, SpaceEnv, TablePolicy, WordSpace, describe
 from helpers.kinds import ALL_SPACES, factory
+from helpers.testing import CoinEnv, CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 
 from rayvec.data import Chunk
 from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
-from rayvec.testing import CoinEnv, CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 
 VALUES: list[Any] = [
     None,
@@ -232,19 +231,3 @@ class TestTablePolicy:
         second.load_weights(first.weights())
         obs, noise = np.random.default_rng(0).normal(size=(30, 2)), np.random.default_rng(1).random((30, 1))
         assert_identical(second.act(obs, noise), first.act(obs, noise))
-
-
-def test_none_of_it_needs_ray_or_torch() -> None:
-    import subprocess
-    import sys
-
-    code = "import rayvec.testing, sys; print(sorted({'ray', 'torch'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_they_can_be_registered() -> None:
-    gymnasium.register("rayvec-tests/Counting-v0", entry_point="rayvec.testing:CountingEnv")
-    try:
-        assert isinstance(gymnasium.make("rayvec-tests/Counting-v0").unwrapped, CountingEnv)
-    finally:
-        del gymnasium.registry["rayvec-tests/Counting-v0"]
