@@ -2,10 +2,11 @@
 
 python examples/cleanrl_ppo.py
 
-`docs/cleanrl.md` shows the line that differs from a script with Gymnasium's SyncVectorEnv.
+A script of CleanRL for Gymnasium 0.29 takes `RayVecEnv` of this file in the place of `gym.vector.SyncVectorEnv`.
 """
 
 from functools import partial
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -13,7 +14,28 @@ import torch
 from torch import nn
 from torch.distributions import Categorical
 
-from rayvec.adapters.cleanrl import RayVecEnv
+import rayvec
+
+
+class RayVecEnv(rayvec.RayVecEnv):
+    """Reports the last observation and info of an episode as Gymnasium 0.29 did, None for other environments."""
+
+    def __init__(self, env_fns: list, **settings: Any) -> None:
+        super().__init__(env_fns, autoreset_mode="SameStep", **settings)
+
+    def step_wait(self, timeout: float | None = None) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Waits for `step_async`."""
+        obs, rewards, terminated, truncated, infos = super().step_wait(timeout)
+        if "final_info" in infos:
+            ended, infos["final_observation"] = infos["_final_info"], infos["final_obs"]
+            infos["final_info"] = [info_of(infos["final_info"], i) if ended[i] else None for i in range(self.num_envs)]
+        return obs, rewards, terminated, truncated, infos
+
+
+def info_of(infos: dict[str, Any], index: int) -> dict[str, Any]:
+    """Returns the info of one environment; `infos` has a column for each key and masks under `_key`."""
+    own = {key: value for key, value in infos.items() if not key.startswith("_") and infos[f"_{key}"][index]}
+    return {key: info_of(value, index) if isinstance(value, dict) else value[index] for key, value in own.items()}
 
 
 def make_env(env_id: str) -> gym.Env:

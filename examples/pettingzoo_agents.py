@@ -1,5 +1,6 @@
 """PPO for several agents that share one policy: a PettingZoo parallel environment, its agents as rows.
 
+pip install pettingzoo
 python examples/pettingzoo_agents.py
 """
 
@@ -7,10 +8,11 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 from pettingzoo import ParallelEnv
 
 import rayvec
-from rayvec.wrappers import ParallelAgents
 
 NUM_AGENTS, SIZE, MAX_STEPS = 3, 9, 30
 
@@ -68,20 +70,67 @@ class Harbour(ParallelEnv):
         return seen, rewards, arrived, late, {agent: {} for agent in moved}
 
 
-def harbours(num_envs: int) -> ParallelAgents:
-    """Makes so many rows: a game for every three of them."""
-    return ParallelAgents([Harbour() for _ in range(num_envs // NUM_AGENTS)])
+class Agents(VectorEnv):
+    """The agents of one PettingZoo parallel environment as rows of a vector environment, a native sub-batch of rayvec.
+
+    All agents begin a game together. One that ends early keeps its row until the game is over: its last observation,
+    reward 0, and the same `terminated` and `truncated` at each step. The step after the last agent has ended begins a
+    new game. Chunks mark the steps of a row whose episode had ended as not `valid`.
+    """
+
+    def __init__(self, game: ParallelEnv) -> None:
+        self.game, agent = game, game.possible_agents[0]
+        self.num_envs = len(game.possible_agents)
+        self.single_observation_space, self.single_action_space = (
+            game.observation_space(agent),
+            game.action_space(agent),
+        )
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.metadata = {**game.metadata, "autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.obs: dict[str, Any] = {}
+        self.terminated, self.truncated = np.zeros((2, self.num_envs), bool)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begins a game."""
+        self.obs, _ = self.game.reset(seed=seed, options=options)
+        self.terminated[:] = self.truncated[:] = False
+        return self.batched(), {}
+
+    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Steps the game, or begins a new one where the last step has ended it."""
+        rewards, ended = np.zeros(self.num_envs), self.terminated | self.truncated
+        if ended.all():
+            obs, infos = self.reset()
+            return obs, rewards, self.terminated.copy(), self.truncated.copy(), infos
+        live = {agent: row for row, agent in enumerate(self.game.possible_agents) if not ended[row]}
+        obs, reward, terminated, truncated, _ = self.game.step({agent: actions[row] for agent, row in live.items()})
+        for agent, row in live.items():
+            self.obs[agent], rewards[row] = obs[agent], reward[agent]
+            self.terminated[row], self.truncated[row] = terminated[agent], truncated[agent]
+        return self.batched(), rewards, self.terminated.copy(), self.truncated.copy(), {}
+
+    def batched(self) -> Any:
+        """Returns the last observation of each agent."""
+        space, obs = self.single_observation_space, [self.obs[agent] for agent in self.game.possible_agents]
+        return concatenate(space, obs, create_empty_array(space, len(obs)))
+
+
+def harbour(num_envs: int) -> Agents:
+    """Makes the game of one worker, whose boats are its rows."""
+    assert num_envs == NUM_AGENTS
+    return Agents(Harbour())
 
 
 def main(total_steps: int = 60_000) -> float:
     """Trains one policy for all boats; returns its mean return."""
     config = rayvec.PPOConfig(
-        native=f"{__name__}:harbours",
+        native=f"{__name__}:harbour",
         total_steps=total_steps,
-        num_envs=24,
+        num_envs=2 * NUM_AGENTS,
         workers_per_node=2,
         num_nodes=0,
-        num_steps=50,
+        num_steps=200,
         eval_episodes=24,
         learning_rate=1e-3,
     )

@@ -23,7 +23,6 @@ ROOMS = [
     "learners",
     "distributed",
     "training",
-    "adapters",
     "stable_baselines3",
     "tianshou",
     "rayvec",  # the public names, all of them lazy

@@ -212,9 +212,8 @@ class TrainConfig(metaclass=PresetMeta):
     """What happens to the environments of a lost node: "rehost" restarts them on the nodes that remain, "raise" ends
     the run."""
 
-    groups: Literal[1, 2, "auto"] = 1
-    """With inference="driver": 2 lets the policy act on one half of the environments while the other half steps; "auto"
-    tries both and keeps the faster."""
+    groups: Literal[1, 2] = 1
+    """With inference="driver": 2 lets the policy act on one half of the environments while the other half steps."""
 
     preload: tuple[str, ...] = ()
     """Modules that the workers import once for each node."""

@@ -100,8 +100,8 @@ def check_env(env: Any) -> gymnasium.Env[Any, Any]:
     elif isinstance(env, type):
         got, remedy = f"the class {env.__qualname__}", f"Return an instance: {env.__qualname__}()."
     elif hasattr(env, "possible_agents") and not isinstance(getattr(env, "action_space", None), gymnasium.Space):
-        rows = "RayVecEnv([lambda: ParallelAgents(make_env())] * n, native=True)"
-        got, remedy = f"{name}, a multi-agent environment", f"Wrap it in rayvec.wrappers.ParallelAgents: {rows}."
+        remedy = "Make its agents the rows of a vector environment, as examples/pettingzoo_agents.py does."
+        got = f"{name}, a multi-agent environment"
     elif isinstance(env, gymnasium.Env):
         got, remedy = name, "Assign both spaces in the constructor of the environment."
     elif missing := [each for each in _ATTRIBUTES if not hasattr(env, each)]:

@@ -18,11 +18,15 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree, tree_map
+from rayvec.data.topology import split_groups
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, check_flag, message
+from rayvec.node.object_store import as_rollout
 from rayvec.pools.base import Autoreset, Cut, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.pools.shared_memory import ArrayLayout
+from rayvec.rollout.inference import Inference
+from rayvec.rollout.loop import as_policy
 from rayvec.vector.batching import (
     InfoMerger,
     batched_observations,
@@ -32,7 +36,6 @@ from rayvec.vector.batching import (
     in_batch_order,
     parse_autoreset_mode,
 )
-from rayvec.vector.driver_inference import DriverInference
 from rayvec.vector.pool_adapter import LOSSES, PoolAdapter, Wait
 from rayvec.vector.rollout_policy import RolloutPolicy
 
@@ -65,8 +68,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         workers_per_node: Worker processes on each node; by default one for each free core, and with ``num_nodes=0``
             one for each core. With ``num_nodes=0`` it may be 0: this process steps the environments one after another,
             for debuggers and for environments whose step takes microseconds; ``step_timeout_s`` is an error then.
-        groups: 1, or 2 so that the policy acts on one half while the other half steps. ``"auto"`` tries both,
-            alternately, in the first four chunks for which the policy acts in the driver, and keeps the faster.
+        groups: 1, or 2 so that the policy acts on one half while the other half steps.
         step_timeout_s: How long a worker may take for one step of its environments, also within a chunk, for a reset
             or a call, in seconds. A worker that takes longer is killed. By default there is no limit.
         start_timeout_s: How long a worker may take to make its environments, or to load a policy, in seconds. A worker
@@ -100,7 +102,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
         num_nodes: int | tuple[int, int] | None = None,
         workers_per_node: int | None = None,
-        groups: Literal[1, 2, "auto"] = 1,
+        groups: Literal[1, 2] = 1,
         step_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
         on_env_error: Literal["raise", "restart"] = "raise",
@@ -110,7 +112,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         first_id: int = 0,
         native: bool = False,
     ) -> None:
-        check_choice("groups", groups, (1, 2, "auto"))
+        check_choice("groups", groups, (1, 2))
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native)
         self.spec = factory.spec
@@ -140,7 +142,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         num_envs: int | None,
         mode: AutoresetMode | None,
         observation_mode: str | tuple[Space[Any], Space[Any]],
-        groups: Literal[1, 2, "auto"],
+        groups: Literal[1, 2],
     ) -> None:
         """Checks the environments that were made, and allocates the arrays."""
         pool, spaces = self._pool, self._pool.spaces
@@ -162,12 +164,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         layout = self._action_layout = ArrayLayout.of(layout_space)
         shape = None if layout is None else spaces.action.shape
         self._array_shape_of = cache(lambda count: None if shape is None else (count, *shape))
-        self._driver = DriverInference(pool, groups)
-
-    @property
-    def groups(self) -> tuple[NDArray[np.int64], ...]:
-        """The ids of each group."""
-        return self._driver.groups
+        self.groups = split_groups(pool.topology, groups, spaces.unit_bounds)
+        self._driver = Inference(pool.num_envs, self.groups)
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -370,7 +368,9 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._done[:] = False  # every environment whose episode has ended is reset first
         self.num_uses += 1
         request = ChunkRequest(num_steps, first_step, noise_seed)
-        return self._guarded(lambda: self._driver.rollout(policy, request, weights_version, cut))
+        acting = as_policy(policy)
+        chunk, times = self._guarded(lambda: self._driver.take(self._pool, acting, request, weights_version, cut))
+        return as_rollout(chunk, False, (times,), times.whole_s)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order.

@@ -1,8 +1,7 @@
-"""Wrappers of environments: Atari, starts at different times, action masks, several agents."""
+"""Wrappers of environments: Atari, starts at different times, action masks."""
 
 from rayvec.wrappers.action_mask import MASK_KEY, ActionMask, num_choices
 from rayvec.wrappers.atari_games import FireToServe, atari
-from rayvec.wrappers.pettingzoo_agents import ParallelAgents
 from rayvec.wrappers.staggered_start import StaggeredStart
 
-__all__ = ["MASK_KEY", "ActionMask", "FireToServe", "ParallelAgents", "StaggeredStart", "atari", "num_choices"]
+__all__ = ["MASK_KEY", "ActionMask", "FireToServe", "StaggeredStart", "atari", "num_choices"]

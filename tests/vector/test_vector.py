@@ -19,12 +19,11 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.exact import DriftEnv, SpaceEnv
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep
 from helpers.odd_envs import KeepsActions, OddInfo, OneInfo
-from helpers.testing import CountingEnv, assert_identical, counting_errors
+from helpers.testing import CountingEnv, assert_identical
 from helpers.vector_kit import TOPOLOGIES, assert_explained, beside_sync
 
 from rayvec.data import tree_leaves, tree_map
 from rayvec.errors import ConfigError
-from rayvec.vector.driver_inference import DriverInference
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 ALONE = ["box32", "image", "zero_d", "discrete", "multidiscrete_2d", "multibinary", "tuple", *OBJECT_SPACES][:-2]
@@ -295,29 +294,6 @@ class TestGroups:
             for group, ids in enumerate(env.groups):
                 env.send(np.zeros(len(ids), int), group)
             assert [env.recv(group).env_ids.tolist() for group in (1, 0)] == [[1], [0, 2]]
-
-    @pytest.mark.parametrize(("one_s", "two_s", "expected"), [(3.0, 2.0, 2), (2.0, 3.0, 1)])
-    def test_auto_keeps_what_is_faster(
-        self, make_vec: MakeVec, monkeypatch: pytest.MonkeyPatch, one_s: float, two_s: float, expected: int
-    ) -> None:
-        """The first chunk of each number is a warm-up and is not compared; in it, the slower number is faster."""
-        take, seconds = DriverInference.take, iter([two_s, one_s, one_s, two_s, 1.0])
-
-        def timed(self: DriverInference, *args: Any) -> Any:
-            chunk, times = take(self, *args)
-            return chunk, times._replace(whole_s=next(seconds))
-
-        def policy(obs: Any) -> Any:
-            return np.zeros(len(obs), int)
-
-        monkeypatch.setattr(DriverInference, "take", timed)
-        env = make_vec([CountingEnv] * 8, workers=2, groups="auto")
-        tried, chunks = [], []
-        for seed in (1, None, None, None, None):
-            tried.append(len(env.groups))
-            chunks.append(env.rollout(policy, 4, "driver", seed))
-        assert tried == [1, 2, 1, 2, expected] and len(env.groups) == expected
-        assert counting_errors(chunks) == []
 
 
 class TestMemory:

@@ -452,7 +452,7 @@ class TestConstruction:
         [
             (None, "NoneType without observation_space.*Return the environment"),
             (gymnasium.Env(), "Assign both spaces"),
-            (SimpleNamespace(possible_agents=["a"], observation_space=None), "ParallelAgents"),
+            (SimpleNamespace(possible_agents=["a"], observation_space=None), "pettingzoo_agents"),
             (VectorEnv(), "native=True"),
             (CountingEnv, "the class CountingEnv.*Return an instance"),
             (SimpleNamespace(observation_space=None, action_space=None, metadata={}), "without render_mode"),

@@ -1,1 +1,0 @@
-"""Adapters for scripts that expect the vector environments of other libraries or versions."""
