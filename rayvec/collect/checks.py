@@ -60,10 +60,10 @@ def check_settings(
 ) -> None:
     """Raises ``ConfigError`` if settings of a collector are unknown, or can't be combined."""
     check_choice("inference", inference, ("worker", "driver", "node"))
-    check_choice("on_bad_obs", on_bad_obs, ("raise", "drop", "keep"))
+    check_choice("on_bad_obs", on_bad_obs, ("raise", "keep"))
     if max_staleness is not None:
         check_count("max_staleness", max_staleness)
-        _check_asynchronous(inference=inference, by_reference=by_reference, on_bad_obs=on_bad_obs)
+        _check_asynchronous(inference=inference, by_reference=by_reference)
     for name, value in (("prefetch", prefetch), ("by_reference", by_reference)):
         if check_flag(name, value) and inference != "worker":
             raise ConfigError(
@@ -72,18 +72,11 @@ def check_settings(
                 got=f"{name}=True with inference={inference!r}",
                 remedy=f"Let the policy act in the workers, or leave {name} out.",
             )
-    if by_reference and on_bad_obs == "drop":
-        raise ConfigError(
-            "on_bad_obs='drop' can't be combined with by_reference=True: the driver never sees those observations.",
-            expected="on_bad_obs='raise' or 'keep'",
-            got="on_bad_obs='drop' with by_reference=True",
-            remedy="Leave by_reference out.",
-        )
 
 
 def _check_asynchronous(**settings: Any) -> None:
     """Checks the settings beside `max_staleness`."""
-    fitting = {"inference": ("worker",), "by_reference": (False,), "on_bad_obs": ("raise", "keep")}
+    fitting = {"inference": ("worker",), "by_reference": (False,)}
     for name, value in settings.items():
         if value not in fitting[name]:
             raise ConfigError(

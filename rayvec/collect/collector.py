@@ -21,8 +21,8 @@ from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
 from rayvec.data.episodes import EpisodeTracker
-from rayvec.data.finite_checks import bad_obs_error, drop_bad_episodes, put_first_obs
-from rayvec.data.join_chunks import counted_ends, summarize
+from rayvec.data.finite_checks import bad_obs_error
+from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import ConfigError, check_count
 from rayvec.pools.base import Cut
 from rayvec.pools.publish_weights import WeightStore
@@ -32,8 +32,6 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 __all__ = ["Collector", "EpisodeTracker"]
 
 logger = logging.getLogger(__name__)
-_MOST_DROPPED = 100
-"""Episodes that may be dropped for each one requested; with more, an environment counts as one without good ones."""
 
 
 @dataclass
@@ -42,7 +40,6 @@ class _Counts:
 
     restarts: int = 0
     dropped_steps: int = 0
-    dropped_episodes: int = 0
 
 
 class Collector:
@@ -74,8 +71,7 @@ class Collector:
             chunk of each part, as with `prefetch`. Requires ``inference="worker"``. Unset: chunks of all environments
             together.
         on_bad_obs: What to do with an observation or a reward that is NaN or infinite. ``"raise"`` raises an
-            ``EnvError`` that names environment, step and key. ``"drop"`` leaves its episode out: `valid` is cleared,
-            the episode is not counted, and the environment begins another. ``"keep"`` takes it as it is.
+            ``EnvError`` that names environment, step and key. ``"keep"`` takes it as it is.
 
     Raises:
         ConfigError: No :class:`rayvec.RayVecEnv`, or settings that can't be combined.
@@ -91,7 +87,7 @@ class Collector:
         seed: int | None = None,
         by_reference: bool = False,
         max_staleness: int | None = None,
-        on_bad_obs: Literal["raise", "drop", "keep"] = "raise",
+        on_bad_obs: Literal["raise", "keep"] = "raise",
     ) -> None:
         check_env(env)
         seed = check_seed(seed)
@@ -207,8 +203,7 @@ class Collector:
         num_pending = len(self._pipeline.pending)  # more than one after an interrupted wait in the call before
         kept_steps = sum(rollout.summary.num_steps for rollout, _ in self._kept)
         left = num_steps - self._pipeline.pending_steps - kept_steps
-        resets_between = self._on_bad_obs == "drop"
-        starts_first = ahead and num_pending == 1 and left <= 0 and not resets_between
+        starts_first = ahead and num_pending == 1 and left <= 0
         if starts_first:  # the workers need not wait until the pending chunk has been handed over
             self._start(num_steps)
         for _ in range(num_pending):
@@ -343,24 +338,14 @@ class Collector:
         self._pipeline.start(self._store, num_steps)
 
     def _checked(self, rollout: Rollout) -> Rollout:
-        """Applies `on_bad_obs` to a finished chunk; returns what of it is to be used."""
+        """Applies `on_bad_obs` to a finished chunk; returns it."""
         self._counts.restarts += len(rollout.summary.restarts)
         bad = rollout.summary.bad_obs
-        if bad is None or self._on_bad_obs == "keep":
-            return rollout
-        if self._on_bad_obs == "raise":
+        if bad is not None and self._on_bad_obs == "raise":
             self._uses_seen = None  # the unfinished episodes lose a part
             self.drop_pending()
             raise bad_obs_error(bad)
-        assert rollout.chunk is not None
-        chunk, continues, count = drop_bad_episodes(rollout.chunk, bad, self._tracker.unfinished)
-        self._counts.dropped_episodes += count
-        logger.warning("%d episodes are left out: %s", count, bad.first)
-        if continues.any():
-            self._env.reset(options={"reset_mask": continues})
-            self._uses_seen = self._env.num_uses
-            put_first_obs(chunk, continues, self._env.observe())
-        return replace(rollout, chunk=chunk, summary=replace(summarize(chunk), bad_obs=bad))
+        return rollout
 
     def _take_episodes(
         self, n_episode: int, take: Callable[[Rollout, EpisodeStats], None], max_len: int | None = None
@@ -375,8 +360,6 @@ class Collector:
         while num_steps := quotas.next_steps():
             rollout = self._rollout(num_steps)
             summary = rollout.summary
-            if self._counts.dropped_episodes > _MOST_DROPPED * n_episode and summary.bad_obs is not None:
-                raise bad_obs_error(summary.bad_obs)
             stats, places = self._tracker.add(summary)
             ends = counted_ends(summary)
             valid = quotas.take(summary.valid, ends)
@@ -414,7 +397,6 @@ class Collector:
             weights_versions=(min(versions), max(versions)),
             staleness=self._version - min(versions),
             n_restarts=counts.restarts,
-            n_dropped_episodes=counts.dropped_episodes,
             nodes=node_stats(
                 env.topology,
                 [PartChunk(rollout, everyone) for rollout in rollouts] if parts is None else parts,

@@ -13,12 +13,11 @@ from rayvec.data.chunk import Chunk, ChunkRef, ChunkRequest
 from rayvec.data.infos import ChunkInfo, ChunkInfos
 from rayvec.data.steps import RawInfo, StepBatch
 from rayvec.data.sub_batch_infos import SubBatchInfo
-from rayvec.data.summary import BadObs, ChunkSummary, Rollout, RolloutTimes
+from rayvec.data.summary import ChunkSummary, Rollout, RolloutTimes
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import Tree, as_slice, objects, tree_leaves, tree_map
 
 __all__ = [
-    "BadObs",
     "Batch",
     "Chunk",
     "ChunkInfo",

@@ -75,8 +75,8 @@ class CollectStats:
         lens: Their lengths in steps, ``int64 [F]``.
         n_collected_steps: Steps that the batch holds.
         n_collected_episodes: F.
-        n_surplus_steps: Steps that were taken but don't belong to the batch: beyond an ``n_episode`` quota, of dropped
-            episodes, of chunks that were pending when the collector was reset, or in which an environment raised.
+        n_surplus_steps: Steps that were taken but don't belong to the batch: beyond an ``n_episode`` quota, of
+            chunks that were pending when the collector was reset, or in which an environment raised.
         collect_time_s: Wall time of the call in seconds.
         steps_per_s: Steps taken per second of wall time.
         time_split_s: The same seconds, divided: ``environment`` and ``inference``, of the mean worker;
@@ -86,7 +86,6 @@ class CollectStats:
         weights_versions: Oldest and newest version of the weights that acted.
         staleness: How many versions were published after the oldest that acted, when the batch was returned.
         n_restarts: How often an environment was restarted because it, its worker or its node had failed.
-        n_dropped_episodes: Episodes left out because an observation or a reward was not finite.
         staleness_counts: With `max_staleness`: how many columns of the chunk were 0, 1, 2, ... versions old.
         nodes: The same by node.
         n_replaced: How many workers and nodes were replaced because they died or hung, by kind: ``worker``, ``node``.
@@ -103,7 +102,6 @@ class CollectStats:
     weights_versions: tuple[int, int]
     staleness: int = 0
     n_restarts: int = 0
-    n_dropped_episodes: int = 0
     staleness_counts: tuple[int, ...] = ()
     nodes: tuple[NodeStats, ...] = ()
     n_replaced: dict[str, int] = field(default_factory=dict)
@@ -141,7 +139,6 @@ def join_stats(parts: Sequence[CollectStats]) -> CollectStats:
         weights_versions=(min(low for low, _ in versions), max(high for _, high in versions)),
         staleness=max(part.staleness for part in parts),
         n_restarts=total("n_restarts"),
-        n_dropped_episodes=total("n_dropped_episodes"),
         nodes=merge_nodes(node for part in parts for node in part.nodes),
         n_replaced=dict(sum((Counter(part.n_replaced) for part in parts), Counter())),
     )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkSummary, tree_map
 from rayvec.data.chunk import AXES
-from rayvec.data.finite_checks import find_bad_obs, join_bad_obs
+from rayvec.data.finite_checks import find_bad_obs
 from rayvec.data.infos import ChunkInfos
 from rayvec.errors import ConfigError
 
@@ -35,7 +35,7 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
     for found, chunk in zip(following, chunks[1:], strict=True):
         where, there = (" ".join(map(str, each.env_ids[:1])) for each in (chunks[0], chunk))
         check_extras(first, found, f"for environment {where}", f" for environment {there}")
-    return Chunk(**_joined([pad_chunk(chunk, num_steps) for chunk in chunks], AXES)[0])
+    return Chunk(**_joined([pad_chunk(chunk, num_steps) for chunk in chunks], AXES))
 
 
 def check_extras(
@@ -80,14 +80,12 @@ def pad_chunk(chunk: Chunk, num_steps: int) -> Chunk:
 
 def join_summaries(parts: Sequence[ChunkSummary]) -> ChunkSummary:
     """Joins the summaries of chunks that :func:`join_chunks` would join."""
-    joined, order = _joined(parts, _SUMMARY)
-    return ChunkSummary(**joined, bad_obs=join_bad_obs(parts, order))
+    found = (part.bad_obs for part in parts if part.bad_obs)
+    return ChunkSummary(**_joined(parts, _SUMMARY), bad_obs=next(found, None))
 
 
-def _joined(
-    parts: Sequence[Chunk] | Sequence[ChunkSummary], names: Iterable[str]
-) -> tuple[dict[str, Any], NDArray[np.intp]]:
-    """Joins fields of chunks, each along its axes; returns also where each place in ``final_index`` came from."""
+def _joined(parts: Sequence[Chunk] | Sequence[ChunkSummary], names: Iterable[str]) -> dict[str, Any]:
+    """Joins fields of chunks, each along its axes."""
     offsets = [0, *accumulate(len(part.env_ids) for part in parts)]
     finals, order = _in_order([part.final_index for part in parts], offsets)
     join: dict[str, Callable[[list[Any]], Any]] = {
@@ -100,7 +98,7 @@ def _joined(
         "": min,
     }
     joined = {name: join[AXES[name]]([getattr(part, name) for part in parts]) for name in names if name != _SORTED}
-    return {**joined, _SORTED: finals}, order
+    return {**joined, _SORTED: finals}
 
 
 def _join_states(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:

@@ -12,21 +12,7 @@ from rayvec.data.chunk import Chunk, ChunkRef
 from rayvec.data.topology import Topology
 from rayvec.data.trees import Tree
 
-__all__ = ["BadObs", "ChunkSummary", "Rollout", "RolloutTimes"]
-
-
-class BadObs(NamedTuple):
-    """Where observations or rewards of a chunk are NaN or infinite.
-
-    Attributes:
-        where: ``bool [T + 1, N]``: row t is `obs` at t and the reward of that step, row T is `last_obs`.
-        finals: Of `final_obs`, ``bool [F]``.
-        first: Text that describes the first of them: its value, key, step and environment.
-    """
-
-    where: NDArray[np.bool_]
-    finals: NDArray[np.bool_]
-    first: str
+__all__ = ["ChunkSummary", "Rollout", "RolloutTimes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +31,7 @@ class ChunkSummary:
         last_obs: Tree of ``[N, *obs_shape]``; if a node is lost, its episodes end at these observations.
         weights_version: Version of the policy's weights.
         first_step: Number of steps that the environments took in earlier chunks.
-        bad_obs: Where observations or rewards are not finite; None if all are.
+        bad_obs: Describes the first observation or reward that is not finite; None if all are.
     """
 
     env_ids: NDArray[np.int64]
@@ -59,7 +45,7 @@ class ChunkSummary:
     last_obs: Tree
     weights_version: int
     first_step: int
-    bad_obs: BadObs | None = None
+    bad_obs: str | None = None
 
     @property
     def num_steps(self) -> int:

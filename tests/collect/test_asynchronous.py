@@ -230,7 +230,7 @@ def test_a_worker_that_hangs_is_replaced_while_others_continue(
 
 def test_what_cannot_be_combined() -> None:
     with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0) as env:
-        for settings in ({"inference": "driver"}, {"by_reference": True}, {"on_bad_obs": "drop"}, {"max_staleness": 0}):
+        for settings in ({"inference": "driver"}, {"by_reference": True}, {"max_staleness": 0}):
             with pytest.raises(ConfigError, match="Remedy"):
                 Collector(env, TablePolicy(), **{"max_staleness": 2, **settings})  # type: ignore[arg-type]
         collector = Collector(env, TablePolicy(), max_staleness=2)

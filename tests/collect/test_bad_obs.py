@@ -1,13 +1,11 @@
-"""Observations that are not finite: named, left out with their episode, or kept; never in a valid step.
+"""Observations that are not finite: named, or kept.
 
 Most tests step their environments in this process; one kind of each runs on worker processes of two nodes.
 """
 
 from __future__ import annotations
 
-import re
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,12 +14,12 @@ from conftest import MakeVec
 from gymnasium import spaces
 from helpers.exact import SpaceEnv
 from helpers.kinds import OBJECT_SPACES
-from helpers.testing import CountingEnv, assert_identical
+from helpers.testing import CountingEnv
 
 from rayvec.collect.collector import Collector
-from rayvec.data import Batch, Chunk, tree_leaves
-from rayvec.data.finite_checks import drop_bad_episodes, find_bad_obs
-from rayvec.data.join_chunks import join_chunks, join_summaries, summarize
+from rayvec.data import Batch, Chunk
+from rayvec.data.finite_checks import find_bad_obs
+from rayvec.data.join_chunks import join_summaries, summarize
 from rayvec.errors import ConfigError, EnvError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -63,23 +61,6 @@ class BadEnv(CountingEnv):
         return {"count": count, "inner": (np.array([1.0, value], np.float32),)}
 
 
-class BadAgain(BadEnv):
-    """The episode after one with a NaN in the middle begins with a NaN."""
-
-    def _obs(self) -> Any:
-        obs = super()._obs()
-        if obs["count"][EPISODE] % 7 == 3 and obs["count"][STEP] == 0:
-            obs["inner"][0][:] = np.nan
-        return obs
-
-
-class AlwaysBad(BadEnv):
-    """No episode is good."""
-
-    def _obs(self) -> Any:
-        return {**super()._obs(), "inner": (np.full(2, np.nan, np.float32),)}
-
-
 def zeros(obs: Any) -> Any:
     return np.zeros(len(obs["count"]), int)
 
@@ -105,7 +86,7 @@ def test_the_chunk_behind_a_bad_one_is_dropped() -> None:
     """Prefetching had started it; its episodes have lost their beginnings."""
     env = local([BadEnv] * 2)
     collector = Collector(env, zeros, seed=0, prefetch=True)
-    with pytest.raises(EnvError, match=r"finite.*leaves such episodes out"):
+    with pytest.raises(EnvError, match="must be finite"):
         for _ in range(100):
             collector.collect(n_step=2 * 4)
     assert env.call("unwrapped"), "the environments are free"
@@ -149,65 +130,6 @@ def test_what_is_raised_names_environment_step_and_key(one_bad: RayVecEnv, how: 
     collector.close()
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver", "node"])
-@pytest.mark.parametrize("num_steps", [1, 2, 9, 100])
-def test_no_valid_step_begins_or_ends_with_what_was_dropped(all_bad: RayVecEnv, num_steps: int, inference: Any) -> None:
-    env = all_bad if inference == "worker" else local([BadEnv] * 3)
-    collector = Collector(env, zeros, inference, seed=0, on_bad_obs="drop")
-    batches = [collector.collect(n_step=3 * num_steps) for _ in range(100 // num_steps)]
-    assert sum(batch.stats.n_dropped_episodes for batch in batches) >= 10
-    lens = {n: 0 for n in range(3)}
-    counted = []
-    for batch in batches:
-        (chunk,) = batch.chunks
-        for tree in (chunk.obs, chunk.last_obs, chunk.final_obs):
-            assert all(np.isfinite(leaf).all() for leaf in tree_leaves(tree)), "zeros are in their place"
-        episode = chunk.obs["count"][..., EPISODE]
-        assert (episode[chunk.valid] % 7 != 5).all()
-        assert not ((episode % 7 == 2) & (chunk.obs["count"][..., STEP] >= 2) & chunk.valid).any()
-        for t, n in np.ndindex(chunk.rew.shape):
-            if t == 0 and [-1, n] in chunk.restarts.tolist():
-                assert lens[n] > 0
-                lens[n] = 0
-            if chunk.valid[t, n]:
-                assert chunk.obs["count"][t, n, STEP] == lens[n], "a joined episode"
-                lens[n] += 1
-                if chunk.done[t, n]:
-                    counted.append(lens[n])
-                    lens[n] = 0
-        assert batch.stats.n_restarts == 0
-        assert batch.stats.n_collected_steps + batch.stats.n_surplus_steps == 3 * num_steps
-    assert counted == np.concatenate([batch.stats.lens for batch in batches]).tolist() and len(counted) > 10
-
-
-@pytest.mark.parametrize("num_steps", [1, 3])
-def test_the_first_observation_after_a_dropped_episode_is_looked_at_too(num_steps: int) -> None:
-    collector = Collector(local([BadAgain] * 3), zeros, seed=0, on_bad_obs="drop")
-    chunks = [collector.collect(n_step=3 * num_steps).chunks[0] for _ in range(60)]
-    begins_bad = [(chunk.last_obs["count"][:, (EPISODE, STEP)] % (7, 99) == (3, 0)).all(1) for chunk in chunks]
-    assert np.sum(begins_bad) > 3
-    for bad, chunk, following in zip(begins_bad, chunks, chunks[1:], strict=False):
-        assert all(np.isfinite(leaf).all() for leaf in tree_leaves(chunk.last_obs))
-        assert not following.valid[0, bad].any()
-
-
-def test_whole_episodes_are_counted_without_those_that_were_dropped() -> None:
-    collector = Collector(local([BadEnv] * 3), zeros, seed=0, on_bad_obs="drop")
-    for _ in range(2):
-        batch = collector.collect(n_episode=20)
-        assert batch.stats.n_collected_episodes == 20 and batch.stats.n_dropped_episodes > 0
-        assert batch.stats.n_collected_steps == batch.stats.lens.sum()
-        ends = sum((chunk.done & chunk.valid).sum(0) for chunk in batch.chunks)
-        assert ends.tolist() == [7, 7, 6]
-
-
-def test_an_environment_without_good_episodes_is_an_error() -> None:
-    collector = Collector(local([AlwaysBad]), zeros, seed=0, on_bad_obs="drop")
-    assert collector.collect(n_step=9).stats.n_collected_steps == 0
-    with pytest.raises(EnvError, match="nan at"):
-        collector.collect(n_episode=1)
-
-
 def test_keeping_is_keeping() -> None:
     batch: Batch = Collector(local([BadEnv] * 2), zeros, seed=0, on_bad_obs="keep").collect(n_step=2 * 60)
     (chunk,) = batch.chunks
@@ -216,7 +138,7 @@ def test_keeping_is_keeping() -> None:
 
 def test_choices() -> None:
     env = local([CountingEnv])
-    for options in ({"on_bad_obs": "ignore"}, {"on_bad_obs": "drop", "by_reference": True}):
+    for options in ({"on_bad_obs": "ignore"}, {"on_bad_obs": "drop"}):
         with pytest.raises(ConfigError, match="Remedy"):
             Collector(env, zeros, **options)  # type: ignore[arg-type]
 
@@ -240,52 +162,16 @@ def chunk_of(obs: Any, done: Any, restarts: Any = ()) -> Chunk:
     )
 
 
-NAN = np.nan
-
-
-@pytest.mark.parametrize(
-    ("obs", "done", "valid", "goes_on", "count"),
-    [
-        ([1, 2, NAN, 4, 5], [0, 1, 0, 1], [1, 1, 0, 0], False, 1),
-        ([1, NAN, 3, 4, 5], [0, 1, 0, 1], [0, 0, 1, 1], False, 1),
-        ([1, 2, 3, 4, NAN], [0, 1, 0, 0], [1, 1, 0, 0], True, 1),
-        ([1, 2, 3, 4, NAN], [0, 1, 0, 1], [1, 1, 1, 1], True, 0),
-        ([NAN, 2, 3, 4, 5], [0, 0, 0, 0], [0, 0, 0, 0], True, 1),
-        ([NAN, 2, NAN, 4, 5], [1, 1, 1, 1], [0, 1, 0, 1], False, 2),
-    ],
-)
-def test_the_extent_of_what_is_dropped(obs: Any, done: Any, valid: Any, goes_on: bool, count: int) -> None:
-    chunk = chunk_of(np.transpose([obs]), np.transpose([done]))
-    bad = find_bad_obs(chunk)
-    assert bad is not None
-    for unfinished in (False, True):
-        dropped, ending, number = drop_bad_episodes(chunk, bad, np.array([unfinished]))
-        assert dropped.valid[:, 0].tolist() == [bool(v) for v in valid]
-        assert (ending.tolist(), number) == ([goes_on], count)
-        assert dropped.restarts.tolist() == ([[-1, 0]] if unfinished and not valid[0] else [])
-
-
-def test_what_follows_a_failed_step_is_another_episode() -> None:
-    chunk = chunk_of([[1.0], [2.0], [3.0], [NAN], [5.0]], [[True], [False], [False], [False]], restarts=[(1, 0)])
-    bad = find_bad_obs(chunk)
-    assert bad is not None
-    dropped, _, count = drop_bad_episodes(chunk, bad, np.array([False]))
-    assert dropped.valid[:, 0].tolist() == [True, True, False, False] and count == 1
-    assert not chunk.done[1, 0], "the chunk's own arrays are as they were"
-
-
 def test_summaries_join_as_chunks_do() -> None:
     parts = [
         chunk_of([[1.0], [2.0], [3.0]], [[True], [True]]),
-        chunk_of([[1.0, NAN], [2.0, 3.0], [NAN, 3.0]], [[True, False], [False, True]]),
+        chunk_of([[1.0, np.nan], [2.0, 3.0], [np.nan, 3.0]], [[True, False], [False, True]]),
     ]
-    parts[1].final_obs[1] = np.inf
-    joined, whole = join_summaries([summarize(part) for part in parts]), summarize(join_chunks(parts))
-    assert joined.bad_obs is not None and whole.bad_obs is not None
-    assert_identical((joined.bad_obs.where, joined.bad_obs.finals), (whole.bad_obs.where, whole.bad_obs.finals))
-    assert whole.bad_obs.finals.tolist() == [False, False, False, True]
-    assert re.match("nan in the observation before step 0", joined.bad_obs.first)
+    joined = join_summaries([summarize(part) for part in parts])
+    assert joined.bad_obs == "nan in the observation before step 0 of environment 1"
     assert join_summaries([summarize(parts[0])] * 2).bad_obs is None
+    parts[0].final_obs[1] = np.inf
+    assert find_bad_obs(parts[0]) == "inf in the last observation after step 1 of environment 0"
 
 
 def test_only_numbers_that_can_be_are_looked_at() -> None:
@@ -322,11 +208,6 @@ def test_a_reward_is_treated_as_an_observation_is(value: float) -> None:
         Collector(local(envs), zeros_of_counts, seed=0).collect(n_step=2 * 40)
     with pytest.raises(EnvError, match="reward"):
         Collector(local(envs), zeros_of_counts, seed=0).play(20)
-    batch = Collector(local(envs), zeros_of_counts, seed=0, on_bad_obs="drop").collect(n_step=2 * 40)
-    dropped = batch.chunks[0]
-    assert np.isfinite(dropped.rew).all() and batch.stats.n_dropped_episodes == 1
-    is_bad = kept.obs[:, 1, EPISODE] == kept.obs[t, 1, EPISODE]
-    assert np.array_equal(dropped.valid[:, 1], ~is_bad) and dropped.valid[:, 0].all()
 
 
 class BadRewardsOfAny(SpaceEnv):
@@ -346,11 +227,6 @@ def test_rewards_beside_observations_that_are_objects(kind: str, inference: Any)
     make = partial(BadRewardsOfAny, OBJECT_SPACES[kind], max_episode_steps=9)
     with pytest.raises(EnvError, match="nan as the reward of step 4 of environment 0"):
         Collector(local([make] * 3), zeros_of_any, inference, seed=0).collect(n_step=3 * 10)
-    collector = Collector(local([make] * 3), zeros_of_any, inference, seed=0, on_bad_obs="drop")
-    batches = [collector.collect(n_step=3 * steps) for steps in (5, 4, 7, 10)]
-    assert sum(batch.stats.n_dropped_episodes for batch in batches) >= 6
-    for before, after in pairwise(batch.chunks[0] for batch in batches):
-        assert_identical(before.last_obs, after.obs[0])
 
 
 def zeros_of_any(obs: Any) -> Any:

@@ -405,7 +405,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._lost_steps = True
         if rollout.summary.bad_obs is not None and not self._bad_obs_reported:
             self._bad_obs_reported = True
-            logger.warning("an observation or a reward is not finite: %s", rollout.summary.bad_obs.first)
+            logger.warning("an observation or a reward is not finite: %s", rollout.summary.bad_obs)
         assert rollout.chunk is not None
         return assembled_chunk(rollout.chunk)
 
