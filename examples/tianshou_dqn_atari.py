@@ -3,7 +3,7 @@
 pip install ale-py
 python examples/tianshou_dqn_atari.py
 
-docs/tianshou-scaling.md shows the five lines that differ from the same script for Tianshou alone.
+docs/tianshou.md shows the five lines that differ from a script for Tianshou alone, with PPO.
 Frames are grey and halved by leaving out every second line and column, which needs no OpenCV.
 """
 

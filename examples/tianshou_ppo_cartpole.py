@@ -2,7 +2,7 @@
 
 python examples/tianshou_ppo_cartpole.py
 
-docs/tianshou-scaling.md shows the five lines that differ from the same script for Tianshou alone.
+docs/tianshou.md shows the five lines that differ from the same script for Tianshou alone.
 """
 
 import gymnasium

@@ -2,7 +2,7 @@
 
 python examples/tianshou_sac_pendulum.py
 
-docs/tianshou-scaling.md shows the five lines that differ from the same script for Tianshou alone.
+docs/tianshou.md shows the five lines that differ from a script for Tianshou alone, with PPO.
 """
 
 from typing import Any
