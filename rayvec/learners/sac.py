@@ -1,7 +1,7 @@
 """Soft actor-critic (Haarnoja et al., 2018, arXiv:1812.05905), and its discrete variant (arXiv:1910.07207).
 
 What one minibatch does is in :mod:`rayvec.learners.sac_math`; this module says which minibatches there are. See
-``docs/sac.md`` for every detail and metric.
+``docs/algorithms.md`` for every detail and metric.
 """
 
 from __future__ import annotations
