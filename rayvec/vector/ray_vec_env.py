@@ -82,7 +82,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         address: Of a running Ray cluster.
         first_id: Global index of the first environment, where several processes have parts of one set of environments.
             Noise and errors go by it. Requires ``num_nodes=0``.
-        native: Whether each callable makes a ``gymnasium.vector.VectorEnv``, a native sub-batch: see docs/native.md.
+        native: Whether each callable makes a ``gymnasium.vector.VectorEnv``, a native sub-batch: see docs/vector-env.md.
             `num_envs` is then the number of environments of all together, and may be left out.
 
     Raises:
