@@ -25,7 +25,7 @@ class CoreClaim:
         num_cpus: Number of cores.
     """
 
-    def __init__(self, node_id: str, num_cpus: int) -> None:
+    def __init__(self, node_id: str, num_cpus: float) -> None:
         self._actor: Any = None
         self._group: Any = None
         if ray.get_runtime_context().worker.mode == ray.WORKER_MODE:

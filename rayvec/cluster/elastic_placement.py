@@ -149,6 +149,8 @@ class ElasticPlacement:
         workers_per_node: Workers on each of `num_nodes[1]` nodes; by default one for each core.
         worker_per_env: Whether each environment has a worker of its own.
         claim_cpus: Whether the workers' cores are claimed from Ray.
+        max_workers: The most workers of a part with `worker_per_env`.
+        cores_per_worker: Cores that each worker claims.
 
     Attributes:
         bounds: Bounds of the parts, as indices of environments or native sub-batches.
@@ -165,6 +167,8 @@ class ElasticPlacement:
         *,
         worker_per_env: bool = False,
         claim_cpus: bool = True,
+        max_workers: int | None = None,
+        cores_per_worker: float = 1.0,
     ) -> None:
         self._low, self._high = check_node_range(num_nodes)
         if workers_per_node is not None:
@@ -182,6 +186,8 @@ class ElasticPlacement:
         self._workers_per_node = workers_per_node
         self._worker_per_env = worker_per_env
         self._claim_cpus = claim_cpus
+        self._max_workers = max_workers or num_envs
+        self._cores_per_worker = cores_per_worker
         self._cores: dict[str, int] = {}  # of each node that holds parts, when it got the first of them
         self._distrusted: dict[str, float] = {}  # until when a node gets no parts
         self._failed_starts: dict[str, float] = {}  # until when no part moves there
@@ -326,13 +332,13 @@ class ElasticPlacement:
     def _places(self, node_of: Mapping[int, str], nodes: Sequence[FreeNode]) -> dict[int, NodeSlice]:
         """Returns the place of each part, with its workers and the free cores that it claims."""
         addresses = {node.node_id: node.address for node in nodes}
-        free = {node.node_id: node.cpus if self._claim_cpus else 0 for node in nodes}
+        free = {node.node_id: float(node.cpus) if self._claim_cpus else 0.0 for node in nodes}
         places = {}
         for part, node_id in node_of.items():
             first, stop = self.bounds[part : part + 2]
             cores = -(-self._cores[node_id] // self._parts_per_node)
-            num_workers = stop - first if self._worker_per_env else min(cores, stop - first)
-            num_cpus = max(0, min(cores, num_workers, free[node_id]))
+            num_workers = min(stop - first, self._max_workers if self._worker_per_env else cores)
+            num_cpus = max(0, min(cores, self._cores_per_worker * num_workers, free[node_id]))
             free[node_id] -= num_cpus
             bounds = even_bounds(stop - first, num_workers, first)
             places[part] = NodeSlice(node_id, addresses[node_id], bounds, num_cpus)

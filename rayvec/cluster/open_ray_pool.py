@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.cluster.elastic_placement import ElasticPlacement
 from rayvec.cluster.node_supervisor import NodeSupervisor
-from rayvec.cluster.placement import free_nodes, plan_topology, wait_for_topology
+from rayvec.cluster.placement import free_nodes, look_until, plan_topology, wait_for_topology
 from rayvec.cluster.ray_pool import RayPool
 from rayvec.cluster.ray_session import RaySession
-from rayvec.data import Topology
+from rayvec.data import NodeSlice, Topology
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import NodeLostError, check_count
+from rayvec.envs.step_time import StepTime
+from rayvec.errors import NodeLostError, RemoteFailure, check_count
+from rayvec.node.probe import MAX_WAITING_WORKERS, MIN_WAITING_CORES, log_probe, probe_step
 from rayvec.pools.base import NO_RESTARTS, RestartPolicy
+from rayvec.pools.in_process_base import FAILURES, captured
 
 __all__ = ["open_ray_pool"]
 
 _START_ATTEMPTS = 3
+_FREED_S = 1.0
+"""For how long to look for a free core, in seconds, before workers start without claiming one."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +39,7 @@ def open_ray_pool(
     workers_per_node: int | None = None,
     worker_per_env: bool = False,
     claim_cpus: bool = True,
+    probe: bool = True,
     preload: Sequence[str] = (),
     restart_policy: RestartPolicy = NO_RESTARTS,
     rehost: bool = False,
@@ -43,6 +54,7 @@ def open_ray_pool(
         workers_per_node: Worker processes on each; by default one for each free core.
         worker_per_env: A worker for each environment, answered as soon as it is done.
         claim_cpus: Whether to claim the workers' cores from Ray, so that Ray gives them to no other task.
+        probe: Whether to measure steps of an environment where `workers_per_node` is None.
         preload: As of :class:`~rayvec.cluster.node_supervisor.NodeSupervisor`.
         restart_policy: As of :class:`~rayvec.cluster.node_supervisor.NodeSupervisor`.
         rehost: As of :class:`~rayvec.cluster.node_supervisor.NodeSupervisor`.
@@ -51,30 +63,36 @@ def open_ray_pool(
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.
     """
-    elastic = None
-    if isinstance(num_nodes, tuple | list):
-        elastic = ElasticPlacement(
-            num_nodes,
-            factory.num_envs,
-            workers_per_node,
-            worker_per_env=worker_per_env,
-            claim_cpus=claim_cpus,
-        )
-    else:
+    if not isinstance(num_nodes, tuple | list):
         for name, value, least in (("num_nodes", num_nodes, 0), ("workers_per_node", workers_per_node, 1)):
             if value is not None:
                 check_count(name, value, least)  # num_nodes=0 does not come here, but is allowed
+    else:
+        ElasticPlacement(num_nodes, factory.num_envs, workers_per_node)  # checks them before it connects to Ray
     session = RaySession(address)
-
-    def plan() -> Topology:
-        assert not isinstance(num_nodes, tuple)
-        nodes = free_nodes(claimed_too=not claim_cpus)
-        topology = plan_topology(nodes, factory.num_envs, num_nodes, workers_per_node, worker_per_env=worker_per_env)
-        return topology if claim_cpus else topology.without_claims()
-
     try:
+        sizes: dict[str, Any] = {"worker_per_env": worker_per_env}
+        if probe and not (workers_per_node or worker_per_env or factory.native):
+            step = _probe(factory, num_nodes, preload, restart_policy)
+            if step is not None and step.waits:
+                cores = max(MIN_WAITING_CORES, step.busy)
+                sizes = {"worker_per_env": True, "max_workers": MAX_WAITING_WORKERS, "cores_per_worker": cores}
+        elastic = None
+        if isinstance(num_nodes, tuple | list):
+            elastic = ElasticPlacement(num_nodes, factory.num_envs, workers_per_node, claim_cpus=claim_cpus, **sizes)
+
+        def plan() -> Topology:
+            assert not isinstance(num_nodes, tuple)
+            nodes = free_nodes(claimed_too=not claim_cpus)
+            if claim_cpus and not any(node.cpus for node in nodes):  # Ray frees the cores of closed pools with a delay
+                nodes = look_until(free_nodes, lambda found: any(node.cpus for node in found), _FREED_S)
+            topology = plan_topology(nodes, factory.num_envs, num_nodes, workers_per_node, **sizes)
+            return topology if claim_cpus else topology.without_claims()
+
         for attempt in range(_START_ATTEMPTS):
             topology = elastic.first_topology(restart_policy.start_timeout_s) if elastic else wait_for_topology(plan)
+            if unclaimed := [node.name for node in topology.nodes if claim_cpus and not node.num_cpus]:
+                logger.warning("no core is free on %s: workers run there without claiming any", ", ".join(unclaimed))
             try:
                 return RayPool(
                     NodeSupervisor(
@@ -96,3 +114,38 @@ def open_ray_pool(
     except BaseException:
         session.release()
         raise
+
+
+def _probe(
+    factory: EnvFactory, num_nodes: int | tuple[int, int] | None, preload: Sequence[str], restart_policy: RestartPolicy
+) -> StepTime | None:
+    """Measures steps of one environment, where workers for each core would have more than one; None otherwise.
+
+    It runs on the driver's node if that has cores for environments, else on the first node that has.
+    """
+    nodes = free_nodes()
+    most = num_nodes[1] if isinstance(num_nodes, tuple | list) else num_nodes
+    if not nodes or factory.num_envs <= sum(node.cpus for node in nodes[:most]):
+        return None
+    node_id, name = nodes[0].node_id, NodeSlice(nodes[0].node_id, nodes[0].address, (0,), 0).name
+    if node_id == ray.get_runtime_context().get_node_id():
+        return log_probe(lambda: probe_step(factory, name, preload, restart_policy))
+    affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(_probe_on_node).options(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=affinity)
+    pickled = factory.to_bytes()
+    return log_probe(lambda: _raised(ray.get(task.remote(pickled, name, preload, restart_policy))))
+
+
+def _probe_on_node(
+    factory: bytes, name: str, preload: Sequence[str], restart_policy: RestartPolicy
+) -> StepTime | str | RemoteFailure:
+    try:
+        return probe_step(pickle.loads(factory), name, preload, restart_policy)
+    except FAILURES as error:
+        return captured(error, f"node {name}")
+
+
+def _raised(found: StepTime | str | RemoteFailure) -> StepTime | str:
+    if isinstance(found, RemoteFailure):
+        raise found.rebuild()
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,11 @@ class FreeNode:
     all_cpus: int = 0
     gpus: float = 0.0
     raylet: Address = ("", 0)
+
+    @property
+    def total_cpus(self) -> int:
+        """Number of whole cores, at least of the free ones."""
+        return max(self.all_cpus, self.cpus)
 
 
 def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
@@ -109,17 +115,23 @@ def plan_topology(
     workers_per_node: int | None = None,
     *,
     worker_per_env: bool = False,
+    max_workers: int | None = None,
+    cores_per_worker: float = 1.0,
 ) -> Topology:
-    """Divides environments among nodes in proportion to their workers, and on each node evenly.
+    """Divides environments among nodes in proportion to their workers or cores, and on each node evenly.
+
+    A node claims one core for each worker of `workers_per_node`, or all its cores where it has fewer. By default it
+    claims what is free, and nothing where no core is free.
 
     Args:
         nodes: Available nodes, in order of preference.
         num_envs: How many environments.
-        num_nodes: How many nodes to use; by default all that have a free core.
+        num_nodes: How many nodes to use; by default all that have a free core, or all where none has.
         workers_per_node: Workers on each node; by default one for each free core. There are never more workers
             than environments.
-        worker_per_env: Whether each environment gets a worker of its own, even if there are fewer cores. No
-            environment then waits for another.
+        worker_per_env: Whether each environment gets a worker of its own, even if there are fewer cores.
+        max_workers: The most workers of a node with `worker_per_env`.
+        cores_per_worker: Cores that each worker claims.
 
     Raises:
         ConfigError: The cluster does not have the requested nodes or cores.
@@ -129,33 +141,39 @@ def plan_topology(
     (0, 3, 5, 7)
     """
     wanted = workers_per_node or 1
-    usable = [node for node in nodes if node.cpus >= wanted]
+    usable = [node for node in nodes if node.cpus >= min(wanted, node.total_cpus)]
+    if workers_per_node is None and (num_nodes or not usable):
+        usable += [node for node in nodes if node not in usable]
     count = min(num_nodes or max(1, len(usable)), num_envs)
     if len(usable) < count:
-        raise ConfigError(
-            "Every worker needs a free core.",
-            expected=f"{counted(count, 'node')} with {counted(wanted, 'free core')} each",
-            got=", ".join(f"{node.address}: {node.cpus} free" for node in nodes) or "no living node with cores",
-            remedy="Ask for fewer workers_per_node or num_nodes, or free the cores (is another pool still open?). "
-            "num_nodes=0 steps on this machine without Ray, also where Ray's cores are taken.",
-        )
+        raise _too_few_nodes(nodes, count, workers_per_node)
     chosen = usable[:count]
-    cpus = [workers_per_node or node.cpus for node in chosen]
-    while sum(cpus) > num_envs:  # every worker has an environment
-        cpus[cpus.index(max(cpus))] -= 1
+    weights = [workers_per_node or node.cpus or node.total_cpus for node in chosen]
+    while sum(weights) > num_envs:  # every worker has an environment
+        weights[weights.index(max(weights))] -= 1
+    ends = np.cumsum([0, *weights])
     if worker_per_env:
-        shares = np.round(np.cumsum([0, *cpus]) / sum(cpus) * num_envs).astype(int).tolist()
-        bounds = [tuple(range(first, last + 1)) for first, last in pairwise(shares)]
+        shares = np.round(ends / ends[-1] * num_envs).astype(int).tolist()
+        most = max_workers or num_envs
+        bounds = [even_bounds(stop - first, max(1, min(stop - first, most)), first) for first, stop in pairwise(shares)]
     else:
-        every = even_bounds(num_envs, sum(cpus))
-        ends = np.cumsum([0, *cpus]).tolist()
-        bounds = [every[first : last + 1] for first, last in pairwise(ends)]
-    return Topology(
-        tuple(
-            NodeSlice(node.node_id, node.address, worker_bounds, num_cpus)
-            for node, worker_bounds, num_cpus in zip(chosen, bounds, cpus, strict=True)
-            if len(worker_bounds) > 1
-        )
+        every = even_bounds(num_envs, sum(weights))
+        bounds = [every[first : last + 1] for first, last in pairwise(ends.tolist())]
+    slices = []
+    for node, worker_bounds, weight in zip(chosen, bounds, weights, strict=True):
+        claimed = min(node.cpus, weight, cores_per_worker * (len(worker_bounds) - 1))
+        slices.append(NodeSlice(node.node_id, node.address, worker_bounds, math.floor(100 * claimed) / 100))
+    return Topology(tuple(each for each in slices if each.env_range))
+
+
+def _too_few_nodes(nodes: Sequence[FreeNode], count: int, workers_per_node: int | None) -> ConfigError:
+    there = ", ".join(f"{node.address}: {node.cpus} of {node.total_cpus} cores free" for node in nodes)
+    wanted = f"num_nodes={count}" if workers_per_node is None else f"workers_per_node={workers_per_node}"
+    claimed = "" if workers_per_node is None else f" claims {counted(workers_per_node, 'core')} of a node, and"
+    return ConfigError(
+        f"{wanted}{claimed} needs {counted(count, 'node')}, but Ray has {there or 'no living node with cores'}. Leave "
+        "it out to use what is free, free the cores (is another pool still open?), or pass num_nodes=0, which steps on "
+        "this machine without Ray."
     )
 
 
@@ -202,5 +220,5 @@ def place_again(lost: NodeSlice, excluded: Collection[str], error: Exception) ->
     bounds = lost.worker_bounds
     cpus = min(lost.num_cpus, node.cpus)
     if lost.num_workers == lost.num_cpus:  # one worker for each core; else one for each environment
-        bounds = even_bounds(len(lost.env_range), cpus, lost.env_range.start)
+        bounds = even_bounds(len(lost.env_range), int(cpus), lost.env_range.start)
     return NodeSlice(node.node_id, node.address, bounds, cpus)

@@ -39,6 +39,7 @@ CONFIGS: dict[str, type[TrainConfig]] = {}
 ADJUSTABLE = (
     "num_nodes",
     "workers_per_node",
+    "probe",
     "address",
     "inference",
     "num_learners",
@@ -126,7 +127,11 @@ class TrainConfig(metaclass=PresetMeta):
     address is given or learners="dedicated"; else 0. With learners="dedicated", set it below the number of nodes."""
 
     workers_per_node: Annotated[int, Bounds(0)] | None = None
-    """Worker processes on each node; unset: one for each core. With num_nodes=0, 0 steps in the driver's process."""
+    """Worker processes on each node; unset: one for each core, or for each environment, up to 256, if steps wait. With
+    num_nodes=0, 0 steps in the driver's process."""
+
+    probe: bool = True
+    """Whether to find out if steps wait, where workers_per_node is unset, by one environment more (at most 0.3 s)."""
 
     address: str | None = None
     """Address of a running Ray cluster; unset: RAY_ADDRESS, or else, where Ray is needed, a private one."""

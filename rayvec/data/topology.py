@@ -24,13 +24,13 @@ class NodeSlice:
         address: The node's own IP address.
         worker_bounds: ``workers + 1`` ascending global indices; worker k holds
             ``range(worker_bounds[k], worker_bounds[k + 1])``.
-        num_cpus: Cores that are claimed for them.
+        num_cpus: Cores that are claimed from Ray for them, 0 for none.
     """
 
     node_id: str
     address: str
     worker_bounds: tuple[int, ...]
-    num_cpus: int
+    num_cpus: float
 
     @property
     def name(self) -> str:

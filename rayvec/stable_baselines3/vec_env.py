@@ -15,7 +15,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from rayvec.data import StepBatch, Tree, tree_map
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, check_flag
 from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
 from rayvec.pools.restart_state import RESTARTED
 from rayvec.stable_baselines3.worker_env import WorkerEnv
@@ -38,8 +38,9 @@ class RayVecEnv(PoolAdapter, VecEnv):
         env_fns: One callable for each environment.
         num_nodes: How many nodes to use; by default all. 0 uses this machine without Ray. A pair lets environments
             move as nodes join and leave, as for :class:`rayvec.RayVecEnv`.
-        workers_per_node: Worker processes on each; by default one for each core. With ``num_nodes=0`` it may be 0: this
-            process steps the environments one after another, as ``DummyVecEnv`` does.
+        workers_per_node: Worker processes on each; by default as for :class:`rayvec.RayVecEnv`. With ``num_nodes=0`` it
+            may be 0: this process steps the environments one after another, as ``DummyVecEnv`` does.
+        probe: As for :class:`rayvec.RayVecEnv`.
         step_timeout_s: As for :class:`rayvec.RayVecEnv`.
         start_timeout_s: As for :class:`rayvec.RayVecEnv`.
         on_env_error: As for :class:`rayvec.RayVecEnv`. With ``"restart"``, a step that failed ends the episode: reward
@@ -62,6 +63,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
         *,
         num_nodes: int | tuple[int, int] | None = None,
         workers_per_node: int | None = None,
+        probe: bool = True,
         step_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
         on_env_error: Literal["raise", "restart"] = "raise",
@@ -76,6 +78,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
             factory,
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,
+            probe=check_flag("probe", probe),
             restart_policy=restart_policy,
             on_node_loss=on_node_loss,
             preload=preload,

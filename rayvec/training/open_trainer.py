@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rayvec.config import TrainConfig
+from rayvec.data.cores import usable_cores
 from rayvec.distributed.decentralized import DecentralizedGroup
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank_host import RankHost, divided_workers
@@ -69,10 +69,10 @@ def _open_ranks(
 ) -> Iterator[DecentralizedTrainer]:
     """Yields a training on decentralized ranks. An error or a KeyboardInterrupt that passes ends the ranks at once."""
     places = _places(config, fewer, cores)
-    workers = places.num_workers
+    workers, probe = places.num_workers, config.probe and config.workers_per_node is None
     rank_config = replace(config, num_nodes=0, workers_per_node=workers, address=None)
     group = DecentralizedGroup(
-        functools.partial(RankTrainer, rank_config, LEARNERS[type(config)], registered_specs()),
+        functools.partial(RankTrainer, rank_config, LEARNERS[type(config)], registered_specs(), probe=probe),
         places.num_ranks,
         places.host,
         fewer=fewer or places.has_changed is not None,
@@ -84,7 +84,7 @@ def _open_ranks(
         trainer = DecentralizedTrainer(rank_config, group, progress, state, places.has_changed)
         nodes = len({placement.node for placement in group.placements})
         where = "on this machine, without Ray" if config.num_nodes == 0 else f"on Ray (nodes: {nodes})"
-        stepped = f"{counted(workers, 'worker')} for each" if workers else "which step their own"
+        stepped = f"{counted(workers, 'core' if probe else 'worker')} for each" if workers else "which step their own"
         ranks = f"{counted(group.num_ranks, 'rank')}, {stepped}"
         print(f"rayvec: {counted(config.num_envs, 'environment')} {where}: {ranks}", file=sys.stderr)
         yield trainer
@@ -118,7 +118,7 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
     """
     count = config.num_learners
     if config.num_nodes == 0:
-        workers = divided_workers(config.workers_per_node, len(os.sched_getaffinity(0)), count)
+        workers = divided_workers(config.workers_per_node, usable_cores(), count)
         return _Places(ProcessHost(), count, workers)
     from rayvec.cluster.ray_session import RaySession  # these import Ray
     from rayvec.distributed.rank_placement import RankNodes, ResourceRequest, rank_share

@@ -36,7 +36,7 @@ from rayvec.node.log_lines import LogLines
 from rayvec.training.evaluation import Evaluation, time_limit
 from rayvec.training.initial_network import initial_state
 from rayvec.training.run_state import Progress, restore
-from rayvec.training.runs import make_env
+from rayvec.training.runs import make_env, probed_workers
 from rayvec.training.space_checks import check_kept_spaces, check_same_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import Iteration, Trainer
 
@@ -54,6 +54,8 @@ class RankTrainer:
         specs: Environments that the driver has registered.
         ranks: The ranks.
         arrivals: Which ranks have taken their steps.
+        probe: Whether `config` has the number of cores in the place of the number of workers: environments that wait
+            get a worker each.
     """
 
     def __init__(
@@ -63,10 +65,13 @@ class RankTrainer:
         specs: Sequence[EnvSpec],
         ranks: ClosableRanks,
         arrivals: Arrivals,
+        probe: bool = False,
     ) -> None:
         self._log = LogLines()
         register_specs(specs)
         first, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
+        if probe and config.workers_per_node:
+            config = replace(config, workers_per_node=probed_workers(config, stop - first, config.workers_per_node))
         self._config, self._ranks, self._first_id = config, ranks, first
         self._stragglers = Stragglers(
             arrivals,

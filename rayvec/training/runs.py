@@ -19,14 +19,17 @@ from gymnasium import spaces
 
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config.references import resolve
+from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, counted
 from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import choice_of, compile_s, compiles, decided
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
+from rayvec.pools.base import RestartPolicy
 from rayvec.training.own_env_and_network import environment_of
 from rayvec.vector.make_vec import sub_batch_sizes
+from rayvec.vector.open_pool import local_workers
 from rayvec.vector.ray_vec_env import RayVecEnv
 from rayvec.wrappers import MASK_KEY, ActionMask, StaggeredStart, num_choices
 
@@ -39,6 +42,7 @@ __all__ = [
     "network_of",
     "open_env",
     "open_learner",
+    "probed_workers",
     "register",
     "torch_threads",
     "wait_limit_s",
@@ -87,9 +91,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         first_id: Global index of the first of these.
     """
     num_envs = num_envs or config.num_envs
-    wrappers = [resolve("wrappers", name) for name in config.wrappers]
-    wrappers += [StaggeredStart] if config.stagger_starts else []
-    acts_by_torch = getattr(config, "network", None) is not None and config.inference == "worker"
+    wrappers = _wrappers(config)
     makes: dict[str, Any] = {"env": environment_of(config), "env_kwargs": config.env_kwargs}
     if config.native is not None:
         make_native = functools.partial(resolve("native", config.native), **config.env_kwargs)
@@ -100,11 +102,12 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         **makes,
         num_nodes=config.num_nodes,
         workers_per_node=config.workers_per_node,
+        probe=config.probe,
         groups=config.groups,
         step_timeout_s=config.step_timeout_s,
         on_env_error=config.on_env_error,
         on_node_loss=config.on_node_loss,
-        preload=(*config.preload, *(("torch",) if acts_by_torch else ())),
+        preload=_preload(config),
         address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
         first_id=first_id,
     )
@@ -123,6 +126,24 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         raise
     env.close()
     return make([*wrappers, ActionMask])
+
+
+def probed_workers(config: TrainConfig, num_envs: int, cores: int) -> int:
+    """Returns how many workers step `num_envs` of the environments: `cores`, or one for each if their steps wait."""
+    if config.native is not None:
+        return cores
+    factory = EnvFactory.build(environment_of(config), num_envs, config.env_kwargs, _wrappers(config))
+    policy = RestartPolicy.of(config.on_env_error, config.step_timeout_s)
+    return local_workers(factory, cores, preload=_preload(config), restart_policy=policy)
+
+
+def _wrappers(config: TrainConfig) -> list[Any]:
+    return [resolve("wrappers", name) for name in config.wrappers] + [StaggeredStart] * config.stagger_starts
+
+
+def _preload(config: TrainConfig) -> tuple[str, ...]:
+    acts_by_torch = getattr(config, "network", None) is not None and config.inference == "worker"
+    return (*config.preload, *(("torch",) if acts_by_torch else ()))
 
 
 def make_one_env(config: TrainConfig, **env_kwargs: Any) -> RayVecEnv:

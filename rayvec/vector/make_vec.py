@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -16,6 +15,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, VectorizeMode, _find_spec
 
+from rayvec.data.cores import usable_cores
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import spec_of
 from rayvec.errors import ConfigError, check_choice, check_count, check_node_range
@@ -125,7 +125,7 @@ def sub_batch_sizes(num_envs: int, num_nodes: int | tuple[int, int] | None, work
     [3, 3, 2, 2]
     """
     check_count("num_envs", num_envs)
-    workers = _whole(workers_per_node, len(os.sched_getaffinity(0)))
+    workers = _whole(workers_per_node, usable_cores())
     most = _whole(check_node_range(num_nodes)[1] if isinstance(num_nodes, tuple | list) else num_nodes, 1) or 1
     bounds = even_bounds(num_envs, min(num_envs, max(1, most * workers)))
     return [stop - start for start, stop in pairwise(bounds)]

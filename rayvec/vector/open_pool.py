@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+from rayvec.data.cores import usable_cores
 from rayvec.data.topology import Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.node.local_pool import LocalPool
+from rayvec.node.probe import MAX_WAITING_WORKERS, log_probe, probe_step
 from rayvec.node.process_pool import ProcessPool
-from rayvec.pools.base import ActingPool, RestartPolicy
+from rayvec.pools.base import NO_RESTARTS, ActingPool, RestartPolicy
 from rayvec.pools.shared_memory import keep_freed_memory
 
-__all__ = ["open_pool"]
+__all__ = ["local_workers", "open_pool"]
 
 
 def open_pool(
@@ -30,6 +31,7 @@ def open_pool(
     first_id: int = 0,
     worker_per_env: bool = False,
     claim_cpus: bool = True,
+    probe: bool = True,
 ) -> ActingPool:
     """Opens a pool on the engine that `num_nodes` names: 0 is this machine without Ray, all else a Ray cluster.
 
@@ -44,6 +46,7 @@ def open_pool(
         first_id: Global index of the first environment.
         worker_per_env: Whether each environment gets a worker of its own, unless it steps in this process.
         claim_cpus: Whether the workers' cores are claimed from Ray.
+        probe: Whether to measure steps of an environment where `workers_per_node` is None.
 
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.
@@ -53,7 +56,18 @@ def open_pool(
     if factory.native:
         keep_freed_memory(64 << 20)
     if num_nodes == 0 and num_nodes is not False:
-        return _open_local(factory, restart_policy, workers_per_node, preload, address, worker_per_env, first_id)
+        _check_local(address, workers_per_node, restart_policy)
+        if workers_per_node == 0:
+            return LocalPool(factory, restart_policy, first_id)
+        name = Topology.of_this_node().nodes[0].name
+        num_workers = factory.num_envs if worker_per_env else workers_per_node
+        num_workers = num_workers or local_workers(
+            factory, usable_cores(), probe=probe, preload=preload, restart_policy=restart_policy
+        )
+        num_workers = min(num_workers, factory.num_envs)
+        return ProcessPool.of(
+            factory, num_workers, node=name, preload=preload, restart_policy=restart_policy, first_id=first_id
+        )
     if first_id:
         raise ConfigError(
             "first_id numbers environments of one machine.",
@@ -70,6 +84,7 @@ def open_pool(
         workers_per_node=workers_per_node,
         worker_per_env=worker_per_env,
         claim_cpus=claim_cpus,
+        probe=probe,
         preload=preload,
         restart_policy=restart_policy,
         rehost=on_node_loss == "rehost",
@@ -94,37 +109,37 @@ def _check_first_id_and_preload(first_id: Any, preload: Any) -> None:
         )
 
 
-def _open_local(
+def local_workers(
     factory: EnvFactory,
-    restart_policy: RestartPolicy,
-    workers: int | None,
-    preload: Sequence[str],
-    address: str | None,
-    worker_per_env: bool,
-    first_id: int,
-) -> ActingPool:
-    """Opens the pool of this machine without Ray: of worker processes, or of this process where `workers` is 0."""
+    cores: int,
+    *,
+    probe: bool = True,
+    preload: Sequence[str] = (),
+    restart_policy: RestartPolicy = NO_RESTARTS,
+) -> int:
+    """Returns how many workers to start by default: one for each core, or for each environment if its steps wait.
+
+    Only where this makes a difference, an environment is made and stepped for it.
+    """
+    num_envs = factory.num_envs
+    if not probe or factory.native or num_envs <= cores:
+        return min(num_envs, cores)
+    name = Topology.of_this_node().nodes[0].name
+    step = log_probe(lambda: probe_step(factory, name, preload, restart_policy))
+    return min(num_envs, MAX_WAITING_WORKERS) if step is not None and step.waits else cores
+
+
+def _check_local(address: str | None, workers: int | None, restart_policy: RestartPolicy) -> None:
+    """Checks what environments of this machine without Ray, that is ``num_nodes=0``, can be given."""
     if address is not None:
         raise ConfigError(
-            "num_nodes=0 steps environments on this machine, without Ray.",
-            expected="no address beside num_nodes=0",
-            got=f"address={address!r}",
-            remedy="Leave address out, or pass num_nodes=1 or more.",
+            f"address={address!r} names a Ray cluster, but num_nodes=0 uses this machine without Ray. "
+            "Leave address out, or pass num_nodes=1 or more."
         )
-    if workers == 0 and workers is not False:
-        if restart_policy.step_timeout_s is not None:
-            raise ConfigError(
-                "workers_per_node=0 steps environments in this process, where no step can be stopped.",
-                expected="no step_timeout_s beside workers_per_node=0",
-                got=f"step_timeout_s={restart_policy.step_timeout_s:g}",
-                remedy="Leave step_timeout_s out, or pass workers_per_node=1 or more.",
-            )
-        return LocalPool(factory, restart_policy, first_id)
     if workers is not None:
         check_count("workers_per_node", workers, least=0)
-    num_workers = factory.num_envs if worker_per_env else workers or len(os.sched_getaffinity(0))
-    num_workers = min(num_workers, factory.num_envs)
-    name = Topology.of_this_node().nodes[0].name
-    return ProcessPool.of(
-        factory, num_workers, node=name, preload=preload, restart_policy=restart_policy, first_id=first_id
-    )
+    if workers == 0 and restart_policy.step_timeout_s is not None:
+        raise ConfigError(
+            f"step_timeout_s={restart_policy.step_timeout_s:g} can't stop a step of workers_per_node=0, which runs in "
+            "this process. Leave step_timeout_s out, or pass workers_per_node=1 or more."
+        )

@@ -65,9 +65,12 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             batched and the single space.
         num_nodes: How many nodes to use; by default all that have free cores. 0 uses this machine without Ray. A pair,
             the least and the greatest number, lets environments move as nodes join and leave: see docs/elastic.md.
-        workers_per_node: Worker processes on each node; by default one for each free core, and with ``num_nodes=0``
-            one for each core. With ``num_nodes=0`` it may be 0: this process steps the environments one after another,
-            for debuggers and for environments whose step takes microseconds; ``step_timeout_s`` is an error then.
+        workers_per_node: Worker processes on each node. By default one for each core, with Ray one for each free core;
+            but one for each environment, up to 256 on a node, if its steps wait: see docs/slow-simulators.md. With
+            ``num_nodes=0`` it may be 0: this process steps the environments one after another, for debuggers and for
+            environments whose step takes microseconds; ``step_timeout_s`` is an error then.
+        probe: Whether to find out if steps wait, where there are more environments than cores and `workers_per_node` is
+            not given: by one environment more, which is made, stepped for at most 0.3 s, and closed before the others.
         groups: 1, or 2 so that the policy acts on one half while the other half steps.
         step_timeout_s: How long a worker may take for one step of its environments, also within a chunk, for a reset
             or a call, in seconds. A worker that takes longer is killed. By default there is no limit.
@@ -102,6 +105,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         observation_mode: str | tuple[Space[Any], Space[Any]] = "same",
         num_nodes: int | tuple[int, int] | None = None,
         workers_per_node: int | None = None,
+        probe: bool = True,
         groups: Literal[1, 2] = 1,
         step_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
@@ -122,6 +126,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             factory,
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,
+            probe=check_flag("probe", probe),
             restart_policy=restart_policy,
             on_node_loss=on_node_loss,
             preload=preload,

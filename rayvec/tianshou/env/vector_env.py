@@ -16,7 +16,7 @@ from tianshou.env import BaseVectorEnv
 
 from rayvec.data import StepBatch, objects
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError, check_flag, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.pools.shared_memory import ArrayLayout
@@ -53,8 +53,9 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         timeout: A step returns after this many seconds with the answers that are there, at least one.
         num_nodes: How many nodes to use; by default all. 0 uses this machine without Ray. A pair lets environments
             move as nodes join and leave, as for :class:`rayvec.RayVecEnv`.
-        workers_per_node: Worker processes on each; by default one for each core. With ``num_nodes=0`` it may be 0: this
-            process steps the environments one after another, as ``DummyVectorEnv`` does.
+        workers_per_node: Worker processes on each; by default as for :class:`rayvec.RayVecEnv`. With ``num_nodes=0`` it
+            may be 0: this process steps the environments one after another, as ``DummyVectorEnv`` does.
+        probe: As for :class:`rayvec.RayVecEnv`.
         step_timeout_s: As for :class:`rayvec.RayVecEnv`.
         start_timeout_s: As for :class:`rayvec.RayVecEnv`.
         on_env_error: As for :class:`rayvec.RayVecEnv`. With ``"restart"``, a step that failed returns the last true
@@ -83,6 +84,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         *,
         num_nodes: int | tuple[int, int] | None = None,
         workers_per_node: int | None = None,
+        probe: bool = True,
         step_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
         on_env_error: Literal["raise", "restart"] = "raise",
@@ -109,6 +111,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             factory,
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,
+            probe=check_flag("probe", probe),
             restart_policy=restart_policy,
             on_node_loss=on_node_loss,
             preload=preload,

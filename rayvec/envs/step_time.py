@@ -1,0 +1,117 @@
+"""Measures whether a step of an environment computes or waits: for another process, a socket, a licence, a robot."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+import psutil
+from gymnasium import spaces
+
+__all__ = ["StepTime", "StepTimer", "measure_step"]
+
+_MAX_S = 0.3
+_ENOUGH_S, _ENOUGH_STEPS = 0.05, 100
+_MAX_BUSY = 0.75
+"""With a larger busy share, workers that take turns on a core gain less than their hand-overs cost."""
+_MIN_WAIT_S = 3e-4
+"""Waits that are shorter cost less than the hand-over to one more process."""
+
+
+class StepTime(NamedTuple):
+    """How long a step of an environment takes, and how much of that it computes.
+
+    Attributes:
+        step_s: Mean duration of a step, in seconds.
+        busy: Share of that duration in which the step uses a core, or would if a core were free, from 0 to 1. The
+            processes that the environment has started count too.
+    """
+
+    step_s: float
+    busy: float
+
+    @property
+    def waits(self) -> bool:
+        """Whether a step waits for so long that the steps of other environments should run meanwhile."""
+        return self.busy <= _MAX_BUSY and self.step_s * (1 - self.busy) >= _MIN_WAIT_S
+
+    def __str__(self) -> str:
+        return f"a step takes {self.step_s * 1e3:.3g} ms, of which it computes {self.busy:.0%}"
+
+
+class StepTimer(gymnasium.Env[Any, Any]):
+    """Makes an environment, whose steps :meth:`measure` takes. It has spaces of its own, which are never used.
+
+    Args:
+        make_env: Makes the environment.
+    """
+
+    observation_space = spaces.Box(0, 1, (1,), np.float32)
+    action_space = spaces.Discrete(1)
+
+    def __init__(self, make_env: Callable[[], gymnasium.Env[Any, Any]]) -> None:
+        self._env = make_env()
+
+    def measure(self) -> StepTime | str:
+        """Returns what :func:`measure_step` does, or what the environment raised."""
+        try:
+            return measure_step(self._env)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self._env.close()
+
+
+def measure_step(env: gymnasium.Env[Any, Any]) -> StepTime:
+    """Steps an environment with random actions, at least once and otherwise for at most 0.3 s.
+
+    Resets are not measured, but count toward the 0.3 s.
+    """
+    env.reset()
+    env.action_space.seed(0)
+    deadline = time.perf_counter() + _MAX_S
+    steps, wall_s, busy_s = 0, 0.0, 0.0
+    while True:
+        began_s, busy_before_s = time.perf_counter(), _busy_s()
+        is_over = False
+        while not is_over:
+            _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+            steps += 1
+            is_enough = steps >= _ENOUGH_STEPS and wall_s + time.perf_counter() - began_s >= _ENOUGH_S
+            is_over = bool(terminated or truncated) or is_enough or time.perf_counter() >= deadline
+        busy_s += _busy_s() - busy_before_s
+        wall_s += time.perf_counter() - began_s
+        if is_enough or time.perf_counter() >= deadline:
+            return StepTime(wall_s / steps, min(1.0, max(0.0, busy_s / wall_s)))
+        env.reset()
+
+
+def _busy_s() -> float:
+    """Returns for how many seconds this process and those that it started have used a core, or queued for one."""
+    reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy_s = time.process_time() + _queued_s("self") + reaped.ru_utime + reaped.ru_stime
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(OSError):  # it has ended, and counts as reaped
+            busy_s += time.clock_gettime(_processor_clock(child.pid)) + _queued_s(str(child.pid))
+    return busy_s
+
+
+def _processor_clock(pid: int) -> int:
+    """Returns the id of the clock of a process's processor time, as ``clock_getcpuclockid`` of Linux does."""
+    return ~pid << 3 | 2
+
+
+def _queued_s(process: str) -> float:
+    """Returns for how long the main thread of a process has waited for a core, 0 where the kernel does not count it."""
+    try:
+        return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0

@@ -1,0 +1,70 @@
+"""Finds out by one environment whether a machine needs a worker for each core or for each environment."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from rayvec.envs.factory import EnvFactory
+from rayvec.envs.step_time import StepTime, StepTimer
+from rayvec.errors import WorkerLostError
+from rayvec.node.process_pool import ProcessPool
+from rayvec.pools.base import RestartPolicy
+
+__all__ = ["MAX_WAITING_WORKERS", "MIN_WAITING_CORES", "log_probe", "probe_step"]
+
+MAX_WAITING_WORKERS = 256
+"""The most workers that a machine starts by default for environments that wait."""
+MIN_WAITING_CORES = 0.05
+"""The least share of a core that a worker of an environment that waits claims from Ray."""
+_MEASURING_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+def probe_step(factory: EnvFactory, node: str, preload: Sequence[str], restart_policy: RestartPolicy) -> StepTime | str:
+    """Makes the first environment in a worker process of this machine, measures its steps, and closes it.
+
+    Args:
+        factory: Makes all environments.
+        node: Name of the machine, for errors.
+        preload: Modules that the worker's fork server imports.
+        restart_policy: Its limits of time are the worker's.
+
+    Returns:
+        What was measured; or the error of the environment's reset or step, or of its worker. The error is not raised,
+        since the restart policy decides what happens when an environment fails.
+
+    Raises:
+        Exception: What the constructor of the environment raised.
+    """
+    timer = replace(factory, env_fns=(partial(StepTimer, factory.env_fns[0]),))
+    limit_s = restart_policy.step_timeout_s
+    limits = replace(restart_policy, restart=False, step_timeout_s=limit_s and limit_s + _MEASURING_S)
+    pool = ProcessPool.of(timer, 1, node=node, preload=preload, restart_policy=limits)
+    try:
+        pool.allocate(pool.spaces.observation, pool.spaces.action)
+        found: StepTime | str = pool.call("measure", (), {}, np.zeros(1, np.int64))(None)[0]
+    except WorkerLostError as error:
+        found = str(error)
+    finally:
+        pool.close()
+    return found
+
+
+def log_probe(probe: Callable[[], StepTime | str]) -> StepTime | None:
+    """Calls what probes an environment, and logs the result. Returns what was measured, None if nothing was."""
+    began_s = time.monotonic()
+    found = probe()
+    took_s = time.monotonic() - began_s
+    if isinstance(found, str):
+        logger.warning("one worker per core: no step could be measured (%.2f s): %s", took_s, found)
+        return None
+    kind = f"environment, up to {MAX_WAITING_WORKERS}" if found.waits else "core"
+    logger.info("one worker per %s: %s (measured in %.2f s)", kind, found, took_s)
+    return found
