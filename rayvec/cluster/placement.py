@@ -141,7 +141,7 @@ def plan_topology(
     (0, 3, 5, 7)
     """
     wanted = workers_per_node or 1
-    usable = [node for node in nodes if node.cpus >= min(wanted, node.total_cpus)]
+    usable = [node for node in nodes if node.cpus >= max(1, min(wanted, node.total_cpus))]
     if workers_per_node is None and (num_nodes or not usable):
         usable += [node for node in nodes if node not in usable]
     count = min(num_nodes or max(1, len(usable)), num_envs)

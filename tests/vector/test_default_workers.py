@@ -1,0 +1,198 @@
+"""How many workers there are by default: one for each core, or one for each environment whose steps wait."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from helpers.waiting_envs import Noted, make_noted, make_sleeping, make_subprocess_env
+
+import rayvec
+import rayvec.stable_baselines3
+import rayvec.tianshou
+from rayvec.data.cores import quota_cores, usable_cores
+from rayvec.errors import ConfigError, EnvError
+
+MANY = usable_cores() + 2
+
+
+def workers_of(env: Any) -> int:
+    return sum(node.num_workers for node in env.topology.nodes)
+
+
+def events(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_environments_that_wait_have_a_worker_each(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rayvec")
+    with rayvec.RayVecEnv(make_sleeping, MANY, num_nodes=0) as env:
+        assert workers_of(env) == MANY
+        sync = gymnasium.vector.SyncVectorEnv([make_sleeping] * MANY)
+        np.testing.assert_array_equal(env.reset(seed=3)[0], sync.reset(seed=3)[0])
+        for _ in range(20):
+            actions = sync.action_space.sample()
+            for mine, other in zip(env.step(actions)[:4], sync.step(actions)[:4], strict=True):
+                np.testing.assert_array_equal(mine, other)
+        sync.close()
+    (line,) = [each.getMessage() for each in caplog.records if "one worker per" in each.getMessage()]
+    assert "one worker per environment" in line and " ms, of which it computes " in line and " s)" in line
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", make_subprocess_env], ids=["computing", "a process that computes"])
+def test_environments_that_compute_have_a_worker_for_each_core(env: Any) -> None:
+    with rayvec.RayVecEnv(env, MANY, num_nodes=0) as envs:
+        assert workers_of(envs) == usable_cores()
+
+
+def test_only_the_first_of_different_callables_is_tried_and_closed_before_the_others_start(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    with rayvec.RayVecEnv([partial(make_noted, path, f"env{i}") for i in range(MANY)], num_nodes=0) as env:
+        assert workers_of(env) == MANY
+        found = events(path)
+    closed = found.index("env0 close")
+    assert found[:2] == ["env0 make", "env0 reset"] and "env0 step" in found[:closed]
+    assert {each.split()[0] for each in found[:closed]} == {"env0"}
+    assert sorted(found[closed + 1 :]) == sorted(f"env{i} make" for i in range(MANY))
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "settings"),
+    [
+        (MANY, {"workers_per_node": 1}),
+        (MANY, {"workers_per_node": 0}),
+        (MANY, {"probe": False}),
+        (usable_cores(), {}),
+    ],
+    ids=["workers are given", "no workers", "switched off", "few environments"],
+)
+def test_no_environment_is_made_only_to_be_tried(num_envs: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    with rayvec.RayVecEnv([partial(make_noted, path)] * num_envs, num_nodes=0, **settings) as env:
+        assert events(path) == ["env make"] * num_envs
+        assert env.num_envs == num_envs
+
+
+def test_the_constructors_error_is_the_environments_own() -> None:
+    def broken() -> gymnasium.Env[Any, Any]:
+        raise KeyError("no licence")
+
+    with pytest.raises(KeyError, match="no licence") as caught:
+        rayvec.RayVecEnv(broken, MANY, num_nodes=0)
+    assert isinstance(caught.value.__cause__, EnvError)
+
+
+@pytest.mark.parametrize("fails", ["raises", "dies"])
+def test_an_environment_whose_first_step_fails_starts_as_if_it_computed(
+    fails: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(gymnasium.Wrapper[Any, Any, Any, Any]):
+        def step(self, action: Any) -> Any:
+            if fails == "dies":
+                os._exit(3)
+            raise RuntimeError("not today")
+
+    with rayvec.RayVecEnv(lambda: Failing(make_sleeping()), MANY, num_nodes=0) as env:
+        assert workers_of(env) == usable_cores()
+        env.reset(seed=0)
+    assert "no step could be measured" in caplog.text
+
+
+def test_the_other_adapters_decide_alike() -> None:
+    with rayvec.tianshou.RayVectorEnv([make_sleeping] * MANY, num_nodes=0) as env:
+        assert workers_of(env) == MANY
+    env = rayvec.stable_baselines3.RayVecEnv([make_sleeping] * MANY, num_nodes=0)
+    assert workers_of(env) == MANY
+    env.close()
+
+
+class NotesProcess(Noted):
+    """Writes which process steps it."""
+
+    def _note(self, what: str) -> None:
+        super()._note(f"{what} {os.getpid()}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "probes"),
+    [({}, 1), pytest.param({"learners": "decentralized", "num_learners": 2}, 2, marks=pytest.mark.slow)],
+    ids=["one process", "decentralized ranks"],
+)
+def test_a_training_decides_alike(settings: dict[str, Any], probes: int, tmp_path: Path) -> None:
+    path, count = tmp_path / "events", 2 * MANY
+    sizes = {"num_envs": count, "num_steps": 8, "minibatch_size": 4 * count, "total_steps": 8 * count}
+    config = rayvec.PPOConfig(**sizes, num_nodes=0, eval_episodes=0, run_dir=tmp_path / "run", **settings)
+    rayvec.train(config, env=lambda: NotesProcess(make_sleeping(), path, "env"))
+    steppers = {each.split()[2] for each in events(path) if "step" in each}
+    assert len(steppers) == count + probes
+
+
+@pytest.fixture
+def few_free_cores(ray_cluster: object) -> Iterator[None]:
+    """Claims the cores of the shared cluster until each node has two."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    nodes = {node["NodeID"]: node["Resources"]["CPU"] for node in ray.nodes() if node["Alive"]}
+    groups = [
+        placement_group([{"CPU": cores - 2}], bundle_label_selector=[{"ray.io/node-id": node_id}])
+        for node_id, cores in nodes.items()
+    ]
+    assert all(group.wait(30) for group in groups)
+    yield
+    for group in groups:
+        remove_placement_group(group)
+
+
+@pytest.mark.usefixtures("few_free_cores")
+class TestOnRay:
+    """Environments on two nodes with two free cores each."""
+
+    def test_processes_and_claimed_cores_are_two_things(self) -> None:
+        with rayvec.RayVecEnv(make_sleeping, 6) as env:
+            nodes = env.topology.nodes
+            assert len(nodes) == 2 and [node.num_workers for node in nodes] == [3, 3]
+            assert all(3 * 0.05 <= node.num_cpus < 2 for node in nodes)
+            env.reset(seed=0)
+
+    def test_explicit_workers_claim_at_most_the_cores_of_a_node(self) -> None:
+        with pytest.raises(ConfigError, match=r"workers_per_node=3 claims 3 cores.* 2 of \d+ cores free"):
+            rayvec.RayVecEnv(make_sleeping, 6, workers_per_node=3)
+
+    def test_environments_for_training_and_for_evaluation(self, caplog: pytest.LogCaptureFixture) -> None:
+        with rayvec.RayVecEnv("CartPole-v1", 4) as training, rayvec.RayVecEnv("CartPole-v1", 6) as evaluation:
+            assert [node.num_cpus for node in training.topology.nodes] == [2, 2]
+            assert [node.num_cpus for node in evaluation.topology.nodes] == [0, 0]
+            training.reset(seed=0)
+            evaluation.reset(seed=0)
+        assert caplog.text.count("no core is free") == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu/docker/cpu.cfs_quota_us": "150000", "cpu/docker/cpu.cfs_period_us": "100000"}, 1.5),
+        ({"cpu/docker/cpu.cfs_quota_us": "-1", "cpu/docker/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
+        ({"pod/docker/cpu.max": "max 100000", "pod/cpu.max": "50000 100000"}, 0.5),
+        ({"pod/docker/cpu.max": "300000 100000", "pod/cpu.max": "max 100000"}, 3.0),
+        ({}, None),
+    ],
+)
+def test_the_quota_of_a_container_is_the_smallest_of_its_control_groups(
+    files: dict[str, str], cores: float | None, tmp_path: Path
+) -> None:
+    group = "0::/pod/docker" if any(name.endswith("cpu.max") for name in files) else "3:cpu,cpuacct:/docker"
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"5:memory:/other\n{group}\n")
+    for name, text in files.items():
+        (tmp_path / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys/fs/cgroup" / name).write_text(text + "\n")
+    assert quota_cores(tmp_path) == cores
