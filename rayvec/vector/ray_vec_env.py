@@ -64,7 +64,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         observation_mode: ``"same"``, ``"different"`` (spaces that differ in their bounds), or a pair of the
             batched and the single space.
         num_nodes: How many nodes to use; by default all that have free cores. 0 uses this machine without Ray. A pair,
-            the least and the greatest number, lets environments move as nodes join and leave: see docs/elastic.md.
+            the least and the greatest number, lets environments move as nodes join and leave: see docs/clusters.md.
         workers_per_node: Worker processes on each node. By default one for each core, with Ray one for each free core;
             but one for each environment, up to 256 on a node, if its steps wait: see docs/slow-simulators.md. With
             ``num_nodes=0`` it may be 0: this process steps the environments one after another, for debuggers and for
