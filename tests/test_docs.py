@@ -179,9 +179,9 @@ def test_tests_that_pages_name_exist() -> None:
     assert not {name for name in named if f"def {name}(" not in sources}
 
 
-def test_messages_that_troubleshooting_quotes_exist() -> None:
+def test_messages_that_the_page_on_failures_quotes_exist() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "rayvec").rglob("*.py"))
-    quoted = re.findall("“(.+?)”", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"))
+    quoted = re.findall("“(.+?)”", (DOCS / "failures.md").read_text(encoding="utf-8"))
     phrases = {re.sub(r"`.*", "", message).strip(". ") for message in quoted}
     assert phrases and not {phrase for phrase in phrases if phrase not in sources}
 
