@@ -37,9 +37,14 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 GENERATED = DOCS / "generated"
 # Links in the pages point to where a file is in the repository, so that they also work there. The site has copies.
-PAGES = {"benchmarks/RESULTS.md": "results", "benchmarks/README.md": "measurements", "CONTRIBUTING.md": "contributing"}
+PAGES = {
+    "benchmarks/RESULTS.md": "results",
+    "benchmarks/README.md": "measurements",
+    "CONTRIBUTING.md": "contributing",
+    "tests/README.md": "testing",
+}
 written: set[Path] = set()
-ORPHAN = "---\norphan: true\n---\n\n"
+ORPHAN = "---\norphan: true\nnosearch: true\n---\n\n"
 LINK = re.compile(r"(?<=\]\()(?!https?:|#|/)([\w./-]+)")
 
 
