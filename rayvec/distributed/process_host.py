@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import numpy as np
 
+from rayvec.data.global_random import seed_globals
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
 from rayvec.errors import LIMITS_REMEDY, ConfigError, LearnerError
@@ -269,7 +269,7 @@ def rank_main(
 
     os.environ.update(environment)
     Path("/proc/self/comm").write_text("rayvec-rank")  # what ps and top show
-    np.random.seed()  # else every rank inherits the fork server's state
+    seed_globals(None)  # else every rank inherits the fork server's state
     pipe = MessagePipe(socket.socket(fileno=fds[0]))
     actor = RankActor(placement, device, threads, timeout_s)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner has closed the pipe

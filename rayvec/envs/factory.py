@@ -168,6 +168,7 @@ class EnvFactory:
         registered: Specs of the process where it was built.
         native: Whether each callable makes a vector environment, a native sub-batch.
         is_copy: Whether it has come from that process, so that `registered` is to be registered.
+        seed: Seeds the global random generators of each worker before it makes its environments; None does not.
     """
 
     env_fns: tuple[EnvFn, ...]
@@ -175,6 +176,7 @@ class EnvFactory:
     registered: tuple[EnvSpec, ...] = ()
     native: bool = False
     is_copy: bool = False
+    seed: int | None = None
 
     @classmethod
     def build(
@@ -185,6 +187,7 @@ class EnvFactory:
         wrappers: Sequence[Wrapper] = (),
         *,
         native: bool = False,
+        seed: int | None = None,
     ) -> EnvFactory:
         """Builds a factory from what a user passes for `env`.
 
@@ -195,6 +198,7 @@ class EnvFactory:
             env_kwargs: Passed to ``gymnasium.make``, or to the class or function; not allowed with a list.
             wrappers: Applied to each environment in order.
             native: Whether each callable makes a vector environment. Their number is known when they are made.
+            seed: Of the workers' global random generators while they make environments.
 
         Raises:
             EnvIdError: No environment of that id is registered.
@@ -225,7 +229,7 @@ class EnvFactory:
             spec, env_fns = None, _checked_env_fns(env, None if native else num_envs, env_kwargs)
         if wrappers:
             env_fns = tuple(_Wrapped(env_fn, _checked_wrappers(wrappers)) for env_fn in env_fns)
-        return cls(env_fns, spec, registered_specs(), native)
+        return cls(env_fns, spec, registered_specs(), native, seed=seed)
 
     @property
     def num_envs(self) -> int:

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from rayvec.data import ChunkRequest, RawInfo, SubBatchInfo
+from rayvec.data.global_random import seed_globals
 from rayvec.errors import RemoteFailure
 from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
 from rayvec.node.pipe import MessagePipe
@@ -31,6 +30,7 @@ from rayvec.node.weight_memory import WeightMemory
 from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, captured, end_if_forked, failures_ignored
 from rayvec.pools.make import make_pool
+from rayvec.pools.restart_state import seed_of
 from rayvec.pools.shared_memory import keep_freed_memory, split_actions
 from rayvec.pools.sub_batch_pool import NativePool
 from rayvec.rollout.inference import Inference
@@ -77,7 +77,6 @@ def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
         fds: File descriptors of the pipe to the owner and of the file for the worker's stack.
     """
     faulthandler.register(STACK_SIGNAL, file=fds[1])
-    np.random.seed()  # else every worker inherits the fork server's state
     worker: Worker | None = None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner has exited
         end = socket.socket(fileno=fds[0])
@@ -120,9 +119,12 @@ class Worker:
         self._fds: list[int] = []
         self._policies: dict[int, _HeldPolicy] = {}
         try:
+            seed_globals(None)  # else every worker inherits the fork server's state
             if spec.replacement:
                 self._take_setup()
             factory = pickle.loads(spec.factory)
+            seed = self._last_seed() if spec.replacement else None
+            self._seed_globals(factory.seed if seed is None else seed, 1)
             if factory.native:
                 keep_freed_memory(64 << 20)
             self.pool = make_pool(factory, spec.first_id, self._where, spec.restart_policy)
@@ -161,6 +163,7 @@ class Worker:
         rows = slice(block.shape.worker_bounds[index], block.shape.worker_bounds[index + 1])
         self.pool.first_id = self._setup.first_id + rows.start
         self.pool.attach(block.layout, block.results(rows))
+        self._seed_globals(self._last_seed())
         self._action_layout = block.action_layout
         self._actions = block.actions(rows)
         self._rows_of_commands = block.arrays["rows"][index]
@@ -190,6 +193,16 @@ class Worker:
             if reply is not None:
                 self._send(reply)
             slot = (slot + 1) % block.depth
+
+    def _last_seed(self) -> int | None:
+        """Returns the last seed of this worker's first environment, also of one that it replaces."""
+        row = self._block.shape.worker_bounds[self._spec.index]
+        return seed_of(self._block.arrays, row, self._setup.first_id + row)
+
+    def _seed_globals(self, seed: int | None, *key: int) -> None:
+        """Seeds the generators that environments and policies may share in this process, if there is a seed."""
+        if seed is not None:
+            seed_globals(seed, self._spec.first_id, *key)
 
     def _serve(self, command: list[int]) -> Reply | None:
         content: Any = None
@@ -224,6 +237,8 @@ class Worker:
             actions = self._read_actions(rows, command[DTYPES:]) if op == Op.STEP else content
             return pool.step_rows(rows, actions, Autoreset(command[AUTORESET]))
         if op == Op.RESET:
+            seed = dict(zip(*content[:2], strict=True)).get(0)
+            self._seed_globals(None if seed is None else seed % (1 << 64))
             self._inference.note_reset(content[0])
             return pool.reset_rows(*content)
         return pool.begin_rows(rows) if op == Op.BEGIN else []

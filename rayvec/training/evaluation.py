@@ -156,7 +156,7 @@ def open_evaluator(config: TrainConfig, steps: int) -> Iterator[Evaluator | None
     here = replace(config, num_nodes=0, workers_per_node=workers, address=None, stagger_starts=False)
     # a sub-batch of games takes certain numbers of environments only: that of the run fits
     num_envs = config.num_envs if config.native is not None else min(config.num_envs, config.eval_episodes)
-    with make_env(here, num_envs) as env:
+    with make_env(here, num_envs, seed=config.eval_seed(is_final=False)) as env:
         try:
             yield Evaluator(config, steps, env, config.eval_interval_steps)
         except KeyboardInterrupt:

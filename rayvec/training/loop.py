@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
+from rayvec.data.global_random import global_seed
 from rayvec.data.topology import Topology
 from rayvec.errors import (
     ConfigError,
@@ -167,6 +168,7 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
     with contextlib.ExitStack() as stack:
         run = _Run(config, run_dir, shown, state, checked, stack.enter_context(Monitor(config, run_dir)))
         stack.enter_context(run.noting())
+        stack.enter_context(global_seed(config.seed, run.context.progress.steps, 2))
         interrupts = stack.enter_context(Interrupts())
         stack.enter_context(interrupts.taking_sigterm())
         with run.drawing():

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from rayvec.collect.episode_quotas import episode_quotas
 from rayvec.config import TrainConfig
 from rayvec.data.batch import join_stats
+from rayvec.data.global_random import seed_globals
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.decentralized import DecentralizedGroup
 from rayvec.distributed.rank_actor import pack, unpack
@@ -68,6 +69,7 @@ class RankTrainer:
         probe: bool = False,
     ) -> None:
         self._log = LogLines()
+        seed_globals(config.seed, ranks.rank, 1)
         register_specs(specs)
         first, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
         if probe and config.workers_per_node:

@@ -19,6 +19,7 @@ from gymnasium import spaces
 
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config.references import resolve
+from rayvec.data.global_random import seed_globals
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, counted
 from rayvec.learners.base import Learner
@@ -82,13 +83,14 @@ def choose_engine(config: TrainConfig) -> TrainConfig:
     return config if config.num_nodes is not None or asks_for_ray else replace(config, num_nodes=0)
 
 
-def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0) -> RayVecEnv:
+def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0, seed: int | None = None) -> RayVecEnv:
     """Returns the environments of a run; the caller closes them.
 
     Args:
         config: Settings of the run.
         num_envs: How many of them, where a rank has a part; by default all.
         first_id: Global index of the first of these.
+        seed: For what their constructors draw from global random generators; by default the run's own.
     """
     num_envs = num_envs or config.num_envs
     wrappers = _wrappers(config)
@@ -110,6 +112,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         preload=_preload(config),
         address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
         first_id=first_id,
+        seed=config.seed if seed is None else seed,
     )
 
     def make(wrappers: Sequence[Any]) -> RayVecEnv:
@@ -244,7 +247,7 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
         from rayvec.distributed.learner_group import LearnerGroup
 
         group = LearnerGroup(
-            build,
+            functools.partial(_seeded, config.seed, build),
             config.num_learners,
             config.learner_device,
             learner_threads=config.learner_threads,
@@ -256,6 +259,12 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
         )
         with contextlib.closing(group):
             yield group
+
+
+def _seeded(seed: int, build: Callable[[], Learner]) -> Learner:
+    """Makes the learner of a rank, whose global random generators are those of all ranks."""
+    seed_globals(seed, 0, 1)
+    return build()
 
 
 def _check_nodes_are_left(env: RayVecEnv) -> None:

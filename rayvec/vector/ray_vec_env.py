@@ -87,6 +87,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             Noise and errors go by it. Requires ``num_nodes=0``.
         native: Whether each callable makes a ``gymnasium.vector.VectorEnv``, a native sub-batch: see docs/vector-env.md.
             `num_envs` is then the number of environments of all together, and may be left out.
+        seed: Of the random generators that belong to a process (``random``, ``numpy.random``, torch) while the workers
+            make their environments. :meth:`reset` seeds them again: see docs/own-environment.md.
 
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.
@@ -115,10 +117,11 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         address: str | None = None,
         first_id: int = 0,
         native: bool = False,
+        seed: int | None = None,
     ) -> None:
         check_choice("groups", groups, (1, 2))
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
-        factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native)
+        factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native, seed=seed)
         self.spec = factory.spec
         self.copy = check_flag("copy", copy)
         mode = None if autoreset_mode is None else parse_autoreset_mode(autoreset_mode)
