@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Submits a training to a Ray cluster that runs, from a machine that reaches its dashboard (port 8265):
 #
+#     pip wheel --no-deps --wheel-dir . CHECKOUT      # once; the working directory goes with the job
 #     RAY_AUTH_TOKEN_PATH=token examples/cluster/submit.sh http://head:8265 --env-id CartPole-v1 --num-nodes 3
 #
-# The working directory goes with the job, so environments of your own are found: --env-id my_module:MyEnv-v0.
+# Environments of your own in the working directory are found: --env-id my_module:MyEnv-v0.
 
 set -euo pipefail
 

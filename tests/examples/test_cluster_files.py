@@ -116,7 +116,9 @@ def test_runtime_env() -> None:
     from ray.runtime_env import RuntimeEnv
 
     (settings,) = documents("runtime_env.yaml")
-    assert RuntimeEnv(**settings)["pip"]["packages"] == [f"rayvec=={rayvec.__version__}"]
+    assert RuntimeEnv(**settings)["pip"]["packages"] == [
+        f"${{RAY_RUNTIME_ENV_CREATE_WORKING_DIR}}/rayvec-{rayvec.__version__}-py3-none-any.whl"
+    ]
 
 
 def test_autoscaler_file_fits_the_schema_of_ray() -> None:
@@ -129,6 +131,7 @@ def test_autoscaler_file_fits_the_schema_of_ray() -> None:
     for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
         assert "RAY_AUTH_MODE=token" in config[commands][-1]
     assert any(f"ray[default]=={PINNED_RAY}" in command for command in config["setup_commands"])
+    assert f"~/rayvec-{rayvec.__version__}-py3-none-any.whl" in config["file_mounts"]
 
 
 @pytest.mark.parametrize("path", sorted(CLUSTER.glob("*.sh")), ids=lambda path: path.name)
