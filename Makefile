@@ -10,7 +10,7 @@ SEED ?= 1
 .PHONY: help demo demo-cluster test test-all test-hosts coverage soak check format docs bench clean
 
 help: ## Say what there is
-	@awk -F ':.*## ' '/^[.a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[.a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
