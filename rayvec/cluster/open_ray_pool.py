@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -27,7 +28,7 @@ __all__ = ["open_ray_pool"]
 
 _START_ATTEMPTS = 3
 _FREED_S = 1.0
-"""For how long to look for a free core, in seconds, before workers start without claiming one."""
+"""For how long to look for a free core, in seconds: Ray frees the cores of a closed pool with a delay."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +74,15 @@ def open_ray_pool(
     try:
         sizes: dict[str, Any] = {"worker_per_env": worker_per_env}
         if probe and not (workers_per_node or worker_per_env or factory.native):
-            step = _probe(factory, num_nodes, preload, restart_policy)
-            if step is not None and step.waits:
-                cores = max(MIN_WAITING_CORES, step.busy)
-                sizes = {"worker_per_env": True, "max_workers": MAX_WAITING_WORKERS, "cores_per_worker": cores}
+            sizes |= _sizes_for(_probe(factory, num_nodes, preload, restart_policy))
         elastic = None
         if isinstance(num_nodes, tuple | list):
             elastic = ElasticPlacement(num_nodes, factory.num_envs, workers_per_node, claim_cpus=claim_cpus, **sizes)
 
         def plan() -> Topology:
             assert not isinstance(num_nodes, tuple)
-            nodes = free_nodes(claimed_too=not claim_cpus)
-            if claim_cpus and not any(node.cpus for node in nodes):  # Ray frees the cores of closed pools with a delay
-                nodes = look_until(free_nodes, lambda found: any(node.cpus for node in found), _FREED_S)
+            find = partial(free_nodes, claimed_too=not claim_cpus)
+            nodes = look_until(find, lambda found: any(node.cpus for node in found), _FREED_S)
             topology = plan_topology(nodes, factory.num_envs, num_nodes, workers_per_node, **sizes)
             return topology if claim_cpus else topology.without_claims()
 
@@ -116,6 +113,14 @@ def open_ray_pool(
         raise
 
 
+def _sizes_for(step: StepTime | None) -> dict[str, Any]:
+    """Returns the arguments of placement for environments of such a step."""
+    if step is None or not step.waits:
+        return {}
+    cores = max(MIN_WAITING_CORES, step.busy)
+    return {"worker_per_env": True, "max_workers": MAX_WAITING_WORKERS, "cores_per_worker": cores}
+
+
 def _probe(
     factory: EnvFactory, num_nodes: int | tuple[int, int] | None, preload: Sequence[str], restart_policy: RestartPolicy
 ) -> StepTime | None:
@@ -130,8 +135,8 @@ def _probe(
     node_id, name = nodes[0].node_id, NodeSlice(nodes[0].node_id, nodes[0].address, (0,), 0).name
     if node_id == ray.get_runtime_context().get_node_id():
         return log_probe(lambda: probe_step(factory, name, preload, restart_policy))
-    affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(_probe_on_node).options(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=affinity)
+    affinity: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=affinity)(_probe_on_node)
     pickled = factory.to_bytes()
     return log_probe(lambda: _raised(ray.get(task.remote(pickled, name, preload, restart_policy))))
 

@@ -85,7 +85,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         address: Of a running Ray cluster.
         first_id: Global index of the first environment, where several processes have parts of one set of environments.
             Noise and errors go by it. Requires ``num_nodes=0``.
-        native: Whether each callable makes a ``gymnasium.vector.VectorEnv``, a native sub-batch: see docs/vector-env.md.
+        native: Whether each callable makes a ``gymnasium.vector.VectorEnv``, a native sub-batch (docs/vector-env.md).
             `num_envs` is then the number of environments of all together, and may be left out.
         seed: Of the random generators that belong to a process (``random``, ``numpy.random``, torch) while the workers
             make their environments. :meth:`reset` seeds them again: see docs/own-environment.md.
