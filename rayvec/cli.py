@@ -1,4 +1,4 @@
-"""The command line: ``rayvec train | eval | plot | report | top | bench | doctor``.
+"""The command line: ``rayvec train | eval | plot | bench | doctor``.
 
 Options are the fields of the config classes, read by tyro. Input that can't work ends with one message on standard
 error and exit code 2. A run that fails after it has begun ends with code 1 and a line that says how to resume it.
@@ -52,19 +52,10 @@ class Train:
     settings: _Settings
 
     def run(self, args: Sequence[str]) -> None:
-        """Trains, with one seed or with several, or resumes a run; `args` are the arguments of the command line."""
+        """Trains, or resumes a run; `args` are the arguments of the command line."""
         cls, mentioned = CONFIGS[self.settings.algorithm], _mentioned(args)
         values = {name: getattr(self.settings, name) for name in field_names(cls) if name in mentioned}
         run_dir: Path | None = self.settings.resume  # type: ignore[attr-defined]
-        seeds: tuple[int, ...] = self.settings.seeds  # type: ignore[attr-defined]
-        if "seeds" in mentioned:
-            _check_alone(seeds, mentioned)
-            from rayvec.training.many_seeds import train_seeds
-
-            config = cls(**{**values, "seed": seeds[0]})
-            plugins = [f"--plugin={name}" for name in config.plugin]
-            train_seeds(config, seeds, [*_without(args, "--seeds", "--run-dir", "--plugin"), *plugins])
-            return
         if run_dir is None:
             config = cls(**values)
             from rayvec.training.loop import train
@@ -159,46 +150,6 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Write a run as one HTML page: settings, curves, where the time went, evaluation, versions."""
-
-    run_dir: tyro.conf.Positional[Path]
-    """Directory of the run."""
-
-    out: Path | None = None
-    """The HTML file; not given: report.html in the run's directory."""
-
-    def run(self) -> None:
-        """Writes the page."""
-        from rayvec.training.report import write_report
-
-        print(f"the report is in {write_report(self.run_dir, self.out)}")
-
-
-@dataclass(frozen=True)
-class Top:
-    """Show the nodes of a run while it trains: environments, steps/s, step duration, efficiency, restarts, queue.
-
-    The queue is the number of chunks that are requested from a node and not finished. The command ends with the run.
-    """
-
-    run_dir: tyro.conf.Positional[Path | None] = None
-    """Directory of the run."""
-
-    address: str | None = None
-    """Address of a Ray cluster, such as auto, in place of the directory; all runs on it are shown."""
-
-    once: bool = False
-    """Print one table and end."""
-
-    def run(self) -> int:
-        """Shows the run; returns 1 if its process has died."""
-        from rayvec.training.top import top
-
-        return top(self.run_dir, self.address, once=self.once)
-
-
-@dataclass(frozen=True)
 class Bench:
     """Measure scaling and peers, predict the throughput of a cluster, and find the cheapest machines."""
 
@@ -250,8 +201,6 @@ Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Plot, tyro.conf.subcommand("plot")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[Top, tyro.conf.subcommand("top")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
@@ -296,7 +245,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 return 0
             args = with_values(_load_plugins(args))
             check_options(args)
-            command: Train | Eval | Plot | Report | Top | Bench | Doctor = tyro.cli(
+            command: Train | Eval | Plot | Bench | Doctor = tyro.cli(
                 Command, prog="rayvec", description=_DESCRIPTION, args=args, config=options
             )
             is_training = isinstance(command, Train)  # it takes SIGTERM itself, to finish the iteration first
@@ -366,35 +315,6 @@ def _load_plugins(args: Sequence[str]) -> Sequence[str]:
 
 def _print_error(text: str, error: BaseException) -> None:
     print("\n".join([f"rayvec: {text}", *getattr(error, "__notes__", [])]), file=sys.stderr)
-
-
-def _check_alone(seeds: Sequence[int], mentioned: frozenset[str]) -> None:
-    """Raises a ConfigError unless ``--seeds`` has numbers and no option beside it that belongs to one run."""
-    others = [f"--{name}" for name in ("seed", "resume") if name in mentioned]
-    if others or not seeds:
-        raise ConfigError(
-            "--seeds trains new runs, one with each seed.",
-            expected="at least one seed, and neither --seed nor --resume",
-            got=" ".join(["--seeds", *map(str, seeds), *others]) + (" without numbers" if not seeds else ""),
-            remedy="Leave out the other option; the same --seeds and --run-dir continue runs that have not finished."
-            if seeds
-            else "Pass --seeds 1 2 3.",
-        )
-
-
-def _without(args: Sequence[str], *names: str) -> list[str]:
-    """Returns arguments without some options and their values.
-
-    >>> _without(["train", "ppo", "--seeds", "1", "2", "--gamma", "0.9", "--run-dir=a"], "--seeds", "--run-dir")
-    ['train', 'ppo', '--gamma', '0.9']
-    """
-    kept, is_dropped = [], False
-    for arg in args:
-        if arg.startswith("--"):
-            is_dropped = arg.partition("=")[0].replace("_", "-") in names
-        if not is_dropped:
-            kept.append(arg)
-    return kept
 
 
 def _mentioned(args: Sequence[str]) -> frozenset[str]:

@@ -121,7 +121,7 @@ def check_settings(command: cli.Train, mentioned: frozenset[str]) -> None:
 def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong option of ``rayvec`` fails here, and so does a target of make or a script that does not exist."""
     monkeypatch.setattr(cli.Train, "run", check_settings)
-    for command_class in (cli.Eval, cli.Plot, cli.Report, cli.Top, cli.Bench, cli.Doctor):
+    for command_class in (cli.Eval, cli.Plot, cli.Bench, cli.Doctor):
         monkeypatch.setattr(command_class, "run", lambda self, *args: None)
     targets = set(re.findall(r"^([.\w-]+):", (ROOT / "Makefile").read_text(), re.M)) | {"SEED=1", "MINUTES=10"}
     for command in commands(page):

@@ -87,11 +87,6 @@ class PartsPipeline:
         """The pending chunks of all parts."""
         return [chunk for part in self._parts for chunk in part.chunks.pending]
 
-    @property
-    def num_pending(self) -> dict[range, int]:
-        """How many chunks each part has pending, by its environments."""
-        return {part.envs: len(part.chunks.pending) for part in self._parts}
-
     def start(self, store: WeightStore, num_steps: int, *, ahead: bool) -> None:
         """Starts a chunk of `num_steps` steps on each part that has none, and with `ahead` on each prompt part."""
         for part in self._parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from rayvec.collect.asynchronous import PartChunk, PartsPipeline, join_parts
 from rayvec.collect.checks import check_env, check_open, check_seed, check_settings, check_state
 from rayvec.collect.episode_quotas import EpisodeQuotas
-from rayvec.collect.node_statistics import node_stats, time_split_s
 from rayvec.collect.pipeline import ChunkPipeline
+from rayvec.collect.time_split import time_split_s
 from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
 from rayvec.data.episodes import EpisodeTracker
@@ -277,8 +277,8 @@ class Collector:
         """Waits for the chunks of a batch, and joins them."""
         parts.collect(store, num_steps, self._kept_parts, ahead=ahead, checked=self._checked)
         rollout, stats, versions = join_parts(self._kept_parts, self._tracker, time.monotonic() - begin)
-        taken, self._kept_parts = self._kept_parts, []
-        batch = self._batch([(rollout, stats)], begin, taken)
+        self._kept_parts = []
+        batch = self._batch([(rollout, stats)], begin)
         counts = tuple(np.bincount(self._version - versions).tolist())
         spread = int(versions.min()), int(versions.max())
         return replace(batch, stats=replace(batch.stats, weights_versions=spread, staleness_counts=counts))
@@ -370,12 +370,7 @@ class Collector:
             rollout = replace(rollout, summary=replace(summary, valid=valid), chunk=replace(rollout.chunk, valid=valid))
             take(rollout, EpisodeStats(stats.env_ids[counts], stats.returns[counts], stats.lens[counts]))
 
-    def _batch(
-        self,
-        collected: list[tuple[Rollout, EpisodeStats]],
-        begin: float,
-        parts: Sequence[PartChunk] | None = None,
-    ) -> Batch:
+    def _batch(self, collected: list[tuple[Rollout, EpisodeStats]], begin: float) -> Batch:
         rollouts = [rollout for rollout, _ in collected]
         taken = sum(rollout.summary.valid.size - rollout.num_padded for rollout in rollouts)
         valid = sum(int(rollout.summary.valid.sum()) for rollout in rollouts)
@@ -383,8 +378,6 @@ class Collector:
         episodes = join_episodes([stats for _, stats in collected])
         counts, self._counts = self._counts, _Counts()
         elapsed_s = time.monotonic() - begin
-        env, everyone = self._env, range(self._env.num_envs)
-        is_measured = "local" in env.transports or (self._store is not None and not self._on_node)
         stats = CollectStats(
             returns=episodes.returns,
             lens=episodes.lens,
@@ -397,13 +390,7 @@ class Collector:
             weights_versions=(min(versions), max(versions)),
             staleness=self._version - min(versions),
             n_restarts=counts.restarts,
-            nodes=node_stats(
-                env.topology,
-                [PartChunk(rollout, everyone) for rollout in rollouts] if parts is None else parts,
-                {everyone: len(self._pipeline.pending)} if self._parts is None else self._parts.num_pending,
-                is_measured=is_measured,
-            ),
-            n_replaced=env.take_replaced(),
+            n_replaced=self._env.take_replaced(),
         )
         chunks = tuple(rollout.chunk for rollout in rollouts if rollout.chunk is not None)
         return Batch(chunks, stats, tuple(rollout.refs for rollout in rollouts) if self._by_reference else ())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from typing import NamedTuple
 
-from rayvec.data import Rollout, Topology
+from rayvec.data import Rollout
 from rayvec.pools.base import Cut
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.vector.pool_adapter import PoolAdapter
@@ -21,7 +20,6 @@ class PendingChunk(NamedTuple):
         store: The weights of the policy that takes it.
         version: Version of the weights that it is taken with.
         num_steps: T.
-        topology: Where the environments take it.
         is_ahead: As of `ChunkPipeline.start`.
         request: Likewise.
     """
@@ -29,7 +27,6 @@ class PendingChunk(NamedTuple):
     store: WeightStore
     version: int
     num_steps: int
-    topology: Topology
     is_ahead: bool
     request: int
 
@@ -77,7 +74,7 @@ class ChunkPipeline:
         self._env.rollout_async(
             store, num_steps, first_step, self.noise_seed, by_reference=self._by_reference, part=self._part
         )
-        self.pending.append(PendingChunk(store, store.version, num_steps, self._env.topology, is_ahead, request))
+        self.pending.append(PendingChunk(store, store.version, num_steps, is_ahead, request))
 
     def finish(self, cut: Cut | None = None) -> Rollout:
         """Waits for the oldest pending chunk and returns it; `cut` says when to end it early."""
@@ -86,10 +83,10 @@ class ChunkPipeline:
         return self.finished(self._env.part_wait([self._part])[1])
 
     def finished(self, rollout: Rollout) -> Rollout:
-        """Removes the oldest pending chunk, for which the caller has waited, and returns it with its topology."""
+        """Removes the oldest pending chunk, for which the caller has waited, counts its steps and returns it."""
         chunk = self.pending.popleft()  # after the wait: an interrupted one leaves it pending
         self.first_step += chunk.num_steps
-        return replace(rollout, topology=chunk.topology)
+        return rollout
 
     def forget(self) -> None:
         """Forgets the pending chunks, whose environments are closed."""

@@ -57,8 +57,6 @@ ADJUSTABLE = (
     "eval_interval_steps",
     "log_interval_steps",
     "track",
-    "metrics_port",
-    "metrics_address",
     "on_env_error",
     "step_timeout_s",
     "on_node_loss",
@@ -187,15 +185,8 @@ class TrainConfig(metaclass=PresetMeta):
     """Environment steps that one line of metrics.jsonl and one point in TensorBoard cover, rounded up to whole
     iterations."""
 
-    track: Literal["wandb", "mlflow"] | None = None
-    """Tracker that metrics go to as well: Weights & Biases or MLflow, which are extras."""
-
-    metrics_port: Annotated[int, Bounds(0, 65535)] | None = None
-    """Port of this process that serves metrics to Prometheus while the run trains; 0: any that is free. Unset: metrics
-    go to Ray alone, where Ray is used."""
-
-    metrics_address: str = "127.0.0.1"
-    """Address that metrics_port listens on: by default this machine alone can read it, "0.0.0.0" lets others."""
+    track: Literal["wandb"] | None = None
+    """Tracker that metrics go to as well: Weights & Biases, an extra."""
 
     stagger_starts: bool = False
     """Truncate the first episode of each environment after a number of steps between 1 and the environment's time

@@ -22,10 +22,6 @@ __all__ = ["check_options", "subcommands", "with_values"]
 _RESUME_HELP = (
     "Resume the run in this directory from its last checkpoint, with its own settings; you may change only {}."
 )
-_SEEDS_HELP = (
-    "Train once with each of these seeds, as many side by side as there are cores for, in seed1, seed2 and so on below "
-    "the run directory. The same command with the same --run-dir continues what has not finished."
-)
 
 
 def _node_counts(words: list[str]) -> int | tuple[int, ...] | str | None:
@@ -78,7 +74,7 @@ _TYPES = {
 
 
 def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
-    """Returns the fields of `cls`, ``resume`` and ``seeds``, without checks: tyro would reformat their messages."""
+    """Returns the fields of `cls`, and ``resume``, without checks: tyro would reformat their messages."""
     docs = {row.name: row.doc for row in describe(cls)}
     types = {**get_type_hints(cls, include_extras=True), **_TYPES}
     options = [
@@ -87,10 +83,9 @@ def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
     ]
     help_text = _RESUME_HELP.format(", ".join(name.replace("_", "-") for name in cls.adjustable()))
     resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=help_text)], field(default=None))
-    seeds = ("seeds", Annotated[tuple[int, ...], tyro.conf.arg(help=_SEEDS_HELP)], field(default=()))
     namespace = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
     return dataclasses.make_dataclass(
-        cls.__name__, [*options, resume, seeds], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
+        cls.__name__, [*options, resume], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
     )
 
 

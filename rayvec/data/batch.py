@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rayvec.data.chunk import Chunk, ChunkRef
 
-__all__ = ["Batch", "CollectStats", "EpisodeStats", "NodeStats", "join_stats", "merge_nodes"]
+__all__ = ["Batch", "CollectStats", "EpisodeStats", "join_stats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,43 +27,6 @@ class EpisodeStats:
     env_ids: NDArray[np.int64]
     returns: NDArray[np.float64]
     lens: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeStats:
-    """What the environments of one node did in one call of ``collect``.
-
-    Attributes:
-        node: The node for a person; see :attr:`rayvec.data.NodeSlice.name`.
-        num_envs: Environments that it holds.
-        num_workers: Processes that step them.
-        n_steps: Steps that they took.
-        environment_s: Time spent in environments, summed over workers, in seconds. NaN unless the policy acts in the
-            workers, which measure it.
-        n_restarts: How often one of its environments was restarted.
-        n_pending: Chunks that are requested from it, or from its workers, and not finished.
-    """
-
-    node: str
-    num_envs: int
-    num_workers: int
-    n_steps: int = 0
-    environment_s: float = 0.0
-    n_restarts: int = 0
-    n_pending: int = 0
-
-    def __add__(self, other: NodeStats) -> NodeStats:
-        """Returns the sums of two parts of a node, each with its own environments."""
-        names = [item.name for item in fields(NodeStats)][1:]
-        return NodeStats(self.node, *(getattr(self, name) + getattr(other, name) for name in names))
-
-
-def merge_nodes(parts: Iterable[NodeStats]) -> tuple[NodeStats, ...]:
-    """Returns one entry for each node, with the sums over the entries that have its name."""
-    merged: dict[str, NodeStats] = {}
-    for part in parts:
-        merged[part.node] = merged[part.node] + part if part.node in merged else part
-    return tuple(merged.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +50,6 @@ class CollectStats:
         staleness: How many versions were published after the oldest that acted, when the batch was returned.
         n_restarts: How often an environment was restarted because it, its worker or its node had failed.
         staleness_counts: With `max_staleness`: how many columns of the chunk were 0, 1, 2, ... versions old.
-        nodes: The same by node.
         n_replaced: How many workers and nodes were replaced because they died or hung, by kind: ``worker``, ``node``.
     """
 
@@ -103,7 +65,6 @@ class CollectStats:
     staleness: int = 0
     n_restarts: int = 0
     staleness_counts: tuple[int, ...] = ()
-    nodes: tuple[NodeStats, ...] = ()
     n_replaced: dict[str, int] = field(default_factory=dict)
 
 
@@ -139,7 +100,6 @@ def join_stats(parts: Sequence[CollectStats]) -> CollectStats:
         weights_versions=(min(low for low, _ in versions), max(high for _, high in versions)),
         staleness=max(part.staleness for part in parts),
         n_restarts=total("n_restarts"),
-        nodes=merge_nodes(node for part in parts for node in part.nodes),
         n_replaced=dict(sum((Counter(part.n_replaced) for part in parts), Counter())),
     )
 

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.chunk import Chunk, ChunkRef
-from rayvec.data.topology import Topology
 from rayvec.data.trees import Tree
 
 __all__ = ["ChunkSummary", "Rollout", "RolloutTimes"]
@@ -78,7 +77,6 @@ class Rollout:
         times: Times of each worker, or of the driver if it acted.
         waited_s: How long the caller waited, in seconds.
         num_padded: Number of places for steps that were not taken, because the chunk was cut; they are not `valid`.
-        topology: Where the environments were when the chunk was requested; None for where they are.
     """
 
     summary: ChunkSummary
@@ -87,4 +85,3 @@ class Rollout:
     times: tuple[RolloutTimes, ...]
     waited_s: float
     num_padded: int = 0
-    topology: Topology | None = None

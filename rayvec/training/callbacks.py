@@ -29,6 +29,7 @@ from rayvec.training.run_state import WINDOW, Progress
 
 if TYPE_CHECKING:
     from rayvec.training.loop import TrainResult
+    from rayvec.training.trainer import Iteration
 
 __all__ = ["HOOKS", "BestModel", "CheckpointHistory", "RunContext", "StopAtReturn", "call", "checked_callbacks"]
 
@@ -45,6 +46,7 @@ class RunContext:
         run_dir: The directory of the run.
         progress: How far the run has come: ``steps``, ``episodes``, ``iterations``; returns and lengths of the last
             100 episodes; mean returns of the latest and of the best evaluation.
+        iteration: What the latest iteration did: ``stats`` of its steps, ``times_s``, and others.
         metrics: The metrics since the last line of ``metrics.jsonl``, by the names that they have there.
         evaluation: The latest greedy evaluation; None before the first one.
         is_best: Whether its mean return is larger than that of every evaluation before.
@@ -57,6 +59,7 @@ class RunContext:
     config: TrainConfig
     run_dir: Path
     progress: Progress
+    iteration: Iteration | None = None
     metrics: dict[str, float | int | None] = field(default_factory=dict)
     evaluation: Evaluation | None = None
     is_best: bool = False
@@ -77,7 +80,7 @@ class RunContext:
         self.stop_reason = self.stop_reason or reason or "a callback stopped the run"
 
     def log(self, name: str, value: Any) -> None:
-        """Adds a number to the next line of ``metrics.jsonl``, and to TensorBoard and the tracker.
+        """Adds a number to the next line of ``metrics.jsonl``, and to TensorBoard.
 
         If a name is logged several times before a line is written, the last number counts.
 

@@ -1,17 +1,16 @@
-"""Where a run's metrics go: a JSONL file, TensorBoard, a tracker, and the progress display."""
+"""Where a run's metrics go: a JSONL file, TensorBoard, and the progress display."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
@@ -24,7 +23,7 @@ from rayvec.training.progress_display import ProgressDisplay, progress_text
 from rayvec.training.run_state import Progress
 from rayvec.training.trainer import Iteration
 
-__all__ = ["MetricsFile", "RunLogger", "Tracker", "read_metrics"]
+__all__ = ["MetricsFile", "RunLogger", "read_metrics"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,18 +90,6 @@ def _json_line(metrics: Mapping[str, float | int | list[int] | None]) -> str:
     return json.dumps(finite(metrics), allow_nan=False) + "\n"
 
 
-class Tracker(Protocol):
-    """Another place that metrics go to, such as a server."""
-
-    def log(self, steps: int, metrics: Mapping[str, float | int]) -> None:
-        """Logs finite numbers by name, at a number of environment steps."""
-        ...
-
-    def close(self, state: str) -> None:
-        """Ends the connection, and says how the run has ended: see :attr:`rayvec.training.status.RunStatus.state`."""
-        ...
-
-
 @dataclass
 class _Line:
     """Sums over the iterations that one line of metrics is about."""
@@ -140,7 +127,7 @@ class _Line:
 
 
 class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
-    """Sends metrics to ``metrics.jsonl``, to TensorBoard, to a tracker if there is one, and to the terminal.
+    """Sends metrics to ``metrics.jsonl``, to TensorBoard and to the terminal.
 
     A line is written once `config.log_interval_steps` have passed since the line before, with every checkpoint and
     evaluation, and when it is closed. Use it as a context manager.
@@ -149,7 +136,6 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         run_dir: Directory of the run.
         config: Settings of the run.
         progress: How far the run has come, which the caller updates; metrics of later steps are dropped.
-        tracker: Where metrics go besides.
         logged: Numbers by name to add to the next line. Writing the line clears them.
 
     Raises:
@@ -161,10 +147,9 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         run_dir: Path,
         config: TrainConfig,
         progress: Progress,
-        tracker: Tracker | None = None,
         logged: dict[str, float] | None = None,
     ) -> None:
-        self._run_dir, self._config, self._progress, self._tracker = run_dir, config, progress, tracker
+        self._run_dir, self._config, self._progress = run_dir, config, progress
         self._logged = {} if logged is None else logged
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", progress.steps)
         try:
@@ -253,8 +238,6 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         with _naming(self._tensorboard.log_dir):
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, steps)
-        if self._tracker is not None:
-            self._tracker.log(steps, {name: value for name, value in metrics.items() if math.isfinite(value)})
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
         """Logs the greedy episodes after training, if there are any."""

@@ -34,10 +34,10 @@ from rayvec.pools.in_process_base import captured
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, Evaluator, open_evaluator
 from rayvec.training.learning_curve import draw_learning_curve
-from rayvec.training.loggers import RunLogger, Tracker
-from rayvec.training.monitor import Monitor
+from rayvec.training.loggers import RunLogger
 from rayvec.training.open_trainer import open_trainer
 from rayvec.training.own_env_and_network import resume_command, with_own_parts
+from rayvec.training.ray_metrics import RayMetrics
 from rayvec.training.run_dir import (
     begin_run_dir,
     best_return,
@@ -50,8 +50,8 @@ from rayvec.training.run_dir import (
 )
 from rayvec.training.run_state import Progress
 from rayvec.training.stop_signals import Interrupts
-from rayvec.training.trackers import check_tracker, open_tracker
 from rayvec.training.trainer import Iteration, RunTrainer
+from rayvec.training.wandb_run import import_wandb, wandb_run
 
 __all__ = ["TrainResult", "resume", "train"]
 
@@ -160,13 +160,14 @@ def resume(
 
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]) -> TrainResult:
-    check_tracker(config)
+    if config.track is not None:
+        import_wandb()
     if config.learner_device != "cpu" and config.learner_mode == "driver":
         check_gpu()
     checked = checked_callbacks(callbacks)
     shown, run_dir = run_dir, Path(os.path.abspath(run_dir))  # a callback may change the working directory
     with contextlib.ExitStack() as stack:
-        run = _Run(config, run_dir, shown, state, checked, stack.enter_context(Monitor(config, run_dir)))
+        run = _Run(config, run_dir, shown, state, checked)
         stack.enter_context(run.noting())
         stack.enter_context(global_seed(config.seed, run.context.progress.steps, 2))
         interrupts = stack.enter_context(Interrupts())
@@ -231,7 +232,6 @@ class _Run:
         shown: The same, as messages and the result name it.
         state: The state to continue from; none for a new run.
         callbacks: Each may end the run.
-        monitor: Publishes the status and the metrics of the run.
 
     Attributes:
         config: Its settings.
@@ -243,13 +243,7 @@ class _Run:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        run_dir: Path,
-        shown: Path,
-        state: dict[str, Any] | None,
-        callbacks: Sequence[Any],
-        monitor: Monitor,
+        self, config: TrainConfig, run_dir: Path, shown: Path, state: dict[str, Any] | None, callbacks: Sequence[Any]
     ) -> None:
         progress = Progress(**state["progress"]) if state else Progress()
         self.context = RunContext(config, run_dir, progress)
@@ -257,10 +251,10 @@ class _Run:
         self.num_losses = 0
         self.has_begun = False
         self.config, self.run_dir, self._shown = config, run_dir, shown
-        self._callbacks = [*([] if config.eval_interval_steps is None else [BestModel()]), *callbacks]
-        self._tracker: Tracker | None = None
+        own = [RayMetrics()] if config.eval_interval_steps is None else [RayMetrics(), BestModel()]
+        self._callbacks = [*own, *callbacks]
+        self._is_tracked = False
         self._greedy: tuple[int, float] | None = None
-        self._monitor = monitor
         self._saved_s = time.monotonic()
         self._began_s = self._saved_s - progress.wall_s
 
@@ -303,9 +297,10 @@ class _Run:
 
     def open_tracker(self, stack: contextlib.ExitStack) -> None:
         """Opens the tracker, if there is one and it is not open yet; `stack` closes it."""
-        if self._tracker is None:
-            opened = open_tracker(self.config, self.run_dir, self.context.progress.tracker_run)
-            self._tracker, self.context.progress.tracker_run = stack.enter_context(opened)
+        if not self._is_tracked:
+            self._is_tracked, progress = True, self.context.progress
+            opened = wandb_run(self.config, self.run_dir, progress.tracker_run)
+            progress.tracker_run = stack.enter_context(opened)
 
     def begin(self, state: dict[str, Any]) -> None:
         """Makes the directory of a new run."""
@@ -334,10 +329,9 @@ class _Run:
             follows = "; only the evaluation follows" if config.eval_episodes else ""
             print(f"rayvec: the run has taken all its {progress.steps:,} steps{follows}", file=sys.stderr)
         self.has_begun = True
-        self._monitor.begin(progress)
         self._saved_s = time.monotonic()
         with (
-            RunLogger(self.run_dir, config, progress, self._tracker, self.context.logged) as logger,
+            RunLogger(self.run_dir, config, progress, self.context.logged) as logger,
             open_evaluator(config, progress.steps) as evaluator,
         ):
             with interrupts.deferred():
@@ -346,7 +340,6 @@ class _Run:
                     is_saved = self._iterate(trainer, interrupts, evaluator, logger)
                 if not is_saved:
                     self._save(trainer.state())
-                self._monitor.flush()
                 if self._has_more(interrupts):
                     return False
             if interrupts.requested:
@@ -389,9 +382,8 @@ class _Run:
         return is_saved
 
     def _keep(self, iteration: Iteration, logger: RunLogger) -> None:
-        """Shows an iteration to the logger, the monitor and the callbacks, and saves its state if it has one."""
-        self.context.metrics = logger.add(iteration)
-        self._monitor.add(iteration)
+        """Shows an iteration to the logger and the callbacks, and saves its state if it has one."""
+        self.context.iteration, self.context.metrics = iteration, logger.add(iteration)
         self._call("on_iteration")
         self._evaluated(iteration.evaluation, iteration.weights)
         logger.end_line()
@@ -440,7 +432,6 @@ class _Run:
             Exception: The error, if an environment raises it again and again.
         """
         self.num_losses += 1
-        self._monitor.count_lost_ranks()
         is_elastic = isinstance(self.config.num_nodes, tuple)
         most = _MOST_LOSSES_OF_ELASTIC_RANKS if is_elastic else _MOST_LOSSES
         if self.num_losses > most or (self.state is None and not is_elastic):

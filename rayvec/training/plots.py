@@ -67,7 +67,7 @@ class Curves:
 
 
 def read_runs(run_dirs: Sequence[Path | str]) -> list[Curves]:
-    """Returns the curves of runs, grouped. A directory of ``--seeds`` stands for its runs.
+    """Returns the curves of runs, grouped.
 
     A run whose environment or network is a lambda, a function within another, or another object without a name, is a
     group of its own: other runs of this description may have other ones.
@@ -146,8 +146,6 @@ def _found(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if _may_be_run(path):
             found.append(path)
-        elif of_seeds := sorted(path.glob("seed*/config.yaml")):
-            found += [each.parent for each in of_seeds]
         elif path.is_dir():
             others.append(path)
     if not found:

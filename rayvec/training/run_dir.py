@@ -3,7 +3,6 @@
 runs/<name>/
 ├── config.yaml            the settings, commented
 ├── metrics.jsonl          a line for each log_interval_steps
-├── status.json            what the run does now, for `rayvec top`
 ├── events.out.tfevents.*  the same for TensorBoard
 ├── checkpoint.pt          the state that a resumed run continues from
 ├── best.pt                with eval_interval_steps: the weights of the best evaluation
@@ -39,7 +38,6 @@ from rayvec.training import checkpoint
 from rayvec.training.atomic_files import is_of, written_whole
 from rayvec.training.own_env_and_network import resume_command
 from rayvec.training.run_state import Progress, check_state
-from rayvec.training.status import directory_advice
 from rayvec.training.versions import installed_versions
 
 __all__ = [
@@ -241,7 +239,7 @@ def load_config(run_dir: Path) -> TrainConfig:
             got=error.strerror if isinstance(error, OSError) else error,
             remedy="Ask its owner for permission to read it."
             if isinstance(error, PermissionError)
-            else directory_advice(run_dir),
+            else _directory_advice(run_dir),
         ) from None
     try:
         return TrainConfig.from_yaml(text)
@@ -272,3 +270,13 @@ def load_result(run_dir: Path) -> dict[str, Any]:
             remedy="Restore the file from a copy, or remove it.",
         )
     return result
+
+
+def _directory_advice(path: Path) -> str:
+    """Returns sentences that say what to pass in place of a path that is not the directory of a run."""
+    run_dir = next((each for each in path.parents if (each / "config.yaml").exists()), None)
+    if run_dir is not None:
+        name, is_other = path.relative_to(run_dir).as_posix(), path.suffix == ".pt" and path.name != "checkpoint.pt"
+        option = f" For this checkpoint add --checkpoint {name}, or checkpoint={name!r} in Python." if is_other else ""
+        return f"Pass the directory of the run, {str(run_dir)!r}.{option}"
+    return "Pass the directory of a run, such as one below runs/."

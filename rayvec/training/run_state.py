@@ -43,7 +43,7 @@ class Progress:
         recent_lens: Their lengths in steps.
         eval_return: Mean return of the latest greedy evaluation.
         best_return: Largest mean return of the greedy evaluations.
-        tracker_run: Tracker and its name for this run, such as "wandb/x7k2".
+        tracker_run: Id of the run of Weights & Biases that belongs to it.
     """
 
     steps: int = 0

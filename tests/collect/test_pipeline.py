@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,8 @@ from helpers.testing import CountingEnv, counting_errors
 from hypothesis import given, strategies as st
 
 from rayvec.collect.asynchronous import PartChunk, PartsPipeline
-from rayvec.collect.collector import Collector
 from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.pipeline import ChunkPipeline
-from rayvec.data import Topology
 from rayvec.tianshou.collect.schedules import TianshouEpisodes
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -83,25 +80,9 @@ def test_an_interrupt_before_the_next_chunk_of_a_part_starts(monkeypatch: pytest
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(env, "rollout_async", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt()))
             parts.collect(store, 3, kept, ahead=True)
-        assert sorted(parts.num_pending.values()) == [0, 1]
+        assert sorted(len(each.pending) for each in parts.pipelines) == [0, 1]
         assert len(kept) == 1  # the chunk that had finished is not lost
         for pipeline in parts.pipelines:
             if pipeline.pending:
                 pipeline.finish()
         assert not parts.pending
-
-
-@pytest.mark.parametrize("max_staleness", [None, 1], ids=["all together", "part by part"])
-def test_steps_count_for_the_node_that_took_them(monkeypatch: pytest.MonkeyPatch, max_staleness: int | None) -> None:
-    """Environments may move while the chunk that was requested ahead is pending."""
-    with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=2) as env:
-        policy = TablePolicy()
-        collector = Collector(env, policy, prefetch=max_staleness is None, max_staleness=max_staleness)
-        collector.collect(n_step=40)
-        collector.set_weights(policy.weights())  # so that a batch has one chunk of each part
-        (old,) = env.topology.nodes
-        moved = Topology((replace(old, node_id="new", address="10.0.0.1"),))
-        monkeypatch.setattr(env._pool, "topology", moved)
-        found = {node.node: (node.num_envs, node.n_steps) for node in collector.collect(n_step=40).stats.nodes}
-        assert found == {old.name: (0, 40), moved.nodes[0].name: (4, 0)}
-        collector.close()

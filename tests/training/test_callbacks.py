@@ -102,7 +102,6 @@ def test_what_callbacks_log_is_in_the_line_of_its_iteration(tmp_path: Path) -> N
     events = EventAccumulator(str(tmp_path / "a")).Reload().Scalars("callback/evaluation")
     assert [(event.step, event.value) for event in events] == [(128, 128.0), (256, 256.0), (320, 320.0)]
     assert main(["plot", str(tmp_path / "a"), "--out", str(tmp_path / "a.png")]) == 0
-    assert main(["report", str(tmp_path / "a")]) == 0
 
 
 def test_metrics_before_a_failing_callback_are_kept(tmp_path: Path) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import html
 import json
 import re
 import shutil
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,10 @@ import rayvec
 from rayvec import PPOConfig
 from rayvec.cli import main
 from rayvec.config.references import refer
-from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
-from rayvec.training import many_seeds
 from rayvec.training.learning_curve import without_damaged_lines
 from rayvec.training.loggers import read_metrics
 from rayvec.training.plots import plot_runs, read_runs
-from rayvec.training.report import write_report
 from rayvec.training.run_dir import load_config
 
 SETTINGS = {"eval_interval_steps": 128, "eval_episodes": 3, "total_steps": 256}
@@ -76,10 +71,8 @@ def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: Asse
     assert_refused(["plot", str(runs / "a1" / "config.yaml")], "directory of a run", "Got: no config.yaml in ")
     assert_refused(["plot", str(runs / "a1"), "--out", str(tmp_path / "a.doc")], "says its format", ".pdf")
     assert_refused(["plot", str(runs / "a1"), "a" * 300], "File name too long")  # as a directory without permission
-    assert_refused(["report", str(tmp_path)], "config.yaml")
     (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())
     assert_refused(["plot", str(tmp_path)], "episodes that have ended")
-    assert_refused(["report", str(tmp_path)], "first line")
     metrics = (runs / "a1" / "metrics.jsonl").read_bytes()
     for damaged in (b"\xff\xfe\n", b"null\n", b'{"x": 1}\n'):
         (tmp_path / "metrics.jsonl").write_bytes(damaged)
@@ -89,7 +82,6 @@ def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: Asse
     for damaged in (b"{", b"[]", b"\xff"):
         (tmp_path / "result.json").write_bytes(damaged)
         assert_refused(["plot", str(tmp_path)], "result.json", "Remedy")
-        assert_refused(["report", str(tmp_path)], "result.json", "Remedy")
     (tmp_path / "config.yaml").write_bytes(b"\xff")
     assert_refused(["plot", str(tmp_path)], "config.yaml", "Remedy")
 
@@ -103,7 +95,7 @@ def copied(runs: Path, run_dir: Path, changes: dict[str, Any]) -> Path:
 
 
 def test_labels_count_runs_and_seeds(runs: Path, tmp_path: Path) -> None:
-    copies = [copied(runs, tmp_path / f"{port}", {"metrics_port": port}) for port in (1, 2)]
+    copies = [copied(runs, tmp_path / f"{each}", {"checkpoint_interval_s": each}) for each in (1, 2)]
     texts = [str(*read_runs(each)) for each in ([runs / "a1"], [runs / "a1", *copies], [runs / "a2", *copies])]
     assert [re.findall(r"\(.*\)", text) for text in texts] == [
         ["(seed 1)"],
@@ -140,11 +132,9 @@ def test_a_preset_is_named_in_place_of_its_settings(runs: Path, tmp_path: Path) 
 
 
 def test_directories_beside_runs(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What `rayvec plot runs/*` passes: runs of ``--seeds`` in one directory, and what trackers write."""
-    for name in ("a1", "a2"):
-        shutil.copytree(runs / name, tmp_path / "seeds" / f"seed{name[1]}")
+    """What `rayvec plot runs/*` passes: trackers write there, too."""
     (tmp_path / "wandb" / "run-1").mkdir(parents=True)
-    (group,) = read_runs([tmp_path / "seeds", tmp_path / "wandb", tmp_path / "seeds" / "seed1"])
+    (group,) = read_runs([runs / "a1", tmp_path / "wandb", runs / "a2", runs / "a1"])
     assert group.seeds == [1, 2]
     assert capsys.readouterr().err == f"rayvec: left out, without a config.yaml: {tmp_path / 'wandb'}\n"
 
@@ -182,14 +172,11 @@ def test_runs_that_cannot_be_read_are_left_out(
 
 def test_paths_may_be_strings(runs: Path, tmp_path: Path) -> None:
     plot_runs(read_runs([str(runs / "a1")]), str(tmp_path / "a.png"))
-    assert write_report(str(runs / "a1"), str(tmp_path / "a.html")) == tmp_path / "a.html"
     assert (tmp_path / "a.png").exists()
 
 
 def test_the_directory_to_pass_in_place_of_another(runs: Path, tmp_path: Path, assert_refused: AssertRefused) -> None:
     shutil.copytree(runs / "a1", tmp_path / "s" / "seed1")
-    for command in (["eval", "s"], ["top", "s"], ["report", "s"], ["train", "ppo", "--resume", "s"]):
-        assert_refused(command, "Pass one of its runs, such as s/seed1")
     assert_refused(["eval", "s/seed1/best.pt"], "config.yaml")
     (tmp_path / "s" / "seed1" / "best.pt").touch()
     assert_refused(
@@ -200,14 +187,6 @@ def test_the_directory_to_pass_in_place_of_another(runs: Path, tmp_path: Path, a
         ["eval", "s/seed1/checkpoints/8.pt"],
         "the run, 's/seed1'. For this checkpoint add --checkpoint checkpoints/8.pt",
     )
-    assert_refused(["top", "a" * 300], "no config.yaml", "below runs/")
-
-
-def test_runs_of_seeds_with_different_settings(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same command may continue with another number of ranks."""
-    many_seeds._summarize([runs / "a1", copied(runs, tmp_path / "a", {"num_learners": 2})], tmp_path / "a.png")
-    printed = capsys.readouterr().out
-    assert "PPO, num_learners=1, learners=driver (seed 1)" in printed and "num_learners=2" in printed
 
 
 def test_the_legend_is_below_the_axes_and_names_what_is_drawn(
@@ -245,16 +224,7 @@ def test_a_result_with_another_type_is_refused(
     run_dir = Path(shutil.copytree(runs / "a1", tmp_path / "a"))
     result = json.loads((run_dir / "result.json").read_text())
     (run_dir / "result.json").write_text(json.dumps({**result, name: value}))
-    for command in ("plot", "report"):
-        assert_refused([command, str(run_dir)], f"Got: {name}: {value!r}", "Remedy: Restore the file")
-
-
-def test_an_older_result_has_no_versions(runs: Path, tmp_path: Path) -> None:
-    run_dir = Path(shutil.copytree(runs / "a1", tmp_path / "a"))
-    result = json.loads((run_dir / "result.json").read_text())
-    del result["versions"]
-    (run_dir / "result.json").write_text(json.dumps(result))
-    assert "Versions" in write_report(run_dir).read_text(encoding="utf-8")
+    assert_refused(["plot", str(run_dir)], f"Got: {name}: {value!r}", "Remedy: Restore the file")
 
 
 def test_lines_with_another_type_are_left_out(runs: Path, tmp_path: Path) -> None:
@@ -268,57 +238,4 @@ def test_lines_with_another_type_are_left_out(runs: Path, tmp_path: Path) -> Non
     assert list(without_damaged_lines(own)) == lines[-1:] * 3
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in damaged)
-    assert "256" in write_report(run_dir).read_text(encoding="utf-8")
     np.testing.assert_array_equal(read_runs([run_dir])[0].training, read_runs([runs / "a1"])[0].training)
-
-
-class _Tags(HTMLParser):
-    """Notes links to other files, and whether every element is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in ("img", "meta"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_a_report_is_one_page_that_needs_no_other_file(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(runs / "a1")]) == 0
-    path = runs / "a1" / "report.html"
-    assert str(path) in capsys.readouterr().out
-    page = path.read_text(encoding="utf-8")
-    tags = _Tags()
-    tags.feed(page)
-    assert not tags.open and len(tags.links) == 3
-    assert all(link.startswith("data:image/png;base64,") for link in tags.links)
-    for word in ("CartPole-v1", "learning_rate", "torch", "collect", "Greedy evaluation", "256", "median"):
-        assert word in page
-    assert re.search(r"<tr class=changed><td>total_steps</td><td>256", page)
-    shown = {row.name: row.default for row in describe(PPOConfig)}
-    rows = re.findall(r"<tr( class=changed)?><td>(\w+)</td><td>(.*?)</td>", page)
-    settings = [(is_bold, name, html.unescape(value)) for is_bold, name, value in rows if name in shown]
-    assert len(settings) == len(shown)
-    assert all(bool(is_bold) == (value != shown[name]) for is_bold, name, value in settings), "bold: not the default"
-
-
-def test_a_histogram_counts_whole_episodes(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **b: [figures.append(figure), save(figure, *a, **b)])
-    write_report(runs / "a1", tmp_path / "page.html")
-    (axes,) = (figure.axes[0] for figure in figures if figure.axes[0].get_ylabel() == "episodes")
-    assert all(tick == round(tick) for tick in axes.get_yticks())
-
-
-def test_a_report_of_a_run_that_has_not_ended(runs: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())
-    first = (runs / "a1" / "metrics.jsonl").read_text().splitlines()[0]
-    (tmp_path / "metrics.jsonl").write_text(first + "\n")
-    assert "not finished" in write_report(tmp_path, tmp_path / "page.html").read_text(encoding="utf-8")

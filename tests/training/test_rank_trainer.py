@@ -32,7 +32,6 @@ from rayvec.training import loop
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.loop import _Run
-from rayvec.training.monitor import Monitor
 from rayvec.training.run_dir import load_run
 
 pytestmark = pytest.mark.timeout(600)
@@ -262,7 +261,7 @@ def test_the_best_evaluation_outlives_lost_ranks(tmp_path: Path) -> None:
     """`best.pt` has its weights, whatever checkpoint the run goes back to."""
     config = rayvec.PPOConfig(**{**SMALL, **HERE, "total_steps": 64, "eval_episodes": 0}, run_dir=tmp_path / "a")
     rayvec.train(config)
-    run = _Run(config, tmp_path / "a", tmp_path / "a", load_run(tmp_path / "a")[1], [], Monitor(config, tmp_path / "a"))
+    run = _Run(config, tmp_path / "a", tmp_path / "a", load_run(tmp_path / "a")[1], [])
     run.context.progress.best_return = 9.0
     run.context.progress.steps += 64
     run.lose_ranks(RankLostError("gone"))

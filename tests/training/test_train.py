@@ -72,7 +72,7 @@ def test_a_run_leaves_everything_in_its_directory(tmp_path: Path, inference: str
     result = rayvec.train(config)
     assert result.run_dir == config.run_dir and result.total_steps == 640 and result.wall_s > 0
     names = {path.name for path in result.run_dir.iterdir()}
-    expected = {"config.yaml", "metrics.jsonl", "checkpoint.pt", "learning_curve.png", "result.json", "status.json"}
+    expected = {"config.yaml", "metrics.jsonl", "checkpoint.pt", "learning_curve.png", "result.json"}
     assert expected < names
     assert [name.startswith("events.out.tfevents") for name in names - expected] == [True]
     assert TrainConfig.from_yaml((result.run_dir / "config.yaml").read_text()) == config
