@@ -157,19 +157,18 @@ class Agent:
         return (action, state) if self.is_recurrent else action
 
     def export(self, path: Path | str) -> Path:
-        """Writes the greedy policy to a file that runs without rayvec; returns its path.
+        """Writes the greedy policy to an ONNX file, which runs without rayvec; returns its path.
 
-        ``.onnx`` files have an input for each array of an observation (``obs``, or the names in a Dict), with any
-        number of rows, and one output, ``action``. ``.pt`` files are TorchScript; the module takes the same arrays as
-        tensors in the same order. Observations in float64 are passed as float32, and Discrete ones as int64.
+        The file has an input for each array of an observation (``obs``, or the names in a Dict), with any number of
+        rows, and one output, ``action``. Observations in float64 are passed as float32, and Discrete ones as int64.
 
         Args:
-            path: Ends with ``.onnx`` or ``.pt``.
+            path: Ends with ``.onnx``.
 
         Raises:
             ConfigError: The path has another ending, the network can't be exported, or ONNX is not installed.
         """
-        return export(self.module, self.observation_space, self.action_space, Path(path))
+        return export(self.module, self.observation_space, Path(path))
 
     def _batched(self, obs: Any) -> tuple[Tree, bool]:
         """Returns observations as a batch, and whether they are of one environment."""

@@ -1,14 +1,12 @@
-"""A trained network as a file that runs without rayvec: ONNX or TorchScript, from observations to greedy actions."""
+"""A trained network as a file that runs without rayvec: ONNX, from observations to greedy actions."""
 
 from __future__ import annotations
 
-import importlib
-import io
 import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from rayvec.errors import ConfigError, counted, first_line
+from rayvec.errors import ConfigError, first_line
 from rayvec.learners.sac_own_network import OwnSACActor
 from rayvec.policies.distributions import NOT_ALLOWED, Categorical, Gaussian, TanhGaussian
 from rayvec.policies.encoders import OBS_CLIP, Encoder, leaf_spaces
@@ -137,75 +135,24 @@ def _encoded(array: Tensor, space: spaces.Space[Any], scale: Any) -> Tensor:
     return numbers if scale is None else numbers * torch.from_numpy(scale)
 
 
-def export(module: Any, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], path: Path) -> Path:
+def export(module: Any, observation_space: spaces.Space[Any], path: Path) -> Path:
     """Writes a network to a file; see :meth:`rayvec.training.agent.Agent.export`."""
-    if path.suffix not in (".onnx", ".pt"):
+    if path.suffix != ".onnx":
         raise ConfigError(
-            "The ending of the file says what a policy is exported to.",
-            expected=".onnx, or .pt for TorchScript",
+            "A policy is exported to ONNX.",
+            expected="a path that ends with .onnx",
             got=str(path),
             remedy='Pass for example "policy.onnx".',
         )
-    greedy = GreedyModule(module, observation_space).eval().requires_grad_(False)
     leaves = dict(leaf_spaces(observation_space))
-    example = tuple(_example(space) for space in leaves.values())
+    greedy = GreedyModule(module, observation_space).eval().requires_grad_(False)
     with written_whole(path) as file, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch warns of its own future
-        file.write(_torchscript(greedy, example) if path.suffix == ".pt" else _onnx(greedy, example, list(leaves)))
+        file.write(_onnx(greedy, tuple(map(_example, leaves.values())), _input_names(leaves)))
     return path
 
 
-def _torchscript(greedy: GreedyModule, example: tuple[Tensor, ...]) -> bytes:
-    traced = torch.jit.trace(greedy, example)  # type: ignore[no-untyped-call]
-    _check_any_number(traced, example)
-    data = io.BytesIO()  # torch aborts the process if it can't write a file
-    torch.jit.save(traced, data)
-    return data.getvalue()
-
-
-def _check_any_number(traced: Callable[..., Tensor], example: tuple[Tensor, ...]) -> None:
-    """Raises a ConfigError where a trace has the number of observations of its example as a constant."""
-    for count in (1, 3):
-        try:
-            found: Any = len(traced(*(torch.cat([part, part])[:count] for part in example)))
-        except RuntimeError as error:
-            found = str(error).strip().rpartition("RuntimeError: ")[2][:200]
-        if found != count:
-            raise _fixed_number(f"{found} for {counted(count, 'observation')}")
-
-
-def _fixed_number(got: str) -> ConfigError:
-    return ConfigError(
-        "An exported network acts on any number of observations.",
-        expected="as many actions as observations",
-        got=got,
-        remedy="Read that number from obs.shape[0] in forward, not from len(obs), or use obs.flatten(1): torch traces "
-        "len() as a constant.",
-    )
-
-
-def _input_names(paths: Iterable[tuple[Any, ...]]) -> list[str]:
-    """Returns a name for each array of an observation, all different and none that of the output."""
-    names: list[str] = []
-    for keys in paths:
-        name = "_".join(map(str, keys)) or "obs"
-        while name in (*names, "action"):
-            name += "_"
-        names.append(name)
-    return names
-
-
-def _onnx(greedy: GreedyModule, example: tuple[Tensor, ...], paths: Iterable[tuple[Any, ...]]) -> bytes:
-    names = _input_names(paths)
-    try:
-        importlib.import_module("onnx"), importlib.import_module("onnxscript")
-    except ImportError as error:
-        raise ConfigError(
-            "ONNX is an extra.",
-            expected="the packages onnx and onnxscript",
-            got=str(error),
-            remedy="Install rayvec[onnx], or export to TorchScript (.pt).",
-        ) from error
+def _onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: Sequence[str]) -> bytes:
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     rows = torch.export.Dim("rows", min=1)
     try:
@@ -218,23 +165,34 @@ def _onnx(greedy: GreedyModule, example: tuple[Tensor, ...], paths: Iterable[tup
             verbose=False,
             dynamo=True,
         )
+        assert program is not None
+        graph = program.model.graph
+        sizes = {value.name: value.shape[0] for value in (*graph.inputs, *graph.outputs) if value.shape}
+        if fixed := [f"{name} of {size} rows" for name, size in sizes.items() if isinstance(size, int)]:
+            raise ValueError(f"{fixed}: read the number of rows from obs.shape[0] in forward, not from len()")
     except Exception as error:  # torch gives no class for all of them
         raise ConfigError(
-            "torch.onnx traces a network into a graph.",
-            expected="a network that it can trace, for any number of observations",
+            "The network could not be exported to ONNX.",
+            expected="the extra rayvec[onnx], and a network that torch can trace for any number of observations",
             got=f"{type(error).__name__}: {first_line(error)}"[:300],
-            remedy="Export to TorchScript (.pt), or change the network; the cause says where it fails.",
+            remedy="Install the extra, or change the network; the cause says where it fails.",
         ) from error
-    assert program is not None
-    graph = program.model.graph
-    sizes = {value.name: value.shape[0] for value in (*graph.inputs, *graph.outputs) if value.shape}
-    if fixed := [f"{name} of {size} rows" for name, size in sizes.items() if isinstance(size, int)]:
-        raise _fixed_number(", ".join(fixed))
     for value in [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]:
         if value.name in names:  # of an observation called "linear" or "low"
-            value.name += "_of_policy"
+            value.name = f"{value.name}_of_policy"
     data: bytes = program.model_proto.SerializeToString()
     return data
+
+
+def _input_names(paths: Iterable[tuple[Any, ...]]) -> list[str]:
+    """Returns a name for each array of an observation, all different and none that of the output."""
+    names: list[str] = []
+    for keys in paths:
+        name = "_".join(map(str, keys)) or "obs"
+        while name in (*names, "action"):
+            name += "_"
+        names.append(name)
+    return names
 
 
 def _example(space: spaces.Space[Any]) -> Tensor:

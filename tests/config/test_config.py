@@ -83,7 +83,7 @@ def test_every_setting_is_described() -> None:
         ("hidden_sizes", (64, 0), "at least 1"),
         ("hidden_sizes", "64", "tuple"),
         ("anneal_lr", 1, "bool"),
-        ("groups", True, "1 | 2 | 'auto'"),
+        ("groups", True, "1 | 2"),
         ("compile", 1, "'auto' | True | False"),
         ("env_id", "", "an id that Gymnasium knows"),
         ("env_id", None, "str"),

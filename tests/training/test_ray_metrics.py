@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.training_kit import lines_of, tiny
+from helpers.training_kit import tiny
 
 import rayvec
+from rayvec.training.loggers import read_metrics
 from rayvec.training.ray_metrics import COUNTERS, GAUGES
 
 
@@ -37,7 +38,7 @@ def test_metrics_are_those_of_the_iterations(ray_cluster: Any, tmp_path: Path, m
     monkeypatch.setattr(metrics, "Counter", Counts)
     monkeypatch.setattr(metrics, "Gauge", Gauges)
     rayvec.train(tiny(tmp_path / "a", total_steps=256, num_nodes=1, workers_per_node=1, eval_episodes=0))
-    lines = lines_of(tmp_path / "a")
+    lines = list(read_metrics(tmp_path / "a" / "metrics.jsonl"))
     assert sums["rayvec_steps_total",] == 256 and sums["rayvec_iterations_total",] == len(lines) == 4
     assert sums["rayvec_episodes_total",] == sum(line["episodes"] for line in lines)
     spent = sum(line["time_s/collect"] for line in lines)
