@@ -1,8 +1,8 @@
 """Environments that wait: rayvec by default beside the vector environments that start a process for each environment.
 
 A step sleeps, computes, or does both in halves. Every peer is measured once in each turn, in the same process; the
-figure is the number of environment steps per second. Rayvec's best is the faster of two numbers of workers: one for each
-core, one for each environment.
+figure is the number of environment steps per second. Rayvec's best is the faster of two numbers of workers: one for
+each core, one for each environment.
 """
 
 from __future__ import annotations
