@@ -61,8 +61,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         copy: Whether observations are copies, or views that the next step overwrites.
         autoreset_mode: When an environment is reset whose episode has ended: by default in the next step, and with
             ``native=True`` as the sub-batches say.
-        observation_mode: ``"same"``, ``"different"`` (spaces that differ in their bounds), or a pair of the
-            batched and the single space.
+        observation_mode: ``"same"``, ``"different"`` (other bounds), or a pair of the batched and the single space.
         num_nodes: How many nodes to use; by default all that have free cores. 0 uses this machine without Ray. A pair,
             the least and the greatest number, lets environments move as nodes join and leave: see docs/clusters.md.
         workers_per_node: Worker processes on each node. By default one for each core, with Ray one for each free core;
@@ -72,21 +71,18 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         probe: Whether to find out if steps wait, where there are more environments than cores and `workers_per_node` is
             not given: by one environment more, which is made, stepped for at most 0.3 s, and closed before the others.
         groups: 1, or 2 so that the policy acts on one half while the other half steps.
-        step_timeout_s: How long a worker may take for one step of its environments, also within a chunk, for a reset
-            or a call, in seconds. A worker that takes longer is killed. By default there is no limit.
-        start_timeout_s: How long a worker may take to make its environments, or to load a policy, in seconds. A worker
-            that takes longer is killed, and the error shows the stack where it hung.
+        step_timeout_s: Seconds that a worker may take for one step of its environments, also within a chunk, for a
+            reset or a call, before it is killed. By default there is no limit.
+        start_timeout_s: The same to make its environments, or to load a policy. The error shows the stack where it hung.
         on_env_error: What happens to an environment that raises, and to those of a worker that dies or hangs.
             ``"raise"`` closes all environments. ``"restart"`` restarts the affected ones; the others continue. A
             failed step returns the last true observation, reward 0, truncated, and ``info["env_restarted"]``.
-        on_node_loss: What happens to the environments of a lost node. ``"rehost"`` restarts them on the nodes that
-            remain; ``"raise"`` raises ``NodeLostError``.
+        on_node_loss: ``"rehost"`` restarts environments of a lost node on others; ``"raise"`` is a ``NodeLostError``.
         preload: Modules that the workers import once for each node, such as ``("torch",)``.
         address: Of a running Ray cluster.
         first_id: Global index of the first environment, where several processes have parts of one set of environments.
             Noise and errors go by it. Requires ``num_nodes=0``.
         native: Whether each callable makes a ``gymnasium.vector.VectorEnv``, a native sub-batch (docs/vector-env.md).
-            `num_envs` is then the number of environments of all together, and may be left out.
         seed: Of the random generators that belong to a process (``random``, ``numpy.random``, torch) while the workers
             make their environments. :meth:`reset` seeds them again: see docs/own-environment.md.
 
