@@ -73,7 +73,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         groups: 1, or 2 so that the policy acts on one half while the other half steps.
         step_timeout_s: Seconds that a worker may take for one step of its environments, also within a chunk, for a
             reset or a call, before it is killed. By default there is no limit.
-        start_timeout_s: The same to make its environments, or to load a policy. The error shows the stack where it hung.
+        start_timeout_s: The same to make its environments, or to load a policy. The error shows where it hung.
         on_env_error: What happens to an environment that raises, and to those of a worker that dies or hangs.
             ``"raise"`` closes all environments. ``"restart"`` restarts the affected ones; the others continue. A
             failed step returns the last true observation, reward 0, truncated, and ``info["env_restarted"]``.
