@@ -1,25 +1,18 @@
 """PPO and SAC as single functions, in the way of CleanRL and with its published settings.
 
-    python benchmarks/cleanrl_style.py HalfCheetah-v5 100000 SEED DIRECTORY
-
-trains SAC and writes into the directory what a run of ours has there: ``metrics.jsonl`` and ``outcome.json``.
-
 They need torch and Gymnasium alone. Nothing is logged or saved while training, which the scripts of CleanRL do.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from judge import Act, greedy_returns
+from judge import Act
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -195,13 +188,7 @@ class SAC:
                 old.data.copy_(self.tau * fresh.data + (1 - self.tau) * old.data)
 
 
-def sac(
-    env_id: str,
-    seed: int,
-    on_step: OnStep,
-    total_steps: int = 1_000_000,
-    on_episode: Callable[[int, float], None] = lambda steps, sum_of_rewards: None,
-) -> None:
+def sac(env_id: str, seed: int, on_step: OnStep, total_steps: int = 1_000_000) -> None:
     """Soft actor-critic for a bounded Box."""
     learning_starts, batch, delay = 5_000, 256, 2
     envs = make_envs(env_id, 1, seed)
@@ -216,7 +203,7 @@ def sac(
     def greedy(rows: NDArray[Any]) -> NDArray[Any]:
         return np.asarray(agent.actor.draw(torch.as_tensor(rows, dtype=torch.float32))[2].numpy())
 
-    obs, sum_of_rewards = envs.reset(seed=seed)[0].astype(np.float32), 0.0
+    obs = envs.reset(seed=seed)[0].astype(np.float32)
     for step in range(total_steps):
         if step < learning_starts:
             act = np.stack([space.sample()])
@@ -228,48 +215,10 @@ def sac(
         row = step % size
         for column, cells in zip(replay, (obs, act, reward[:, None], real, terminated[:, None]), strict=True):
             column[row] = cells[0]
-        obs, sum_of_rewards = next_obs, sum_of_rewards + float(reward[0])
-        if terminated[0] or truncated[0]:
-            on_episode(step + 1, sum_of_rewards)
-            sum_of_rewards = 0.0
+        obs = next_obs
         if step > learning_starts:
             index = np.random.randint(0, min(step + 1, size), batch)
             columns = (torch.as_tensor(column[index]) for column in replay)
             agent.update(*columns, actor_updates=delay if step % delay == 0 else 0)
         on_step(step + 1, greedy)
     envs.close()
-
-
-def main(env_id: str, total_steps: int, seed: int, directory: Path) -> None:
-    """Trains SAC once and keeps the outcome.
-
-    Args:
-        env_id: Of environments with continuous actions.
-        total_steps: To train for.
-        seed: Of the run.
-        directory: To write into.
-    """
-    began_s = time.monotonic()
-    directory.mkdir(parents=True, exist_ok=True)
-    policy: list[Act] = []
-    with (directory / "metrics.jsonl").open("w") as metrics:
-
-        def on_episode(steps: int, sum_of_rewards: float) -> None:
-            metrics.write(json.dumps({"steps": steps, "episodes": 1, "return_mean": sum_of_rewards}) + "\n")
-            metrics.flush()
-            print(f"{steps:,}/{total_steps:,} steps, {time.monotonic() - began_s:.0f} s, return {sum_of_rewards:.0f}")
-
-        def on_step(steps: int, act: Act) -> None:
-            policy[:] = [act]
-
-        sac(env_id, seed, on_step, total_steps, on_episode)
-    returns = greedy_returns(env_id, 10, 10_000_000 + 1_000 * seed, policy[0])
-    wall_s = time.monotonic() - began_s
-    outcome = {"seed": seed, "wall_s": round(wall_s, 2), "steps": total_steps, "returns": returns.tolist()}
-    (directory / "outcome.json").write_text(json.dumps(outcome) + "\n")
-
-
-if __name__ == "__main__":
-    import tyro
-
-    tyro.cli(tyro.conf.configure(tyro.conf.Positional)(main), description=__doc__)

@@ -15,8 +15,8 @@ Ours runs with its default settings, which start no Ray, with Gymnasium's NumPy 
 learner's process, and with a private Ray. Libraries other than ours run twice
 for each seed: with as many threads as torch chooses, and with one, which is faster for small nets.
 
-Stable-Baselines3 and RLlib live in environments of their own, made by ``benchmarks/make_peer_venvs.sh DIRECTORY
-stable-baselines3 rllib`` and found by ``--venvs DIRECTORY``; what is not installed is a line that says so. ``--json``
+Stable-Baselines3 lives in an environment of its own, made by ``benchmarks/make_peer_venvs.sh DIRECTORY
+stable-baselines3`` and found by ``--venvs DIRECTORY``; if it is not installed, a line says so. ``--json``
 keeps each run as soon as it is over; runs that are in the file already are not repeated.
 """
 
@@ -25,20 +25,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from json import loads
+from json import dumps, loads
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import tyro
 from judge import MARK, TASKS
-from measure import heading, tree
+from measure import heading
 
-from rayvec.bench.results import Results
 from rayvec.bench.terminal import show_table, spread
 
 LIBRARIES = {
@@ -48,11 +47,9 @@ LIBRARIES = {
     "CleanRL-style": "",
     "Stable-Baselines3": "stable-baselines3",
     "Tianshou": "",
-    "RLlib": "rllib",
 }
 """Of each library, the virtual environment in ``--venvs`` that it lives in; "" is this one."""
 OURS = ("rayvec", "rayvec, native", "rayvec, with Ray")
-CORES = sorted(os.sched_getaffinity(0))[:2]
 GRACE_S = 60
 """How much longer than its limit a process may take, evaluations and its end included, before it is killed."""
 
@@ -79,7 +76,7 @@ def learn(library: str, threads: int, python: Path, task: str, seed: int, limit_
     command = [python, Path(__file__).with_name("end_to_end_peers.py"), library, task, seed, began_s, limit_s]
     with subprocess.Popen(
         list(map(str, command)), env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, preexec_fn=lambda: os.sched_setaffinity(0, CORES),
+        stderr=subprocess.PIPE, preexec_fn=lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]),
     ) as process:  # fmt: skip
         error = ""
         try:
@@ -110,12 +107,9 @@ def learn(library: str, threads: int, python: Path, task: str, seed: int, limit_
 
 def kill(process: subprocess.Popen[str]) -> None:
     """Ends a process and everything that it has started."""
-    for pid in tree(process.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-TITLES = {"cartpole": "PPO, CartPole-v1 to 475", "pendulum": "SAC, Pendulum-v1 to -200"}
+    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
 def variants(libraries: Sequence[str], threads: Sequence[int]) -> list[tuple[str, int]]:
@@ -141,7 +135,7 @@ def show(records: list[Record], task: str, columns: Sequence[tuple[str, int]], s
         reached = f"{len(done)} of {len(runs)}{failed}"
         rows.append([title, reached, spread(times, ".1f"), spread(steps), spread(ratios, ".2f")])
     header = ["", "reached", "wall time, s", "steps", "time / rayvec, seed by seed"]
-    show_table(TITLES[task], header, rows)
+    show_table(f"{TASKS[task].env_id} to {TASKS[task].threshold:g}", header, rows)
 
 
 def main(
@@ -152,6 +146,7 @@ def main(
     limit_s: float = 240.0,
     venvs: Path = Path("venvs"),
     json: Path | None = None,
+    quick: bool = False,
 ) -> None:
     """Runs what is missing, interleaved, and prints a table for each task.
 
@@ -163,25 +158,26 @@ def main(
         limit_s: Of the clock, for each run.
         venvs: Where make_peer_venvs.sh made them.
         json: File to keep the runs in, and to resume.
+        quick: One seed of PPO by rayvec and by the script in the way of CleanRL: less than a minute.
     """
-    results = Results("end-to-end", {}, json or Path(os.devnull))
-    if results.path.is_file():
-        results = Results.read(results.path, "end-to-end")
-    known = {(r["library"], r["threads"], r["task"], r["seed"]) for r in results.rows}
+    if quick:
+        tasks, seeds, threads, libraries = ("cartpole",), (1,), (1,), ("rayvec", "CleanRL-style")
+    records: list[Record] = loads(json.read_text()) if json and json.exists() else []
+    known = {(r["library"], r["threads"], r["task"], r["seed"]) for r in records}
     ways = variants(libraries, threads)
     for task, seed, (library, count) in itertools.product(tasks, seeds, ways):
         python = python_of(library, venvs)
         if python is None or (library, count, task, seed) in known:
             continue
         record = learn(library, count, python, task, seed, limit_s)
-        results.rows.append(record)
+        records.append(record)
         result = f"{record['reached_s']} s {record['error']}"
         print(f"{library}, {count} threads, {task}, seed {seed}: {result}", file=sys.stderr)
         if json:
-            results.write()
+            json.write_text(dumps(records))
     print(heading())
     for task in tasks:
-        show(results.rows, task, ways, seeds)
+        show(records, task, ways, seeds)
 
 
 if __name__ == "__main__":

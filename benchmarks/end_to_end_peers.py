@@ -5,8 +5,8 @@
 BEGAN_S is what ``time.monotonic()`` said when the process was started. Each function imports what it needs, so that
 each library can live in an environment of its own. Settings are those that the projects publish for these very
 environments: Stable-Baselines3's in rl-baselines3-zoo (``hyperparams/ppo.yml`` and ``sac.yml``), CleanRL's defaults,
-Tianshou's in its ``test/discrete/test_ppo_discrete.py`` and ``test/continuous/test_sac_with_il.py``, RLlib's in
-``examples/algorithms/ppo/cartpole_ppo.py`` and ``tuned_examples/sac/pendulum_sac.py``, and our own defaults.
+Tianshou's in its ``test/discrete/test_ppo_discrete.py`` and ``test/continuous/test_sac_with_il.py``, and our own
+defaults.
 """
 
 from __future__ import annotations
@@ -176,73 +176,10 @@ def tianshou_ppo(envs: Any) -> Any:
 
 def tianshou_sac(envs: Any) -> Any:
     """Returns Tianshou's SAC for Pendulum-v1."""
-    from sac_update import tianshou_algorithm
+    from updates import tianshou_algorithm
 
     more = {"alpha_lr": 3e-4, "deterministic_eval": True}
     return tianshou_algorithm(3, envs.action_space[0], 128, 1e-3, 1e-3, n_step_return_horizon=3, **more)
-
-
-def rllib(task: str, seed: int, judge: Judge) -> None:
-    """RLlib's new stack, as its examples set it up."""
-    import gymnasium
-    import torch
-
-    config: Any = rllib_ppo() if task == "cartpole" else rllib_sac()
-    space = gymnasium.make(TASKS[task].env_id).action_space
-    algorithm = config.environment(TASKS[task].env_id).debugging(seed=seed, log_level="ERROR").build_algo()
-
-    def greedy(obs: NDArray[Any]) -> NDArray[Any]:
-        module = algorithm.get_module()
-        with torch.no_grad():
-            inputs = module.forward_inference({"obs": torch.as_tensor(obs)})["action_dist_inputs"]
-        if task == "cartpole":
-            return np.asarray(inputs.argmax(1).numpy())
-        mean = inputs[:, : space.shape[0]].tanh().numpy()
-        return np.asarray(space.low + (mean + 1) * (space.high - space.low) / 2)
-
-    while True:
-        judge(int(algorithm.train()["num_env_steps_sampled_lifetime"]), greedy)
-
-
-def rllib_ppo() -> Any:
-    """Returns RLlib's PPO for CartPole-v1."""
-    from ray.rllib.algorithms.ppo import PPOConfig
-    from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
-
-    model = DefaultModelConfig(fcnet_hiddens=[32], fcnet_activation="linear", vf_share_layers=True)
-    return PPOConfig().training(lr=0.0003, num_epochs=6, vf_loss_coeff=0.01).rl_module(model_config=model)
-
-
-def rllib_sac() -> Any:
-    """Returns RLlib's SAC for Pendulum-v1."""
-    from ray.rllib.algorithms.sac import SACConfig
-    from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
-    from torch import nn
-
-    model = DefaultModelConfig(
-        fcnet_hiddens=[256, 256], fcnet_activation="relu", fcnet_kernel_initializer=nn.init.xavier_uniform_,
-        head_fcnet_hiddens=[], head_fcnet_activation=None, head_fcnet_kernel_initializer="orthogonal_",
-        head_fcnet_kernel_initializer_kwargs={"gain": 0.01},
-    )  # fmt: skip
-    replay = {"type": "PrioritizedEpisodeReplayBuffer", "capacity": 100_000, "alpha": 1.0, "beta": 0.0}
-    return (
-        SACConfig()
-        .training(
-            initial_alpha=1.001,
-            actor_lr=2e-4,
-            critic_lr=8e-4,
-            alpha_lr=9e-4,
-            lr=None,
-            target_entropy="auto",
-            n_step=(2, 5),
-            tau=0.005,
-            train_batch_size_per_learner=256,
-            target_network_update_freq=1,
-            replay_buffer_config=replay,
-            num_steps_sampled_before_learning_starts=256,
-        )
-        .rl_module(model_config=model)
-    )
 
 
 LIBRARIES: dict[str, Callable[[str, int, Judge], None]] = {
@@ -252,7 +189,6 @@ LIBRARIES: dict[str, Callable[[str, int, Judge], None]] = {
     "CleanRL-style": cleanrl_style,
     "Stable-Baselines3": stable_baselines3,
     "Tianshou": tianshou,
-    "RLlib": rllib,
 }
 
 

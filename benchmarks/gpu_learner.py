@@ -5,8 +5,6 @@
 A row is whole updates of a learner, as ``train`` calls them, in samples/s: PPO with an MLP and with a Nature-CNN, SAC,
 and IMPALA. Beside PPO stand the update of a script in the way of CleanRL (eager modules, autograd, torch's Adam) and
 that of a script in the way of LeanRL (the same, compiled, with CUDA graphs), with the same minibatches and data.
-"Bound" is what the device could do: the larger of operations over its measured rate of products, and bytes of weights
-and samples over its measured bandwidth. "Pageable" is the fastest of ours without page-locked memory.
 
 ``--device cpu`` runs the same on a CPU, where nothing is captured and time is that of the process, which other programs
 hardly change.
@@ -28,10 +26,9 @@ from unittest import mock
 import numpy as np
 import torch
 from cleanrl_style import ppo_loss
+from learner_task import LearnerTask
 from torch import Tensor, nn
 
-from rayvec.bench.harness.learners import LearnerTask
-from rayvec.policies import networks
 from rayvec.policies.precision import autocast
 
 D, A = 17, 6
@@ -51,7 +48,7 @@ def ours(task: LearnerTask, precision: str, kind: str) -> Updates:
     """Returns an update of our learner; `kind` is "eager", "compiled" or "captured"."""
     without = without_capture if kind == "compiled" else contextlib.nullcontext
     with without():
-        learner = task.learner(precision=precision, compile=kind != "eager", total_steps=10**9)()
+        learner = task.learner(precision=precision, compile=kind != "eager", total_steps=10**9)
         batch = task.batch(learner)
 
     def update() -> Any:
@@ -109,7 +106,7 @@ def plain(task: LearnerTask, precision: str, *, lean: bool) -> Updates:
     on_gpu = device == "cuda"
     rate: Any = torch.tensor(2.5e-4, device=device) if lean and on_gpu else 2.5e-4
     adam = torch.optim.Adam(agent.parameters(), lr=rate, eps=1e-5, capturable=lean and on_gpu, fused=lean or None)
-    (chunk,) = task.batch(task.learner()()).chunks
+    (chunk,) = task.batch(task.learner()).chunks
     rows = task.rows
     logp = chunk.extras["logp"].reshape(-1)
     numbers = np.random.default_rng(1).normal(size=(3, rows)).astype(np.float32)
@@ -137,31 +134,6 @@ def plain(task: LearnerTask, precision: str, *, lean: bool) -> Updates:
         return next(agent.parameters()).sum().item()
 
     return update
-
-
-def bound(task: LearnerTask, precision: str) -> float:
-    """Returns the most samples per second that the device's measured rates allow."""
-    if task.images:  # multiplications of the three convolutions and of the layers after them
-        products = 20 * 20 * 32 * 4 * 64 + 9 * 9 * 64 * 32 * 16 + 7 * 7 * 64 * 64 * 9 + 3136 * 512 + 512 * (CHOICES + 1)
-        num_weights, sample_bytes = 1_690_000, 4 * 84 * 84
-    else:
-        nets = {"ppo": 2, "impala": 2, "sac": 7}[task.algorithm]  # SAC: two critics, two targets, twice the actor, ...
-        width = task.hidden_sizes[0]
-        products = nets * (D * width + width**2 + width * A)
-        num_weights, sample_bytes = products, 4 * (2 * D + A + 4)
-    flops, bandwidth = rates(task.device, precision)
-    compute_s = 3 * 2 * products / flops  # once forward, twice backward
-    memory_s = (sample_bytes + 4 * 8 * num_weights / task.minibatch_size) / bandwidth  # weights, gradients, moments
-    return 1 / max(compute_s, memory_s)
-
-
-def rates(device: str, precision: str) -> tuple[float, float]:
-    """Returns operations per second of large products of matrices, and bytes per second of a large copy."""
-    size = 8192 if device == "cuda" else 1024
-    one = torch.ones(size, size, device=device, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-    words = torch.ones(1 << (28 if device == "cuda" else 24), device=device)
-    copy = torch.empty_like(words)
-    return 2 * size**3 / seconds(lambda: one @ one), 2 * words.nbytes / seconds(lambda: copy.copy_(words))
 
 
 def seconds(function: Updates, repeats: int = 5) -> float:
@@ -205,18 +177,12 @@ def lines(options: argparse.Namespace) -> Iterator[list[str]]:
             ways |= {f"{name} {precision}": ours(task, precision, name) for name in here}
             ways |= {f"{name} {precision}": plain(task, precision, lean=name == "leanrl") for name in scripts}
         found = measure(ways, task.samples, options.repeats)
-        if options.device == "cuda" and "pageable" in options.kinds:
-            pageable = {f"pageable {each}": ours(task, each, here[-1]) for each in options.precisions}
-            with mock.patch.object(networks, "PAGE_LOCKED", frozenset()):
-                found |= measure(pageable, task.samples, options.repeats)
         for precision in options.precisions:
-            limit = bound(task, precision)
-            best = max(statistics.median(found[f"{name} {precision}"]) for name in here)
             cells = [spread(found.get(f"{name} {precision}")) for name in COLUMNS]
-            yield [f"{name_of(task)}, {precision}", *cells, f"{limit:,.0f}", f"{best / limit:.0%}"]
+            yield [f"{name_of(task)}, {precision}", *cells]
 
 
-COLUMNS = ["eager", "compiled", "captured", "pageable", "cleanrl", "leanrl"]
+COLUMNS = ["eager", "compiled", "captured", "cleanrl", "leanrl"]
 TASKS = ["ppo", "ppo-cnn", "impala", "impala-cnn", "sac"]
 
 
@@ -250,14 +216,18 @@ def main() -> int:
     parser.add_argument("--minibatches", type=int, nargs="+", default=[256, 1024], help="of PPO and IMPALA, in samples")
     parser.add_argument("--num-steps", type=int, default=64, help="of each of 64 environments, in an update")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="one small task, eager, in float32: less than a minute")
     options = parser.parse_args()
+    if options.quick:
+        options.tasks, options.kinds, options.precisions = ["ppo"], ["eager", "cleanrl"], ["float32"]
+        options.minibatches, options.num_steps, options.repeats = [1024], 16, 2
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA: this benchmark measures a GPU, and torch sees none on this machine", file=sys.stderr)
         return 1
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     name = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
     print(f"    python {' '.join(sys.argv)}\n\n{name}, torch {torch.__version__}, samples/s\n")
-    header = ["", *COLUMNS, "bound", "best of ours"]
+    header = ["", *COLUMNS]
     print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
     for cells in lines(options):
         print("| " + " | ".join(cells) + " |", flush=True)

@@ -4,8 +4,7 @@
     python benchmarks/learning.py --algorithm sac --env-id Pendulum-v1 --plot pendulum.png -- --total-steps 20000
 
 What follows ``--`` goes to ``rayvec train ALGORITHM``. Wall time is that of the whole process: the start of the
-interpreter and of Ray, training, and the greedy evaluation. ``--random 100`` plays as many episodes with random
-actions, for comparison, in the environments of the first seed. Returns are always the environment's own: what the
+interpreter and of Ray, training, and the greedy evaluation. Returns are always the environment's own: what the
 learner clips or scales does not show in them.
 
 With ``--runs DIR`` the run directories are kept, and several calls can share them: ``DIR/seedN/outcome.json`` keeps the
@@ -35,14 +34,12 @@ from measure import heading
 from numpy.typing import NDArray
 
 from rayvec.bench.terminal import show_table
-from rayvec.collect.collector import Collector
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.learning_curve import episode_mean
 from rayvec.training.loggers import read_metrics
 from rayvec.training.matplotlib_figures import COLORS, curves_figure
 from rayvec.training.run_dir import load_result, load_run
-from rayvec.training.runs import make_env
 
 RAYVEC = [sys.executable, "-m", "rayvec"]
 INTERRUPTED = 130
@@ -175,15 +172,6 @@ def draw(outcomes: dict[str, list[Outcome]], path: Path, title: str) -> None:
     figure.savefig(path)
 
 
-def random_return(run_dir: Path, episodes: int) -> float:
-    """Returns the mean return of actions drawn uniformly, in the environments of a run."""
-    config, _ = load_run(run_dir)
-    with make_env(config) as env:
-        env.action_space.seed(0)
-        collector = Collector(env, lambda obs: env.action_space.sample(), inference="driver", seed=config.eval_seed())
-        return float(collector.collect(n_episode=episodes).stats.returns.mean())
-
-
 def main(
     algorithm: str = "ppo",
     env_id: str = "CartPole-v1",
@@ -191,10 +179,9 @@ def main(
     episodes: int = 100,
     plot: Path | None = None,
     runs: Path | None = None,
-    random: int = 0,
     minutes: float | None = None,
-    beside: Path | None = None,
     report: bool = False,
+    quick: bool = False,
     *,
     options: tyro.conf.Suppress[tuple[str, ...]] = (),
 ) -> None:
@@ -207,12 +194,13 @@ def main(
         episodes: Of the greedy evaluation.
         plot: PNG to draw the learning curves into.
         runs: Directory to keep the runs in.
-        random: Episodes to play with random actions.
         minutes: Wall time after which each training ends.
-        beside: Directory of other runs, such as cleanrl_style.py's, to show too.
         report: Train nothing, show what has finished in --runs.
+        quick: One seed of 8,192 steps and 5 episodes: less than a minute.
         options: For ``rayvec train``.
     """
+    if quick:
+        seeds, episodes, options = seeds[:1], 5, ("--total-steps", "8192", *options)
     with tempfile.TemporaryDirectory() as directory:
         kept = runs or Path(directory)
         kept.mkdir(parents=True, exist_ok=True)
@@ -223,16 +211,9 @@ def main(
             sys.exit(f"none of the seeds {list(seeds)} has finished in {kept}")
         print(heading())
         shown = {"rayvec": outcomes}
-        if beside:
-            shown[beside.name] = [read(path.parent) for path in sorted(beside.glob("seed*/outcome.json"))]
         show(shown)
         if plot:
             draw(shown, plot, f"{env_id} · {algorithm.upper()}")
-        if random:
-            chance = random_return(outcomes[0].run_dir, random)
-            mean = np.mean([item.returns.mean() for item in outcomes])
-            print(f"\nRandom actions: {chance:.2f} over {random} episodes; ", end="")
-            print(f"the mean over seeds is {mean / chance:.1f} times that.")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Makes a virtual environment for each library that can't live beside rayvec, for `peers.py` and the other
-# scripts here that take --venvs.
+# Makes a virtual environment for each library that can't live beside rayvec, for the scripts here that take --venvs.
 #
 #     benchmarks/make_peer_venvs.sh DIRECTORY [PEER...]
 #
-# and prints the line that lets `peers.py` find them. A peer whose packages can't be installed is left out.
+# A peer whose packages can't be installed is left out.
 set -uo pipefail
 if [ $# -lt 1 ] || [ "${1#-}" != "$1" ]; then
-    sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,6s/^# \{0,1\}//p' "$0" >&2
     case ${1-} in -h | --help) exit 0 ;; esac
     exit 2
 fi
@@ -24,7 +23,6 @@ packages() {
         pufferlib) echo "ray psutil filelock gym==0.23.0 pettingzoo shimmy" ;;
         torchrl) echo "torchrl torch gymnasium" ;;
         rllib) echo "ray[rllib] torch" ;;
-        jax) echo "jax[cpu]" ;;
         *)
             echo "unknown peer $1" >&2
             exit 2
@@ -37,7 +35,6 @@ install() { # VENV PACKAGE...
         -c <(grep -E '^(torch|ray|psutil)=' "$here/constraints.txt") "${@:2}"
 }
 
-found=""
 for peer in ${peers[*]}; do
     list=$(packages "$peer") || exit 2
     venv="$directory/$peer"
@@ -48,11 +45,8 @@ for peer in ${peers[*]}; do
     fi
     # The environments are the same for all: what Gymnasium and ALE bring.
     # shellcheck disable=SC2086
-    if install "$venv" $list psutil "gymnasium[mujoco]" ale-py; then
-        found="$found:$peer=$venv"
-    else
+    if ! install "$venv" $list "gymnasium[mujoco]" ale-py; then
         echo "$peer could not be installed" >&2
         rm -rf "$venv"
     fi
 done
-echo "export RAYVEC_BENCH_VENVS=${found#:}"

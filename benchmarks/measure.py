@@ -8,36 +8,24 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
+from peer_process import HERE, Measured, PeerProcess
 
-from rayvec.bench.measured_processes import PeerProcess, marked_environment, peer_process
 from rayvec.bench.results import machine
 from rayvec.bench.terminal import ratio, show_table, spread
-from rayvec.errors import RayvecError
 from rayvec.training.versions import installed_versions
 
 _T = TypeVar("_T")
 
 
 def share_modules() -> None:
-    """Lets processes of the harness import the modules of this directory."""
-    places = [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
-
-
-def run_command(run: Callable[[_T], None], settings: _T) -> None:
-    """Runs a command of :mod:`rayvec.bench` with peers of this directory; wrong input ends it with a message."""
-    share_modules()
-    try:
-        run(settings)
-    except RayvecError as error:
-        raise SystemExit(str(error)) from None
+    """Lets processes that are started from here import the modules of this directory."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 
 
 def check_only(only: Collection[str], peers: Collection[str]) -> None:
@@ -46,20 +34,8 @@ def check_only(only: Collection[str], peers: Collection[str]) -> None:
         raise SystemExit(f"--only names peers that are not here: {sorted(unknown)}. Expected some of {list(peers)}.")
 
 
-def check_repeats(count: int, option: str = "--repeats") -> None:
-    """Ends the benchmark with a message where it is to measure nothing."""
-    if count < 1:
-        raise SystemExit(f"{option} is at least 1, not {count}.")
-
-
-def tree(root: int) -> list[int]:
-    """Returns a process and all its descendants."""
-    return [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
-
-
 def interleaved(ways: Mapping[str, Callable[[], _T]], repeats: int) -> dict[str, list[_T]]:
     """Measures each way once in every turn, so that other work on the machine disturbs all alike."""
-    check_repeats(repeats)
     found: dict[str, list[_T]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, measure in ways.items():
@@ -67,58 +43,54 @@ def interleaved(ways: Mapping[str, Callable[[], _T]], repeats: int) -> dict[str,
     return found
 
 
-def show_updates(
-    adapter: str,
+def measure_peers(
+    peer: str,
     tasks: Mapping[str, Any],
     venvs: Mapping[str, Path],
-    settings: Mapping[str, str],
-    measured: Callable[[PeerProcess], float],
+    environment: Mapping[str, str],
+    seconds: float,
     repeats: int,
-    title: str,
-    header: list[str],
-    base: Callable[[str], str],
-) -> None:
-    """Lets peers make updates, each in a process of its own, and prints a table.
+) -> dict[str, list[Measured]]:
+    """Returns windows of each peer, interleaved; those that are not installed are left out.
 
     Args:
-        adapter: ``module:name`` of the harness's adapter that makes the updates of a peer.
-        tasks: By peer, what the adapter is made with.
+        peer: ``module:function``; see :mod:`peer_process`.
+        tasks: By name, what it is made with.
         venvs: Virtual environments of peers that do not run in this one.
-        settings: Environment variables.
-        measured: Returns a figure of some updates of a process.
-        repeats: How often each is measured.
-        title: Of the table.
-        header: Its columns: peer, figure, figure over that of its base.
-        base: Returns the base of a peer.
+        environment: Environment variables.
+        seconds: Of a window at least.
+        repeats: Windows of each.
     """
-    share_modules()
-    ways: dict[str, Callable[[], float]] = {}
     with contextlib.ExitStack() as stack:
+        ways: dict[str, Callable[[], Measured]] = {}
         for name, task in tasks.items():  # one after another, so that none compiles while another is measured
             python = venvs[name] / "bin" / "python" if name in venvs else Path(sys.executable)
             if python.exists():
-                environment = {**marked_environment(), **settings}
-                start = peer_process(adapter, environment, task, str(python), "builtins:dict")
-                process, started = stack.enter_context(start)
-                if "missing" not in started:
-                    measured(process)
-                    ways[name] = partial(measured, process)
-        found = interleaved(ways, repeats)
+                process = stack.enter_context(PeerProcess(peer, task, str(python), environment=environment))
+                if process.missing:
+                    print(f"{name}: {process.missing}", file=sys.stderr)
+                else:
+                    process.measure(0.0)
+                    ways[name] = partial(process.measure, seconds)
+        return interleaved(ways, repeats)
+
+
+def show_ms(title: str, names: Sequence[str], found: Mapping[str, list[Measured]]) -> None:
+    """Prints a table of milliseconds of CPU time, and of their ratio to those of the first peer."""
+    values = {name: [1e3 * each.cpu_s / each.count for each in windows] for name, windows in found.items()}
     rows = []
-    for name in tasks:
-        if name in found:
-            over = ratio(found[name], found[base(name)]) if base(name) in found else ""
-            rows.append([name, spread(found[name], ".2f"), over])
-        else:
-            rows.append([name, "not installed", ""])
-    show_table(title, header, rows)
+    for name in names:
+        over = ratio(values[name], values[names[0]]) if {name, names[0]} <= set(values) else ""
+        rows.append([name, spread(values[name], ".2f") if name in values else "not installed", over])
+    show_table(title, ["", "ms", f"over {names[0]}"], rows)
 
 
 def heading() -> str:
     """Returns the command, the machine and the versions that a table was measured with."""
     at = machine()
     found = ", ".join(f"{name} {number}" for name, number in installed_versions().items())
-    return f"`python {shlex.join(sys.argv)}`, {date.today()}, {at['cores']} cores of {at['processor']}, {found}"
+    load = f"load {os.getloadavg()[0]:.1f}"
+    return f"`python {shlex.join(sys.argv)}`, {date.today()}, {at['cores']} cores of {at['processor']}, {load}, {found}"
 
 
 @contextlib.contextmanager

@@ -1,233 +1,331 @@
-"""`rayvec bench compare` and `rayvec bench scaling` beside the vector environments of other libraries.
+"""Steps/s of rayvec beside the vector environments and collectors of other libraries, on the same cores.
 
-    python benchmarks/peers.py compare --env-id CartPole-v1 HalfCheetah-v5 --peer-venv rllib=VENVS/rllib
-    python benchmarks/peers.py scaling --nodes 1 2 4
+    python benchmarks/peers.py --env-id CartPole-v1 HalfCheetah-v5 ale_py:ALE/Breakout-v5 --venvs VENVS
+    python benchmarks/peers.py --hidden-sizes 64 64 --num-envs 128      with a policy network, in collectors
+    python benchmarks/peers.py --step-s 0.01 --nodes 2 --num-envs 16 --workers 16      on simulated nodes
+    python benchmarks/peers.py --quick
 
-The options are those of the commands in the package, with more peers by default. Each function and class below is
-an adapter of the harness (rayvec/bench/harness); a process of its own makes it, with its library's own interpreter.
+Actions are random and drawn beforehand, unless --hidden-sizes names a network. The upper bound is independent
+processes, one for each worker. A peer that can put several environments into one process has as many as --workers, the
+others one for each environment. Tianshou's RayVectorEnv has at most 16 real environments, since each takes seconds to
+start. EnvPool brings its own environments, written in C++. Libraries that can't live beside rayvec have a virtual
+environment of their own: ``benchmarks/make_peer_venvs.sh VENVS``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 import os
 import signal
-from functools import partial
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import gymnasium
+import numpy as np
 
-from rayvec.bench.harness.task import Adapter, Task
-from rayvec.bench.harness.vectors import VectorAdapter
-
-_RAY = {"log_to_driver": False, "logging_level": 40}
-
-
-class TianshouVector(VectorAdapter):
-    """Tianshou's; it does not reset by itself, so Gymnasium's wrapper begins new episodes."""
-
-    def __init__(self, task: Task, kind: str, transport: str) -> None:
-        import tianshou.env
-
-        make: Any = task.make if task.env_id is None else lambda: gymnasium.wrappers.Autoreset(task.make())
-        super().__init__(getattr(tianshou.env, kind)([make] * task.num_envs), task.num_envs, transport, task.actions())
-        self.env.seed(0)
-        self.env.reset()
-
-    def set_step(self, step_s: float, chunk_steps: int, inference: str | None) -> None:
-        """Sets how long emulated environments take."""
-        self.env.set_env_attr("step_s", step_s)
+Advance = Callable[[], int]
+Peer = Callable[[dict[str, Any]], Iterator[Advance]]
+T = 128
 
 
-tianshou_subproc = partial(TianshouVector, kind="SubprocVectorEnv", transport="pipe")
-tianshou_shmem = partial(TianshouVector, kind="ShmemVectorEnv", transport="pipe, shm")
+def make(task: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    """Makes one environment."""
+    if task["step_s"]:
+        from rayvec.bench.emulated import EmulatedEnv
+
+        return EmulatedEnv(task["step_s"])
+    module, _, name = task["env_id"].rpartition(":")
+    if module:  # some versions of Gymnasium fail when they import it a second time
+        __import__(module)
+    return gymnasium.make(name)
 
 
-def tianshou_ray(task: Task) -> TianshouVector:
-    """Makes Tianshou's ``RayVectorEnv``, of at most 16 real environments: each takes seconds to start."""
-    import ray
+def stepping(env: Any, task: dict[str, Any], num_envs: int | None = None) -> Advance:
+    """Returns what steps a vector environment with random actions."""
+    space, count = make(task).action_space, num_envs or task["num_envs"]
+    space.seed(0)
+    batches = itertools.cycle([np.stack([space.sample() for _ in range(count)]) for _ in range(64)])
 
-    ray.init(address=task.address or "local", **_RAY)
-    few = task if task.env_id is None else Task(**{**vars(task), "num_envs": min(task.num_envs, 16)})
-    found = TianshouVector(few, "RayVectorEnv", "ray actors")
-    found.spans_nodes = True
-    return found
+    def advance() -> int:
+        env.step(next(batches))
+        return count
+
+    return advance
 
 
-def stable_baselines3(task: Task) -> VectorAdapter:
-    """Makes Stable-Baselines3's ``SubprocVecEnv``: one process for each environment."""
-    from stable_baselines3.common.vec_env import SubprocVecEnv
+def rayvec(task: dict[str, Any], in_chunks: bool = False) -> Iterator[Advance]:
+    """rayvec: `env.step`, or chunks of 128 steps with the policy in the workers, the next one prefetched."""
+    from rayvec import Collector, Policy, RayVecEnv
+    from rayvec.bench.ways import RandomActions
+    from rayvec.policies.networks import make_actor_critic
 
-    env = SubprocVecEnv([task.make] * task.num_envs, start_method="forkserver")
+    where = {"num_nodes": task["nodes"], "workers_per_node": task["workers"] // max(1, task["nodes"])}
+    with RayVecEnv([lambda: make(task)] * task["num_envs"], address=task["address"], **where) as env:
+        env.reset(seed=0)
+        policy: Any = RandomActions([np.asarray(env.action_space.sample()) for _ in range(64)])
+        if task["hidden_sizes"]:
+            spaces = env.single_observation_space, env.single_action_space
+            policy = Policy(make_actor_critic(*spaces, task["hidden_sizes"]))
+        if in_chunks or task["hidden_sizes"]:
+            inference: Any = "worker" if in_chunks else "driver"
+            collector = Collector(env, policy, prefetch=in_chunks, inference=inference)
+            steps = task["num_envs"] * (min(T, max(1, round(2 / task["step_s"]))) if task["step_s"] else T)
+            yield lambda: int(collector.collect(n_step=steps).stats.n_collected_steps)
+        else:
+            yield stepping(env, task)
+
+
+def upper_bound(task: dict[str, Any]) -> Iterator[Advance]:
+    """Independent processes that step one environment each."""
+    from rayvec.bench.upper_bound import UpperBound
+    from rayvec.envs.factory import EnvFactory
+
+    factory = EnvFactory.build([lambda: make(task)]).to_bytes()
+    with contextlib.closing(UpperBound(factory, task["workers"])) as bound:
+        yield lambda: round(0.25 * bound.measure(0.25))
+
+
+def gymnasium_vector(task: dict[str, Any], kind: str) -> Iterator[Advance]:
+    """Gymnasium's vector environments."""
+    kwargs = {"context": "forkserver"} if kind == "AsyncVectorEnv" else {}
+    with contextlib.closing(getattr(gymnasium.vector, kind)([lambda: make(task)] * task["num_envs"], **kwargs)) as env:
+        env.reset(seed=0)
+        yield stepping(env, task)
+
+
+def tianshou(task: dict[str, Any], kind: str) -> Iterator[Advance]:
+    """Tianshou's vector environments; they do not reset by themselves, so Gymnasium's wrapper begins new episodes."""
+    import tianshou.env
+
+    count = task["num_envs"]
+    if kind == "RayVectorEnv":
+        import ray
+
+        ray.init(address=task["address"] or "local", log_to_driver=False, logging_level=40)
+        count = count if task["step_s"] else min(count, 16)
+    env = getattr(tianshou.env, kind)([lambda: gymnasium.wrappers.Autoreset(make(task))] * count)
     env.reset()
-    return VectorAdapter(env, task.num_envs, "pipe", task.actions())
+    yield stepping(env, task, count)
+    env.close()
 
 
-def rayvec_stable_baselines3(task: Task) -> VectorAdapter:
-    """Makes rayvec's vector environment for Stable-Baselines3, without Ray."""
-    from rayvec.stable_baselines3 import RayVecEnv
+def tianshou_collector(task: dict[str, Any]) -> Iterator[Advance]:
+    """Tianshou's Collector over SubprocVectorEnv, of at most 64 environments with discrete actions."""
+    import tianshou.env
+    import torch
+    from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+    from tianshou.data import Collector, VectorReplayBuffer
+    from tianshou.utils.net.common import Net
+    from tianshou.utils.net.discrete import DiscreteActor
 
-    env = RayVecEnv([task.make] * task.num_envs, num_nodes=0, workers_per_node=task.workers)
+    torch.set_num_threads(1)
+    space, count = make(task).action_space, min(task["num_envs"], 64)
+    if not isinstance(space, gymnasium.spaces.Discrete):
+        raise LookupError("this peer has a policy for discrete actions alone")
+    env = tianshou.env.SubprocVectorEnv([lambda: make(task)] * count)
+    shape = make(task).observation_space.shape or ()
+    body = Net(state_shape=shape, hidden_sizes=list(task["hidden_sizes"]), activation=torch.nn.Tanh)
+    actor = DiscreteActor(preprocess_net=body, action_shape=int(space.n), softmax_output=False)
+    policy = DiscreteActorPolicy(actor=actor, action_space=space)
+    collector = Collector(policy, env, VectorReplayBuffer(2 * T * count, count))
+    collector.reset()
+    yield lambda: int(collector.collect(n_step=8 * count).n_collected_steps)
+    env.close()
+
+
+def stable_baselines3(task: dict[str, Any], kind: str = "") -> Iterator[Advance]:
+    """Stable-Baselines3's SubprocVecEnv, or rayvec's vector environment for it."""
+    if kind == "rayvec":
+        from rayvec.stable_baselines3 import RayVecEnv
+
+        env: Any = RayVecEnv([lambda: make(task)] * task["num_envs"], num_nodes=0, workers_per_node=task["workers"])
+    else:
+        from stable_baselines3.common.vec_env import SubprocVecEnv
+
+        env = SubprocVecEnv([lambda: make(task)] * task["num_envs"], start_method="forkserver")
     env.reset()
-    return VectorAdapter(env, task.num_envs, "shm", task.actions())
+    yield stepping(env, task)
+    env.close()
 
 
-def envpool(task: Task) -> VectorAdapter:
-    """Makes EnvPool's own environment of that name, which its threads step.
-
-    Raises:
-        LookupError: It has none.
-    """
+def envpool(task: dict[str, Any]) -> Iterator[Advance]:
+    """EnvPool's own environment of that name, which its threads step."""
     import envpool
 
-    name = str(task.env_id).rpartition(":")[2].removeprefix("ALE/")
+    name = str(task["env_id"]).rpartition(":")[2].removeprefix("ALE/")
     if name not in envpool.list_all_envs():
         raise LookupError(f"EnvPool has no {name}")
-    env = envpool.make(name, env_type="gymnasium", num_envs=task.num_envs, num_threads=task.workers)
+    env = envpool.make(name, env_type="gymnasium", num_envs=task["num_envs"], num_threads=task["workers"])
     env.reset()
-    return VectorAdapter(env, task.num_envs, "threads, C++ environment", task.actions())
+    yield stepping(env, task)
 
 
-class Spinning(VectorAdapter):
-    """PufferLib, whose worker processes never block: they are stopped between their turns."""
-
-    def wake(self) -> None:
-        """Resumes the workers."""
-        self._signal(signal.SIGCONT)
-
-    def rest(self) -> None:
-        """Stops the workers."""
-        self._signal(signal.SIGSTOP)
-
-    def close(self) -> None:
-        """Ends it; a stopped process would not receive the request."""
-        self.wake()
-        super().close()
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in getattr(self.env, "processes", ()):
-            os.kill(process.pid, number)
-
-
-def _pufferlib(task: Task, backend: str, transport: str) -> Spinning:
+def pufferlib(task: dict[str, Any], backend: str) -> Iterator[Advance]:
+    """PufferLib. Its workers never block, so they are stopped while others are measured."""
     import pufferlib.emulation
     import pufferlib.vector
 
     known = inspect.signature(pufferlib.emulation.GymnasiumPufferEnv).parameters
 
-    def make(**given: Any) -> Any:
+    def create(**given: Any) -> Any:
         named = {name: value for name, value in given.items() if name in known}  # version 2 added buf and seed
-        return pufferlib.emulation.GymnasiumPufferEnv(env_creator=task.make, **named)
+        return pufferlib.emulation.GymnasiumPufferEnv(env_creator=lambda: make(task), **named)
 
-    workers = max(count for count in range(1, task.workers + 1) if task.num_envs % count == 0)
+    workers = max(count for count in range(1, task["workers"] + 1) if task["num_envs"] % count == 0)
     kwargs = {} if backend == "Serial" else {"num_workers": workers}
     kind = getattr(pufferlib.vector, backend)
-    env = pufferlib.vector.make(make, num_envs=task.num_envs, backend=kind, **kwargs)
+    env = pufferlib.vector.make(create, num_envs=task["num_envs"], backend=kind, **kwargs)
     env.reset(seed=0)
-    return Spinning(env, task.num_envs, transport, task.actions())
+    step, processes = stepping(env, task), getattr(env, "processes", ())
+
+    def signal_all(number: signal.Signals) -> None:
+        for process in processes:
+            os.kill(process.pid, number)
+
+    def advance() -> int:
+        signal_all(signal.SIGCONT)
+        count = sum(step() for _ in range(200))
+        signal_all(signal.SIGSTOP)
+        return count
+
+    yield advance
+    signal_all(signal.SIGCONT)
+    env.close()
 
 
-pufferlib_serial = partial(_pufferlib, backend="Serial", transport="none")
-"""Best without cores to spare."""
-pufferlib = partial(_pufferlib, backend="Multiprocessing", transport="shm, busy waiting")
-"""Best with cores to spare."""
-
-
-def pufferlib_ray(task: Task) -> Spinning:
-    """Makes PufferLib's Ray backend."""
-    import ray
-
-    ray.init("local", num_cpus=task.workers, include_dashboard=False, **_RAY)
-    return _pufferlib(task, "Ray", "ray")
-
-
-class TorchRL(VectorAdapter):
-    """TorchRL's ``ParallelEnv``: one process for each environment."""
-
-    def __init__(self, env: Any, num_envs: int) -> None:
-        super().__init__(env, num_envs, "shm, pipe", [env.rand_action()["action"] for _ in range(16)])
-        self._state = env.reset()
-
-    def advance(self) -> int:
-        """Steps all."""
-        self._state["action"] = self.next_actions()
-        _, self._state = self.env.step_and_maybe_reset(self._state)
-        return self.num_envs
-
-
-def torchrl(task: Task) -> TorchRL:
-    """Makes TorchRL's ``ParallelEnv``."""
+def torchrl(task: dict[str, Any]) -> Iterator[Advance]:
+    """TorchRL's ParallelEnv: one process for each environment."""
     import torch
     from torchrl.envs import GymWrapper, ParallelEnv
 
     torch.set_num_threads(1)
-    env = ParallelEnv(task.num_envs, lambda: GymWrapper(task.make()), mp_start_method="fork")
-    env.reset()
-    return TorchRL(env, task.num_envs)
+    env = ParallelEnv(task["num_envs"], lambda: GymWrapper(make(task)), mp_start_method="fork")
+    state = env.reset()
+    actions = itertools.cycle([env.rand_action()["action"] for _ in range(16)])
+
+    def advance() -> int:
+        nonlocal state
+        state["action"] = next(actions)
+        _, state = env.step_and_maybe_reset(state)
+        return int(task["num_envs"])
+
+    yield advance
+    env.close()
 
 
-class Rllib(Adapter):
-    """RLlib's env runners, one per core, with random actions."""
+def rllib(task: dict[str, Any]) -> Iterator[Advance]:
+    """RLlib's env runner in this process, with the environments of one worker."""
+    import torch
+    from ray.rllib.algorithms.ppo import PPOConfig
+    from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+    from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
+    from ray.tune.registry import register_env
 
-    transport = "ray, whole episodes"
-
-    def __init__(self, task: Task) -> None:
-        import ray
-        from ray.rllib.algorithms.ppo import PPOConfig
-        from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
-        from ray.tune.registry import register_env
-
-        ray.init("local", num_cpus=task.workers + 1, include_dashboard=False, **_RAY)
-        register_env("bench", lambda _: task.make())
-        self._each = max(1, task.num_envs // task.workers)
-        config = (
-            PPOConfig()
-            .environment("bench")
-            .env_runners(num_envs_per_env_runner=self._each, rollout_fragment_length=128)
-            .rl_module(model_config={"conv_filters": [[16, 8, 4], [32, 4, 2]]})  # which random actions never evaluate
-        )
-        runner: Any = ray.remote(num_cpus=1)(SingleAgentEnvRunner)
-        self._runners = [runner.remote(config=config, worker_index=k + 1) for k in range(task.workers)]
-        self.num_envs, self._ray = self._each * task.workers, ray
-
-    def advance(self) -> int:
-        """Lets every runner take 128 steps of its environments."""
-        steps = 128 * self._each
-        refs = [runner.sample.remote(num_timesteps=steps, random_actions=True) for runner in self._runners]
-        return sum(len(episode) for episodes in self._ray.get(refs) for episode in episodes)
-
-    def close(self) -> None:
-        """Ends it."""
-        self._ray.shutdown()
+    torch.set_num_threads(1)
+    register_env("bench", lambda _: make(task))
+    count, random = task["num_envs"] // task["workers"], not task["hidden_sizes"]
+    model = DefaultModelConfig(fcnet_hiddens=list(task["hidden_sizes"] or [16]), fcnet_activation="tanh")
+    config = PPOConfig().environment("bench").rl_module(model_config=model)
+    config = config.env_runners(num_envs_per_env_runner=count, num_env_runners=0)
+    runner: Any = SingleAgentEnvRunner(config=config, worker_index=0)
+    yield lambda: sum(map(len, runner.sample(num_timesteps=16 * count, random_actions=random)))
+    runner.stop()
 
 
-rllib = Rllib
+PEERS: dict[str, tuple[Peer, dict[str, Any], str]] = {
+    "rayvec, env.step": (rayvec, {}, ""),
+    "rayvec, chunks": (rayvec, {"in_chunks": True}, ""),
+    "upper bound": (upper_bound, {}, ""),
+    "Gymnasium, SyncVectorEnv": (gymnasium_vector, {"kind": "SyncVectorEnv"}, ""),
+    "Gymnasium, AsyncVectorEnv": (gymnasium_vector, {"kind": "AsyncVectorEnv"}, ""),
+    "Tianshou, SubprocVectorEnv": (tianshou, {"kind": "SubprocVectorEnv"}, ""),
+    "Tianshou, ShmemVectorEnv": (tianshou, {"kind": "ShmemVectorEnv"}, ""),
+    "Tianshou, RayVectorEnv": (tianshou, {"kind": "RayVectorEnv"}, ""),
+    "Stable-Baselines3": (stable_baselines3, {}, "stable-baselines3"),
+    "Stable-Baselines3, rayvec": (stable_baselines3, {"kind": "rayvec"}, ""),
+    "EnvPool": (envpool, {}, "envpool"),
+    "PufferLib, Serial": (pufferlib, {"backend": "Serial"}, "pufferlib"),
+    "PufferLib, Multiprocessing": (pufferlib, {"backend": "Multiprocessing"}, "pufferlib"),
+    "TorchRL": (torchrl, {}, "torchrl"),
+    "RLlib": (rllib, {}, "rllib"),
+}
+"""What makes a peer, its arguments, and its directory in --venvs."""
+COLLECTORS: dict[str, tuple[Peer, dict[str, Any], str]] = {
+    **{name: PEERS[name] for name in ("rayvec, env.step", "rayvec, chunks", "RLlib")},
+    "Tianshou's Collector": (tianshou_collector, {}, ""),
+}
+"""Those that act by a policy network."""
 
-NAMES = (
-    *("tianshou_subproc", "tianshou_shmem", "tianshou_ray"),
-    *("stable_baselines3", "rayvec_stable_baselines3", "envpool"),
-    *("pufferlib_serial", "pufferlib", "torchrl", "rllib"),
-)
+
+def peer(task: dict[str, Any]) -> Iterator[Advance]:
+    """Makes a peer by its name; see :mod:`peer_process`."""
+    function, arguments, _ = (PEERS | COLLECTORS)[task["name"]]
+    yield from function(task, **arguments)
 
 
-def main() -> None:
-    """Runs a command of the package with these peers."""
-    import tyro
-    from measure import run_command
+def main(
+    env_id: tuple[str, ...] = ("CartPole-v1",),
+    num_envs: int = 64,
+    workers: int = len(os.sched_getaffinity(0)),
+    hidden_sizes: tuple[int, ...] = (),
+    step_s: float = 0.0,
+    nodes: int = 0,
+    venvs: Path = Path("venvs"),
+    only: tuple[str, ...] = (),
+    repeats: int = 5,
+    window: float = 1.0,
+    quick: bool = False,
+) -> None:
+    """Measures and prints a table for each environment.
 
-    from rayvec.bench import compare, scaling
-    from rayvec.bench.settings import Compare, Scaling
+    Args:
+        env_id: Gymnasium ids.
+        num_envs: Environments.
+        workers: Processes or threads of peers that put several environments into one.
+        hidden_sizes: Hidden layers of a policy network; unset: random actions.
+        step_s: Seconds that emulated environments sleep for a step; unset: those of --env-id.
+        nodes: Simulated nodes for rayvec and Tianshou's RayVectorEnv; 0: this machine without Ray.
+        venvs: Directory of the virtual environments.
+        only: Which peers.
+        repeats: Windows of each.
+        window: Seconds of a window.
+        quick: Two short windows of 16 environments, and no peer that starts Ray or lives elsewhere.
+    """
+    from measure import check_only, heading, measure_peers, simulated_cluster
 
-    peers = (*Compare().peer, *(f"peers:{name}" for name in NAMES))
-    compared, scaled = Compare(peer=peers), Scaling(peer=("peers:tianshou_ray", "peers:tianshou_subproc"))
-    commands = (
-        Annotated[Compare, tyro.conf.subcommand("compare", default=compared)]
-        | Annotated[Scaling, tyro.conf.subcommand("scaling", default=scaled)]
-    )
-    options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    settings: Any = tyro.cli(commands, description=__doc__, config=options)  # type: ignore[arg-type]
-    run_command(compare.run if isinstance(settings, Compare) else scaling.run, settings)
+    from rayvec.bench.terminal import ratio, show_table, spread
+
+    known = COLLECTORS if hidden_sizes else PEERS
+    check_only(only, known)
+    names = [name for name in only or known if not quick or not (known[name][2] or "Ray" in name)]
+    if quick:
+        num_envs, repeats, window = min(num_envs, 16), 2, 0.3
+    print(heading())
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(simulated_cluster(0, *[workers // nodes] * nodes)) if nodes else None
+        for name_of_env in env_id:
+            task = {"env_id": name_of_env, "num_envs": num_envs, "workers": workers, "hidden_sizes": hidden_sizes}
+            task |= {"step_s": step_s, "nodes": nodes, "address": cluster.address if cluster else None}
+            tasks = {name: {**task, "name": name} for name in names}
+            places = {name: venvs / known[name][2] for name in names if known[name][2] and venvs.exists()}
+            found = measure_peers("peers:peer", tasks, places, {"OMP_NUM_THREADS": "1"}, window, repeats)
+            rates = {name: [each.count / each.wall_s for each in windows] for name, windows in found.items()}
+            base = rates[next(iter(rates))]
+            per_cpu = {name: spread([w.count / max(w.cpu_s, 1e-3) for w in each]) for name, each in found.items()}
+            rows = [
+                [name, spread(rates[name]), ratio(rates[name], base), per_cpu[name]]
+                if name in rates
+                else [name, "not measured, see above", "", ""]
+                for name in names
+            ]
+            header = ["", "steps/s", f"of {next(iter(rates))}", "steps per CPU-second"]
+            show_table(f"{'emulated' if step_s else name_of_env}, {num_envs} environments", header, rows)
 
 
 if __name__ == "__main__":
-    main()
+    import tyro
+
+    tyro.cli(main, description=__doc__)

@@ -10,50 +10,23 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
+from learner_task import LearnerTask
 from tianshou.data import Batch, PrioritizedVectorReplayBuffer, VectorReplayBuffer
 
 from rayvec import Policy
-from rayvec.bench.harness.emulated import EmulatedEnv
-from rayvec.bench.harness.learners import LearnerTask
-from rayvec.bench.harness.rayvec_adapters import TimedPolicy
-from rayvec.cluster.wire_format import FrameFormat
-from rayvec.data import Chunk, ChunkInfo, ChunkInfos, ChunkRequest, StepBatch
+from rayvec.bench.emulated import EmulatedEnv
+from rayvec.bench.ways import RandomActions
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos, ChunkRequest
 from rayvec.data.join_chunks import join_chunks
 from rayvec.envs.factory import EnvFactory
 from rayvec.learners.returns import gae, vtrace
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import Autoreset
-from rayvec.pools.shared_memory import ArrayLayout
 from rayvec.rollout.loop import as_policy
 from rayvec.tianshou.collect.buffers import add_chunk
 from rayvec.training import checkpoint
 
-ENVS = 48
-SHAPES = [(4,), (84, 84)]
 RETURNS = [(128, 8), (128, 128), (2048, 64)]
-
-
-def make_frames(shape: tuple[int, ...]) -> tuple[FrameFormat, StepBatch]:
-    """The format of observations of this shape, and the answer of 48 environments."""
-    obs = spaces.Box(0, 255, shape, np.uint8 if len(shape) > 1 else np.float32)
-    frames = FrameFormat(ArrayLayout.of(obs), ArrayLayout.of(spaces.Discrete(2)))
-    flags = np.zeros(ENVS, bool)
-    batch = StepBatch(np.arange(ENVS), np.zeros((ENVS, *shape), obs.dtype), np.zeros(ENVS), flags, flags)
-    return frames, batch
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_frame_encode(benchmark: Any, shape: tuple[int, ...]) -> None:
-    frames, batch = make_frames(shape)
-    benchmark(frames.pack_answer, batch)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_frame_decode(benchmark: Any, shape: tuple[int, ...]) -> None:
-    frames, batch = make_frames(shape)
-    frame = bytearray(frames.pack_answer(batch)[0])
-    benchmark(frames.unpack_answer, frame)
 
 
 @pytest.fixture(params=[1, 2], ids=lambda count: f"{count} workers")
@@ -79,7 +52,7 @@ def test_wake_up(benchmark: Any, pool: ProcessPool) -> None:
 
 
 def test_chunk(benchmark: Any, pool: ProcessPool) -> None:
-    pool.acting.load(1, cloudpickle.dumps(as_policy(TimedPolicy([np.zeros(2, np.int64)]))))
+    pool.acting.load(1, cloudpickle.dumps(as_policy(RandomActions([np.zeros(2, np.int64)]))))
 
     def take() -> None:
         pool.begin_rollout(1, ChunkRequest(128))
@@ -180,8 +153,8 @@ def test_vtrace(benchmark: Any, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("algorithm", ["ppo", "sac", "impala"])
 def test_update(benchmark: Any, algorithm: str) -> None:
     torch.set_num_threads(1)
-    task = LearnerTask(algorithm, num_envs=16, minibatch_size=256)
-    learner = task.learner()()
+    task = LearnerTask(algorithm, num_steps=4 if algorithm == "sac" else 64, minibatch_size=256)
+    learner = task.learner()
     batch = task.batch(learner)
     learner.update(batch)
     benchmark.pedantic(learner.update, (batch,), rounds=5)
@@ -189,11 +162,11 @@ def test_update(benchmark: Any, algorithm: str) -> None:
 
 @pytest.mark.parametrize("num_envs", [1, 16, 64])
 def test_policy_acts(benchmark: Any, num_envs: int) -> None:
-    policy = Policy(LearnerTask("ppo", obs_size=4).learner()().module)
+    policy = Policy(LearnerTask("ppo", obs_size=4).learner().module)
     noise = np.random.default_rng(0).random((num_envs, policy.noise.lanes))
     benchmark(policy.act, np.zeros((num_envs, 4), np.float32), noise)
 
 
 def test_checkpoint(benchmark: Any, tmp_path: Path) -> None:
-    learner = LearnerTask("ppo", obs_size=4).learner()()
+    learner = LearnerTask("ppo", obs_size=4).learner()
     benchmark(checkpoint.save, tmp_path / "checkpoint.pt", {"learner": learner.state_dict()})

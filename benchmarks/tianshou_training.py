@@ -1,23 +1,18 @@
 """The whole training loop of Tianshou's PPO on HalfCheetah-v5: Tianshou's parts against rayvec's, on the same cores.
 
-    python benchmarks/tianshou_training.py [--rounds 5] [--iterations 8] [--envs 16] [--workers 2] [--learners 0 2]
+    python benchmarks/tianshou_training.py [--rounds 5] [--iterations 8] [--learners 0 2] [--quick]
 
 Every side runs Tianshou's unmodified OnPolicyTrainer with the settings of its MuJoCo script for PPO (2048 steps an
 iteration, 10 passes, minibatches of 64, ten test episodes before and after), without normalised observations. Sides
-take turns, round by round, each with a new algorithm. Phases are timed apart: collecting, updating, testing,
-and the rest of the loop. Printed are medians over rounds with the smallest and largest, and how many times as fast each
-phase is as on Tianshou's side, round by round. That side comes with each of `--peer-threads`; the
-ratios are to the one whose whole loop is quickest, which is what Tianshou can do at best.
+alternate, round by round. Tianshou's side comes with each of `--peer-threads`; ratios are to the quickest of them.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import gymnasium
@@ -39,7 +34,6 @@ from rayvec.bench.terminal import ratio, show_table, spread
 from rayvec.tianshou.learn.data_parallel import DataParallel
 
 STEPS, TEST_EPISODES = 2048, 10
-PHASES = ("collecting", "updating", "testing")
 
 
 @dataclass
@@ -60,29 +54,10 @@ class Side:
     test_collector: Any
     threads: int
 
-    def __post_init__(self) -> None:
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._time("updating", self.algorithm, "update")
-        for name in ("collect", "reset"):
-            self._time("collecting", self.collector, name)
-            self._time("testing", self.test_collector, name)
-        self.collector.reset()
-
-    def _time(self, phase: str, holder: Any, name: str) -> None:
-        function: Callable[..., Any] = getattr(holder, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.perf_counter()
-            result = function(*args, **kwargs)
-            self._seconds[phase] += time.perf_counter() - began_s
-            return result
-
-        setattr(holder, name, timed)
-
-    def run(self, iterations: int) -> dict[str, float]:
-        """Trains for some iterations; returns the seconds of each phase."""
+    def run(self, iterations: int) -> float:
+        """Trains for some iterations; returns the steps/s of the whole loop."""
         torch.set_num_threads(self.threads)
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self.collector.reset()
         began_s = time.perf_counter()
         self.algorithm.run_training(
             OnPolicyTrainerParams(
@@ -98,8 +73,7 @@ class Side:
                 verbose=False,
             )
         )
-        whole_s = time.perf_counter() - began_s
-        return self._seconds | {"the rest": whole_s - sum(self._seconds.values()), "whole loop": whole_s}
+        return iterations * STEPS / (time.perf_counter() - began_s)
 
     def close(self) -> None:
         """Ends what runs for it."""
@@ -174,22 +148,6 @@ def make_rayvec(num_envs: int, workers: int, num_learners: int) -> Side:
     return Side(name, algorithm, collector, rayvec.tianshou.Collector(algorithm, testing), 1)
 
 
-def show(found: dict[str, list[dict[str, float]]], peers: list[str], steps: int) -> None:
-    """Prints what was measured: a row for each side and phase.
-
-    Args:
-        found: By side, the seconds of each phase in each round.
-        peers: Tianshou's sides.
-        steps: Taken in each round.
-    """
-    best = min(peers, key=lambda name: statistics.median(each["whole loop"] for each in found[name]))
-    rows = []
-    for phase, (name, rounds) in product(found[best][0], found.items()):
-        rates, others = ([steps / each[phase] for each in one] for one in (rounds, found[best]))
-        rows.append([phase, name + " (best)" * (name == best), spread(rates), ratio(rates, others)])
-    show_table("Tianshou's PPO on HalfCheetah-v5", ["phase", "side", "steps/s", "times as fast"], rows)
-
-
 def main(
     rounds: int = 5,
     iterations: int = 8,
@@ -197,8 +155,11 @@ def main(
     workers: int = 2,
     learners: tuple[int, ...] = (0, 2),
     peer_threads: tuple[int, ...] = (1, 2),
+    quick: bool = False,
 ) -> None:
-    """Measures and prints."""
+    """Measures and prints; with --quick one short round of two sides: less than a minute."""
+    if quick:
+        rounds, iterations, envs, learners, peer_threads = 1, 1, 4, (0,), (1,)
     # Tianshou's side forks, which is better done before Ray's threads are there
     sides = [make_tianshou(envs, threads) for threads in peer_threads]
     with simulated_cluster(4):
@@ -207,7 +168,9 @@ def main(
             side.run(1)
         found = interleaved({side.name: partial(side.run, iterations) for side in sides}, rounds)
         print(heading())
-        show(found, [side.name for side in sides[: len(peer_threads)]], iterations * STEPS)
+        best = max((side.name for side in sides[: len(peer_threads)]), key=lambda name: statistics.median(found[name]))
+        rows = [[name, spread(rates), ratio(rates, found[best])] for name, rates in found.items()]
+        show_table("Tianshou's PPO on HalfCheetah-v5", ["", "steps/s", f"over {best}"], rows)
         for side in sides:
             side.close()
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 import rayvec
-from rayvec.bench.settings import Compare, Cost, LearnerBench, Model, Scaling
+from rayvec.bench.settings import Model, Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.command_line import check_options, subcommands, with_values
 from rayvec.config.plugins import import_plugins, split_plugins
@@ -151,27 +151,17 @@ class Plot:
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure scaling and peers, predict the throughput of a cluster, and find the cheapest machines."""
+    """Measure how steps/s scale over nodes, and predict the throughput of more nodes."""
 
-    command: (
-        Annotated[Scaling, tyro.conf.subcommand("scaling")]
-        | Annotated[Compare, tyro.conf.subcommand("compare")]
-        | Annotated[Model, tyro.conf.subcommand("model")]
-        | Annotated[Cost, tyro.conf.subcommand("cost")]
-        | Annotated[LearnerBench, tyro.conf.subcommand("learner")]
-    )
+    command: Annotated[Scaling, tyro.conf.subcommand("scaling")] | Annotated[Model, tyro.conf.subcommand("model")]
 
-    def run(self, args: Sequence[str]) -> int | None:
-        """Runs the benchmark; returns 1 if nothing could be measured. `args` are the arguments of the command line."""
-        from rayvec.bench import compare, learner, scaling
-        from rayvec.bench.cost_model import command, cost
+    def run(self) -> int:
+        """Runs the benchmark; returns 1 if nothing could be measured."""
+        from rayvec.bench import model, scaling
 
         if isinstance(self.command, Scaling):
-            scaling.run(self.command, _mentioned(args))
-            return 0
-        modules = {Compare: compare, Model: command, Cost: cost, LearnerBench: learner}
-        code: int | None = modules[type(self.command)].run(self.command)
-        return code
+            return scaling.run(self.command)
+        return model.run(self.command)
 
 
 @dataclass(frozen=True)
@@ -185,7 +175,7 @@ class Doctor:
     """Address of a Ray cluster; unset: RAY_ADDRESS, or else a private cluster that is started to test Ray."""
 
     env_id: str | None = None
-    """Environment to make on each node; its step duration is measured, and the best setting predicted."""
+    """Environment to step on each node: says whether its steps compute or wait, and prints a command that trains."""
 
     json: bool = False
     """Print one JSON document instead of lines."""
@@ -250,7 +240,7 @@ def main(args: Sequence[str] | None = None) -> int:
             )
             is_training = isinstance(command, Train)  # it takes SIGTERM itself, to finish the iteration first
             with contextlib.nullcontext() if is_training else interrupts.taking_sigterm():
-                code = command.run(args) if isinstance(command, Train | Eval | Bench) else command.run()
+                code = command.run(args) if isinstance(command, Train | Eval) else command.run()
             print(end="", flush=True)
             return code or 0
     except KeyboardInterrupt as interrupt:

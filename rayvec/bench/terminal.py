@@ -1,23 +1,18 @@
-"""Output on the terminal: tables, figures with their spread, and a progress bar with the remaining time."""
+"""Output on the terminal: tables, and figures with their spread."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rayvec.bench.harness.time_split import STATES
-
-__all__ = ["console", "number", "ratio", "show_split", "show_table", "spread", "ticking"]
+__all__ = ["number", "ratio", "show_table", "spread"]
 
 _WIDTH = 200
-_MOST_UNATTRIBUTED = 0.05
 
 
 class _Console(Console):
@@ -28,30 +23,10 @@ class _Console(Console):
         raise
 
 
-def console() -> Console:
+def _console() -> Console:
     """Returns the terminal; output that is no terminal gets lines long enough for the tables."""
     made = _Console(highlight=False, markup=False)
     return made if made.is_terminal else _Console(highlight=False, markup=False, width=_WIDTH)
-
-
-@contextmanager
-def ticking(total: float) -> Iterator[Callable[[str, float], None]]:
-    """Shows a progress bar while inside, on a terminal.
-
-    Args:
-        total: Of all parts, in any unit, such as expected seconds.
-
-    Yields:
-        A function of what is measured from now on, and of the part that is done since the last call.
-    """
-    remaining = TimeRemainingColumn(), TextColumn("left")
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), *remaining
-    terminal = console()
-    with Progress(
-        *columns, console=terminal, transient=True, disable=not terminal.is_terminal, speed_estimate_period=3600
-    ) as progress:
-        task = progress.add_task("starting", total=total)
-        yield lambda text, done: progress.update(task, description=text, advance=done)
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -62,24 +37,9 @@ def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]])
         table.add_column(name, justify="right" if right else "left")
     for row in rows:
         table.add_row(*map(str, row))
-    terminal = console()
+    terminal = _console()
     terminal.print(f"\n{title}")
     terminal.print(table)
-
-
-def show_split(title: str, header: Sequence[str], rows: Sequence[tuple[Sequence[Any], Mapping[str, float]]]) -> None:
-    """Prints a table of where time goes, in percent.
-
-    Args:
-        title: In a line of its own.
-        header: Names of the columns before the states.
-        rows: Their cells, and the share of each state.
-    """
-    cells = [(*of_row, *(f"{100 * shares.get(state, 0.0):.1f}" for state in STATES)) for of_row, shares in rows]
-    show_table(title, (*header, *STATES), cells)
-    for of_row, shares in rows:
-        if shares.get("unattributed", 0.0) > _MOST_UNATTRIBUTED:
-            console().print(f"More than {_MOST_UNATTRIBUTED:.0%} is unattributed: {', '.join(map(str, of_row))}")
 
 
 def spread(values: Sequence[float], form: str = ",.0f") -> str:

@@ -18,7 +18,7 @@ from rayvec.policies.encoders import has_images
 __all__ = ["choice_of", "compile_s", "compiles", "decided"]
 
 _SAVED_MS = {"ppo": 0.5, "impala": 0.5, "sac": 2.0}
-"""What a compiled minibatch saves on a CPU, in milliseconds: a lower bound of what `benchmarks/learner_updates.py`
+"""What a compiled minibatch saves on a CPU, in milliseconds: a lower bound of what `benchmarks/updates.py`
 measured. For other algorithms nothing is known."""
 
 _SAVED_MS_PER_IMAGE = 0.05

@@ -1,4 +1,4 @@
-"""Faults of hosts on one machine (:mod:`rayvec.bench.hosts`), programs on them, and which tests need such hosts."""
+"""Faults of hosts on one machine (:mod:`helpers.network`), programs on them, and which tests need such hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rayvec.bench.hosts import DEADLINE_S, Cluster, Host, Network, kill_group, why_not
+from helpers.network import DEADLINE_S, Cluster, Host, Network, kill_group, why_not
 
 on_hosts = [
     pytest.mark.slow,

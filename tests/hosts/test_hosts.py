@@ -34,10 +34,10 @@ from helpers.hosts import (
     unblock,
     unplug,
 )
+from helpers.network import Cluster, Host, Network
 from helpers.training_kit import lengthen, lines_of
 from helpers.waiting import alive, wait_until
 
-from rayvec.bench.hosts import Cluster, Host, Network
 from rayvec.training.loggers import read_metrics
 
 PROGRAMS = Path(__file__).with_name("programs.py")
@@ -307,7 +307,7 @@ def test_strangers_on_the_port_of_a_stream_change_nothing(cluster: Cluster, reco
 
 def test_hosts_end_with_the_process_that_made_them() -> None:
     """Also if it is killed."""
-    code = "from rayvec.bench.hosts import Network; import time; n = Network(2)"
+    code = "from helpers.network import Network; import time; n = Network(2)"
     code += "; print(*[each.space.pid for each in n.hosts], flush=True); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from helpers.hosts import Program, Record, cluster_of, cut_off, long, on_hosts, others, python, until_error
+from helpers.network import Cluster
 from helpers.training_kit import lines_of
 from helpers.waiting import wait_until
-
-from rayvec.bench.hosts import Cluster
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 pytestmark = on_hosts

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from helpers.hosts import long, on_hosts
+from helpers.network import DEADLINE_S, Network, kill_group, without_ray
 
-from rayvec.bench.hosts import DEADLINE_S, Network, kill_group, without_ray
 from rayvec.training.loggers import read_metrics
 
 pytestmark = on_hosts

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import signal
 import time
 from typing import Any
 
@@ -26,8 +24,6 @@ class EmulatedEnv(gymnasium.Env[Any, Any]):
     """
 
     def __init__(self, step_s: float = 0.0, busy: bool = False, sigma: float = 0.0, obs_size: int = 4) -> None:
-        if multiprocessing.parent_process() is not None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one handles Ctrl-C
         self.observation_space = spaces.Box(-np.inf, np.inf, (obs_size,), np.float32)
         self.action_space = spaces.Discrete(2)
         self.step_s = step_s

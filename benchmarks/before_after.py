@@ -1,0 +1,223 @@
+"""What a change costs or gains: pieces of rayvec in two checkouts, alternately, on the same cores.
+
+    git worktree add ../before COMMIT
+    python benchmarks/before_after.py ../before
+    python benchmarks/before_after.py ../before --only "env.step, shm" "chunks, shm" --repeats 15
+    python benchmarks/before_after.py ../before --quick
+
+Each piece runs in a process of its own in each checkout, which is the first entry of its PYTHONPATH; both run the code
+of this directory. A row has the median rate in both checkouts, and the median ratio of neighbouring windows: after over
+before, by the clock and per second of CPU time of all processes. More is better.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from measure import check_only, heading, interleaved, simulated_cluster
+from peer_process import HERE, Measured, PeerProcess
+
+from rayvec.bench.terminal import ratio, show_table, spread
+
+Advance = Callable[[], int]
+
+
+def alternating(obs: Any) -> Any:
+    """Returns one of two actions for each observation."""
+    return np.arange(len(obs)) % 2
+
+
+@contextlib.contextmanager
+def placed(remote: bool) -> Iterator[dict[str, Any]]:
+    """Yields where two workers run: on this machine without Ray, or on a simulated node that TCP reaches."""
+    if not remote:
+        yield {"num_nodes": 0, "workers_per_node": 2}
+        return
+    with simulated_cluster(0, 2):
+        yield {"num_nodes": 1, "workers_per_node": 2}
+
+
+def steps(remote: bool = False) -> Iterator[Advance]:
+    """`env.step` of 64 CartPoles."""
+    import rayvec
+
+    with placed(remote) as where, rayvec.RayVecEnv("CartPole-v1", 64, **where) as env:
+        env.reset(seed=0)
+        actions = np.arange(64) % 2
+
+        def advance() -> int:
+            env.step(actions)
+            return 64
+
+        yield advance
+
+
+def chunks(remote: bool = False) -> Iterator[Advance]:
+    """Chunks of 128 steps of 64 CartPoles, the policy in the workers, the next chunk prefetched."""
+    import rayvec
+
+    with placed(remote) as where, rayvec.RayVecEnv("CartPole-v1", 64, **where) as env:
+        collector = rayvec.Collector(env, alternating, prefetch=True)
+        yield lambda: int(collector.collect(n_step=64 * 128).stats.n_collected_steps)
+
+
+def native(in_chunks: bool = False) -> Iterator[Advance]:
+    """Two native sub-batches of 1,024 CartPoles."""
+    from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+
+    import rayvec
+
+    makers = [lambda: CartPoleVectorEnv(1024)] * 2
+    with rayvec.RayVecEnv(makers, native=True, num_nodes=0, workers_per_node=2) as env:
+        env.reset(seed=0)
+        collector = rayvec.Collector(env, alternating, prefetch=True) if in_chunks else None
+        actions = np.arange(2048) % 2
+
+        def advance() -> int:
+            if collector is not None:
+                return int(collector.collect(n_step=2048 * 32).stats.n_collected_steps)
+            env.step(actions)
+            return 2048
+
+        yield advance
+
+
+def tianshou() -> Iterator[Advance]:
+    """Rayvec's Collector for Tianshou over 32 CartPoles, with a discrete actor."""
+    import torch
+    from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
+    from tianshou.data import VectorReplayBuffer
+    from tianshou.utils.net.common import Net
+    from tianshou.utils.net.discrete import DiscreteActor
+
+    import rayvec.tianshou
+
+    torch.set_num_threads(1)
+    with placed(remote=True) as where:
+        env = rayvec.tianshou.RayVectorEnv(["CartPole-v1"] * 32, **where)
+        actor = DiscreteActor(preprocess_net=Net(state_shape=(4,), hidden_sizes=[64, 64]), action_shape=2)
+        policy = DiscreteActorPolicy(actor=actor, action_space=env.action_space[0])
+        collector = rayvec.tianshou.Collector(policy, env, VectorReplayBuffer(20_000, 32))
+        collector.reset()
+        yield lambda: int(collector.collect(n_step=32 * 64).n_collected_steps)
+        collector.close()
+
+
+def start() -> Iterator[Advance]:
+    """Starts, resets and ends 96 CartPoles in two workers."""
+    import rayvec
+
+    def advance() -> int:
+        with rayvec.RayVecEnv("CartPole-v1", 96, num_nodes=0, workers_per_node=2) as env:
+            env.reset(seed=0)
+        return 96
+
+    yield advance
+
+
+def update(algorithm: str, compile: bool = False, num_learners: int = 1) -> Iterator[Advance]:
+    """Updates on minibatches of 256 rows."""
+    import torch
+    from learner_task import LearnerTask
+
+    import rayvec
+
+    torch.set_num_threads(1)
+    sizes: dict[str, Any] = {"num_envs": 1, "num_steps": 16, "hidden_sizes": (256, 256)} if algorithm == "sac" else {}
+    task = LearnerTask(algorithm, minibatch_size=256, act_size=6, compile=compile, **sizes)
+    learner: Any = task.learner()
+    batch = task.batch(learner)
+    with contextlib.ExitStack() as stack:
+        if num_learners > 1:
+            group = rayvec.LearnerGroup(task.learner, num_learners, num_nodes=0)
+            learner = stack.enter_context(contextlib.closing(group))
+
+        def advance() -> int:
+            learner.update(batch)
+            return task.samples
+
+        yield advance
+
+
+PIECES: dict[str, tuple[Callable[..., Iterator[Advance]], dict[str, Any]]] = {
+    "env.step, shm": (steps, {}),
+    "env.step, tcp": (steps, {"remote": True}),
+    "chunks, shm": (chunks, {}),
+    "chunks, tcp": (chunks, {"remote": True}),
+    "native, env.step": (native, {}),
+    "native, chunks": (native, {"in_chunks": True}),
+    "Tianshou's collector": (tianshou, {}),
+    "start of 96 environments": (start, {}),
+    "PPO": (update, {"algorithm": "ppo"}),
+    "PPO, compiled": (update, {"algorithm": "ppo", "compile": True}),
+    "PPO, two ranks": (update, {"algorithm": "ppo", "num_learners": 2}),
+    "SAC": (update, {"algorithm": "sac"}),
+    "SAC, compiled": (update, {"algorithm": "sac", "compile": True}),
+    "IMPALA": (update, {"algorithm": "impala"}),
+}
+"""What makes a piece, and its arguments. Rates are environment steps/s, environments/s, or rows of minibatches/s."""
+
+
+def piece(task: dict[str, Any]) -> Iterator[Advance]:
+    """Makes a piece by its name; see :mod:`peer_process`."""
+    make, arguments = PIECES[task["name"]]
+    yield from make(**arguments)
+
+
+def compare(name: str, checkouts: dict[str, Path], seconds: float, repeats: int) -> list[str]:
+    """Returns the row of a piece."""
+    with contextlib.ExitStack() as stack:
+        ways: dict[str, Callable[[], Measured]] = {}
+        for label, checkout in checkouts.items():
+            process = stack.enter_context(PeerProcess("before_after:piece", {"name": name}, checkout=checkout))
+            if process.missing:
+                return [name, f"{label}: {process.missing}", "", "", ""]
+            process.measure(0.0)
+            ways[label] = lambda process=process: process.measure(seconds)  # type: ignore[misc]
+        found = interleaved(ways, repeats)
+    rates = {label: [each.count / each.wall_s for each in windows] for label, windows in found.items()}
+    by_cpu = {label: [each.count / max(each.cpu_s, 1e-3) for each in windows] for label, windows in found.items()}
+    spreads = [spread(rates[label]) for label in checkouts]
+    return [name, *spreads, ratio(rates["after"], rates["before"]), ratio(by_cpu["after"], by_cpu["before"])]
+
+
+def main(
+    old: tyro.conf.Positional[Path],
+    new: Path = HERE.parent,
+    only: tuple[str, ...] = tuple(PIECES),
+    repeats: int = 7,
+    window: float = 1.0,
+    quick: bool = False,
+) -> None:
+    """Measures and prints a table.
+
+    Args:
+        old: Checkout before the change.
+        new: Checkout after it.
+        only: Which pieces.
+        repeats: Windows of each piece in each checkout.
+        window: Seconds of a window at least.
+        quick: Two short windows of the pieces that start no Ray and compile nothing: less than a minute.
+    """
+    check_only(only, PIECES)
+    if quick:
+        slow = ("tcp", "Tianshou", "compiled", "ranks")
+        only = tuple(name for name in only if not any(word in name for word in slow))
+        repeats, window = 2, 0.3
+    checkouts = {"before": old.resolve(), "after": new.resolve()}
+    print(heading())
+    rows = []
+    for name in only:
+        rows.append(compare(name, checkouts, window, repeats))
+        print(" · ".join(rows[-1]), file=sys.stderr, flush=True)
+    show_table(f"{old} and {new}", ["", "before, 1/s", "after, 1/s", "after / before", "by CPU time"], rows)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)
