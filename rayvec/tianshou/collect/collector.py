@@ -34,7 +34,6 @@ from rayvec.tianshou.collect.checks import (
     looks_at_steps,
     uses_of,
 )
-from rayvec.tianshou.collect.failed_steps import AbsentRows, without_absent_rows
 from rayvec.tianshou.collect.prefetch import PrefetchCollectStats, check_prefetch, prefetch_error
 from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes
 from rayvec.tianshou.collect.worker_policy import WorkerPolicy
@@ -52,8 +51,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
     Over a :class:`rayvec.tianshou.RayVectorEnv` the policy acts in the workers, and whole chunks go into the buffer.
     The collector takes one step of all environments at a time, as Tianshou does, where something requires it: a hook
-    on steps, rendering, arguments for resets, a stats class that looks at every step, first observations that do not
-    match their space, random actions of different action spaces, another vector environment, a subclass of
+    on steps, rendering, arguments for resets, a stats class that looks at every step, observations
+    that are no arrays, random actions of different action spaces, another vector environment, a subclass of
     RayVectorEnv with a `step` or `reset` of its own.
 
     Two things differ from Tianshou's Collector. Where environments are reset in mid-episode (by ``reset``, after
@@ -189,9 +188,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._state_in_driver = self._in_mid_episode = self._lost_steps = False
         self._state_key = None
         self._drop_pending()
-        buffer = self.buffer.buffer if isinstance(self.buffer, AbsentRows) else self.buffer
         for env_id in range(self.env_num):
-            truncate_open_episode(buffer, env_id)
+            truncate_open_episode(self.buffer, env_id)
         first = super().reset_env(gym_reset_kwargs)
         self._num_uses = uses_of(self.env)
         return first
@@ -269,7 +267,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         if self._prefetch:
             raise prefetch_error(
                 "n_step alone, no rendering, no step hook, a picklable policy, "
-                "observations that match their space, one action space for random=True",
+                "observations in arrays, one action space for random=True",
                 "a collect that takes one step at a time",
             )
         if n_episode and self._unbiased:
@@ -282,17 +280,12 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             )
         self._in_mid_episode = True
         self._lost_steps = self._pre_collect_obs_RO is not None
-        with without_absent_rows(self) as rows:
-            try:
-                stats = super()._collect(n_step, n_episode, *how)
-            except StopIteration:  # from a finite data set that has ended, in a reset: its steps are stored
-                self._lost_steps = False
-                raise
+        try:
+            stats = super()._collect(n_step, n_episode, *how)
+        except StopIteration:  # from a finite data set that has ended, in a reset: its steps are stored
+            self._lost_steps = False
+            raise
         self._lost_steps = False
-        stats.__class__ = self.collect_stats_class
-        stats.n_collected_steps -= rows.count
-        self.collect_step -= rows.count
-        self.collect_episode -= rows.count  # in the loop each has ended an episode
         self._state_in_driver = self._pre_collect_hidden_state_RH is not None
         return stats
 

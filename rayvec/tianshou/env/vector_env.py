@@ -20,9 +20,8 @@ from rayvec.errors import ConfigError, check_flag, message
 from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.pools.shared_memory import ArrayLayout
-from rayvec.tianshou.env.assembly import Assembler, StepResult, stack
-from rayvec.tianshou.env.pool_env import AnySpace, PoolEnv
-from rayvec.tianshou.env.remote_env import RemoteEnv
+from rayvec.tianshou.env.assembly import StepResult, infos_of, own_observations, stack, step_result
+from rayvec.tianshou.env.pool_env import SEEDS, AnySpace, PoolEnv
 from rayvec.tianshou.env.sub_batches import check_not_async, check_steps_singly, native_attr, pop_seed, unrolled
 from rayvec.vector.pool_adapter import LOSSES, PoolAdapter
 
@@ -105,7 +104,6 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         self.is_async = wait_num not in (None, 0, most) or timeout is not None
         self.waiting_id: list[int] = []
         self._failed = False
-        self._assembler = Assembler()
         self._num_collectors = self._last_seed = 0
         self._open(
             factory,
@@ -125,7 +123,6 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         self._everyone = np.arange(self.env_num)
         spaces = self._pool.spaces
         self._guarded(lambda: self._pool.allocate(_joint_space(spaces), spaces.action))
-        self._action_spaces: dict[int, Any] = {}  # of workers that were asked for theirs
         self._plain_actions = not isinstance(spaces.action, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple))
 
     @property
@@ -140,14 +137,9 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
     reward_range = _of_each("reward_range", "The range of each environment's rewards, which Gymnasium no longer has.")
 
     @property
-    def workers(self) -> list[RemoteEnv]:  # type: ignore[override]
-        """Each single environment, in the form of a Tianshou worker."""
-        return [RemoteEnv(self, index) for index in range(self.env_num)]
-
-    @property
-    def worker_class(self) -> type[RemoteEnv]:  # type: ignore[override]
-        """The class of :attr:`workers`."""
-        return RemoteEnv
+    def workers(self) -> Any:  # type: ignore[override]
+        """Raises an ``AttributeError``: a worker process steps several environments."""
+        raise AttributeError("RayVectorEnv has no `workers`. Use get_env_attr, set_env_attr, step and reset with ids.")
 
     def get_env_attr(self, key: str, id: Ids = None) -> list[Any]:
         """Returns an attribute of some environments, each from the outermost wrapper that has it.
@@ -200,7 +192,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             seeds = [seed + env_id for env_id in pool_ids.tolist()]
         self._last_seed = int(given) if isinstance(given, Integral) else self._last_seed
         batch = self._reset(pool_ids, seeds, {"kwargs": kwargs} if kwargs else None)
-        obs, infos, _ = self._assembler.reset(unrolled(batch))
+        infos, obs = infos_of(unrolled(batch)), own_observations(batch.obs, len(ids))
         if isinstance(obs[0], tuple):
             raise TypeError("Tuple observation space is not supported. ", "Please change it to array or dict space")
         return stack(obs), objects(infos)
@@ -241,7 +233,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
                 check_steps_singly(self._pool.spaces)
                 actions = np.asarray(actions)
             start = partial(self._pool.send, pool_ids, actions, Autoreset.DISABLED)
-            return self._assembler.step(unrolled(self._exchange(pool_ids, start)), ids)
+            return step_result(unrolled(self._exchange(pool_ids, start)), ids)
         if action is not None:
             self._assert_id(ids)
             pool_ids, actions = self._checked(action, ids)
@@ -275,7 +267,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         batch = self._guarded(self._recv_some)
         ids = [self.waiting_id.pop(self.waiting_id.index(env_id)) for env_id in batch.env_ids.tolist()]
         self.ready_id += ids
-        return self._assembler.step(batch, ids)
+        return step_result(batch, ids)
 
     def _recv_some(self) -> StepBatch:
         """Waits for `wait_num` environments, or until the timeout for at least one."""
@@ -301,8 +293,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         batch = self._reset(self._everyone, seeds, {"seed": True})
         if self._native:
             return [[each] for each in seeds]  # type: ignore[list-item]
-        _, _, apart = self._assembler.reset(batch)
-        return [extra["seeds"] for extra in apart]
+        return [info[SEEDS] for info in infos_of(batch)]
 
     def render(self, **kwargs: Any) -> list[Any]:
         """Returns what each environment renders.
@@ -333,8 +324,8 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
 
     @property
     def gives_arrays(self) -> bool:
-        """Whether current observations are arrays of the space's shape and data type, or dicts of such."""
-        return self._pool.layout is not None and not self._assembler.any_apart
+        """Whether observations are arrays of the space's shape and data type, or dicts of such."""
+        return self._pool.layout is not None
 
     def publish_pickled(self, pickled: bytes, first_version: int = 0) -> WeightStore:
         """Sends a policy, pickled as `as_policy` returns it, to every worker; a chunk may be pending."""
