@@ -115,7 +115,7 @@ class Bare:
 
     def step(self, action: Any) -> Any:
         self._x += action
-        return {"nodes": set(range(self._x))}, 1, self._x > 3, False, {}
+        return {"nodes": set(range(self._x))}, 1.0, self._x > 3, False, {}
 
     def close(self) -> None:
         pass
@@ -165,19 +165,12 @@ class Breaks(Line):
 
     broken: set[str] = set()  # noqa: RUF012
 
-    def __init__(self, name: str, kind: str = "none") -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(size=6)
-        self._name, self._kind = name, kind
+        self._name = name
 
     def step(self, action: Any) -> Any:
         if self._x == 2 and self._name not in self.broken:
             self.broken.add(self._name)
             raise KeyError(f"{self._name} is broken")
         return super().step(action)
-
-    def _obs(self) -> Any:
-        obs = super()._obs()
-        return obs.astype(np.float64) if self._kind == "float64" else obs
-
-    def _reward(self) -> Any:
-        return self._x if self._kind == "float64" else super()._reward()

@@ -82,6 +82,7 @@ class Agents(DriftEnv):
 class Pointed(DriftEnv):
     """Drifts by a continuous action, and says things in infos, some of them only when an episode ends."""
 
+    observation_space: Any = spaces.Dict({name: spaces.Box(-np.inf, np.inf, (1,), np.float32) for name in "vx"})
     action_space = spaces.Box(-2.0, 2.0, (1,), np.float32)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:

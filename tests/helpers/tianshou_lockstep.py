@@ -12,12 +12,14 @@ from helpers.testing import assert_identical
 
 
 def canonical(value: Any) -> Any:
-    """The same with the keys of dicts in order: Tianshou's shared memory does not keep theirs either."""
+    """The same with the keys of dicts in order, as of Tianshou's shared memory, and scalars for arrays without axes."""
     if isinstance(value, dict):
         return {key: canonical(value[key]) for key in sorted(value)}
     if isinstance(value, (tuple, list)):
         items = map(canonical, value)
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        return value[()]
     if isinstance(value, np.ndarray) and value.dtype == object:
         flat = np.empty(value.size, dtype=object)
         flat[:] = [canonical(item) for item in value.flat]

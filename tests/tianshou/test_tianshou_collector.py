@@ -439,13 +439,11 @@ def test_environments_that_fail_before_anything_is_stored(faulty: Callable[..., 
     assert collector.collect(n_step=2).n_collected_steps == len(collector.buffer) == 0
 
 
-def test_by_step_a_failed_step_is_one_truncated_row_without_reward(faulty: Callable[..., Any]) -> None:
-    collector = faulty(VectorReplayBuffer(100, 2), inference="driver")
+def test_by_step_a_failed_step_is_one_truncated_row_without_reward() -> None:
+    fns = [partial(FaultyEnv, "raise", "step", at) for at in (10**9, 6)]
+    env = RayVectorEnv(fns, num_nodes=0, workers_per_node=0, on_env_error="restart")
+    collector: Any = Collector(Exact(), env, VectorReplayBuffer(100, 2), inference="driver")
     collector.env.seed([100, 200])
-    collector.env.set_env_attr("_fault", "raise", 1)
-    collector.env.set_env_attr("_at", 6, 1)
-    collector.env.set_env_attr("_at", 10**9, 0)
-    collector.env.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
     collector.reset()
     stats = collector.collect(n_step=24)
     rows = collector.buffer[:]
