@@ -129,7 +129,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("noise", [False, True])
     def test_maps_actions_and_explores(self, venvs: dict[str, RayVectorEnv], noise: bool) -> None:
-        mine, other = pair(venvs, "pointed", box_policy, exploration_noise=noise)
+        mine, other = pair(venvs, "pointed", box_policy, lambda: VectorReplayBuffer(500, 5), exploration_noise=noise)
         for n_step in (20, 300):
             collect_both(mine, other, n_step=n_step)
         assert mine.buffer.info.episode.l.any()
