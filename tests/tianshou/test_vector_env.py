@@ -270,10 +270,8 @@ class TestInterface:
         ],
     )
     def test_arguments_that_we_refuse(self, ray_cluster: object, arguments: dict[str, Any]) -> None:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError):
             RayVectorEnv(**({"env_fns": [Line] * 2} | arguments))
-        for word in ("Expected:", "Got:", "Remedy:"):
-            assert word in str(caught.value)
 
     @pytest.mark.parametrize("env_fns", [Line, Line(), [Line()], [], "CartPole-v1"])
     def test_other_things_than_a_list_of_callables_are_refused(self, env_fns: Any) -> None:
