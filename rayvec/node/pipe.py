@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 from rayvec.node.process_watch import ProcessWatch, readable
 from rayvec.pools.base import NotReady
-from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["LOOK_S", "MessagePipe"]
 
@@ -142,8 +141,7 @@ class MessagePipe:
         """Waits for a message.
 
         Args:
-            deadline: ``time.monotonic`` time at which the whole message must have arrived. None sets no limit. Time in
-                which this process was stopped itself does not count.
+            deadline: ``time.monotonic`` time at which the whole message must have arrived. None sets no limit.
 
         Returns:
             The message and its file descriptors.
@@ -155,12 +153,12 @@ class MessagePipe:
             OSError: This process has too many open files for those of the message, which is dropped.
         """
         fds: list[int] = []
-        waited, limit_s = WaitedTime(), math.inf if deadline is None else deadline - time.monotonic()
+        limit = math.inf if deadline is None else deadline
         try:
             header = bytearray(_HEADER.size)
-            all_came = self._fill(header, fds, waited, limit_s)
+            all_came = self._fill(header, fds, limit)
             data = bytearray(_HEADER.unpack(header)[0])
-            self._fill(data, fds, waited, limit_s)
+            self._fill(data, fds, limit)
             if not all_came:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         except BaseException:
@@ -169,7 +167,7 @@ class MessagePipe:
             raise
         return bytes(data), fds
 
-    def _fill(self, data: bytearray, fds: list[int], waited: WaitedTime, limit_s: float) -> bool:
+    def _fill(self, data: bytearray, fds: list[int], deadline: float) -> bool:
         """Receives until `data` is full. Appends file descriptors to `fds`, and returns whether all have come."""
         left, all_came = memoryview(data), True
         while left:
@@ -178,7 +176,7 @@ class MessagePipe:
                     [left[:_READ_BYTES]], _RIGHTS_BYTES, socket.MSG_DONTWAIT
                 )
             except BlockingIOError:
-                self._wait(waited, limit_s)
+                self._wait(deadline)
                 continue
             except OSError as error:
                 raise EOFError(str(error)) from error
@@ -191,10 +189,10 @@ class MessagePipe:
             left = left[received:]
         return all_came
 
-    def _wait(self, waited: WaitedTime, limit_s: float) -> None:
-        """Waits until there is data to read, up to a limit. Sends queued output while it waits."""
+    def _wait(self, deadline: float) -> None:
+        """Waits until there is data to read, up to a deadline. Sends queued output while it waits."""
         while True:
-            left = limit_s - waited.look()
+            left = deadline - time.monotonic()
             if self._out and not self.flush():
                 self.wait_to_send(LOOK_S)
             else:

@@ -22,7 +22,6 @@ from rayvec.node.step_memory import AUTORESET, COUNT, FIRST_ROWS, OP, ROWS_AT, N
 from rayvec.node.worker_processes import WorkerProcess
 from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.ids_by_owner import Part
-from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["Reports", "WorkerClient", "pack_call"]
 
@@ -110,7 +109,7 @@ class WorkerClient:
         self._posted: dict[int, _Posted] = {}
         self._progress = block.arrays["progress"][index : index + 1]
         self._seen = 0  # the newest progress
-        self._waited = WaitedTime()  # for the oldest pending command, since its newest progress was seen
+        self._since_s = time.monotonic()  # when the newest progress of the oldest pending command was seen
         self._go, self._done = block.go[index], block.done[index]
         self._ring = block.arrays["ring"][index]
         self._has_reply = block.arrays["has_reply"][index]
@@ -191,7 +190,7 @@ class WorkerClient:
         self.num_posted += 1
         self._posted[number] = command
         if number == self.num_done:
-            self._waited.restart()
+            self._since_s = time.monotonic()
         self._go.post()
         if command.payload:
             self._process.pipe.send(command.payload, fds)
@@ -214,7 +213,7 @@ class WorkerClient:
     @property
     def waited_s(self) -> float:
         """Seconds that the oldest pending command, or the current step within it, has taken so far."""
-        return self._waited.seconds
+        return time.monotonic() - self._since_s
 
     def note_progress(self) -> None:
         """Notes the worker's progress. The age of a step counts from the call that first saw it.
@@ -223,8 +222,7 @@ class WorkerClient:
         """
         progress = int(self._progress[0])
         if self._was_starting or progress != self._seen:
-            self._waited.restart()
-        self._waited.look()
+            self._since_s = time.monotonic()
         self._was_starting, self._seen = self._was_starting and self.is_starting, progress
 
     @property
@@ -275,7 +273,7 @@ class WorkerClient:
             self._go.post()
             if posted.repeat and posted.payload:
                 process.pipe.send(posted.payload)
-        self._waited.restart()
+        self._since_s = time.monotonic()
 
     def _acquire(self, deadline: float) -> None:
         pipe = self._process.pipe
@@ -303,7 +301,7 @@ class WorkerClient:
         self.num_done += 1
         self._posted.pop(number, None)
         if self._posted:  # the worker starts the next command only now
-            self._waited.restart()
+            self._since_s = time.monotonic()
 
     def _hear(self, number: int, slot: int) -> None:
         """Reads and stores the reply to a command.

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from numbers import Integral
@@ -36,8 +35,7 @@ def make_vec(
     """Makes a :class:`RayVecEnv` of a registered environment; mirrors ``gymnasium.make_vec``.
 
     Args:
-        id: Id, spec, or a class or function that makes an environment. The spec of an environment that was made here
-            makes another of the same kind and number.
+        id: Id, spec, or a class or function that makes an environment.
         num_envs: How many environments. A vector entry point may make another number where this is 1, the default.
         vectorization_mode: ``"vector_entry_point"`` makes native sub-batches, one for each worker, by the vector entry
             point that the environment is registered with. None does the same for an environment that is registered only
@@ -49,58 +47,29 @@ def make_vec(
     >>> envs = make_vec("CartPole-v1", num_envs=4, workers_per_node=1, sutton_barto_reward=True)
     >>> envs
     RayVecEnv(CartPole-v1, num_envs=4)
-    >>> envs.spec.kwargs["sutton_barto_reward"]
-    True
     >>> envs.close()
     """
     mode = vectorization_mode.value if isinstance(vectorization_mode, VectorizeMode) else vectorization_mode
     check_choice("vectorization_mode", mode, (None, *(each.value for each in VectorizeMode)))
     ours = {name: kwargs.pop(name) for name in list(kwargs) if name in _KEYWORDS} | dict(vector_kwargs or {})
-    env_kwargs: dict[str, Any] = {}
-    if isinstance(id, EnvSpec):
-        id = deepcopy(id)
-        env_kwargs, id.kwargs = id.kwargs, {}  # with what gymnasium.make alone understands, such as max_episode_steps
-        num_envs = env_kwargs.pop("num_envs", num_envs)
-        kept = env_kwargs.pop("vector_kwargs", {})
-        was_native = kept.pop("native", False)
-        ours = kept | ours
-        wrappers = env_kwargs.pop("wrappers", wrappers)
-        made_by = env_kwargs.pop("vectorization_mode", None)  # of a spec of gymnasium.make_vec, or of ours
-        if made_by == _NATIVE and mode is None and was_native:
-            mode = made_by
-    env_kwargs |= ours.pop("env_kwargs", {}) | kwargs
+    env_kwargs = {**ours.pop("env_kwargs", {}), **kwargs}
     if mode is None and (spec := _spec_of_only_native(id)) is not None:
         id, mode = spec, _NATIVE
-    if mode == _NATIVE:
-        if not isinstance(id, str | EnvSpec):
-            raise ConfigError(
-                f"vectorization_mode={_NATIVE!r} makes environments by the entry point that they are registered with.",
-                expected="an id or an EnvSpec",
-                got=repr(id)[:200],
-                remedy="Leave vectorization_mode out; RayVecEnv(..., native=True) takes makers of vector environments.",
-            )
-        spec = spec_of(id) if isinstance(id, str) else id
-        make: Any = partial(gymnasium.make_vec, id, vectorization_mode=_NATIVE, **env_kwargs)
-        sizes = sub_batch_sizes(num_envs, ours.get("num_nodes"), ours.get("workers_per_node"))
-        env = RayVecEnv(
-            [partial(make, num_envs=size) for size in sizes],
-            None if num_envs == 1 else num_envs,
-            wrappers=wrappers or (),
-            native=True,
-            **ours,
+    if mode != _NATIVE:
+        return RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=wrappers or (), **ours)
+    if not isinstance(id, str | EnvSpec):
+        raise ConfigError(
+            f"vectorization_mode={_NATIVE!r} makes environments by the entry point that they are registered with.",
+            expected="an id or an EnvSpec",
+            got=repr(id)[:200],
+            remedy="Leave vectorization_mode out; RayVecEnv(..., native=True) takes makers of vector environments.",
         )
-        env.spec = deepcopy(spec)
-        env.spec.kwargs["vectorization_mode"] = _NATIVE
-        ours = {**ours, "native": True}
-    else:
-        env = RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=wrappers or (), **ours)
-        if env.spec is None:  # of a class or function
-            return env
-        env.spec = deepcopy(env.spec)
-    env.spec.kwargs.update(env_kwargs)
-    for name, value, usual in (("num_envs", num_envs, 1), ("vector_kwargs", ours, {}), ("wrappers", wrappers, None)):
-        if value != usual:
-            env.spec.kwargs[name] = value
+    spec = spec_of(id) if isinstance(id, str) else id
+    make: Any = partial(gymnasium.make_vec, id, vectorization_mode=_NATIVE, **env_kwargs)
+    sizes = sub_batch_sizes(num_envs, ours.get("num_nodes"), ours.get("workers_per_node"))
+    fns = [partial(make, num_envs=size) for size in sizes]
+    env = RayVecEnv(fns, None if num_envs == 1 else num_envs, wrappers=wrappers or (), native=True, **ours)
+    env.spec = spec
     return env
 
 

@@ -489,24 +489,6 @@ class TestConstruction:
                 in_lockstep(env, sync.unwrapped, 20)
                 assert env.spec is not None and env.spec.id == "CartPole-v1"
 
-    def test_the_spec_of_an_environment_makes_another(self, ray_cluster: object) -> None:
-        options = {"num_nodes": 1, "workers_per_node": 1, "autoreset_mode": AutoresetMode.SAME_STEP}
-        wrappers = (gymnasium.wrappers.TimeAwareObservation,)
-        with (
-            rayvec.make_vec(id="CartPole-v1", num_envs=3, wrappers=wrappers, max_episode_steps=5, **options) as first,
-            rayvec.make_vec(first.spec) as second,
-        ):
-            assert first.spec == second.spec and second.num_envs == 3
-            assert second.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
-            in_lockstep(first, second, 12)
-
-    def test_a_spec_of_gymnasiums_vector_environment(self, ray_cluster: object) -> None:
-        with closing(gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync", max_episode_steps=3)) as sync:
-            spec = deepcopy(sync.spec)
-            with rayvec.make_vec(spec, num_nodes=1, workers_per_node=1) as env:
-                in_lockstep(env, sync.unwrapped, 10)
-            assert spec == sync.spec
-
     def test_specs_and_wrappers(self, make_vec: MakeVec) -> None:
         wrappers = (gymnasium.wrappers.FlattenObservation, partial(gymnasium.wrappers.TimeLimit, max_episode_steps=4))
 
