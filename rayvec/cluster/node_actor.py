@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,8 +49,7 @@ class NodeActor:
         self._pool: ProcessPool | None = None
         self._listener: Listener | None = None
         self._turn = threading.Lock()  # serializes the stream's thread and Ray's calls
-        self._kept_for_driver: deque[Any] = deque()
-        self._kept_for_node: deque[Any] = deque()
+        self._key = b""
         self._log = LogLines(but_of_thread=STREAM_THREAD)  # infos report what happened during steps
 
     @property
@@ -73,6 +73,7 @@ class NodeActor:
 
     def listen(self, key: bytes) -> int:
         """Opens the stream's listener on this node's own address; returns its port."""
+        self._key = key
         self._listener = Listener(self._slice.address, key, self._serve)
         return self._listener.port
 
@@ -124,14 +125,6 @@ class NodeActor:
         """Sets an attribute of some environments, one value for each."""
         return self._guard(lambda: self._running.set_attr(name, values.load(), env_ids))
 
-    def keep(self, value: Pickled) -> None:
-        """Stores values that the next request frame can't hold: actions, or seeds and options."""
-        self._kept_for_node.append(value)
-
-    def kept(self) -> Pickled | RemoteFailure | None:
-        """Returns the batch or failure of the oldest answer frame that was marked as kept, or None without one."""
-        return self._kept_for_driver.popleft() if self._kept_for_driver else None
-
     def versions(self) -> dict[str, str]:
         """Returns the versions of this process."""
         return own_versions()
@@ -162,21 +155,20 @@ class NodeActor:
         driver receives the answer of another.
         """
         pool = self._running
-        frames = FrameFormat(pool.layout, pool.action_layout)
+        frames = FrameFormat(pool.layout, pool.action_layout, self._key)
         together: deque[tuple[NDArray[np.int64], Exception | None]] = deque()
         num_waiting = 0
         with contextlib.suppress(EOFError, OSError):
             while True:
                 while not num_waiting or connection.poll():
                     request = self._unpack(frames, connection)
-                    if max(num_waiting + len(request.env_ids), len(self._kept_for_driver)) > pool.num_envs:
+                    if num_waiting + len(request.env_ids) > pool.num_envs:
                         logger.warning("closed a stream with more requests than environments")
                         return
                     failure = self._begin(pool, request)
                     env_ids = request.env_ids.copy()  # the next frame overwrites the original
                     if failure is not None and (request.loose or not together):
-                        self._keep_failure(failure)
-                        connection.send(frames.pack_kept(env_ids))
+                        connection.send(frames.pack_object(env_ids, self._failure(failure)))
                         continue
                     num_waiting += len(env_ids)
                     if not request.loose:
@@ -202,8 +194,8 @@ class NodeActor:
             logger.warning("closed a stream on which a frame came that is no request: %r", error)
             raise OSError("no request") from error
 
-    def _keep_failure(self, error: Exception) -> None:
-        self._kept_for_driver.append(RemoteFailure.capture(error, f"node {self._slice.name}"))
+    def _failure(self, error: Exception) -> RemoteFailure:
+        return RemoteFailure.capture(error, f"node {self._slice.name}")
 
     def _begin(self, pool: ProcessPool, request: Request) -> Exception | None:
         """Begins what was requested; returns what that raises."""
@@ -220,12 +212,9 @@ class NodeActor:
         elif request.kind == Kind.OBSERVE:
             pool.observe(request.env_ids)
         elif request.kind == Kind.RESET:
-            seeds, options = request.seeds, request.options
-            if seeds is None:
-                seeds, options = self._kept_for_node.popleft().load()
-            pool.reset(request.env_ids, seeds, options)
+            pool.reset(request.env_ids, *pickle.loads(request.rest))
         else:
-            actions = self._kept_for_node.popleft().load() if request.kind == Kind.STEP_KEPT else request.actions
+            actions = pickle.loads(request.rest) if request.kind == Kind.STEP_OBJECTS else request.actions
             pool.send(request.env_ids, actions, request.autoreset)
 
     def _answer(
@@ -253,10 +242,6 @@ class NodeActor:
                 if not len(env_ids):
                     return b"", 0
                 batch = pool.recv(env_ids)
-            frame, keep = frames.pack_answer(batch)
-            if keep:
-                self._kept_for_driver.append(Pickled.of(batch))
+            return frames.pack_answer(batch), len(env_ids)
         except Exception as error:
-            self._keep_failure(error)
-            return frames.pack_kept(env_ids), len(env_ids)
-        return frame, len(env_ids)
+            return frames.pack_object(env_ids, self._failure(error)), len(env_ids)

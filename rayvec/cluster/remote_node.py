@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -113,13 +115,18 @@ class RemoteNode:
             raise self._lost(error) from error
         if isinstance(value, RemoteFailure):
             raise value.rebuild()
-        if not isinstance(value, Pickled):
-            return value
+        return self._loaded(value.data) if isinstance(value, Pickled) else value
+
+    def _loaded(self, data: bytes | memoryview) -> Any:
+        """Returns a pickled value; raises an exception that it holds, or that unpickling raises."""
         try:
-            return value.load()
+            value = pickle.loads(data)
         except Exception as error:  # such as a class of a module that the driver can't import
             where = f"the process that unpickles an answer of node {self.slice.name}"
-            raise RemoteFailure.capture(error, where).rebuild() from None
+            value = RemoteFailure.capture(error, where)
+        if isinstance(value, RemoteFailure):
+            raise value.rebuild()
+        return value
 
     def _look_while_waiting(self, ref: Any, deadline: float, connection: FrameSocket) -> None:
         """Waits for a result, and looks whether the node's machine answers: Ray notices after a minute that not.
@@ -179,7 +186,7 @@ class RemoteNode:
                     remedy="Open the ports between the nodes: a firewall may block them.",
                 ) from error
 
-        self._frames = FrameFormat(ArrayLayout.of(observation), ArrayLayout.of(action))
+        self._frames = FrameFormat(ArrayLayout.of(observation), ArrayLayout.of(action), key)
         self._frame: bytes | memoryview = b""
         self._seeds: dict[int, int] = {}
         self._newest: StepBatch | None = None
@@ -260,16 +267,14 @@ class RemoteNode:
 
     def send(self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset) -> None:
         """Starts a step of some environments."""
-        frame, keep = self._frames.pack_step(env_ids, actions, autoreset, self._loose)
-        self._ask(env_ids, frame, list(actions) if keep and not isinstance(actions, (dict, tuple)) else actions, keep)
+        self._ask(env_ids, self._frames.pack_step(env_ids, actions, autoreset, self._loose))
 
     def reset(
         self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
     ) -> None:
         """Starts a reset of some environments."""
         self._seeds.update((i, seed) for i, seed in zip(env_ids.tolist(), seeds, strict=True) if seed is not None)
-        frame, keep = self._frames.pack_reset(env_ids, seeds, options, self._loose)
-        self._ask(env_ids, frame, (list(seeds), options), keep)
+        self._ask(env_ids, self._frames.pack_ids(Kind.RESET, env_ids, self._loose, packed((list(seeds), options))))
 
     def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
         """Starts a reset of those environments that are between two episodes."""
@@ -279,14 +284,12 @@ class RemoteNode:
         """Requests current observations."""
         self._ask(env_ids, self._frames.pack_ids(Kind.OBSERVE, env_ids, self._loose))
 
-    def _ask(self, env_ids: NDArray[np.int64], frame: bytes | memoryview, kept: Any = None, keep: bool = False) -> None:
+    def _ask(self, env_ids: NDArray[np.int64], frame: bytes | memoryview) -> None:
         self.flush()
         if self._loose:
             self._asked_ids.update(env_ids.tolist())
         else:
             self._asked.append(env_ids.tobytes())
-        if keep:
-            self._start("keep", Pickled(packed(kept)))(None)
         self._frame = frame
 
     def flush(self) -> None:
@@ -368,17 +371,14 @@ class RemoteNode:
             raise self._lost(error) from error
 
     def _read_answer(self) -> StepBatch:
-        """Reads the next answer frame, or fetches through Ray what the frame can't hold."""
+        """Reads the next answer frame."""
         try:
-            answer = self._frames.unpack_answer(self._stream.recv(), self.slice.env_range.start)
+            answer = self._frames.unpack_answer(self._stream.recv())
             self._check_asked(answer.env_ids)
         except Exception as error:  # the stream was closed, or the frame is no answer
             raise self._lost(error) from error
-        batch: StepBatch | None = answer.batch
-        if batch is None:
-            batch = self._start("kept")(None)
-        if batch is None:
-            raise self._lost(ValueError("an answer that the node has not kept"))
+        rest: Any = self._loaded(answer.rest) if answer.rest else ()
+        batch: StepBatch = rest if answer.batch is None else replace(answer.batch, info=rest)
         for info in batch.info:
             self._log_restart(info)
         return batch

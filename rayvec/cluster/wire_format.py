@@ -1,8 +1,8 @@
 """The frames of a stream: requests for steps or resets, and their answers.
 
-A frame consists of its length, a small fixed header, environment ids, and raw array bytes. Both sides derive the layout
-of the arrays from the spaces. Nothing in a frame is pickled. Ray transfers any value that a frame can't hold; the frame
-then only marks it as kept.
+A frame consists of its length, a small fixed header, environment ids, raw array bytes, and a pickled rest. Both sides
+derive the layout of the arrays from the spaces. An HMAC of the run's key stands before the rest: a receiver unpickles
+nothing whose HMAC does not hold.
 
 Step frames are frequent and have the same layout. Both sides therefore cache array views of the frame memory for each
 number of environments. Packing or unpacking a frame then costs one header and one copy for each array.
@@ -10,19 +10,19 @@ number of environments. Packing or unpacking a frame then costs one header and o
 
 from __future__ import annotations
 
+import hmac
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from types import NoneType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.cluster import plain_values
-from rayvec.data import RawInfo, StepBatch, SubBatchInfo, Tree, tree_leaves
+from rayvec.data import StepBatch, Tree, tree_leaves
+from rayvec.node.chunk_memory import dumps, packed
 from rayvec.node.step_memory import action_leaves
 from rayvec.pools.base import Autoreset
 from rayvec.pools.shared_memory import ArrayLayout, Field
@@ -30,12 +30,13 @@ from rayvec.pools.shared_memory import ArrayLayout, Field
 __all__ = ["Answer", "FrameFormat", "Frames", "Kind", "Request"]
 
 _REQUEST = struct.Struct("<QBBBBIQ")
-"""Frame length in bytes; kind, autoreset, loose, number of arrays; number of environments; payload bytes."""
+"""Frame length in bytes; kind, autoreset, loose, number of arrays; number of environments; bytes of the rest."""
 _ANSWER = struct.Struct("<QIIQ")
-"""Frame length in bytes; form; number of environments; bytes of infos."""
+"""Frame length in bytes; whether there are arrays; number of environments; bytes of the rest."""
 _PLAIN_CODES = b"?bBhHiIlLqQefd"
 _PLAIN = {np.dtype(chr(code)) for code in _PLAIN_CODES}
 _ID_BYTES = 8
+_PROOF_BYTES = 32
 _MOST_PACKED = 256
 _MOST_ARRAYS = 255
 """An action space of more arrays does not fit a frame's header."""
@@ -55,14 +56,8 @@ class Kind(IntEnum):
     RESET = 1
     BEGIN = 2
     OBSERVE = 3
-    STEP_KEPT = 4
-    """A step whose actions Ray transfers."""
-
-
-class _Form(IntEnum):
-    PLAIN = 0
-    INFOS = 1
-    KEPT = 2
+    STEP_OBJECTS = 4
+    """A step whose actions are pickled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +69,8 @@ class Request:
         env_ids: The node's ids of the environments, ``int64 [k]``.
         autoreset: Autoreset mode of a step.
         loose: Whether the node answers for each environment as soon as it has finished; else for all together.
-        actions: Actions of a step; None if Ray transfers them.
-        seeds: Seeds of a reset; None if Ray transfers the seeds and options.
-        options: Options of a reset.
+        actions: Actions of a step; None if they are pickled.
+        rest: Pickled actions, or seeds and options of a reset.
     """
 
     kind: Kind
@@ -84,8 +78,7 @@ class Request:
     autoreset: Autoreset
     loose: bool
     actions: Tree | None = None
-    seeds: Sequence[int | None] | None = None
-    options: Mapping[str, Any] | None = None
+    rest: bytes | memoryview = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +87,13 @@ class Answer:
 
     Attributes:
         env_ids: The node's ids of the environments, ``int64 [k]``.
-        batch: The answers; None if the driver must fetch them, or an environment's exception, through Ray.
+        batch: The answers without infos; None if they are pickled as a whole, or an exception is.
+        rest: The pickled infos, answers or :class:`~rayvec.errors.RemoteFailure`, or nothing.
     """
 
     env_ids: NDArray[np.int64]
     batch: StepBatch | None
+    rest: bytes | memoryview = b""
 
 
 class Frames:
@@ -152,11 +147,13 @@ class FrameFormat:
     which the next received frame overwrites.
 
     Args:
-        layout: Layout of observations; None if they are objects, which Ray always transfers.
-        action_layout: Layout of actions; None if they are objects, which Ray always transfers.
+        layout: Layout of observations; None if they are objects, which are pickled.
+        action_layout: Layout of actions; None if they are objects, which are pickled.
+        key: Key of the run.
     """
 
-    def __init__(self, layout: ArrayLayout | None, action_layout: ArrayLayout | None) -> None:
+    def __init__(self, layout: ArrayLayout | None, action_layout: ArrayLayout | None, key: bytes) -> None:
+        self._key = key
         self._layout = layout
         self._action_layout = action_layout
         leaves = () if layout is None else layout.leaves
@@ -170,21 +167,22 @@ class FrameFormat:
 
     def pack_step(
         self, env_ids: NDArray[np.int64], actions: Tree, autoreset: Autoreset, loose: bool
-    ) -> tuple[bytes | memoryview, bool]:
-        """Returns the frame that requests a step, and whether Ray must transfer the actions."""
+    ) -> bytes | memoryview:
+        """Returns the frame that requests a step."""
         count = len(env_ids)
         if type(actions) is np.ndarray and actions.dtype in _PLAIN and actions.shape == (count, *self._row_shape):
             leaves, codes = [actions], actions.dtype.char  # fast path for most steps
         else:
             found = action_leaves(actions, self._action_layout, count)
             if found is None or len(found) > _MOST_ARRAYS:
-                return self.pack_ids(Kind.STEP_KEPT, env_ids, loose, autoreset=autoreset), True
+                objects = actions if isinstance(actions, (dict, tuple)) else list(actions)
+                return self.pack_ids(Kind.STEP_OBJECTS, env_ids, loose, packed(objects), autoreset)
             leaves, codes = found, "".join([leaf.dtype.char for leaf in found])
         key = env_ids.tobytes(), codes, autoreset, loose
         frame, arrays = self._packed.get(key) or self._packed_step(key, env_ids)
         for array, leaf in zip(arrays, leaves, strict=True):
             array[...] = leaf
-        return frame, False
+        return frame
 
     def _packed_step(
         self, key: tuple[bytes, str, Autoreset, bool], env_ids: NDArray[np.int64]
@@ -212,24 +210,29 @@ class FrameFormat:
             known[codes] = Frames(fields, _REQUEST.size + -(-len(codes) // _CODES) * _CODES)
         return known[codes]
 
-    def pack_reset(
-        self, env_ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None, loose: bool
-    ) -> tuple[bytes, bool]:
-        """Returns the frame that requests a reset, and whether Ray must transfer the seeds and options."""
-        try:
-            payload = plain_values.encode([list(seeds), options])
-        except plain_values.NOT_PLAIN:
-            payload = b""
-        return self.pack_ids(Kind.RESET, env_ids, loose, payload), not payload
-
-    @staticmethod
     def pack_ids(
-        kind: Kind, env_ids: NDArray[np.int64], loose: bool, payload: bytes = b"", autoreset: int = 0
+        self, kind: Kind, env_ids: NDArray[np.int64], loose: bool, rest: bytes = b"", autoreset: int = 0
     ) -> bytes:
-        """Returns the frame of a request that holds environment ids, and encoded values or nothing besides."""
-        size = _REQUEST.size + env_ids.nbytes + len(payload)
-        head = _REQUEST.pack(size, kind, autoreset, loose, 0, len(env_ids), len(payload))
-        return b"".join([head, env_ids.tobytes(), payload])
+        """Returns the frame of a request that holds environment ids, and a pickled rest or nothing besides."""
+        rest = self._proven(rest)
+        size = _REQUEST.size + env_ids.nbytes + len(rest)
+        head = _REQUEST.pack(size, kind, autoreset, loose, 0, len(env_ids), len(rest))
+        return b"".join([head, env_ids.tobytes(), rest])
+
+    def _proven(self, rest: bytes) -> bytes:
+        """Returns a pickled rest behind its HMAC; nothing for nothing."""
+        return hmac.digest(self._key, rest, "sha256") + rest if rest else b""
+
+    def _checked(self, rest: memoryview) -> memoryview:
+        """Returns a pickled rest without its HMAC.
+
+        Raises:
+            ValueError: The HMAC does not hold.
+        """
+        proof, rest = rest[:_PROOF_BYTES], rest[_PROOF_BYTES:]
+        if not hmac.compare_digest(proof, hmac.digest(self._key, rest, "sha256")):
+            raise ValueError("a pickled value without the HMAC of this run's key")
+        return rest
 
     def unpack_request(self, frame: bytes | bytearray | memoryview) -> Request:
         """Reads a request; its arrays are views of `frame`, whose memory the next received frame overwrites.
@@ -250,28 +253,18 @@ class FrameFormat:
         at = _REQUEST.size + count * _ID_BYTES
         _check_size(frame, at + payload_bytes)
         env_ids = np.frombuffer(frame, np.int64, count, _REQUEST.size)
-        seeds = options = None
-        if payload_bytes:
-            seeds, options = plain_values.decode(frame[at:])
-            are_seeds = len(seeds) == count and all(type(seed) in (int, NoneType) for seed in seeds)
-            if not are_seeds or type(options) not in (dict, NoneType):
-                raise ValueError(f"no seeds and options for {count} environments")
-        return Request(Kind(kind), env_ids, Autoreset(autoreset), bool(loose), None, seeds, options)
+        rest = self._checked(frame[at:]) if payload_bytes else b""
+        return Request(Kind(kind), env_ids, Autoreset(autoreset), bool(loose), rest=rest)
 
-    def pack_answer(self, batch: StepBatch) -> tuple[bytes | memoryview, bool]:
-        """Returns the answer frame of a batch, and whether Ray must transfer the batch."""
+    def pack_answer(self, batch: StepBatch) -> bytes | memoryview:
+        """Returns the answer frame of a batch."""
         if self._layout is None:
-            return self.pack_kept(batch.env_ids), True
-        form, extra = _Form.PLAIN, b""
-        if batch.info:
-            try:
-                form, extra = _Form.INFOS, plain_values.encode([list(info) for info in batch.info])
-            except plain_values.NOT_PLAIN:
-                return self.pack_kept(batch.env_ids), True
+            return self.pack_object(batch.env_ids, batch)
+        extra = self._proven(dumps(batch.info)) if batch.info else b""
         frames, count = self._answer, len(batch.env_ids)
         ids, rew, *leaves, terminated, truncated = frames.own(count, len(extra))
         size = frames.size(count)
-        _ANSWER.pack_into(frames.buffer, 0, size + len(extra), form, count, len(extra))
+        _ANSWER.pack_into(frames.buffer, 0, size + len(extra), True, count, len(extra))
         ids[:] = batch.env_ids
         rew[:] = batch.rew
         for array, leaf in zip(leaves, tree_leaves(batch.obs), strict=True):
@@ -279,66 +272,31 @@ class FrameFormat:
         terminated[:] = batch.terminated
         truncated[:] = batch.truncated
         frames.buffer[size : size + len(extra)] = extra
-        return memoryview(frames.buffer)[: size + len(extra)], False
+        return memoryview(frames.buffer)[: size + len(extra)]
 
-    @staticmethod
-    def pack_kept(env_ids: NDArray[np.int64]) -> bytes:
-        """Returns the frame which marks that the driver must fetch the answer, or an exception, through Ray."""
-        return _ANSWER.pack(_ANSWER.size + env_ids.nbytes, _Form.KEPT, len(env_ids), 0) + env_ids.tobytes()
+    def pack_object(self, env_ids: NDArray[np.int64], value: Any) -> bytes:
+        """Returns the answer frame that holds a pickled batch, or a failure."""
+        rest = self._proven(dumps(value))
+        head = _ANSWER.pack(_ANSWER.size + env_ids.nbytes + len(rest), False, len(env_ids), len(rest))
+        return b"".join([head, env_ids.tobytes(), rest])
 
-    def unpack_answer(self, frame: bytes | bytearray | memoryview, first_id: int = 0) -> Answer:
+    def unpack_answer(self, frame: bytes | bytearray | memoryview) -> Answer:
         """Reads an answer; its arrays are views of `frame`, whose memory the next received frame overwrites.
-
-        Args:
-            frame: The frame.
-            first_id: Global index of the node's first environment.
 
         Raises:
             Exception: The frame is no answer. Any type, because the frame may hold anything.
         """
         frame = memoryview(frame)
-        _, form, count, extra_bytes = _ANSWER.unpack_from(frame)
-        if form == _Form.KEPT:
-            _check_size(frame, _ANSWER.size + count * _ID_BYTES)
-            return Answer(np.frombuffer(frame, np.int64, count, _ANSWER.size).copy(), None)
-        at = self._answer.size(count)
-        _check_size(frame, at + extra_bytes)
+        _, has_arrays, count, rest_bytes = _ANSWER.unpack_from(frame)
+        at = self._answer.size(count) if has_arrays else _ANSWER.size + count * _ID_BYTES
+        _check_size(frame, at + rest_bytes)
+        if not has_arrays:
+            ids = np.frombuffer(frame, np.int64, count, _ANSWER.size).copy()
+            return Answer(ids, None, self._checked(frame[at:]))
         ids, rew, *leaves, terminated, truncated = self._answer.over(frame.obj, count)
         answer = self._answers.get(count)
         if answer is None or answer.env_ids is not ids:  # the frame is in another buffer
             assert self._layout is not None
             batch = StepBatch(ids, self._layout.tree(leaves), rew, terminated, truncated)
             answer = self._answers[count] = Answer(ids, batch)
-        if form == _Form.PLAIN:
-            return answer
-        if form != _Form.INFOS:
-            raise ValueError(f"an answer of the form {form}")
-        assert answer.batch is not None
-        fields_of = plain_values.decode(frame[at:])
-        infos: tuple[Any, ...]
-        if fields_of and len(fields_of[0]) == len(SubBatchInfo._fields):
-            infos = tuple(SubBatchInfo(*fields) for fields in fields_of)
-            _check_columns(infos, first_id + answer.env_ids)
-        else:
-            infos = tuple(RawInfo(*fields) for fields in fields_of)
-            _check_infos(infos, set((first_id + answer.env_ids).tolist()))
-        return Answer(answer.env_ids, replace(answer.batch, info=infos))
-
-
-def _check_infos(infos: Sequence[RawInfo], env_ids: set[int]) -> None:
-    """Raises an error if infos belong to other environments, or hold no dicts.
-
-    A last observation is whatever the environment returned, which need not be of its space.
-    """
-    for env_id, info, _, final_info in infos:
-        if env_id not in env_ids or type(info) is not dict or type(final_info) not in (dict, NoneType):
-            raise ValueError(f"no infos of an environment: {env_id!r}"[:200])
-
-
-def _check_columns(infos: Sequence[SubBatchInfo], env_ids: NDArray[np.int64]) -> None:
-    """Raises an error if infos of native sub-batches belong to other environments, or hold no dicts."""
-    for env_id, num_envs, columns in infos:
-        if type(env_id) is not int or type(num_envs) is not int or type(columns) is not dict or num_envs < 1:
-            raise ValueError(f"no infos of a native sub-batch: {env_id!r}"[:200])
-        if not np.any((env_ids >= env_id) & (env_ids < env_id + num_envs)):
-            raise ValueError(f"infos of the environments {env_id} to {env_id + num_envs - 1}, which have not answered")
+        return Answer(ids, answer.batch, self._checked(frame[at:])) if rest_bytes else answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pickle
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from rayvec.pools.shared_memory import ArrayLayout
 
 
 def frame_format(observation: str, action: str) -> FrameFormat:
-    return FrameFormat(ArrayLayout.of(ALL_SPACES[observation]), ArrayLayout.of(ALL_SPACES[action]))
+    return FrameFormat(ArrayLayout.of(ALL_SPACES[observation]), ArrayLayout.of(ALL_SPACES[action]), b"key")
 
 
 @pytest.mark.parametrize("mode", list(Autoreset))
@@ -30,9 +30,7 @@ def test_a_step_arrives_as_it_was_sent(kind: str, mode: Autoreset, loose: bool) 
     frames = frame_format("box32", kind)
     env_ids = np.array([4, 0, 7])
     actions = sample_actions(ALL_SPACES[kind], 3, seed=1)
-    frame, by_ray = frames.pack_step(env_ids, actions, mode, loose)
-    request = frames.unpack_request(frame)
-    assert not by_ray
+    request = frames.unpack_request(frames.pack_step(env_ids, actions, mode, loose))
     assert (request.kind, request.autoreset, request.loose) == (Kind.STEP, mode, loose)
     assert_identical(request.env_ids, env_ids)
     assert_identical(request.actions, actions)
@@ -43,40 +41,45 @@ def test_a_step_arrives_as_it_was_sent(kind: str, mode: Autoreset, loose: bool) 
 def test_actions_keep_the_data_type_of_the_caller(dtype: str, count: int) -> None:
     frames = frame_format("box32", "box64")
     actions = np.arange(4 * count).reshape(count, 2, 2).astype(dtype)
-    frame, by_ray = frames.pack_step(np.arange(count), actions, Autoreset.SAME_STEP, False)
-    assert not by_ray
+    frame = frames.pack_step(np.arange(count), actions, Autoreset.SAME_STEP, False)
     assert_identical(frames.unpack_request(frame).actions, actions)
 
 
 @pytest.mark.parametrize("kind", OBJECT_SPACES)
-def test_actions_that_are_no_arrays_are_kept_for_ray(kind: str) -> None:
-    frames = frame_format("box32", kind)
-    frame, by_ray = frames.pack_step(np.arange(2), sample_actions(ALL_SPACES[kind], 2, 0), Autoreset.DISABLED, False)
-    request = frames.unpack_request(frame)
-    assert by_ray and request.actions is None
-    assert_identical(request.env_ids, np.arange(2))
+def test_actions_that_are_no_arrays_are_pickled(kind: str) -> None:
+    frames, actions = frame_format("box32", kind), sample_actions(ALL_SPACES[kind], 2, 0)
+    request = frames.unpack_request(frames.pack_step(np.arange(2), actions, Autoreset.DISABLED, False))
+    assert (request.kind, request.autoreset, request.actions) == (Kind.STEP_OBJECTS, Autoreset.DISABLED, None)
+    assert_identical(pickle.loads(request.rest), actions if isinstance(actions, tuple) else list(actions))
 
 
-def test_actions_of_a_strange_data_type_are_kept_for_ray() -> None:
+def test_actions_of_a_strange_data_type_or_of_many_arrays_are_pickled() -> None:
     frames = frame_format("box32", "box64")
     for dtype in ("g", "F", "O", ">f8"):
-        assert frames.pack_step(np.arange(2), np.ones((2, 2, 2), dtype), Autoreset.DISABLED, False)[1]
+        actions = np.ones((2, 2, 2), dtype)
+        request = frames.unpack_request(frames.pack_step(np.arange(2), actions, Autoreset.DISABLED, False))
+        assert_identical(np.array(pickle.loads(request.rest)), actions)
+    space = spaces.Dict({f"{number}": spaces.Box(-1, 1, (2,), np.float32) for number in range(256)})
+    frames = FrameFormat(ArrayLayout.of(ALL_SPACES["box32"]), ArrayLayout.of(space), b"key")
+    frame = frames.pack_step(np.arange(3), sample_actions(space, 3, seed=1), Autoreset.SAME_STEP, False)
+    assert frames.unpack_request(frame).kind == Kind.STEP_OBJECTS
 
 
-@pytest.mark.parametrize("options", [None, {}, {"level": 3, "mask": np.array([True])}])
-def test_a_reset_arrives_as_it_was_sent(options: Any) -> None:
+def test_nothing_is_unpickled_whose_proof_does_not_hold() -> None:
     frames = frame_format("box32", "box64")
-    frame, by_ray = frames.pack_reset(np.array([2, 1]), [5, None], options, True)
-    request = frames.unpack_request(frame)
-    assert (by_ray, request.kind, list(request.seeds or ())) == (False, Kind.RESET, [5, None])
-    assert_identical(request.options, options)
-
-
-def test_a_reset_with_options_that_are_not_plain_is_kept_for_ray() -> None:
-    frames = frame_format("box32", "box64")
-    for options in ({"x": object()}, {"x": 2**80}, {"x": "\ud800"}):
-        frame, by_ray = frames.pack_reset(np.array([0]), [1], options, False)
-        assert by_ray and frames.unpack_request(frame).seeds is None
+    request = frames.pack_ids(Kind.RESET, np.array([2, 1]), True, pickle.dumps(([5, None], {"level": 3})))
+    assert pickle.loads(frames.unpack_request(request).rest) == ([5, None], {"level": 3})
+    answer = frames.pack_object(np.array([3]), "anything")
+    assert pickle.loads(frames.unpack_answer(bytearray(answer)).rest) == "anything"
+    stranger = FrameFormat(None, None, b"another key")
+    for frame, unpack, of_stranger in (
+        (request, frames.unpack_request, stranger.unpack_request),
+        (answer, frames.unpack_answer, stranger.unpack_answer),
+    ):
+        tampered = frame[:-1] + bytes([frame[-1] ^ 1])
+        for read, data in ((unpack, tampered), (of_stranger, frame)):
+            with pytest.raises(ValueError, match="HMAC"):
+                read(bytearray(data))
 
 
 @pytest.mark.parametrize("kind", ARRAY_SPACES)
@@ -101,29 +104,12 @@ def test_an_answer_arrives_as_it_was_sent_in_memory_of_its_own(kind: str, infos:
         np.array([False, False, True]),
         info,
     )
-    frame, kept = frames.pack_answer(batch)
-    answer = frames.unpack_answer(bytearray(frame))
-    assert not kept and answer.batch is not None
-    for name in batch.__slots__:
+    answer = frames.unpack_answer(bytearray(frames.pack_answer(batch)))
+    assert answer.batch is not None
+    for name in set(batch.__slots__) - {"info"}:
         assert_identical(getattr(answer.batch, name), getattr(batch, name), name)
+    assert_identical(pickle.loads(answer.rest) if infos else (), batch.info)
     assert all(leaf.flags.writeable for leaf in tree_leaves(answer.batch.obs))
-
-
-def test_an_answer_with_infos_that_are_not_plain_is_kept() -> None:
-    frames = frame_format("discrete", "discrete")
-    for value in (object(), 2**80, "\ud800", bytearray(1)):
-        batch = StepBatch(
-            np.array([3]),
-            np.zeros(1, int),
-            np.zeros(1),
-            np.zeros(1, bool),
-            np.zeros(1, bool),
-            (RawInfo(3, {"x": value}),),
-        )
-        frame, kept = frames.pack_answer(batch)
-        answer = frames.unpack_answer(bytearray(frame))
-        assert kept and answer.batch is None
-        assert_identical(answer.env_ids, np.array([3]))
 
 
 @examples(200)
@@ -136,10 +122,3 @@ def test_garbage_is_an_error_never_more(garbage: bytes) -> None:
             unpack(garbage)
         except Exception as error:
             assert not isinstance(error, (MemoryError, SystemError))
-
-
-def test_ray_transfers_actions_of_more_arrays_than_a_frame_counts() -> None:
-    space = spaces.Dict({f"{number}": spaces.Box(-1, 1, (2,), np.float32) for number in range(256)})
-    frames = FrameFormat(ArrayLayout.of(ALL_SPACES["box32"]), ArrayLayout.of(space))
-    frame, by_ray = frames.pack_step(np.arange(3), sample_actions(space, 3, seed=1), Autoreset.SAME_STEP, False)
-    assert by_ray and frames.unpack_request(frame).kind == Kind.STEP_KEPT

@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 import pytest
 from conftest import MakeVec
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import FlattenObservation, TimeLimit
 from helpers.exact import SpaceEnv
 from helpers.kinds import in_lockstep, within
