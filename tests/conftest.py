@@ -95,9 +95,8 @@ def pytest_collection_finish() -> None:
 def ray_cluster() -> Iterator[object]:
     """Two simulated nodes on this machine, 24 and 8 cores; the driver runs on the first."""
     import ray
+    from helpers.reaper import end_reaper, start_reaper
     from ray.cluster_utils import Cluster
-
-    from rayvec.cluster.ray_session import end_reaper, start_reaper
 
     directory = tempfile.mkdtemp(prefix="c-")
     os.mkdir(f"{directory}/ray")

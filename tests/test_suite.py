@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.reaper import processes
 from helpers.waiting import shm_names
-
-from rayvec.cluster._reaper import _processes
 
 MARK = "RAYVEC_TEST_SUITE"
 DEADLINE_S = 300.0
@@ -56,7 +55,7 @@ def test_ctrl_c_leaves_nothing(options: list[str], seed: int) -> None:
             wait_until(lambda: output.read_text().count("PASSED") >= passed or process.poll() is not None, output)
             os.killpg(process.pid, signal.SIGINT)
             assert process.wait(DEADLINE_S) == pytest.ExitCode.INTERRUPTED, output.read_text()
-            wait_until(lambda: not _processes(MARK, directory), output)
+            wait_until(lambda: not processes(MARK, directory), output)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -2,38 +2,39 @@
 
 If Ray is already initialised, a session uses it and never shuts it down. Otherwise it connects to the given address or
 to ``RAY_ADDRESS``. Without an address, it starts a private local cluster with its own token and temporary directory.
-The private cluster stops when its last session is released, or when this process exits or is killed.
+The private cluster stops when its last session is released, or when this process exits or is killed. The directory of a
+cluster whose process was killed is removed by the next process that starts one there.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import ray
 
 from rayvec.cluster.reachability import can_call_ray
 from rayvec.errors import ConfigError
 
-__all__ = ["CLUSTER_MARK", "RaySession", "end_reaper", "start_reaper"]
+__all__ = ["RaySession"]
 
-CLUSTER_MARK = "RAYVEC_CLUSTER"
-"""Environment variable that holds the directory of a private cluster, set in the cluster's processes."""
-_REAPER = Path(__file__).with_name("_reaper.py")
-_REAP_S = 20.0
+_OWNER = "owner"
+"""File in the directory of a private cluster that the process which has started it holds locked."""
 _PROBE_S = 5.0
 _LONGEST_TEMP_DIR = 24
 """In bytes: Ray's socket paths begin with this directory, and the system limits them to 107 bytes."""
@@ -44,6 +45,23 @@ _SETTINGS = {
     "RAY_worker_niceness": "0",  # at a lower priority, a busy driver starves the workers
     "RAY_prestart_worker_first_driver": "0",  # Ray would start one process for each core; we need one
 }
+
+
+class _Private(NamedTuple):
+    """A private cluster: its directory, the locked file in it, and the process that has started it."""
+
+    directory: str
+    lock_fd: int
+    pid: int
+
+    def remove(self) -> None:
+        """Removes the directory, into which a process that is ending may still write."""
+        for _ in range(20):
+            shutil.rmtree(self.directory, ignore_errors=True)
+            if not os.path.exists(self.directory):
+                break
+            time.sleep(0.05)
+        os.close(self.lock_fd)
 
 
 class RaySession(contextlib.AbstractContextManager["RaySession"]):
@@ -64,7 +82,7 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
     _lock = threading.Lock()
     _returned: ClassVar[deque[RaySession]] = deque()
     _shares = 0
-    _reaper: subprocess.Popen[bytes] | None = None
+    _private: ClassVar[_Private | None] = None
     _ending: threading.Thread | None = None
     _ours: tuple[str, str] | None = None  # cluster and job of the connection that the first session opened, if it did
 
@@ -90,7 +108,7 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
                 _connect(address)
             else:
                 cls._end_private()
-                cls._reaper = _start_private()
+                cls._private = _start_private()
         cls._ours = _connection()
 
     def __exit__(self, *exc_info: object) -> None:
@@ -134,9 +152,9 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
 
     @classmethod
     def _end_private(cls) -> None:
-        if cls._reaper is not None:
-            end_reaper(cls._reaper)
-            cls._reaper = None
+        if cls._private is not None:
+            cls._private.remove()
+            cls._private = None
             _forget_token()
 
 
@@ -151,6 +169,14 @@ def _end_without_head() -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(1)
+
+
+@atexit.register
+def _end_private_cluster() -> None:
+    """Ends the private cluster of a program that has not released its sessions."""
+    if RaySession._private is not None and RaySession._private.pid == os.getpid():
+        RaySession._shares = 1
+        RaySession._take_back()
 
 
 def _connection() -> tuple[str, str]:
@@ -226,11 +252,11 @@ def _connect(address: str) -> None:
         ) from error
 
 
-def _start_private() -> subprocess.Popen[bytes]:
+def _start_private() -> _Private:
     directory = _short_temp_dir()
-    reaper = start_reaper(directory)
+    private = _Private(directory, _lock(directory), os.getpid())
     try:
-        with _environment(RAY_AUTH_TOKEN=_TOKEN, **_SETTINGS, **{CLUSTER_MARK: directory}):
+        with _environment(RAY_AUTH_TOKEN=_TOKEN, **_SETTINGS):
             _forget_token()
             ray.init(
                 address="local",
@@ -241,7 +267,7 @@ def _start_private() -> subprocess.Popen[bytes]:
             )
     except BaseException as error:
         ray.shutdown()
-        end_reaper(reaper)
+        private.remove()
         if not isinstance(error, Exception):
             raise
         raise ConfigError(
@@ -251,13 +277,14 @@ def _start_private() -> subprocess.Popen[bytes]:
             remedy="If this is about files, set TMPDIR to a directory that can be written. If Ray timed out, raise the "
             "limit of processes and threads (ulimit -u, or the container's). Or pass num_nodes=0 to do without Ray.",
         ) from error
-    return reaper
+    return private
 
 
 def _short_temp_dir() -> str:
     """Makes a directory for a private cluster: below /tmp if the usual place has too long a name."""
     where = tempfile.gettempdir()
     where = where if len(os.fsencode(where)) <= _LONGEST_TEMP_DIR else "/tmp"
+    _remove_leftovers(where)
     try:
         return tempfile.mkdtemp(prefix="rayvec-", dir=where)
     except OSError as error:
@@ -270,28 +297,20 @@ def _short_temp_dir() -> str:
         ) from error
 
 
-def start_reaper(directory: str) -> subprocess.Popen[bytes]:
-    """Starts the process that cleans up after a private cluster, even if this process is killed.
-
-    Args:
-        directory: Directory of the cluster; the cluster's processes have it in their environment as
-            :data:`CLUSTER_MARK`.
-    """
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_REAPER), CLUSTER_MARK, directory, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
+def _lock(directory: str) -> int:
+    """Locks a file in the directory until this process ends; returns its descriptor."""
+    lock_fd = os.open(f"{directory}/{_OWNER}.new", os.O_CREAT | os.O_WRONLY)
+    fcntl.flock(lock_fd, fcntl.LOCK_EX)
+    os.rename(f"{directory}/{_OWNER}.new", f"{directory}/{_OWNER}")
+    return lock_fd
 
 
-def end_reaper(reaper: subprocess.Popen[bytes]) -> None:
-    """Notifies the reaper, which cleans up as after a crash, and waits until it exits."""
-    assert reaper.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # the reaper was killed
-        reaper.stdin.write(b".")
-        reaper.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        reaper.wait(_REAP_S)
+def _remove_leftovers(where: str) -> None:
+    """Removes directories of private clusters whose process has been killed."""
+    for owner in Path(where).glob(f"rayvec-*/{_OWNER}"):
+        with contextlib.suppress(OSError), owner.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -118,10 +118,7 @@ def run() -> Iterator[MakeDriver]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGTERM))],
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_nothing_is_left_after_a_signal(run: MakeDriver, number: signal.Signals) -> None:
     names = shm_names()
     driver = run(STEPPING)
@@ -136,6 +133,25 @@ def test_nothing_is_left_after_a_signal(run: MakeDriver, number: signal.Signals)
     driver.wait_until(lambda: shm_names() <= names, "no name in /dev/shm is left")
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in driver.output.read_text()
+
+
+def test_after_a_sigkill_the_cluster_ends_and_the_next_start_removes_its_directory(run: MakeDriver) -> None:
+    """Ray's two agents live for up to two minutes; nothing else does."""
+    names = shm_names()
+    driver = run(STEPPING)
+    driver.wait_for_output("stepping")
+    (directory,) = driver.tmp.glob("rayvec-*")
+    driver.process.kill()
+    driver.process.wait(DEADLINE_S)
+    driver.wait_until(lambda: all("agent" in left for left in driver.left()), "only agents are left")
+    driver.wait_until(lambda: shm_names() <= names, "no name in /dev/shm is left")
+    for left in driver.left():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(left.split()[0]), signal.SIGKILL)
+    assert directory.exists()
+    other = run(STEPPING.split("    while")[0] + "    env.close()\n", TMPDIR=str(driver.tmp))
+    other.finish()
+    driver.assert_nothing_left()
 
 
 FORKING = """
@@ -154,23 +170,16 @@ FORKING = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["close", "killed"])
-def test_what_a_driver_has_forked_keeps_no_cluster_alive_and_is_left_alone(run: MakeDriver, how: str) -> None:
-    """It holds every file that the driver held, the pipe to the reaper among them; so does who reads a log."""
-    driver = run(
-        FORKING + ("    env.close(); print('closed', flush=True)\n" if how == "close" else "") + "    signal.pause()"
-    )
+def test_what_a_driver_has_forked_keeps_no_cluster_alive_and_is_left_alone(run: MakeDriver) -> None:
+    """It holds every file that the driver held."""
+    driver = run(FORKING + "    env.close(); print('closed', flush=True); signal.pause()")
     driver.wait_for_output("ready")
     line = next(line for line in driver.output.read_text().splitlines() if line.startswith("ready"))
     _, forked, reader, directory = line.split()
-    if how == "killed":
-        driver.process.kill()
-        driver.process.wait(DEADLINE_S)
-    own = {forked, reader} | ({str(driver.process.pid)} if how == "close" else set())
+    own = {forked, reader, str(driver.process.pid)}
     driver.wait_until(lambda: {left.split()[0] for left in driver.left()} <= own, "the cluster has ended")
     driver.wait_until(lambda: not Path(directory).exists(), "its files are gone")
-    if how == "close":
-        driver.wait_for_output("closed")
+    driver.wait_for_output("closed")
     assert {left.split()[0] for left in driver.left()} == own
 
 

@@ -1,4 +1,4 @@
-"""Cleans up after a private Ray cluster, even if the process that started the cluster was killed.
+"""Cleans up after a private Ray cluster of a test, even if the process that started the cluster was killed.
 
 This script takes three arguments: the name of an environment variable, a directory, and the process id of the starter.
 It waits until the starter writes to the script's standard input, closes it, or exits. Standard input alone is not
@@ -13,9 +13,12 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
+CLUSTER_MARK = "RAYVEC_CLUSTER"
+"""Environment variable that holds the directory of a private cluster, set in the cluster's processes."""
 _ROUNDS = 100
 _PAUSE_S = 0.05
 _QUIET_ROUNDS = 4
@@ -42,7 +45,7 @@ def _belongs(pid: int, variable: str, directory: str) -> bool:
         return False
 
 
-def _processes(variable: str, directory: str) -> list[int]:
+def processes(variable: str, directory: str) -> list[int]:
     """Returns the ids of the cluster's remaining processes, except this one."""
     pids = {int(entry) for entry in os.listdir("/proc") if entry.isdigit()} - {os.getpid()}
     return [pid for pid in sorted(pids) if _belongs(pid, variable, directory)]
@@ -65,7 +68,7 @@ def main(variable: str, directory: str, starter: str) -> None:
     _wait_for_end(int(starter))
     quiet = 0
     for _ in range(_ROUNDS):
-        pids = _processes(variable, directory)
+        pids = processes(variable, directory)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -74,6 +77,24 @@ def main(variable: str, directory: str, starter: str) -> None:
             break
         time.sleep(_PAUSE_S)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def start_reaper(directory: str) -> subprocess.Popen[bytes]:
+    """Starts the process that cleans up after a private cluster, even if this process is killed."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, CLUSTER_MARK, directory, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def end_reaper(reaper: subprocess.Popen[bytes]) -> None:
+    """Notifies the reaper, which cleans up as after a crash, and waits until it exits."""
+    assert reaper.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # the reaper was killed
+        reaper.stdin.write(b".")
+        reaper.stdin.close()
+    reaper.wait(20.0)
 
 
 if __name__ == "__main__":
