@@ -7,12 +7,10 @@ import errno
 import os
 import resource
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from types import SimpleNamespace
 
 import pytest
 
@@ -114,31 +112,6 @@ def test_a_message_with_descriptors_waits_in_the_queue_if_the_socket_is_full() -
     sender.close()
     receiver.close()
     watch.close()
-
-
-def test_a_pause_of_the_receiver_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if SIGSTOP had stopped it for a hundred seconds in the middle of a message, before the last wait for it."""
-    ours, theirs = socket.socketpair()
-    paused_s = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + paused_s[0])
-    for module in ("rayvec.node.pipe", "rayvec.pools.waited_time"):
-        monkeypatch.setattr(f"{module}.time", clock)
-    message = bytes(1 << 10)
-    theirs.sendall(struct.pack("<Q", len(message)) + message[:100])
-
-    looks = iter([b"", b"", message[100:]])
-
-    def readable_after_a_pause(fds: list[int], timeout_s: float | None) -> bool:
-        paused_s[0] = 100.0
-        if timeout_s == 0.0:  # the look after a wait
-            theirs.sendall(next(looks))
-        return readable(fds, 0.0)
-
-    monkeypatch.setattr("rayvec.node.pipe.readable", readable_after_a_pause)
-    pipe = MessagePipe(ours)
-    assert pipe.receive(clock.monotonic() + 30.0) == (message, [])
-    theirs.close()
-    pipe.close()
 
 
 def test_a_large_message_is_sent_as_fast_as_the_peer_reads(monkeypatch: pytest.MonkeyPatch) -> None:

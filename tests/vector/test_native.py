@@ -466,12 +466,6 @@ class TestMakeVec:
         env = rayvec.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point", **settings)
         with closing(env):
             assert env.topology.nodes[0].worker_bounds == (0, 3, 5) and env.get_attr("num_envs")[0] == 3
-            again = rayvec.make_vec(env.spec)  # type: ignore[arg-type]
-            with closing(again):
-                assert again.num_envs == 5 and again.get_attr("num_envs")[0] == 3
-            with closing(rayvec.make_vec(env.spec, vectorization_mode="sync")) as single:  # type: ignore[arg-type]
-                assert single.num_envs == 5 and single.spec is not None
-                assert "native" not in single.spec.kwargs["vector_kwargs"]
 
     @pytest.mark.filterwarnings("ignore:.*Using the latest versioned environment")
     @pytest.mark.parametrize("id", ["CartPole", "gymnasium:CartPole-v1"])
