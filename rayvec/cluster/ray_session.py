@@ -308,7 +308,7 @@ def _lock(directory: str) -> int:
 def _remove_leftovers(where: str) -> None:
     """Removes directories of private clusters whose process has been killed."""
     for owner in Path(where).glob(f"rayvec-*/{_OWNER}"):
-        with contextlib.suppress(OSError), owner.open("ab") as file:
+        with contextlib.suppress(OSError), owner.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(owner.parent, ignore_errors=True)
 
