@@ -143,7 +143,7 @@ def test_after_a_sigkill_the_cluster_ends_and_the_next_start_removes_its_directo
     (directory,) = driver.tmp.glob("rayvec-*")
     driver.process.kill()
     driver.process.wait(DEADLINE_S)
-    driver.wait_until(lambda: all("agent" in left for left in driver.left()), "only agents are left")
+    driver.wait_until(lambda: all("Agent" in left for left in driver.left()), "only agents are left")
     driver.wait_until(lambda: shm_names() <= names, "no name in /dev/shm is left")
     for left in driver.left():
         with contextlib.suppress(ProcessLookupError):
