@@ -338,7 +338,7 @@ class TestInput:
 
     def test_more_nodes_than_there_are(self, ray_cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("rayvec.cluster.placement._PLACE_S", 0.3)
-        with pytest.raises(ConfigError, match="num_nodes=3 needs 3 nodes, but Ray has .* cores free"):
+        with pytest.raises(ConfigError, match=r"num_nodes=3 needs 3 nodes, but Ray has .* cores free"):
             RayVecEnv([CountingEnv] * 6, num_nodes=3)
 
     def test_arguments_of_the_environment_that_are_wrong_are_its_error(self, make_vec: MakeVec) -> None:
