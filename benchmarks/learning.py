@@ -36,9 +36,8 @@ from numpy.typing import NDArray
 from rayvec.bench.terminal import show_table
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.evaluation import evaluate_run
-from rayvec.training.learning_curve import episode_mean
 from rayvec.training.loggers import read_metrics
-from rayvec.training.matplotlib_figures import COLORS, curves_figure
+from rayvec.training.plots import COLORS, curves_figure, episode_mean
 from rayvec.training.run_dir import load_result, load_run
 
 RAYVEC = [sys.executable, "-m", "rayvec"]

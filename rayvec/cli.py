@@ -74,7 +74,7 @@ class Train:
             result = resume(run_dir, algorithm=self.settings.algorithm, **values)
         mean = result.eval_return_mean
         print(
-            f"greedy return {'none' if math.isnan(mean) else f'{mean:.1f}'} after {result.total_steps:,} steps "
+            f"greedy return {'none' if math.isnan(mean) else f'{mean:.2f}'} after {result.total_steps:,} steps "
             f"and {result.wall_s:.1f} s; everything is in {result.run_dir}"
         )
 

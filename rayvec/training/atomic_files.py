@@ -8,15 +8,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, BinaryIO, get_args, get_origin
+from typing import Any, BinaryIO
 
 from rayvec.errors import ConfigError
 
-__all__ = ["finite", "is_of", "written_whole"]
+__all__ = ["finite", "written_whole"]
 
-_LARGEST = 2**63
-"""No count of a run reaches it."""
 _UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 """What the system answers where a file can't be made, however much room there is."""
 
@@ -88,24 +85,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(part) for part in value]
     return None if isinstance(value, float | int) and not math.isfinite(value) else value
-
-
-def is_of(value: Any, hint: Any) -> bool:
-    """Whether a plain value has a type; whole numbers are at least 0, and whole ones count as float.
-
-    >>> is_of([1, 2.5], list[float]), is_of(None, str | None), is_of({"a": "b"}, dict[str, int]), is_of(-1, int)
-    (True, True, False, False)
-    """
-    if hint is float:  # first: files of metrics have millions
-        return type(value) is float or (type(value) is int and abs(value) < _LARGEST)
-    origin, parts = get_origin(hint), get_args(hint)
-    if isinstance(hint, UnionType):
-        return any(is_of(value, part) for part in parts)
-    if origin is list:
-        return isinstance(value, list) and all(is_of(each, parts[0]) for each in value)
-    if origin in (dict, Mapping):
-        return isinstance(value, dict) and all(is_of(each, parts[1]) for each in value.values())
-    return type(value) is hint and (hint is not int or 0 <= value < _LARGEST)
 
 
 def _sync_directory(directory: Path) -> None:

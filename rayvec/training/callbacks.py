@@ -201,7 +201,7 @@ class StopAtReturn:
 
     def _look(self, context: RunContext, return_mean: float, what: str) -> None:
         if return_mean >= self._return_mean:
-            context.stop(f"the mean return of {what}, {return_mean:.1f}, reached {self._return_mean:g}")
+            context.stop(f"the mean return of {what}, {return_mean:.2f}, reached {self._return_mean:g}")
 
 
 def _is_number(value: Any) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from rayvec.config import TrainConfig
-from rayvec.errors import LIMITS_REMEDY, ConfigError, counted
+from rayvec.errors import LIMITS_REMEDY, ConfigError
 from rayvec.training.atomic_files import finite, written_whole
 from rayvec.training.evaluation import Evaluation
 from rayvec.training.progress_display import ProgressDisplay, progress_text
@@ -34,27 +34,19 @@ class MetricsFile:
     Args:
         path: The file, which need not exist.
         steps: Lines of later steps are dropped: a run that is resumed from a checkpoint writes them again. Damaged
-            lines are dropped with a warning; the last one is damaged if the computer lost power.
+            lines are dropped, too; the last one is damaged if the computer lost power.
     """
 
     def __init__(self, path: Path, steps: int) -> None:
-        lines = list(read_metrics(path))
-        kept = [line for line in lines if line["steps"] <= steps]
-        if path.is_file() and (num_damaged := len(path.read_bytes().splitlines()) - len(lines)) > 0:
-            logger.warning("%s: %s left out", path, counted(num_damaged, "damaged line"))
+        kept = [line for line in read_metrics(path) if line["steps"] <= steps]
         with written_whole(path) as file:
             file.write("".join(map(_json_line, kept)).encode())
         self._file: IO[str] = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Mapping[str, float | int | list[int] | None]) -> None:
-        """Appends a line; NaN and infinity become null.
-
-        Raises:
-            OSError: Writing failed, because the disk is full for example. Its `filename` is this file.
-        """
-        with _naming(self._file.name):
-            self._file.write(_json_line(metrics))
-            self._file.flush()
+        """Appends a line; NaN and infinity become null."""
+        self._file.write(_json_line(metrics))
+        self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
@@ -73,17 +65,6 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(line, dict) and isinstance(line.get("steps"), int):
                 yield line
-
-
-@contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Names the file, or the directory, in an ``OSError`` of the system that names none."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = path
-        raise
 
 
 def _json_line(metrics: Mapping[str, float | int | list[int] | None]) -> str:
@@ -157,7 +138,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         except RuntimeError as error:  # of Thread.start
             self._metrics.close()
             raise ConfigError(
-                "TensorBoard writes its file in a thread of its own.",
+                "TensorBoard could not start the thread that writes its file.",
                 expected="another thread",
                 got=error,
                 remedy=LIMITS_REMEDY,
@@ -216,9 +197,9 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
     def _write(self) -> None:
         if not self._run_dir.is_dir():
             raise ConfigError(
-                "The directory of a run stays in its place until the run ends.",
+                "The directory of the run is gone: it was removed or renamed.",
                 expected=f"the directory {self._run_dir}",
-                got="none: it was removed or renamed",
+                got="none",
                 remedy="Resume the run from where its directory is now, or start it again.",
             )
         metrics = self._measured() | self._logged
@@ -228,16 +209,13 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         self._metrics.write({**metrics, "staleness_counts": by_age} if by_age else metrics)
         if by_age:
             ages = np.repeat(np.arange(len(by_age)), by_age)
-            with _naming(self._tensorboard.log_dir):
-                self._tensorboard.add_histogram("staleness_counts", ages, self._progress.steps)
+            self._tensorboard.add_histogram("staleness_counts", ages, self._progress.steps)
         shown = {name: value for name, value in metrics.items() if value is not None and name != "steps"}
         self._publish(shown)
 
     def _publish(self, metrics: Mapping[str, float | int]) -> None:
-        steps = self._progress.steps
-        with _naming(self._tensorboard.log_dir):
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, steps)
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, self._progress.steps)
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
         """Logs the greedy episodes after training, if there are any."""
@@ -248,7 +226,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         """Writes what is not yet written, and closes the files and the bar."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._metrics.close)
-            stack.callback(_naming(self._tensorboard.log_dir)(self._tensorboard.close))
+            stack.callback(self._tensorboard.close)
             stack.callback(self._display.close)
             if self._line.steps:
                 self._write()

@@ -33,10 +33,10 @@ from rayvec.learners.base import check_gpu
 from rayvec.pools.in_process_base import captured
 from rayvec.training.callbacks import BestModel, RunContext, call, checked_callbacks
 from rayvec.training.evaluation import Evaluation, Evaluator, open_evaluator
-from rayvec.training.learning_curve import draw_learning_curve
 from rayvec.training.loggers import RunLogger
 from rayvec.training.open_trainer import open_trainer
 from rayvec.training.own_env_and_network import resume_command, with_own_parts
+from rayvec.training.plots import draw_learning_curve
 from rayvec.training.ray_metrics import RayMetrics
 from rayvec.training.run_dir import (
     begin_run_dir,

@@ -1,11 +1,11 @@
-"""Curves of several runs: those that differ in their seed alone are one line, with the spread of its seeds."""
+"""Returns over environment steps, drawn by matplotlib: of one run, and of several with the spread of their seeds."""
 
 from __future__ import annotations
 
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,22 @@ from rayvec.config.references import is_unnamed
 from rayvec.config.schema import describe
 from rayvec.errors import ConfigError, without_remedy
 from rayvec.training.atomic_files import written_whole
-from rayvec.training.learning_curve import metric_points, training_points, without_damaged_lines
 from rayvec.training.loggers import read_metrics
-from rayvec.training.matplotlib_figures import COLORS, curves_figure
 from rayvec.training.run_dir import load_config, load_result
 
-__all__ = ["Curves", "plot_and_list", "plot_runs", "read_runs"]
+__all__ = [
+    "COLORS",
+    "Curves",
+    "curves_figure",
+    "draw_learning_curve",
+    "episode_mean",
+    "plot_and_list",
+    "plot_runs",
+    "read_runs",
+    "smoothed",
+]
 
+COLORS = ("#4477aa", "#ee7733", "#228833", "#aa3377", "#66ccee", "#ccbb44", "#bbbbbb")
 _POINTS = 200
 _LINE_CHARS = 106
 _LINE_INCHES = 0.16
@@ -61,9 +70,45 @@ class Curves:
         of_seeds = f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
         text = f"{self.label} ({of_seeds if runs == len(seeds) else f'{runs} runs, {of_seeds}'})"
         if self.final:
-            text += f": greedy {np.mean(self.final):.1f}" + (f" ± {np.std(self.final):.1f}" * (len(self.final) > 1))
+            text += f": greedy {np.mean(self.final):.2f}" + (f" ± {np.std(self.final):.2f}" * (len(self.final) > 1))
             text += f" ({len(self.final)} of {runs} runs evaluated)" * (len(self.final) < runs)
         return text
+
+
+def draw_learning_curve(run_dir: Path, title: str, greedy: tuple[int, float] | None = None) -> None:
+    """Draws ``learning_curve.png`` of a run, if its directory still exists: training episodes and evaluations.
+
+    The smoothed line is a centred mean over about a twelfth of the run, each line of metrics weighted by its
+    number of episodes.
+
+    Args:
+        run_dir: Directory of the run.
+        title: The title.
+        greedy: Steps at the greedy evaluation after training and its mean return, to be marked.
+
+    Raises:
+        ConfigError: The file can't be made.
+        OSError: The disk is full.
+    """
+    if not run_dir.is_dir():
+        return
+    lines = list(read_metrics(run_dir / "metrics.jsonl"))
+    steps, returns, line_means = _training_points(lines)
+    figure, (axes,) = curves_figure()
+    blue, orange = COLORS[:2]
+    label = "mean return per line of metrics.jsonl"
+    axes.plot(steps, line_means, ".", color=blue, alpha=0.35, mew=0, ms=7, label=label)
+    axes.plot(steps, returns, color=blue, linewidth=2, label="smoothed" if len(steps) else "no episode has ended")
+    if (evaluations := _metric_points(lines, "eval/return_mean")).size:
+        axes.plot(*evaluations, ".-", color=orange, linewidth=1.2, ms=5, label="greedy evaluations during training")
+    if greedy:
+        label = f"greedy evaluation after training: {greedy[1]:.2f}"
+        axes.plot(*greedy, "D", color=orange, ms=7, clip_on=False, label=label)
+    axes.legend(frameon=False, loc="best")
+    axes.set(title=title, xlabel="environment steps", ylabel="return (sum of rewards in an episode)")
+    axes.set_xlim(left=0)
+    with written_whole(run_dir / "learning_curve.png") as file:
+        figure.savefig(file, format="png")
 
 
 def read_runs(run_dirs: Sequence[Path | str]) -> list[Curves]:
@@ -72,15 +117,15 @@ def read_runs(run_dirs: Sequence[Path | str]) -> list[Curves]:
     A run whose environment or network is a lambda, a function within another, or another object without a name, is a
     group of its own: other runs of this description may have other ones.
 
-    Files, such as a picture beside the runs, are left out. So are other directories, and runs that can't be read or in
-    which no episode has ended, which lines on standard error name.
+    Files, such as a picture beside the runs, are left out. So are directories without a ``config.yaml``, and runs that
+    can't be read or in which no episode has ended, which lines on standard error name.
 
     Raises:
         ConfigError: A path does not exist, or no run is left.
     """
     runs: dict[Path, _Run] = {}
     errors: dict[Path, ConfigError] = {}
-    for run_dir in _found([Path(each) for each in run_dirs]):
+    for run_dir in dict.fromkeys(Path(each) for each in run_dirs if not os.path.isfile(each)):
         try:
             runs[run_dir] = _read(run_dir)
         except ConfigError as error:
@@ -88,7 +133,7 @@ def read_runs(run_dirs: Sequence[Path | str]) -> list[Curves]:
                 raise
             errors[run_dir] = error
     if not runs:
-        raise next(iter(errors.values()))
+        raise next(iter(errors.values()), None) or _not_plotted("There is no run to plot", "a directory of a run")
     for run_dir, problem in errors.items():
         print(f"rayvec: left out {run_dir}: {without_remedy(problem)}", file=sys.stderr)
     configs = [run.config for run in runs.values()]
@@ -119,56 +164,23 @@ class _Run(NamedTuple):
 
 
 def _read(run_dir: Path) -> _Run:
-    config, lines = load_config(run_dir), list(without_damaged_lines(read_metrics(run_dir / "metrics.jsonl")))
-    training = training_points(lines)[:2]
+    config, lines = load_config(run_dir), list(read_metrics(run_dir / "metrics.jsonl"))
+    training = _training_points(lines)[:2]
     if not training.size:
-        raise ConfigError(
-            "A curve is made of episodes.",
-            expected=f"episodes that have ended, in {run_dir / 'metrics.jsonl'}",
-            got="none",
-            remedy="Let this run train for longer.",
-        )
+        raise _not_plotted("A run without episodes has no curve", f"ended episodes in {run_dir / 'metrics.jsonl'}")
     return _Run(
-        config, training, metric_points(lines, "eval/return_mean"), load_result(run_dir).get("eval_return_mean")
+        config, training, _metric_points(lines, "eval/return_mean"), load_result(run_dir).get("eval_return_mean")
     )
+
+
+def _not_plotted(news: str, expected: str) -> ConfigError:
+    return ConfigError(f"{news}.", expected=expected, got="none", remedy="Pass directories of runs, such as runs/*.")
 
 
 def _has_unnamed(config: TrainConfig) -> bool:
     """Whether the environment or the network of a run is a lambda, a function within another, or another object."""
     parts = config.env_id, getattr(config, "network", None) or ""
     return any(is_unnamed(part) and "<" in part for part in parts)
-
-
-def _found(paths: Sequence[Path]) -> list[Path]:
-    """Returns the directories of runs that paths stand for, and paths that do not exist or can't be read."""
-    found: list[Path] = []
-    others: list[Path] = []
-    for path in paths:
-        if _may_be_run(path):
-            found.append(path)
-        elif path.is_dir():
-            others.append(path)
-    if not found:
-        raise ConfigError(
-            "A plot shows runs.",
-            expected="at least one directory of a run, which has a config.yaml",
-            got=f"no config.yaml in {', '.join(map(str, paths))}"[:200] if paths else "none",
-            remedy="Pass directories of runs; runs/* passes all that are in runs.",
-        )
-    if others:
-        print(f"rayvec: left out, without a config.yaml: {', '.join(map(str, others))}", file=sys.stderr)
-    return list(dict.fromkeys(found))
-
-
-def _may_be_run(path: Path) -> bool:
-    """Whether a path has settings, or `load_config` says why it can't be a run."""
-    try:
-        (path / "config.yaml").stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return not os.path.exists(path)
-    except OSError:  # such as a directory that may not be read
-        pass
-    return True
 
 
 def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
@@ -210,14 +222,6 @@ def plot_runs(groups: Sequence[Curves], path: Path | str) -> None:
         labels.setdefault(each.env_id, []).append(textwrap.fill(str(each), _LINE_CHARS))
     num_lines = max(sum(label.count("\n") + 1 for label in of_env) for of_env in labels.values())
     figure, panels = curves_figure(len(labels), height=4.2 + _LINE_INCHES * num_lines)
-    known, kind = figure.canvas.get_supported_filetypes(), path.suffix[1:].lower() or "png"
-    if kind not in known:
-        raise ConfigError(
-            "The end of a picture's name says its format.",
-            expected=f"a name that ends in one of {', '.join(f'.{each}' for each in sorted(known))}",
-            got=path,
-            remedy="Pass --out curves.png, for example.",
-        )
     for axes, (env_id, of_env) in zip(panels, labels.items(), strict=True):
         meaning = ""
         for number, group in enumerate(each for each in groups if each.env_id == env_id):
@@ -231,7 +235,10 @@ def plot_runs(groups: Sequence[Curves], path: Path | str) -> None:
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 5}
         axes.legend(frameon=False, fontsize=8, **below)
     with written_whole(path) as file:
-        figure.savefig(file, format=kind)
+        try:
+            figure.savefig(file, format=path.suffix[1:].lower() or "png")
+        except ValueError as error:
+            raise _not_plotted(f"{path} is no picture: {error}", "a name such as curves.png") from None
 
 
 def plot_and_list(groups: Sequence[Curves], path: Path) -> None:
@@ -248,6 +255,56 @@ def _draw(axes: Any, runs: Sequence[NDArray[np.float64]], color: str, style: str
         return
     values = np.array([np.interp(grid, *run) for run in runs])
     mean, spread = values.mean(0), values.std(0)
-    axes.plot(grid, mean, style, color=color, linewidth=1.8, label=label)
+    marker = "o" if grid[0] == grid[-1] else None  # one point has no line
+    axes.plot(grid, mean, style, marker=marker, color=color, linewidth=1.8, label=label)
     if len(runs) > 1:
         axes.fill_between(grid, mean - spread, mean + spread, color=color, alpha=0.18, linewidth=0)
+
+
+def curves_figure(count: int = 1, *, height: float = 4.5) -> tuple[Any, list[Any]]:
+    """Returns a new figure and its axes, one below the other, for savefig without a screen.
+
+    Args:
+        count: Number of axes.
+        height: Of each, in inches; the figure is 8 inches wide.
+    """
+    from matplotlib.figure import Figure  # here: loading it would delay a run's start
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8, height * count), dpi=150, layout="constrained")
+    axes = list(np.ravel(figure.subplots(count, squeeze=False)))
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(alpha=0.25, linewidth=0.6)
+        each.xaxis.set_major_formatter(EngFormatter(sep=""))
+    return figure, axes
+
+
+def _metric_points(lines: Iterable[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
+    """Returns steps and values of one metric, of the lines that have it, ``[2, L]``."""
+    points = [(line["steps"], line[name]) for line in lines if line.get(name) is not None]
+    return np.array(points, np.float64).reshape(-1, 2).T
+
+
+def episode_mean(line: Mapping[str, Any]) -> float:
+    """Returns the mean return of the episodes that ended since the line before, of which there is at least one."""
+    mean: float = line["return_sum"] / line["episodes"]
+    return mean
+
+
+def _training_points(lines: Iterable[Mapping[str, Any]]) -> NDArray[np.float64]:
+    """Returns steps, smoothed returns, and returns as they are, of the lines in which episodes ended, ``[3, L]``."""
+    points = [(line["steps"], episode_mean(line), line["episodes"]) for line in lines if line.get("episodes")]
+    steps, returns, episodes = np.array(points, dtype=np.float64).reshape(-1, 3).T
+    return np.array([steps, smoothed(returns, episodes), returns])
+
+
+def smoothed(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the weighted mean of each value's neighbourhood, which narrows towards both ends."""
+    index = np.arange(len(values))
+    reach = np.minimum(max(1, len(values) // 25), np.minimum(index, index[::-1]))
+    bounds = np.stack([index - reach, index + reach + 1], axis=1).ravel()
+    padded = np.pad([values * weights, weights], ((0, 0), (0, 1)))  # reduceat refuses bounds after the last value
+    total, weight = np.add.reduceat(padded, bounds, axis=1)[:, ::2]
+    means: NDArray[np.float64] = total / weight
+    return means

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 from rich.table import Column
-from rich.text import Text
 
 from rayvec.training.run_state import Progress
 
@@ -20,15 +19,6 @@ __all__ = ["ProgressDisplay", "progress_text"]
 
 PLAIN_INTERVAL_S = 5.0
 """How often a line is printed where there is no terminal to draw a bar on."""
-
-
-class _Description(TextColumn):
-    """The description of a task, cut off where a narrow terminal has no room for it."""
-
-    def render(self, task: Task) -> Text:
-        text = super().render(task)
-        text.no_wrap, text.overflow = True, "ellipsis"
-        return text
 
 
 class ProgressDisplay:
@@ -53,7 +43,7 @@ class ProgressDisplay:
             self._bar = Bar(
                 TextColumn("{task.completed:,}/{task.total:,} steps"),
                 BarColumn(None, table_column=Column(ratio=1)),  # in the room that the others leave
-                _Description("{task.description}", table_column=Column()),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
                 TimeRemainingColumn(compact=True),
                 console=console,
                 expand=True,
@@ -92,11 +82,11 @@ def progress_text(progress: Progress, metrics: Mapping[str, float | int | None],
         metrics: Those of the present line of ``metrics.jsonl``.
         times_s: Wall time by activity.
     """
-    mean_return = "none yet" if metrics["return_mean"] is None else f"{metrics['return_mean']:.1f}"
+    mean_return = "none yet" if metrics["return_mean"] is None else f"{metrics['return_mean']:.2f}"
     greedy = ""
     if (evaluated := metrics.get("eval/return_mean", progress.eval_return)) is not None:
         best = max(evaluated, evaluated if progress.best_return is None else progress.best_return)
-        greedy = f" · greedy {evaluated:.1f}, best {best:.1f}"
+        greedy = f" · greedy {evaluated:.2f}, best {best:.2f}"
     whole_s = sum(times_s.values())
     split = ", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in times_s.items())
     return f"{metrics['steps_per_s']:,.0f} steps/s · return {mean_return}{greedy} · {split}"

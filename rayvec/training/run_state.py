@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from rayvec.data import CollectStats
 from rayvec.errors import CheckpointError, ConfigError, EnvError, LearnerError, NodeLostError, WorkerLostError
 from rayvec.learners.base import Learner
 from rayvec.policies.policy import Policy
-from rayvec.training.atomic_files import is_of
 from rayvec.training.checkpoint import incomplete
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -25,9 +24,6 @@ __all__ = ["WINDOW", "Progress", "acting_weights", "begin_collecting", "check_st
 
 WINDOW = 100
 """Returns and lengths in metrics are about this many last episodes."""
-
-_OPTIONAL_PROGRESS = {"recent_returns", "recent_lens", "eval_return", "best_return", "tracker_run"}
-"""Fields that older checkpoints lack."""
 
 
 @dataclass
@@ -82,16 +78,18 @@ def check_state(state: Mapping[str, Any]) -> None:
     if missing := sorted({"weights", "learner", "collector", "progress"} - state.keys()):
         raise incomplete(f"no {', '.join(missing)}")
     acting_weights(state)
-    progress, hints = state["progress"], get_type_hints(Progress)
-    if not isinstance(progress, Mapping) or progress.keys() | _OPTIONAL_PROGRESS != hints.keys():
-        raise incomplete(f"progress: {', '.join(progress) if isinstance(progress, Mapping) else progress}")
-    if wrong := [f"{name}={value!r}"[:100] for name, value in progress.items() if not is_of(value, hints[name])]:
-        raise incomplete(f"progress: {', '.join(wrong)}")
-    for name, check in (("learner", dict), ("collector", check_collector_state)):
+    for name, check in (("learner", dict), ("collector", check_collector_state), ("progress", _check_progress)):
         try:
             check(state[name])
         except (TypeError, ValueError) as error:
             raise incomplete(f"{name}: {error}") from error
+
+
+def _check_progress(values: Mapping[str, Any]) -> None:
+    progress = Progress(**values)
+    counts = progress.steps, progress.episodes, progress.iterations
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"counts {counts}")
 
 
 def acting_weights(state: Mapping[str, Any]) -> NDArray[np.float32]:

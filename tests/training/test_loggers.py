@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.training_kit import tiny
+from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
@@ -26,9 +27,9 @@ from rayvec import PPOConfig
 from rayvec.data import CollectStats
 from rayvec.errors import ConfigError
 from rayvec.learners.ppo import PPOLearner
-from rayvec.training import learning_curve, progress_display
-from rayvec.training.learning_curve import learning_curve_figure, smoothed
+from rayvec.training import progress_display
 from rayvec.training.loggers import MetricsFile, RunLogger, read_metrics
+from rayvec.training.plots import draw_learning_curve, smoothed
 from rayvec.training.progress_display import ProgressDisplay
 from rayvec.training.run_dir import load_result
 from rayvec.training.run_state import Progress
@@ -107,13 +108,12 @@ def test_resuming_leaves_no_step_twice_and_none_out(tmp_path: Path, monkeypatch:
     assert [event.step for event in scalars(tmp_path)["return_mean"]] == [16, 32, 48, 64]
 
 
-def test_resuming_leaves_only_damaged_lines_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resuming_leaves_only_damaged_lines_out(tmp_path: Path) -> None:
     log(tmp_path, [16, 32, 48])
     first, _, third = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_bytes(first + b"\xff\n" + third + b'{"steps": "many"}\n')
     log(tmp_path, [64], resumed_at=48)
     assert [line["steps"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [16, 48, 64]
-    assert "2 damaged lines left out" in caplog.text
 
 
 def scalars(run_dir: Path) -> dict[str, list]:
@@ -142,29 +142,6 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
         "none": None,
         "one": 1,
     }
-
-
-def test_an_error_of_a_full_disk_names_the_file(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl", steps=0)
-    file.close()
-    file._file = open("/dev/full", "w")  # closing it fails, too
-    with pytest.raises(OSError, match="/dev/full"):
-        file.write({"steps": 1})
-    with pytest.raises(OSError, match="No space left"):
-        file.close()
-
-
-def test_an_error_of_a_full_disk_in_tensorboard_names_the_directory(tmp_path: Path) -> None:
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    logger = RunLogger(tmp_path, CONFIG, Progress(steps=16))
-    add_scalar, logger._tensorboard.add_scalar = logger._tensorboard.add_scalar, full  # type: ignore[method-assign]
-    logger.add(Iteration(stats(1.0), {}, TIMES_S))
-    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
-        logger.end_line()
-    logger._tensorboard.add_scalar = add_scalar  # type: ignore[method-assign]
-    logger.close()
 
 
 class _ReturnsArrays(PPOLearner):
@@ -197,7 +174,7 @@ def test_a_run_whose_directory_is_gone_is_an_error(tmp_path: Path, how: str, cap
     run_dir, progress = tmp_path / "run", Progress()
     run_dir.mkdir()
     with (
-        pytest.raises(ConfigError, match=f"directory {run_dir}. Got: none: it was removed or renamed"),
+        pytest.raises(ConfigError, match=f"is gone: it was removed or renamed. Expected: the directory {run_dir}"),
         RunLogger(run_dir, CONFIG, progress) as logger,
     ):
         logger._tensorboard.flush()  # else its thread raises too
@@ -223,23 +200,19 @@ def test_ctrl_c_while_the_curve_is_drawn_keeps_the_evaluation(tmp_path: Path, mo
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(learning_curve, "learning_curve_figure", interrupt)
+    monkeypatch.setattr(Figure, "savefig", interrupt)
     with pytest.raises(KeyboardInterrupt):
         rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=2))
     assert len(load_result(tmp_path / "a")["eval_returns"]) == 2
 
 
-def test_learning_curve_of_any_number_of_points() -> None:
-    def drawn(lines: list[dict[str, Any]], greedy: tuple[int, float] | None = None) -> bytes:
-        stream = io.BytesIO()
-        learning_curve_figure(lines, "title", greedy).savefig(stream, format="png")
-        return stream.getvalue()
-
-    blank = drawn([])
-    for count in (1, 2, 3, 500):
-        lines = [{"steps": i, "return_mean": float(i), "episodes": 1} for i in range(count)]
-        silent = [{"steps": 9, "return_mean": None, "episodes": 0, "eval/return_mean": 2.0}]
-        assert drawn(lines + silent, (count, 1.0)) != blank
+@pytest.mark.parametrize("count", [0, 1, 2, 500])
+def test_learning_curve_of_any_number_of_points(count: int, tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [{"steps": i, "return_sum": float(i), "episodes": 1} for i in range(count)]
+    lines.append({"steps": 9, "return_sum": 0.0, "episodes": 0, "eval/return_mean": 2.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draw_learning_curve(tmp_path, "title", (count, 1.0))
+    assert matplotlib.image.imread(tmp_path / "learning_curve.png").std() > 0.01
 
 
 def test_smoothing_keeps_a_constant_and_both_ends() -> None:

@@ -100,8 +100,6 @@ def test_parts_that_acting_needs_are_checked(whole: Path, tmp_path: Path, part: 
         (("progress",), 3),
         (("progress", "steps"), "64"),
         (("progress", "iterations"), -1),
-        (("progress", "recent_returns"), ["a"]),
-        (("progress", "best_return"), []),
         (("learner",), None),
         (("learner", "optimizer", "exp_avg"), torch.zeros(3)),
         (("learner", "num_updates"), None),
