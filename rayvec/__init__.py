@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayvec import errors as errors
+    from rayvec import errors as errors, wrappers as wrappers
     from rayvec.collect.collector import Collector as Collector
     from rayvec.config import (
         IMPALAConfig as IMPALAConfig,
@@ -57,14 +57,16 @@ _HOMES = {
     "resume": "rayvec.training.loop",
     "train": "rayvec.training.loop",
 }
-"""Where each public name is defined; `errors` is a module."""
+"""Where each public name is defined."""
+_MODULES = ("errors", "stable_baselines3", "tianshou", "wrappers")
+"""Modules of which each is imported when its name is first used."""
 
-__all__ = ["__version__", "errors", *_HOMES]
+__all__ = ["__version__", "errors", "wrappers", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("rayvec.errors")
+    if name in _MODULES:
+        return importlib.import_module(f"rayvec.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'rayvec' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

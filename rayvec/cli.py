@@ -16,10 +16,10 @@ import gc
 import io
 import math
 import os
-import re
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,6 @@ from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.command_line import check_options, subcommands, with_values
 from rayvec.config.plugins import import_plugins, split_plugins
 from rayvec.config.schema import Bounds, check, field_names
-from rayvec.data.topology import Topology
 from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError, message
 from rayvec.training.stop_signals import Interrupts, Terminated
 
@@ -199,19 +198,6 @@ Command = (
 _DESCRIPTION = "Train, evaluate and measure. `rayvec --version` prints the version."
 _BROKEN_PIPE = 128 + 13
 """The exit code that a shell gives a command that SIGPIPE ended."""
-_RAYVEC = f'"{re.escape(str(Path(__file__).parent))}/'
-_INSTALLED = r'"[^"]*/lib(64)?/python3[^/"]*/'
-_GENERATED = r'"<(frozen |string>)|"[^"]*/torchinductor_'
-_NO_USER_CODE = (
-    f"{_RAYVEC}|{_GENERATED}|{_INSTALLED}",
-    rf"{_RAYVEC}|{_GENERATED}|{_INSTALLED}(?!\w+-packages/(?!(torch|numpy|ray)/))",
-    rf"{_RAYVEC}|{_INSTALLED}\w+-packages/torch/",
-)
-"""Match the lines of a traceback that are not code of the user, as far as their paths show.
-
-The first matches all that is installed. The second takes other packages than torch, numpy and ray for the user's. The
-third leaves whatever rayvec or torch called.
-"""
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 """What the system answers if a disk is full, or a file must not be written."""
 
@@ -253,12 +239,15 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         is_reader_gone = isinstance(error, BrokenPipeError) and _is_reader_gone()
         _drop_unwritable_output()
-        text = _explanation(error)
-        if text is None and is_reader_gone:  # such as that of `rayvec eval RUN_DIR | head -1`
+        is_of_user = isinstance(error.__cause__, RayvecError) and " Remedy: " not in str(error)
+        if text := _explanation(error):
+            _print_error(text, error)
+        elif is_of_user:  # of an environment, a wrapper or a network
+            traceback.print_exception(error)
+        elif is_reader_gone:  # such as that of `rayvec eval RUN_DIR | head -1`
             return _BROKEN_PIPE
-        if text is None:
+        else:
             raise
-        _print_error(text, error)
         return 1 if _is_failure(error) else 2
     finally:
         if is_program:
@@ -314,46 +303,21 @@ def _mentioned(args: Sequence[str]) -> frozenset[str]:
 
 
 def _explanation(error: Exception) -> str | None:
-    """Returns the message of an error that the user can act on, or None for a defect of rayvec."""
-    if isinstance(error, RayvecError) and error.raised_in is None:
-        return str(error)
-    # an environment or a rank raised: `error` itself says so if the exception could not be rebuilt here
-    cause = next((each for each in (error, error.__cause__) if isinstance(each, RayvecError)), None)
+    """Returns a message that stands alone, where there is one: of rayvec, of the disk of a run, or of its memory."""
+    cause = error if isinstance(error, RayvecError) else error.__cause__
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):  # the text of torch
         return message(
-            "What a run needs fits into the memory of its machines.",
-            expected="enough free memory",
-            got=_what_and_where(str(cause or error) or "MemoryError"),
+            "Out of memory.",
+            expected="enough free memory for the run",
+            got=" ".join(str(cause or error).split()) or "MemoryError",
             remedy="Lower num_envs, num_steps, hidden_sizes or what else the size comes from, or free memory.",
         )
-    if cause is not None:  # its own error, and where
-        where = cause.raised_in
-        if where and cause is not error and " Remedy: " in str(error):  # a message of rayvec about what it returned
-            return f"{error} Raised in {where}."
-        is_here = where == Topology.this_process
-        got = _what_and_where(str(cause), _NO_USER_CODE[:2] if is_here else _NO_USER_CODE)
-        if not is_here or ", File " in got:
-            return message(
-                "The code of environments, wrappers and networks runs without raising.",
-                expected="no exception",
-                got=got,
-                remedy="Correct the code that raised. For an environment, check --env-kwargs too.",
-            )
-    if isinstance(error, OSError) and (hasattr(error, "__notes__") or error.errno in _REFUSED):  # the disk of a run
+    if isinstance(cause, RayvecError) and (cause is error or " Remedy: " in str(error)):
+        where = cause.raised_in if " Remedy: " in str(error) else None
+        return f"{error} Raised in {where}." if where else str(error)
+    if isinstance(error, OSError) and cause is None and (hasattr(error, "__notes__") or error.errno in _REFUSED):
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _what_and_where(text: str, left_out: Sequence[str] = _NO_USER_CODE) -> str:
-    """Returns the text of an ``EnvError`` on one line, with the line of code that raised instead of the traceback.
-
-    It is the last line that the first pattern of `left_out` does not match, or else the second, and so on.
-    """
-    what, _, traceback = text.partition("\n\n")
-    of_worker = traceback.split("\n\n\n", 1)[0]  # the rest is the traceback in this process
-    lines = [line.strip() for line in of_worker.splitlines() if line.startswith("  File ")]
-    by_pattern = ([line for line in lines if not re.search(pattern, line)] for pattern in left_out)
-    return ", ".join([" ".join(what.split()), *next(filter(None, by_pattern), [])[-1:]])
 
 
 def _is_failure(error: Exception) -> bool:

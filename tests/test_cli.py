@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,41 +152,9 @@ def test_a_network_that_raises_in_an_update(
     name = f"{__name__}:{RaisesInUpdates.__name__}"
     args = [*TINY, f"--num-learners={num_learners}", "--network", name, "--run-dir", str(tmp_path / "a")]
     assert main(["train", "ppo", *args]) == 1
-    (line, resume) = capsys.readouterr().err.splitlines()[-2:]
-    assert (
-        "networks runs without raising" in line
-        and f"ValueError: all input arrays must have the same shape raised in {where}" in line
-    )
-    assert f'"{__file__}", line ' in line and line.count("File ") == 1 and resume.startswith("resume with: ")
-
-
-@pytest.mark.parametrize(
-    "defect",
-    [
-        rayvec.errors.duration,
-        functools.partial(np.stack, [np.zeros(2), np.zeros(3)]),
-        functools.partial(re.compile, "("),
-    ],
-    ids=["rayvec", "numpy", "generated code"],
-)
-def test_a_defect_in_an_update_has_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, defect: Callable[..., Any]
-) -> None:
-    monkeypatch.setattr("rayvec.learners.ppo.PPOLearner.update", staticmethod(defect))
-    with pytest.raises((TypeError, ValueError)):
-        main(["train", "ppo", *TINY, "--run-dir", str(tmp_path / "a")])
-
-
-def test_a_network_of_an_installed_package_that_raises(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "lib" / "python3.11" / "site-packages" / "rv_installed.py"
-    package.parent.mkdir(parents=True)
-    package.write_text("import numpy as np\nimport torch\n" + inspect.getsource(RaisesInUpdates))
-    monkeypatch.syspath_prepend(package.parent)
-    args = [*TINY, "--network", f"{package.stem}:{RaisesInUpdates.__name__}", "--run-dir", str(tmp_path / "a")]
-    assert main(["train", "ppo", *args]) == 1
-    assert f'process, File "{package}", line 5, in raises. Remedy' in capsys.readouterr().err
+    *lines, resume = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "ValueError: all input arrays must have the same shape" and resume.startswith("resume with: ")
+    assert any(where in line for line in lines) and any(f'File "{__file__}", line ' in line for line in lines)
 
 
 class ExitsInUpdates(RaisesInUpdates):
@@ -272,11 +238,11 @@ class RaisesHasLock(CountingEnv):
 
 
 @pytest.mark.filterwarnings("ignore:Observations range up to")
-def test_an_exception_that_can_not_be_pickled_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_exception_that_can_not_be_pickled(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     settings = options({**SMALL, **HERE, "workers_per_node": 1, "run_dir": tmp_path / "a"})
     assert main(["train", "ppo", *settings, "--env-id", f"{__name__}:{RaisesHasLock.__name__}"]) == 1
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "HasLock" in line)
-    assert "what no other process can get raised in node " in line and f'"{__file__}", line ' in line
+    error = capsys.readouterr().err
+    assert "what no other process can get raised in node " in error and f'File "{__file__}", line ' in error
 
 
 def test_a_pipe_of_the_user_s_own_code_is_no_reader_of_the_output(
@@ -284,7 +250,7 @@ def test_a_pipe_of_the_user_s_own_code_is_no_reader_of_the_output(
 ) -> None:
     network = f"--network={__name__}:{make_without_licence.__name__}"
     assert main(["train", "ppo", *TINY, network, f"--run-dir={tmp_path / 'a'}"]) == 2
-    assert "BrokenPipeError from make_without_licence: the licence server" in capsys.readouterr().err
+    assert "the licence server" in capsys.readouterr().err
 
 
 def test_a_run_without_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,25 +271,14 @@ def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.
         arguments = ["train", "ppo", *TINY, *env_id, "--env-kwargs", "wings", "2", "--run-dir", str(tmp_path / "a")]
         assert main(arguments) == 2
         error = capsys.readouterr().err
-        for word in ("Expected: ", "TypeError", "wings", "Remedy: ", "--env-kwargs"):
-            assert word in error
-        assert "rayvec/envs" not in error
-    assert "Traceback" not in error and not (tmp_path / "a").exists()
+        assert "TypeError" in error and "wings" in error
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (
-            "breaks",
-            [
-                "RuntimeError: the",
-                "wears out",
-                ", environment ",
-                'helpers/wrap.py", line ',
-                ", in reward. Remedy",
-            ],
-        ),
+        ("breaks", ["RuntimeError: the", "wears out", ", environment ", 'helpers/wrap.py", line ', ", in reward"]),
         ("goes_blind", ["finite numbers", "nan"]),
     ],
 )
@@ -336,7 +291,6 @@ def test_a_run_that_fails_says_how_to_resume(
     error = capsys.readouterr().err
     for word in (*words, f"resume with: rayvec train ppo --resume {run_dir}"):
         assert word in error
-    assert "Traceback" not in error
     _, state = load_run(run_dir)
     assert 0 < state["progress"]["steps"] < 100_000 and bool(state["weights"].isfinite().all())
 
