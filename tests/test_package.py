@@ -27,7 +27,8 @@ def loaded_by(statement: str) -> set[str]:
     ("statement", "allowed"),
     [
         ("import rayvec; dir(rayvec)", set()),
-        ("import rayvec; rayvec.errors.ConfigError; rayvec.wrappers.ActionMask; rayvec.Chunk", set()),
+        ("import rayvec; rayvec.errors.ConfigError; rayvec.Chunk", set()),
+        ("import rayvec; rayvec.wrappers.ActionMask", {"gymnasium"}),
         ("import rayvec; rayvec.PPOConfig()", set()),
         ("import rayvec.cli", set()),
         ("import rayvec.pools.step_and_autoreset, rayvec.rollout.loop", {"gymnasium"}),
