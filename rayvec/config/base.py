@@ -448,8 +448,6 @@ class TrainConfig(metaclass=PresetMeta):
             )
         cls = CONFIGS[settings["algorithm"]]
         values = {name: value for name, value in settings.items() if name != "algorithm"}
-        if values.pop("learners_apart", False):  # as runs were written before `learners`
-            values["learners"] = "dedicated"
         check_names(cls, values)
         return cls(**values)
 

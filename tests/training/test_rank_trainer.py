@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,14 +23,9 @@ from helpers.training_kit import HERE, SMALL, lengthen, lines_of, options
 
 import rayvec
 from rayvec.config import TrainConfig
-from rayvec.data.topology import Topology
-from rayvec.distributed.rank_actor import RankActor
-from rayvec.distributed.rank_host import RankPlacement
-from rayvec.errors import ConfigError, RankLostError
-from rayvec.training import loop
+from rayvec.errors import ConfigError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
-from rayvec.training.loop import _Run
 from rayvec.training.run_dir import load_run
 
 pytestmark = pytest.mark.timeout(600)
@@ -169,39 +163,6 @@ def test_a_run_that_lost_a_rank_can_be_stopped_and_resumed(tmp_path: Path, lost:
     assert logged == list(range(64, steps + 129, 64)), "no step twice, and none left out"
 
 
-class DiesOnOrder(gymnasium.Wrapper):  # type: ignore[type-arg]
-    """Kills its process in a step, and removes the file that orders it."""
-
-    def __init__(self, env: Any, order: Path) -> None:
-        super().__init__(env)
-        self._order = order
-
-    def step(self, action: Any) -> Any:
-        with contextlib.suppress(FileNotFoundError):
-            self._order.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(action)
-
-
-def test_the_learning_curve_is_drawn_once_not_with_each_set_of_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It takes seconds where metrics.jsonl is long, for which the ranks would wait."""
-    drawn: list[Path] = []
-    order = tmp_path / "order"
-    monkeypatch.setattr(loop, "draw_learning_curve", lambda run_dir, *others: drawn.append(run_dir))
-
-    def kill_a_rank(context: rayvec.RunContext) -> None:
-        if context.progress.iterations == 3 and not caplog.text:
-            order.touch()
-
-    settings = {**SMALL, **UNCUT, **HERE, "num_learners": 2, "total_steps": 640, "checkpoint_interval_s": 0.0}
-    config = rayvec.PPOConfig(**settings, run_dir=tmp_path / "a", eval_episodes=0)
-    callback = SimpleNamespace(on_iteration=kill_a_rank)
-    rayvec.train(config, env=lambda: DiesOnOrder(gymnasium.make("CartPole-v1"), order), callbacks=[callback])
-    assert "restarting all ranks at step" in caplog.text and drawn == [tmp_path / "a"]
-
-
 class FailsOnOrder(gymnasium.Wrapper):  # type: ignore[type-arg]
     """CartPole whose constructor ends its process, exits, or raises, and removes the file that orders it."""
 
@@ -257,17 +218,6 @@ def test_a_run_that_lost_a_rank_takes_all_its_steps(tmp_path: Path, lost: int) -
     assert load_run(run_dir)[1]["learner"]["num_updates"] == 100
 
 
-def test_the_best_evaluation_outlives_lost_ranks(tmp_path: Path) -> None:
-    """`best.pt` has its weights, whatever checkpoint the run goes back to."""
-    config = rayvec.PPOConfig(**{**SMALL, **HERE, "total_steps": 64, "eval_episodes": 0}, run_dir=tmp_path / "a")
-    rayvec.train(config)
-    run = _Run(config, tmp_path / "a", tmp_path / "a", load_run(tmp_path / "a")[1], [])
-    run.context.progress.best_return = 9.0
-    run.context.progress.steps += 64
-    run.lose_ranks(RankLostError("gone"))
-    assert (run.context.progress.steps, run.context.progress.best_return) == (64, 9.0)
-
-
 class Tires(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Each instance raises in its 40th step."""
 
@@ -312,51 +262,12 @@ def test_what_ranks_log_is_logged_by_the_driver(
         assert "localhost/driver" not in line and "the driver's process" not in line, line
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_error_on_a_rank_names_its_node(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    for name in ("this_node", "this_process"):
-        monkeypatch.setattr(Topology, name, getattr(Topology, name))
-    placement = RankPlacement(1, 2, "ab" * 20, "192.0.2.7", node_rank=0, node_size=1, node=1, num_nodes=2)
-    RankActor(placement, "cpu", torch.get_num_threads(), 1.0)
-    with rayvec.RayVecEnv([tires], num_nodes=0, workers_per_node=workers) as env:
-        assert env.topology.nodes[0].name == "192.0.2.7/abababab"
-        with pytest.raises(ValueError, match="tired") as caught:
-            env.rollout(lambda obs: np.zeros(1, np.int64), 50)
-    where = "node 192.0.2.7/abababab, worker 0" if workers else "the process of rank 1 on 192.0.2.7/abababab"
-    assert where in str(caught.value.__cause__)
-
-
 def test_an_error_of_an_environment_keeps_its_type(tmp_path: Path) -> None:
     config = rayvec.PPOConfig(
         **{**SMALL, **HERE, **UNCUT}, num_learners=2, run_dir=tmp_path / "a", env_kwargs={"no_such_argument": 1}
     )
     with pytest.raises(TypeError, match="no_such_argument"):
         rayvec.train(config)
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"learners": "driver", "num_learners": 2}, "num_learners=1 with learners='driver'"),
-        ({"learners": "decentralized", "num_learners": 5, "num_envs": 4}, "num_learners at most num_envs"),
-        ({"learners": "decentralized", "sync_fraction": 0.0}, "sync_fraction"),
-        ({"learners": "decentralized", "sync_fraction": 1.5}, "sync_fraction"),
-        ({"learners": "decentralized", "min_share": -0.5}, "min_share"),
-        ({"learners": "decentralised"}, "learners"),
-        ({"learners": "decentralized", "prefetch": True}, "no prefetch with learners='decentralized'"),
-    ],
-    ids=str,
-)
-def test_settings_that_can_not_work(settings: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        rayvec.IMPALAConfig(**settings)
-
-
-def test_a_run_that_was_written_with_learners_apart_can_be_read() -> None:
-    values = rayvec.PPOConfig().to_plain()
-    del values["learners"]
-    assert TrainConfig.from_plain({**values, "learners_apart": True}).learners == "dedicated"
-    assert TrainConfig.from_plain({**values, "learners_apart": False}).learners is None
 
 
 @pytest.mark.usefixtures("ray_cluster")
