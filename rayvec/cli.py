@@ -19,7 +19,6 @@ import os
 import select
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,11 +238,8 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         is_reader_gone = isinstance(error, BrokenPipeError) and _is_reader_gone()
         _drop_unwritable_output()
-        is_of_user = isinstance(error.__cause__, RayvecError) and " Remedy: " not in str(error)
         if text := _explanation(error):
             _print_error(text, error)
-        elif is_of_user:  # of an environment, a wrapper or a network
-            traceback.print_exception(error)
         elif is_reader_gone:  # such as that of `rayvec eval RUN_DIR | head -1`
             return _BROKEN_PIPE
         else:
@@ -303,7 +299,10 @@ def _mentioned(args: Sequence[str]) -> frozenset[str]:
 
 
 def _explanation(error: Exception) -> str | None:
-    """Returns a message that stands alone, where there is one: of rayvec, of the disk of a run, or of its memory."""
+    """Returns a message, where there is one: of rayvec, of the disk or the memory of a run, or what its code raised.
+
+    That is an environment, a wrapper or a network. Its message says where, and has the traceback there.
+    """
     cause = error if isinstance(error, RayvecError) else error.__cause__
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):  # the text of torch
         return message(
@@ -312,9 +311,9 @@ def _explanation(error: Exception) -> str | None:
             got=" ".join(str(cause or error).split()) or "MemoryError",
             remedy="Lower num_envs, num_steps, hidden_sizes or what else the size comes from, or free memory.",
         )
-    if isinstance(cause, RayvecError) and (cause is error or " Remedy: " in str(error)):
-        where = cause.raised_in if " Remedy: " in str(error) else None
-        return f"{error} Raised in {where}." if where else str(error)
+    if isinstance(cause, RayvecError):
+        is_whole = cause.raised_in is None or " Remedy: " not in str(error)
+        return str(cause) if is_whole else f"{error} Raised in {cause.raised_in}."
     if isinstance(error, OSError) and cause is None and (hasattr(error, "__notes__") or error.errno in _REFUSED):
         return f"{type(error).__name__}: {error}"
     return None

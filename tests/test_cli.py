@@ -152,7 +152,7 @@ def test_a_network_that_raises_in_an_update(
     name = f"{__name__}:{RaisesInUpdates.__name__}"
     args = [*TINY, f"--num-learners={num_learners}", "--network", name, "--run-dir", str(tmp_path / "a")]
     assert main(["train", "ppo", *args]) == 1
-    *lines, resume = capsys.readouterr().err.splitlines()
+    *lines, resume = filter(None, capsys.readouterr().err.splitlines())
     assert lines[-1] == "ValueError: all input arrays must have the same shape" and resume.startswith("resume with: ")
     assert any(where in line for line in lines) and any(f'File "{__file__}", line ' in line for line in lines)
 
@@ -242,7 +242,11 @@ def test_an_exception_that_can_not_be_pickled(capsys: pytest.CaptureFixture[str]
     settings = options({**SMALL, **HERE, "workers_per_node": 1, "run_dir": tmp_path / "a"})
     assert main(["train", "ppo", *settings, "--env-id", f"{__name__}:{RaisesHasLock.__name__}"]) == 1
     error = capsys.readouterr().err
-    assert "what no other process can get raised in node " in error and f'File "{__file__}", line ' in error
+    assert (
+        "HasLock: what no other process can get" in error
+        and "raised in node " in error
+        and f'File "{__file__}", line ' in error
+    )
 
 
 def test_a_pipe_of_the_user_s_own_code_is_no_reader_of_the_output(
