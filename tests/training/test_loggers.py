@@ -163,6 +163,7 @@ def test_a_run_whose_directory_is_gone_is_an_error(tmp_path: Path, how: str, cap
         pytest.raises(ConfigError, match=f"is gone: it was removed or renamed. Expected: the directory {run_dir}"),
         RunLogger(run_dir, CONFIG, progress) as logger,
     ):
+        logger._tensorboard.flush()  # else its thread raises too
         shutil.rmtree(run_dir) if how == "removed" else run_dir.rename(tmp_path / "other")
         iteration = Iteration(stats(1.0), {}, TIMES_S)
         progress.add(iteration.stats)
