@@ -305,7 +305,7 @@ def main(
         num_envs, repeats, window = min(num_envs, 16), 2, 0.3
     print(heading())
     with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(simulated_cluster(0, *[workers // nodes] * nodes)) if nodes else None
+        cluster = stack.enter_context(simulated_cluster(0, *[workers // nodes * len(names)] * nodes)) if nodes else None
         for name_of_env in env_id:
             task = {"env_id": name_of_env, "num_envs": num_envs, "workers": workers, "hidden_sizes": hidden_sizes}
             task |= {"step_s": step_s, "nodes": nodes, "address": cluster.address if cluster else None}
