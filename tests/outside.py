@@ -70,7 +70,7 @@ def main() -> int:
     if options.write:
         OUTSIDE.write_text("".join(f"{each}\n" for each in sorted(run().passed)))
         return 0
-    found = run() if options.run else run("--collect-only")
+    found = run() if options.run else run("--collect-only", "-p", "no:terminal")
     missing = lost(found.passed if options.run else found.collected)
     print(*missing, f"{len(missing)} tests are lost", sep="\n")
     return bool(missing)
