@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from rayvec.config.base import Count, Fraction, Positive
 from rayvec.config.network import ActorCriticConfig
@@ -36,13 +36,6 @@ class IMPALAConfig(ActorCriticConfig):
 
     num_minibatches: Count = 4
     """Updates in an iteration, each from all steps of an approximately equal share of the environments."""
-
-    optimizer: Literal["adam", "rmsprop"] = "adam"
-    """Optimizer of the policy and value networks."""
-
-    optimizer_eps: Positive = 1e-5
-    """Number added to the denominator of the optimizer's step; the paper's RMSProp adds 0.01 for Atari, inside the
-    square root."""
 
     vtrace_lambda: Fraction = 1.0
     """Lambda of the traces: 0 trusts the value function, 1 the returns."""

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.utils import vector_to_parameters
 
 from rayvec.data import Batch
 from rayvec.errors import CheckpointError, ConfigError, LearnerError, first_line
 
 __all__ = [
-    "FlatModule",
-    "FlatParameters",
     "KeepsRankLocalState",
     "Learner",
     "MeasuresObservations",
@@ -153,61 +149,6 @@ def _is_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
-class FlatParameters:
-    """Moves all parameters of a module into one flat buffer, and their gradients into another.
-
-    The parameters stay leaves of their own, so that autograd runs as before (through one flat leaf it costs 9 %
-    more), but they and their ``.grad`` are views. One fused optimizer step, one norm, one array to average or
-    broadcast then serve them all. Parameters are laid out in the order of ``module.parameters()``.
-
-    ``module.to(...)`` and ``zero_grad(set_to_none=True)``, the default of modules and optimizers, would replace the
-    views: use `zero_grad`.
-
-    Attributes:
-        param: The flat parameters as the one leaf to give to an optimizer, ``[P]``; its ``.grad`` is `grad`.
-        grad: The flat gradient, ``[P]``.
-
-    Raises:
-        ConfigError: The module has no parameters, or of several dtypes or devices.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        leaves = list(module.parameters())
-        if len({(leaf.dtype, leaf.device) for leaf in leaves}) != 1:
-            raise ConfigError(
-                "A flat buffer has one dtype and lies on one device.",
-                expected="parameters of one dtype on one device",
-                got=sorted({f"{leaf.dtype} on {leaf.device}" for leaf in leaves}),
-                remedy="Convert the module with module.to(device, dtype) first",
-            )
-        self.param = nn.Parameter(flat_parameters(leaves))
-        vector_to_parameters(self.data, leaves)
-        self.grad = torch.zeros_like(self.data)
-        self.param.grad = self.grad
-        for leaf, grad in zip(leaves, torch.split(self.grad, [leaf.numel() for leaf in leaves]), strict=True):
-            leaf.grad = grad.view_as(leaf)
-
-    @property
-    def data(self) -> Tensor:
-        """The flat parameters without a graph, ``[P]``; written to in place."""
-        return self.param.data
-
-    def zero_grad(self) -> None:
-        """Sets all gradients to 0 in place."""
-        self.grad.zero_()
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scales the gradient down to a Euclidean norm of at most `max_norm`; returns the norm before, a scalar."""
-        norm: Tensor = torch.linalg.vector_norm(self.grad)
-        self.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
-
-
-def flat_parameters(parameters: Iterable[Tensor]) -> Tensor:
-    """Returns a copy of parameters, flat. Those of one module may have any memory format."""
-    return torch.cat([each.detach().reshape(-1) for each in parameters])
-
-
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
     """Returns copies of a module's buffers by name."""
     return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
@@ -233,28 +174,3 @@ def load_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Copies the buffers in a learner's state, which :func:`check_buffers` has checked, into its module."""
     for name, buffer in (state.get("buffers") or {}).items():
         module.get_buffer(name).copy_(buffer)
-
-
-class FlatModule:
-    """A module that is called with parameters from a flat vector, where they lie in the order of ``parameters()``.
-
-    Args:
-        module: The module; its own parameters are not read.
-
-    Attributes:
-        num_params: P.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._places = [(name, each.shape, each.requires_grad) for name, each in module.named_parameters()]
-        self._sizes = [each.numel() for each in module.parameters()]
-        self.num_params = sum(self._sizes)
-
-    def __call__(self, flat: Tensor, *inputs: Any) -> Any:
-        """Returns what the module returns for `inputs` with the parameters in `flat`, ``[P]``."""
-        parameters = {
-            name: (part if is_trained else part.detach()).view(shape)
-            for (name, shape, is_trained), part in zip(self._places, torch.split(flat, self._sizes), strict=True)
-        }
-        return functional_call(self._module, parameters, inputs)

@@ -8,7 +8,6 @@ the values of the critic as it is at each step of the optimizer. Losses are mean
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from rayvec.data import Batch, Chunk, Tree, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
-from rayvec.learners.adam import Adam, FlatOptimizer, RMSProp
 from rayvec.learners.base import explains_memory
 from rayvec.learners.minibatches import own_part, stratified_shuffle
 from rayvec.learners.ranks import global_range
@@ -51,10 +49,6 @@ class Steps(NamedTuple):
     discount: Tensor
     chain: Tensor
 
-    def at(self, rows: Tensor) -> Steps:
-        """Returns the steps in these rows."""
-        return Steps(*(each.index_select(0, rows) for each in self))
-
 
 class Trajectories(NamedTuple):
     """T steps of each of N environments, as rows. Row t N + n is step t of environment n.
@@ -74,18 +68,6 @@ class Trajectories(NamedTuple):
     next_row: NDArray[np.int64]
     chunk: Chunk
     sequences: Sequences | tuple[()]
-
-
-class Minibatch(NamedTuple):
-    """What a rank has of a minibatch.
-
-    Attributes:
-        environments: Whose steps these are, among those of the rank, ascending, ``int64 [n]``.
-        size: How many steps all ranks have in it.
-    """
-
-    environments: NDArray[np.int64]
-    size: int
 
 
 class IMPALALearner(ActorCriticLearner):
@@ -108,15 +90,8 @@ class IMPALALearner(ActorCriticLearner):
     """
 
     config: IMPALAConfig
-    _num_statistics = len(_SUMMED) + 5
-
-    @cached_property
-    def _num_rounds(self) -> int:
-        return num_rounds(self.config.num_steps)
-
-    def _make_optimizer(self, parameter: torch.nn.Parameter) -> FlatOptimizer:
-        make = RMSProp if self.config.optimizer == "rmsprop" else Adam
-        return make(parameter, self.config.learning_rate, self.config.optimizer_eps)
+    _num_rounds = 0
+    """See `vtrace_of_rows`; a constant of the compiled graph."""
 
     @explains_memory("Lower num_envs or num_steps, raise num_minibatches")
     def update(self, batch: Batch) -> dict[str, float]:
@@ -139,11 +114,15 @@ class IMPALALearner(ActorCriticLearner):
         stats: list[Tensor] = []
         for chunk in batch.chunks:
             trajectories = self._trajectories(chunk)
-            self._prepare(trajectories)
+            rounds = num_rounds(max(self.config.num_steps, chunk.num_steps))
+            if rounds > self._num_rounds:
+                self._num_rounds = rounds
+                self._gradient.reset()
             generator = np.random.default_rng([self.config.seed, self._num_updates])
             minibatches = list(self._minibatches(chunk.valid, generator))
-            stats += self._learn(_fields(trajectories), [self._rows(trajectories, each) for each in minibatches])
-            self._num_steps += sum(each.size for each in minibatches)
+            fields = trajectories.obs, tuple(trajectories.steps), tuple(trajectories.sequences)
+            stats += self._learn(fields, [self._rows(trajectories, *each) for each in minibatches])
+            self._num_steps += sum(size for _, size in minibatches)
             self._check_finite(stats)
             self._num_updates += 1
         return {**self._metrics(stats), "learning_rate": learning_rate}
@@ -151,7 +130,7 @@ class IMPALALearner(ActorCriticLearner):
     def _trajectories(self, chunk: Chunk) -> Trajectories:
         """Encodes a chunk."""
         self._check_recorded(chunk)
-        encode, (num_steps, num_envs), like = self.module.encode, chunk.valid.shape, self._flat.data
+        encode, (num_steps, num_envs), like = self.module.encode, chunk.valid.shape, self._gradient.flat
         seen = encode(chunk.obs)
         parts = tree_map(lambda leaf: leaf.flatten(0, 1), seen), encode(chunk.last_obs)
         obs = tree_map(lambda *leaves: torch.cat(leaves), *parts, encode(chunk.final_obs))
@@ -171,17 +150,10 @@ class IMPALALearner(ActorCriticLearner):
         steps = Steps(sample.flatten(0, 1).to(self._device), *numbers)
         return Trajectories(obs, steps, np.where(chunk.terminated, rows[:-1], next_row), chunk, sequences)
 
-    def _prepare(self, trajectories: Trajectories) -> None:
-        """Prepares the steps that learn from a chunk."""
-        rounds = num_rounds(trajectories.chunk.num_steps)
-        if rounds > self._num_rounds:
-            self._num_rounds = rounds  # which is a constant of the graph
-            self._compiled = self._compiled and self._make_compiled()
-        if self._compiled is not None:
-            self._compiled.begin(_fields(trajectories))
-
-    def _minibatches(self, valid: NDArray[np.bool_], generator: np.random.Generator) -> Iterator[Minibatch]:
-        """Yields this rank's share of each minibatch, with its environments.
+    def _minibatches(
+        self, valid: NDArray[np.bool_], generator: np.random.Generator
+    ) -> Iterator[tuple[NDArray[np.int64], int]]:
+        """Yields this rank's environments in each minibatch, ascending ``int64 [n]``, and its size on all ranks.
 
         The environments of all ranks are shuffled into minibatches; a minibatch without a valid step is left out.
 
@@ -196,10 +168,10 @@ class IMPALALearner(ActorCriticLearner):
         counts = self.ranks.sum_(torch.tensor([int(num_valid[environments].sum()) for environments in shares]))
         for environments, count in zip(shares, counts.tolist(), strict=True):
             if count:
-                yield Minibatch(environments, count)
+                yield environments, count
 
-    def _rows(self, trajectories: Trajectories, minibatch: Minibatch) -> tuple[Tensor, ...]:
-        """Returns which rows a minibatch has.
+    def _rows(self, trajectories: Trajectories, environments: NDArray[np.int64], size: int) -> tuple[Tensor, ...]:
+        """Returns which rows a minibatch has, of `size` steps on all ranks, these environments of this rank.
 
         Returns:
             The weight of each of its B steps in the loss, ``[B]``; the rows of these steps, environment by environment
@@ -208,7 +180,7 @@ class IMPALALearner(ActorCriticLearner):
             once. For a recurrent network then come the numbers of the sequences, and `slots` and `before` of
             `OverSequences`.
         """
-        chunk, environments = trajectories.chunk, minibatch.environments
+        chunk = trajectories.chunk
         steps = _rows_of_steps(chunk.valid, environments)
         following = trajectories.next_row.ravel()[steps]
         num_rows = trajectories.next_row.size + trajectories.next_row.shape[1] + len(chunk.final_index)
@@ -217,7 +189,7 @@ class IMPALALearner(ActorCriticLearner):
         is_other = place[following] < 0
         others = following[is_other]
         place[others] = -1 - np.arange(len(others))
-        weight = self._flat.data.new_full((len(steps),), 1 / minibatch.size)
+        weight = self._gradient.flat.new_full((len(steps),), 1 / size)
         arrays = [steps, place[following], others]
         if self._recurrent is not None:
             length = self._recurrent.sequence_length
@@ -227,63 +199,78 @@ class IMPALALearner(ActorCriticLearner):
             arrays += [numbers, slots, slots[is_other]]
         return weight, *(torch.from_numpy(each).to(self._device) for each in arrays)
 
-    def _loss_of_rows(
-        self, call: Callable[..., tuple[Tensor, Tensor]], fields: tuple[Any, ...], *rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the loss of a minibatch and its statistics; each observation is evaluated once.
-
-        Args:
-            call: Calls the network.
-            fields: See `_fields`.
-            rows: See `_rows`.
-        """
-        weight, at, after, others, *sequences = rows
+    def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
+        """Returns what the network reads of a minibatch, the place of the value after each step, and `Steps`."""
         obs, steps, recorded = fields
+        at, after, others, *sequences = rows
         if sequences:
             numbers, slots, before = sequences
             following = tree_map(lambda leaf: leaf.index_select(0, others), obs)
-            params, values = call(Sequences(*recorded).at(numbers), slots, (following, before))
+            inputs: Tree = (Sequences(*recorded).at(numbers), slots, (following, before))
         else:
             seen = torch.cat([at, others])
-            params, values = call(tree_map(lambda leaf: leaf.index_select(0, seen), obs))
+            inputs = (tree_map(lambda leaf: leaf.index_select(0, seen), obs),)
         place = torch.where(after < 0, len(weight) - 1 - after, after)
-        next_value = values.detach().index_select(0, place)
-        outputs = params[: len(weight)], values[: len(weight)]
-        return self._loss(outputs, next_value, Steps(*steps).at(at), weight)
+        return inputs, place, *(each.index_select(0, at) for each in steps)
 
     def _loss(
-        self, outputs: tuple[Tensor, Tensor], next_value: Tensor, steps: Steps, weight: Tensor
+        self,
+        network: Callable[..., tuple[Tensor, Tensor]],
+        weight: Tensor,
+        inputs: Any,
+        place: Tensor,
+        sample: Tensor,
+        old_logp: Tensor,
+        rew: Tensor,
+        discount: Tensor,
+        chain: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the loss of B steps, and their statistics without a graph.
+        """Returns this rank's part of the loss (Espeholt et al., 2018, section 4.2), and of its statistics.
+
+        Args:
+            network: Returns the parameters of the distribution and values: of B steps, and then of other observations.
+            weight: Of each step in the means over all ranks, ``[B]``.
+            inputs: Arguments of the network, which evaluates each observation once.
+            place: Which value is that of the observation after each step, ``int64 [B]``.
+            sample: Attribute of `Steps`, ``[B, C]``, and so are the others, ``[B]``.
+            old_logp: `logp` of `Steps`.
+            rew: Likewise.
+            discount: Likewise.
+            chain: Likewise.
 
         Returns:
             The loss, and ``float64 [11]``: the number of steps, and weighted sums of `_SUMMED`, of the targets, of
             their squares, of their errors and of the squares of these.
         """
-        config, (params, value) = self.config, outputs
-        logp, entropy = self.module.distribution.logp_entropy(params, steps.sample)
-        log_ratio = logp.detach() - steps.logp
+        config = self.config
+        params, values = network(*inputs)
+        params, value, next_value = params[: len(weight)], values[: len(weight)], values.index_select(0, place)
+        logp, entropy = self.module.distribution.logp_entropy(params, sample)
+        log_ratio = logp.detach() - old_logp
+
         target, advantage = vtrace_of_rows(
-            steps.rew,
+            rew,
             value.detach(),
-            next_value,
+            next_value.detach(),
             log_ratio,
-            steps.discount,
-            steps.chain,
+            discount,
+            chain,
             decay=config.gamma * config.vtrace_lambda,
             rho_bar=config.rho_bar,
             c_bar=config.c_bar,
             rounds=self._num_rounds,
         )
-        policy_loss = -advantage * logp
+        policy_loss = -logp * advantage
         value_loss = 0.5 * (value - target).square()
-        loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
-        ratio, error = log_ratio.exp(), target - value.detach()
+        loss = (policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy) @ weight
+
+        ratio, error = log_ratio.exp(), target - value
         is_clipped = (ratio > config.rho_bar * (1 + 1e-5)).to(ratio)  # rounding of two equal probabilities is no clip
-        terms = [policy_loss.detach(), value_loss.detach(), entropy.detach()]
-        terms += [ratio, is_clipped, ratio - 1 - log_ratio, target, target.square(), error, error.square()]
+        terms = [policy_loss, value_loss, entropy, ratio, is_clipped, ratio - 1 - log_ratio]
+        terms += [target, target.square(), error, error.square()]
         count = (weight > 0).sum(dtype=torch.float64).reshape(1)
-        return (loss * weight).sum(), torch.cat([count, (torch.stack(terms) * weight).sum(1, dtype=torch.float64)])
+        sums = (torch.stack(terms).detach() * weight).sum(1, dtype=torch.float64)
+        return loss, torch.cat([count, sums])
 
     def _metrics(self, stats: list[Tensor]) -> dict[str, float]:
         """Returns means over minibatches, each a mean over the steps of all ranks; 0 where there were none."""
@@ -304,11 +291,6 @@ class IMPALALearner(ActorCriticLearner):
             "grad_norm": float(norms.mean()),
             "explained_variance": 1 - variance(error, error_square) / whole if varies else 0.0,
         }
-
-
-def _fields(trajectories: Trajectories) -> tuple[Tree, ...]:
-    """Returns what minibatches index: observations, steps and sequences."""
-    return trajectories.obs, tuple(trajectories.steps), tuple(trajectories.sequences)
 
 
 def _rows_of_steps(valid: NDArray[np.bool_], environments: NDArray[np.int64]) -> NDArray[np.int64]:

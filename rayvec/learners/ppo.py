@@ -8,17 +8,17 @@ observation, and the minibatches of an epoch differ in size by at most one sampl
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rayvec.data import Batch, Chunk, Tree, tree_leaves, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
-from rayvec.learners.adam import Adam
 from rayvec.learners.base import explains_memory
 from rayvec.learners.minibatches import check_minibatch, own_part, stratified_shuffle
 from rayvec.learners.ranks import global_moments, global_range
@@ -64,29 +64,6 @@ class Samples(NamedTuple):
     target: Tensor
 
 
-class Minibatch(NamedTuple):
-    """What a rank has of a minibatch.
-
-    Attributes:
-        at: Which of the rank's samples, ``int64 [b]``.
-        advantage: Their advantages, normalised by the moments of the whole minibatch, ``[b]``.
-        size: Of the whole minibatch.
-        sequences: For a recurrent network the numbers of the sequences that have these samples, and which of their
-            steps these are; for others nothing.
-    """
-
-    at: Tensor
-    advantage: Tensor
-    size: int
-    sequences: tuple[Tensor, ...]
-
-    @property
-    def rows(self) -> tuple[Tensor, ...]:
-        """What the loss reads: weights ``[b]`` that make a sum over all ranks a mean, and the attributes but `size`."""
-        weight = self.advantage.new_full(self.at.shape, 1 / self.size)
-        return weight, self.at, self.advantage, *self.sequences
-
-
 class PPOLearner(ActorCriticLearner):
     """Improves an actor-critic by proximal policy optimisation.
 
@@ -107,11 +84,6 @@ class PPOLearner(ActorCriticLearner):
     """
 
     config: PPOConfig
-    _num_statistics = len(_METRICS) - 1
-    _is_joining = True
-
-    def _make_optimizer(self, parameter: torch.nn.Parameter) -> Adam:
-        return Adam(parameter, lr=self.config.learning_rate, eps=1e-5)
 
     @explains_memory("Lower minibatch_size, num_envs or num_steps")
     def update(self, batch: Batch) -> dict[str, float]:
@@ -138,13 +110,11 @@ class PPOLearner(ActorCriticLearner):
         generator = np.random.default_rng([config.seed, self._num_updates])
         valid = [chunk.valid for chunk in batch.chunks]
         epochs, explained_variance = self._draw(samples, valid, own, total, generator)
-        if self._compiled is not None:
-            self._compiled.begin(tuple(samples))
         if config.target_kl is None:
             epochs = [list(itertools.chain(*epochs))]  # nothing is decided between two epochs
         stats: list[Tensor] = []
         for epoch in epochs:
-            stats += self._learn(tuple(samples), [minibatch.rows for minibatch in epoch])
+            stats += self._learn(tuple(samples), epoch)
             if config.target_kl is not None and self._metrics(stats[-len(epoch) :])["approx_kl"] > config.target_kl:
                 break
         self._check_finite(stats)
@@ -209,7 +179,7 @@ class PPOLearner(ActorCriticLearner):
 
     def _values(self, obs: Tree, width: int = 1) -> NDArray[np.float32]:
         """Returns values ``[T, ...]`` for encoded observations ``[T, ...]``, `width` of them in each place."""
-        values: NDArray[np.float32] = self._in_parts((self._paired or self.module).value, obs, width).cpu().numpy()
+        values: NDArray[np.float32] = self._in_parts(self.module.value, obs, width).cpu().numpy()
         return values
 
     def _in_parts(self, function: Callable[[Tree], Tensor], obs: Tree, width: int) -> Tensor:
@@ -240,7 +210,7 @@ class PPOLearner(ActorCriticLearner):
         own: range,
         total: int,
         generator: np.random.Generator,
-    ) -> tuple[list[list[Minibatch]], float]:
+    ) -> tuple[list[list[tuple[Tensor, ...]]], float]:
         """Shuffles the samples of all ranks into parts of about ``minibatch_size``, anew for each epoch.
 
         Args:
@@ -251,28 +221,32 @@ class PPOLearner(ActorCriticLearner):
             generator: In the same state on every rank.
 
         Returns:
-            The minibatches of each epoch, with advantages that are normalised by the moments of whole minibatches; and
-            the variance of the targets that the values before the update explain, as a share.
+            What this rank has of each minibatch of each epoch: weights, numbers of samples, their advantages normalised
+            by the moments of the whole minibatch, ``[b]`` each, and for a recurrent network the numbers of sequences
+            and which of their steps these samples are; and the variance of the targets that the values before the
+            update explain, as a share.
         """
         num_epochs = self.config.num_epochs if total else 0
         epochs = [self._shuffled(valid, own, total, generator) for _ in range(num_epochs)]
         places, counts, sequences = zip(*itertools.chain(*epochs), strict=True) if total else ((), (), ())
-        upload: Callable[[NDArray[np.int64]], Tensor] = lambda array: torch.from_numpy(array).to(self._device)  # noqa: E731
-        index = upload(_as_matrix(places))
-        lengths = list(map(len, places))
-        advantages = samples.advantage[index]
+        at = pad_sequence([torch.from_numpy(each) for each in places] or [torch.zeros(0, dtype=torch.int64)], True)
+        at = at.to(self._device)
+        advantages, lengths = samples.advantage[at], list(map(len, places))
         targets = torch.stack([samples.target, samples.target - samples.value])
-        own_counts = [*lengths, *map(len, targets)]
-        mean, variance = global_moments(self.ranks, [advantages, targets], [*counts, total, total], own_counts)
+        own_counts = [*(lengths or [0]), *map(len, targets)]
+        mean, variance = global_moments(self.ranks, [advantages, targets], [*(counts or [0]), total, total], own_counts)
         if self.config.normalize_advantage:
             scale = 1 / (variance[:-2, None].sqrt() + 1e-8)
             advantages = ((advantages - mean[:-2, None]) * scale).to(advantages)
         rows = (
-            Minibatch(at[:length], advantage[:length], count, tuple(map(upload, numbers)))
-            for at, advantage, length, count, numbers in zip(index, advantages, lengths, counts, sequences, strict=True)
+            (advantages.new_full((length,), 1 / count), at[k, :length], advantages[k, :length], *others)
+            for k, (length, count, others) in enumerate(zip(lengths, counts, map(self._upload, sequences), strict=True))
         )
         explained = _share_explained(*torch.cat([mean[-2:-1], variance[-2:]]).tolist())
         return [list(itertools.islice(rows, len(epoch))) for epoch in epochs], explained
+
+    def _upload(self, arrays: Sequence[NDArray[np.int64]]) -> Iterator[Tensor]:
+        return (torch.from_numpy(each).to(self._device) for each in arrays)
 
     def _shuffled(
         self, valid: Sequence[NDArray[np.bool_]], own: range, total: int, generator: np.random.Generator
@@ -285,82 +259,64 @@ class PPOLearner(ActorCriticLearner):
         shuffled = stratified_shuffle(total, num_minibatches, generator)
         return [(own_part(numbers, own), len(numbers), ()) for numbers in shuffled]
 
-    def _loss_of_rows(
-        self, call: Callable[..., tuple[Tensor, Tensor]], fields: tuple[Tree, ...], *rows: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the loss of some samples and their metrics, see `_loss`.
-
-        Args:
-            call: Calls the network.
-            fields: Those of `Samples`.
-            rows: Those of a `Minibatch`.
-        """
+    def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
+        """Returns the rows of a minibatch: what the network reads, `advantage`, and four attributes of `Samples`."""
         obs, sample, logp, value, _, target = fields
-        weight, at, advantage, *sequences = rows
+        at, advantage, *sequences = rows
         if sequences:
             numbers, slots = sequences
-            outputs = call(Sequences(*obs).at(numbers), slots)
+            inputs: Tree = (Sequences(*obs).at(numbers), slots)
         else:
-            outputs = call(tree_map(lambda leaf: leaf.index_select(0, at), obs))
-        sample, logp, value, target = (each.index_select(0, at) for each in (sample, logp, value, target))
-        return self._loss(outputs, sample, logp, value, advantage, target, weight)
+            inputs = (tree_map(lambda leaf: leaf.index_select(0, at), obs),)
+        return inputs, advantage, *(each.index_select(0, at) for each in (sample, logp, value, target))
 
     def _loss(
         self,
-        outputs: tuple[Tensor, Tensor],
+        network: Callable[..., tuple[Tensor, Tensor]],
+        weight: Tensor,
+        inputs: Any,
+        advantage: Tensor,
         sample: Tensor,
         old_logp: Tensor,
         old_value: Tensor,
-        advantage: Tensor,
         target: Tensor,
-        weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Computes the loss of B samples, with its derivatives by what depends on the network.
-
-        Autograd would take three times as many operations to find these derivatives as are written here.
+        """Returns this rank's part of the loss (Schulman et al., 2017, equations 7 and 9), and of the first 5 metrics.
 
         Args:
-            outputs: The network's, of the observations: parameters of the distribution and values.
-            sample: What the policy drew, ``[B, C]``.
-            old_logp: ``logp`` of `Samples`, ``[B]``.
-            old_value: ``value`` of `Samples`, ``[B]``.
-            advantage: ``[B]``.
-            target: ``[B]``.
-            weight: Of each sample in the loss, ``[B]``.
-
-        Returns:
-            A number that has the gradient of the loss, though not its value; and this rank's share of the first five
-            metrics, without a graph, ``float64 [5]``.
+            network: Returns the parameters of the distribution and the values, ``[b, P]`` and ``[b]``.
+            weight: Of each sample in the means over all ranks, ``[b]``.
+            inputs: Arguments of the network.
+            advantage: ``[b]``.
+            sample: What the policy drew, ``[b, C]``.
+            old_logp: Its log-probability at the time, ``[b]``.
+            old_value: The value before the update, ``[b]``.
+            target: What the value should be, ``[b]``.
         """
-        config, clip, (params, value) = self.config, self.config.clip_coef, outputs
+        config, clip = self.config, self.config.clip_coef
+        params, value = network(*inputs)
         logp, entropy = self.module.distribution.logp_entropy(params, sample)
-        log_ratio = logp.detach() - old_logp
+
+        log_ratio = logp - old_logp
         ratio = log_ratio.exp()
-        gain = advantage * ratio
-        clipped_gain = advantage * ratio.clamp(1 - clip, 1 + clip)
-        policy_loss = -torch.minimum(gain, clipped_gain)
-        logp_slope = -gain * (gain <= clipped_gain)
+        policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
 
-        error = value_slope = value.detach() - target
-        value_loss = 0.5 * error.square()
+        error = (value - target).square()
         if config.clip_value_loss:
-            change = value.detach() - old_value
-            clipped_loss = 0.5 * (old_value + change.clamp(-clip, clip) - target).square()
-            value_slope = error * ((change.abs() <= clip) | (clipped_loss <= value_loss))
-            value_loss = torch.maximum(value_loss, clipped_loss)
+            near = old_value + (value - old_value).clamp(-clip, clip)
+            error = torch.maximum(error, (near - target).square())
+        value_loss = 0.5 * error
 
-        loss = logp @ (logp_slope * weight) + value @ (value_slope * weight) * config.value_coef
-        if config.entropy_coef:
-            loss = loss - entropy @ weight * config.entropy_coef
+        loss = (policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy) @ weight
         is_clipped = ((ratio - 1).abs() > clip).to(ratio)
-        metrics = torch.stack([policy_loss, value_loss, entropy.detach(), ratio - 1 - log_ratio, is_clipped])
-        return loss, (metrics @ weight).double()
+        metrics = torch.stack([policy_loss, value_loss, entropy, ratio - 1 - log_ratio, is_clipped]).detach()
+        return loss, metrics @ weight
 
     def _metrics(self, stats: list[Tensor]) -> dict[str, float]:
         """Returns means over minibatches by name, from this rank's shares; 0 where there were none."""
         if not stats:
             return dict.fromkeys(_METRICS, 0.0)
-        summed = torch.stack(stats)
+        summed = torch.stack(stats).double()
         summed[:, -1] /= self.ranks.size  # the norm was that of the whole gradient already
         return dict(zip(_METRICS, self.ranks.sum_(summed).mean(0).tolist(), strict=True))
 
@@ -378,20 +334,6 @@ def _episodes_cut_by_restarts(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64
     ]
     t, n = np.concatenate([np.zeros((0, 2), np.int64), *places]).T
     return t, n
-
-
-def _as_matrix(rows: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Returns rows of numbers as one matrix, filled up with 0.
-
-    >>> _as_matrix([np.array([3, 4]), np.array([5])])
-    array([[3, 4],
-           [5, 0]])
-    """
-    lengths = np.array([len(row) for row in rows], np.int64)
-    is_filled = np.arange(lengths.max(initial=0)) < lengths[:, None]
-    matrix = np.zeros(is_filled.shape, np.int64)
-    matrix[is_filled] = np.concatenate([np.zeros(0, np.int64), *rows])
-    return matrix
 
 
 def _share_explained(mean: float, variance: float, left: float) -> float:

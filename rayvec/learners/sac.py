@@ -1,44 +1,37 @@
 """Soft actor-critic (Haarnoja et al., 2018, arXiv:1812.05905), and its discrete variant (arXiv:1910.07207).
 
-What one minibatch does is in :mod:`rayvec.learners.sac_math`; this module says which minibatches there are. See
-``docs/algorithms.md`` for every detail and metric.
+B is a number of rows, E of critics, C of numbers that describe an action: components of a Box, or the choices of a
+Discrete. See ``docs/algorithms.md`` for every detail and metric.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 
 from rayvec.data import Batch, Chunk
 from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.base import buffers_of, check_buffers, explains_memory, load_buffers, torch_device
+from rayvec.learners.gradient import Gradient, flat_parameters
 from rayvec.learners.minibatches import check_minibatch
+from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks, first_bad_reward, global_range
 from rayvec.learners.replay import ReplayBuffer
-from rayvec.learners.sac_math import Minibatch, corrections
-from rayvec.learners.sac_networks import (
-    InBF16,
-    action_form,
-    default_networks,
-    initial_nets,
-    make_math,
-    make_sac_distribution,
-)
-from rayvec.learners.sac_own_network import own_networks
-from rayvec.learners.sac_update import SACUpdate, UpdateInputs
+from rayvec.learners.sac_networks import is_discrete, make_networks
 from rayvec.policies.networks import to_device, upload
-from rayvec.policies.precision import prepare
+from rayvec.policies.precision import autocast, prepare
 from rayvec.pools.shared_memory import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -46,31 +39,32 @@ if TYPE_CHECKING:
 
 __all__ = ["SACLearner"]
 
-_METRICS = ("critic_loss", "q_mean", "actor_loss", "entropy", "critic_grad_norm", "actor_grad_norm", "alpha")
 _OF_CRITICS = ("critic_loss", "q_mean", "critic_grad_norm")
-_NUM_GLOBAL = 3  # the last three are the same on every rank
+_OF_ACTOR = ("actor_loss", "entropy", "actor_grad_norm", "alpha")
 _ROWS_AHEAD = 8192  # minibatches that are drawn together have at most so many rows
 _COUNTERS = ("num_updates", "num_filled", "num_credited")
+_OPTIONS: dict[str, Any] = {"unroll_reductions_threshold": 1}
+"""Unrolled, a sum over the components of an action would be one loop over rows without vector instructions, with the
+exponentials and logarithms of all components in it."""
 _log = logging.getLogger(__name__)
 
+Minibatch = tuple[Tensor, ...]
+"""What this rank has of a minibatch: the share of each row in a mean over the rows of all ranks ``[B]``, observations
+``[B, ...]``, actions ``[B, C]`` (of a Box scaled to [-1, 1], of a Discrete one-hot), rewards ``[B]``, the true
+observations after the steps, and 1 where there is nothing to bootstrap from ``[B]``."""
 
-class _RowPlan(NamedTuple):
-    """Where the rows of K minibatches lie that belong to this rank, b in each.
 
-    Attributes:
-        environments: Whose step each row is, among those of this rank, ``int64 [K, b]``. At either end a row may
-            belong to another rank.
-        ages: Which of the environment's steps, 0 for the oldest, ``int64 [K, b]``.
-        weight: Share of each row in a mean over all rows of all ranks, ``[K, b]``.
-        noises: For each minibatch ``[1 + k, b, C]``.
-        adam_steps: For each minibatch the numbers of the steps that the critics' and the actor's optimizer take.
-    """
+class _Policy(nn.Module):
+    """The actor, and the logarithm of the temperature alpha: what one step of the optimizer changes."""
 
-    environments: NDArray[np.int64]
-    ages: NDArray[np.int64]
-    weight: NDArray[np.float64]
-    noises: list[NDArray[np.float32]]
-    adam_steps: list[list[int]]
+    def __init__(self, actor: nn.Module, alpha: float) -> None:
+        super().__init__()
+        self.actor = actor
+        self.log_alpha = nn.ParameterList([torch.tensor([math.log(alpha)])])
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the distribution's parameters ``[B, P]``, and alpha, ``[1]``."""
+        return self.actor.action_parameters(rows), self.log_alpha[0].exp()  # type: ignore[operator]
 
 
 class SACLearner:
@@ -116,27 +110,30 @@ class SACLearner:
         self.config = config
         self.ranks: Ranks = ALONE
         self._dtype, self._device = dtype, torch_device(device or config.learner_device)
-        distribution = make_sac_distribution(action_space)
-        make = default_networks if config.network is None else own_networks
-        networks = make(observation_space, action_space, distribution, config, self._device)
         prepare(config.precision, self._device)
-        layouts = (networks.critic, networks.actor)
-        if config.precision == "bf16":
-            layouts = (InBF16(networks.critic), InBF16(networks.actor))
-        self._math = make_math(*layouts, distribution, config, is_masked=networks.is_masked)
-        self._nets = initial_nets(*networks.initial, config, dtype, self._device)
-        self.module = networks.attach(self._nets.actor.param)
-        self._obs_shape = networks.obs_shape
-        self._own_module = networks.module
-        _, self._num_act = action_form(distribution)
+        self.module, critics = make_networks(observation_space, action_space, config)
+        self.module.precision = config.precision
+        self._distribution: Any = self.module.distribution
+        self._is_discrete = is_discrete(self._distribution)
+        self._num_act = self._distribution.num_params // (1 if self._is_discrete else 2)
+
+        place: Callable[[nn.Module], nn.Module] = lambda module: module.to(self._device, dtype)  # noqa: E731
+        self._policy, self._critics = place(_Policy(self.module, config.alpha)), place(critics)
+        self._targets = copy.deepcopy(self._critics).requires_grad_(False)
+        self._target_flat = flat_parameters(self._targets.parameters())
+        vector_to_parameters(self._target_flat, self._targets.parameters())
+        compiled = config.compile is True
+        self._critic_gradient = Gradient(self._critics, self._critic_loss, compiled, **_OPTIONS)
+        self._policy_gradient = Gradient(self._policy, self._policy_loss, compiled, **_OPTIONS)
+        parts = {"critic": self._critic_gradient.flat, "actor": self._policy_gradient.flat[:-1]}
+        parts["alpha"] = self._policy_gradient.flat[-1:]
+        self._failed = torch.zeros(1, device=self._device)
+        self._adam = {name: Adam(flat, 1e-8, self._failed) for name, flat in parts.items()}
+
         self._replay = self._empty_replay()
         self._rate = Fraction(str(config.update_to_data))
-        self._num_updates = 0
-        self._num_filled = 0
-        self._num_credited = 0
-        self._own_environments = range(0)
-        self._sizes = np.zeros(0, np.int64)
-        self._update = SACUpdate(self._math, config, self._device)
+        self._num_updates = self._num_filled = self._num_credited = 0
+        self._own_environments, self._sizes = range(0), np.zeros(0, np.int64)
 
     @explains_memory("Lower batch_size or replay_size, set replay_on_device=False")
     def update(self, batch: Batch) -> dict[str, float]:
@@ -149,17 +146,123 @@ class SACLearner:
 
         Raises:
             LearnerError: A reward is not finite, and nothing of the batch was stored; or a gradient is not finite, and
-                the weights are those before the failed step; or memory has run out. If that happens while the batch is
-                stored, the replay refills.
+                the weights are those before the failed step; or memory has run out.
         """
         check_minibatch(self.ranks, self.config.batch_size)
         self._store(batch)
         owed = math.floor(self._rate * self._num_credited) - self._num_updates
-        stats: list[Tensor] = []
+        stats: list[tuple[Tensor, Tensor]] = []
         while self._sizes.any() and len(stats) < owed:
             count = min(owed - len(stats), max(1, _ROWS_AHEAD // self.config.batch_size))
-            stats += [self._step(inputs) for inputs in self._minibatches(count)]
+            stats += [self._step(*each) for each in self._minibatches(count)]
         return self._metrics(stats) if stats else {}
+
+    def _step(self, minibatch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes a step of the critics, and at every k-th update k of the actor.
+
+        Args:
+            minibatch: This rank's part.
+            noise: Standard normal, for the targets and then for each step of the actor, ``[1 + k, B, C]``.
+
+        Returns:
+            This rank's metrics of the critics, ``[3]``, and those of the actor, ``[4]`` or none.
+        """
+        config, (weight, obs, *_) = self.config, minibatch
+        stats = self._critic_gradient(*minibatch, noise[0])
+        norm = self._sum(self._critic_gradient)
+        self._adam["critic"].step(self._critic_gradient.grad, norm, config.q_lr)
+        self._target_flat.lerp_(self._critic_gradient.flat, config.tau * (1 - self._failed).to(self._dtype))
+        of_critics, of_actor = torch.cat([stats, norm.reshape(1) / self.ranks.size]), stats[:0]
+        for each in noise[1:]:
+            stats = self._policy_gradient(weight, obs, each)
+            norm = self._sum(self._policy_gradient)
+            self._adam["actor"].step(self._policy_gradient.grad[:-1], norm, config.policy_lr)
+            alpha_lr = config.q_lr if config.alpha_lr is None else config.alpha_lr
+            self._adam["alpha"].step(self._policy_gradient.grad[-1:], norm, alpha_lr)
+            alpha = self._policy_gradient.flat[-1:].exp()
+            of_actor = torch.cat([stats, norm.reshape(1) / self.ranks.size, alpha / self.ranks.size])
+        self._num_updates += 1
+        return of_critics, of_actor
+
+    def _sum(self, gradient: Gradient) -> Tensor:
+        """Adds up the gradients of all ranks in place; returns the norm."""
+        norm: Tensor = torch.linalg.vector_norm(self.ranks.sum_(gradient.grad))
+        return norm
+
+    def _critic_loss(
+        self,
+        critics: Callable[..., Tensor],
+        weight: Tensor,
+        obs: Tensor,
+        act: Tensor,
+        rew: Tensor,
+        next_obs: Tensor,
+        terminated: Tensor,
+        noise: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns this rank's part of the critics' loss (arXiv:1812.05905, equation 5), and of the first two metrics.
+
+        Arguments after the first are those of a `Minibatch`, and standard normal noise ``[B, C]``, which a Discrete
+        does not read.
+        """
+        with torch.no_grad():
+            value, _, _ = self._value(self._targets, self._policy, next_obs, noise)
+            target = rew + self.config.gamma * (1 - terminated) * value
+        q = self._q(critics, obs, act)
+        loss = 0.5 * ((q - target).square() @ weight).sum()
+        return loss, torch.stack([loss, q.mean(0) @ weight]).detach()
+
+    def _policy_loss(
+        self, policy: Callable[..., Any], weight: Tensor, obs: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns this rank's part of the losses of actor and temperature, and of the metrics of the actor.
+
+        The actor minimises the expected ``alpha * log pi - min Q`` (arXiv:1812.05905, equation 9; arXiv:1910.07207,
+        equation 12), the temperature ``alpha * (entropy - target_entropy)`` (equation 18; 11).
+        """
+        value, logp, alpha = self._value(self._critics, policy, obs, noise)
+        actor_loss, entropy = -(value @ weight), -(logp @ weight)
+        surplus = entropy.detach() - self._target_entropy(obs, weight)
+        alpha_loss = (alpha * surplus).sum() if self.config.autotune else 0.0
+        return actor_loss + alpha_loss, torch.stack([actor_loss, entropy]).detach()
+
+    def _value(
+        self, critics: Callable[..., Tensor], policy: Callable[..., Any], obs: Tensor, noise: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the expected ``min Q - alpha * log pi``, the expected ``log pi``, ``[B]`` each, and alpha, ``[1]``.
+
+        That is equation 3 of arXiv:1812.05905, and 10 of arXiv:1910.07207. Alpha is a constant in the first.
+        """
+        params, alpha = policy(obs)
+        if self._is_discrete:
+            logp = params.log_softmax(-1)
+            q = self._q(critics, obs).amin(0)
+            return (logp.exp() * (q - alpha.detach() * logp)).sum(-1), (logp.exp() * logp).sum(-1), alpha
+        act, logp = self._distribution.rsample(params, noise)
+        return self._q(critics, obs, act).amin(0) - alpha.detach() * logp, logp, alpha
+
+    def _q(self, critics: Callable[..., Tensor], obs: Tensor, act: Tensor | None = None) -> Tensor:
+        """Returns the values of an action ``[E, B]``, or of all choices ``[E, B, C]``."""
+        numbers, _ = self.module.split(obs)
+        with autocast(self.config.precision, numbers.device):
+            values = critics(numbers) if self._is_discrete or act is None else critics(numbers, act)
+        values = values.to(self._dtype)  # your own critics may compute in another dtype
+        if act is None:
+            return values
+        return (values * act).sum(-1) if self._is_discrete else values.squeeze(-1)
+
+    def _target_entropy(self, obs: Tensor, weight: Tensor) -> Tensor:
+        """Returns this rank's share of the entropy to which the temperature is adjusted, in nats.
+
+        By default that is -C for C components of a Box, and for choices a part of the largest entropy that the allowed
+        ones can have.
+        """
+        config, (_, allowed) = self.config, self.module.split(obs)
+        if config.target_entropy is not None or not self._is_discrete:
+            return weight.sum() * (-float(self._num_act) if config.target_entropy is None else config.target_entropy)
+        if allowed is None:
+            return weight.sum() * config.target_entropy_scale * math.log(self._num_act)
+        return config.target_entropy_scale * allowed.sum(-1).to(weight).log() @ weight
 
     def _store(self, batch: Batch) -> None:
         """Stores the steps of a batch in the replay, and sums up the number of steps over all ranks.
@@ -182,132 +285,96 @@ class SACLearner:
             )
         if num_foreign:
             self._refill("it holds steps of other environments than this rank's")
-        with self._changing_replay():
-            for chunk in batch.chunks:
-                self._replay.add(chunk)
+        for chunk in batch.chunks:
+            self._replay.add(chunk)
         before, after = self._num_filled, self._num_filled + num_steps
         self._num_credited += max(0, after - max(before, self.config.learning_starts))
         self._num_filled = after
-
-        own, total = global_range(self.ranks, len(self._replay.sizes))
-        self._own_environments = own
+        self._own_environments, total = global_range(self.ranks, len(self._replay.sizes))
         sizes = torch.zeros(total, dtype=torch.int64, device=self._device)
-        sizes[own.start : own.stop] = torch.from_numpy(self._replay.sizes)
+        sizes[self._own_environments.start : self._own_environments.stop] = torch.from_numpy(self._replay.sizes)
         self._sizes = self.ranks.sum_(sizes).cpu().numpy()
 
-    def _step(self, inputs: UpdateInputs) -> Tensor:
-        """Makes one update; returns its metrics, ``[7]``."""
-        stats = self._update(self._nets, inputs, self.ranks)
-        self._num_updates += 1
-        return stats
+    def _minibatches(self, count: int) -> list[tuple[Minibatch, Tensor]]:
+        """Draws this rank's part of the next minibatches, and the noise of each.
 
-    def _minibatches(self, count: int) -> list[UpdateInputs]:
-        """Draws this rank's part of the next minibatches.
-
-        Several at a time: right after an update, whose nets have replaced everything else in the caches, drawing one
-        took three times as long as right after another.
+        Several at a time: right after an update, whose networks have replaced everything else in the caches, drawing
+        one took three times as long as right after another.
         """
-        plan = self._plan_rows(count)
-        return self._split_updates(plan, self._fetch_rows(plan))
-
-    def _plan_rows(self, count: int) -> _RowPlan:
-        """Draws which rows the next minibatches have."""
         size, num_envs, here = self.config.batch_size, len(self._sizes), self._own_environments
         begin = here.start * size // num_envs
-        end = -(-here.stop * size // num_envs) if here else begin
-        numbers = range(self._num_updates, self._num_updates + count)
-        adam_steps = [self._adam_steps(number) for number in numbers]
-        draws, noises = zip(
-            *(self._draw(*each) for each in zip(numbers, map(len, adam_steps), strict=True)), strict=True
-        )
-        place, age = np.stack(draws, 1)
+        own = slice(begin, -(-here.stop * size // num_envs) if here else begin)
+        drawn = [self._draw(number) for number in range(self._num_updates, self._num_updates + count)]
+        place, age = np.stack([uniform for uniform, _ in drawn], 1)
         environments = ((np.arange(size) + place) * num_envs / size).astype(np.int64).clip(max=num_envs - 1)
         counts = self._sizes[environments]
         weight = (counts > 0) / np.count_nonzero(counts, 1).clip(min=1)[:, None]
-        own = slice(begin, end)
-        return _RowPlan(
-            environments[:, own] - here.start,
-            (age * counts).astype(np.int64)[:, own],
-            weight[:, own],
-            [noise[:, own] for noise in noises],
-            adam_steps,
-        )
+        weight[(environments < here.start) | (environments >= here.stop)] = 0
+        rows = self._fetch(environments[:, own] - here.start, (age * counts)[:, own])
+        noise = upload(np.concatenate([each[:, own] for _, each in drawn]), self._device, self._dtype)
+        weights = upload(np.ascontiguousarray(weight[:, own]), self._device, self._dtype)
+        minibatches = zip(*(part.unbind() for part in (weights, *rows)), strict=True)
+        return list(zip(minibatches, torch.split(noise, [len(each) for _, each in drawn]), strict=True))
 
-    def _adam_steps(self, number: int) -> list[int]:
-        """Returns which steps an update takes, from 1: one of the critics, and at every k-th update k of the actor."""
-        interval = self.config.policy_interval
-        return [number + 1, *(range(number + 1, number + 1 + interval) if number % interval == 0 else ())]
-
-    def _draw(self, number: int, num_steps: int) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
-        """Draws for all rows of an update where they lie, uniform ``[2, B]``, and their noise ``[num_steps, B, C]``."""
-        generator = np.random.Generator(np.random.Philox(key=[self.config.seed, number]))
-        uniform = generator.random((2, self.config.batch_size))
-        shape = (num_steps, self.config.batch_size, 0 if self._math.is_discrete else self._num_act)
+    def _draw(self, number: int) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+        """Draws for all rows of an update where they lie, uniform ``[2, B]``, and their noise ``[1 + k, B, C]``."""
+        config = self.config
+        generator = np.random.Generator(np.random.Philox(key=[config.seed, number]))
+        uniform = generator.random((2, config.batch_size))
+        num_steps = 1 + config.policy_interval * (number % config.policy_interval == 0)
+        shape = (num_steps, config.batch_size, 0 if self._is_discrete else self._num_act)
         return uniform, generator.standard_normal(shape, np.float32)
 
-    def _fetch_rows(self, plan: _RowPlan) -> Minibatch:
-        """Returns the rows of all minibatches; zeros of weight 0 for those of other ranks or without steps."""
-        environments, ages, weight = plan.environments.ravel(), plan.ages.ravel(), plan.weight.flatten()
-        num_envs, obs_shape = len(self._replay.sizes), (0, *self._obs_shape)
-        if not len(environments):
-            shapes = (obs_shape, (0, self._num_act), (0,), obs_shape, (0,), (0,))
-            return Minibatch(*(torch.zeros(shape, device=self._device, dtype=self._dtype) for shape in shapes))
-        padding = (environments < 0) | (environments >= num_envs) | (weight == 0)
-        environments = environments.clip(0, num_envs - 1)
-        last = np.maximum(self._replay.sizes[environments] - 1, 0)
-        found = self._replay.sample(np.minimum(ages, last), environments)
-        parts = (found.obs, found.act, found.rew, found.next_obs, found.terminated)
-        obs, act, *others = (to_device(part, self._device) for part in parts)
-        if self._math.is_discrete:
-            act = torch.eye(self._num_act, device=self._device).index_select(0, act[:, 0])
-        weights = upload(weight, self._device, self._dtype)
-        rows = Minibatch(*(part.to(self._dtype) for part in (obs, act, *others, weights)))
-        if padding.any():
-            places = upload(np.flatnonzero(padding), self._device)
-            for part in rows:
-                part.index_fill_(0, places, 0)
-        return rows
+    def _fetch(self, environments: NDArray[np.int64], ages: NDArray[np.float64]) -> list[Tensor]:
+        """Returns the steps ``[K, b, ...]`` of K minibatches; any others where they belong to other ranks."""
+        num_envs = max(1, len(self._replay.sizes))
+        envs = environments.ravel().clip(0, num_envs - 1)
+        last = np.maximum(self._replay.sizes[envs] - 1, 0)
+        found = self._replay.sample(np.minimum(ages.astype(np.int64).ravel(), last), envs)
+        if self._is_discrete:
+            eye = torch.eye(self._num_act, device=found["act"].device)
+            found["act"] = eye.index_select(0, found["act"][:, 0])
+        names = ("obs", "act", "rew", "next_obs", "terminated")
+        columns = (to_device(found[name], self._device).to(self._dtype) for name in names)
+        return [column.view(*environments.shape, *column.shape[1:]) for column in columns]
 
-    def _split_updates(self, plan: _RowPlan, rows: Minibatch) -> list[UpdateInputs]:
-        """Returns what each update reads of the rows of all."""
-        count, num_rows = plan.weight.shape
-        minibatches = zip(*(part.view(count, num_rows, *part.shape[1:]).unbind() for part in rows), strict=True)
-        numbers = np.array([corrections(step) for steps in plan.adam_steps for step in steps])
-        lengths = [len(steps) for steps in plan.adam_steps]
-        noise, correction = (
-            torch.split(upload(array, self._device, self._dtype), lengths)
-            for array in (np.concatenate(plan.noises), numbers)
-        )
-        return [
-            UpdateInputs(Minibatch(*minibatch), *others)
-            for minibatch, *others in zip(minibatches, noise, correction, strict=True)
-        ]
-
-    def _metrics(self, updates: list[Tensor]) -> dict[str, float]:
-        """Returns means over updates, each over those that touched what it is about."""
-        stats = torch.stack(updates)
-        stats[:, -_NUM_GLOBAL:] /= self.ranks.size
-        stats = self.ranks.sum_(stats).cpu()
-        if not self._nets.healthy.item():
-            bad = next((row for row in stats if not row.isfinite().all()), stats[-1])
+    def _metrics(self, updates: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+        """Returns means over updates, those of the actor over the updates that took a step of it."""
+        of_critics = [each for each, _ in updates]
+        of_actor = [each for _, each in updates if len(each)]
+        critics = self.ranks.sum_(torch.stack(of_critics)).cpu()
+        actor = self.ranks.sum_(torch.stack(of_actor)).cpu() if of_actor else critics[:0]
+        if self._failed.item():
+            rows = [dict(zip(_OF_CRITICS, row, strict=True)) for row in critics.tolist()]
+            rows += [dict(zip(_OF_ACTOR, row, strict=True)) for row in actor.tolist()]
             raise LearnerError(
-                f"A loss and its gradient are finite numbers (one of the {len(stats)} updates up to number "
+                f"A loss and its gradient are finite numbers (one of the {len(critics)} updates up to number "
                 f"{self._num_updates}).",
                 expected="finite numbers",
-                got=dict(zip(_METRICS, bad.tolist(), strict=True)),
+                got=next((row for row in rows if not all(map(math.isfinite, row.values()))), rows[-1]),
                 remedy="Look for NaN, and for numbers beyond float32, in observations, and lower policy_lr or q_lr",
             )
-        touched = (stats[:, -1:] > 0).sum(0).clamp(min=1)  # alpha is positive where the actor took a step
-        counts = torch.where(torch.tensor([name in _OF_CRITICS for name in _METRICS]), len(stats), touched)
-        means = dict(zip(_METRICS, (stats.sum(0) / counts).tolist(), strict=True))
-        if not (stats[:, -1] > 0).any():
-            means = {name: value for name, value in means.items() if name in _OF_CRITICS}
+        means = dict(zip(_OF_CRITICS, critics.mean(0).tolist(), strict=True))
+        if of_actor:
+            means |= dict(zip(_OF_ACTOR, actor.mean(0).tolist(), strict=True))
         return {**means, "num_updates": self._num_updates, "replay_steps": int(self._sizes.sum())}
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the actor's parameters, flat: what ``Policy.load_weights`` takes."""
-        weights: NDArray[np.float32] = self.module.weights()
-        return weights
+        return self.module.weights()
+
+    @property
+    def _with_buffers(self) -> nn.Module:
+        return nn.ModuleDict({"actor": self.module.net, "critics": self._critics, "targets": self._targets})
+
+    @property
+    def _flat(self) -> dict[str, Tensor]:
+        """What updates change in place: all critics, their targets, and the actor with the temperature last."""
+        return {
+            "critic": self._critic_gradient.flat,
+            "target": self._target_flat,
+            "actor": self._policy_gradient.flat,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of what the next update depends on: tensors and plain values only.
@@ -319,11 +386,13 @@ class SACLearner:
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what is the same on all ranks: everything but the replay."""
+        copied: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda tensors: {  # noqa: E731
+            name: each.to("cpu", copy=True) for name, each in tensors.items()
+        }
         return {
-            "critic": torch.stack(self._nets.critic).cpu(),
-            "target": self._nets.target.cpu().clone(),
-            "actor": torch.stack(self._nets.actor).cpu(),
-            "buffers": {name: buffer.cpu() for name, buffer in buffers_of(self._own_module).items()},
+            **copied(self._flat),
+            "optimizers": {name: copied(adam.state_dict()) for name, adam in self._adam.items()},
+            "buffers": copied(buffers_of(self._with_buffers)),
             **{name: getattr(self, f"_{name}") for name in _COUNTERS},
         }
 
@@ -333,16 +402,11 @@ class SACLearner:
 
     @staticmethod
     def with_network(own: dict[str, Any], other: Mapping[str, Any], config: SACConfig) -> dict[str, Any]:
-        """Returns the state `own` with the nets of the state `other`, whose moments in Adam are left out.
-
-        With `autotune` the temperature is that of `other` too.
-        """
-        nets = {name: torch.zeros_like(other[name]) for name in ("critic", "actor")}
-        for name, net in nets.items():
-            net[0] = other[name][0]
+        """Returns the state `own` with the networks of the state `other`; with `autotune` its temperature, too."""
+        networks = {name: other[name] for name in ("critic", "target", "actor", "buffers")}
         if not config.autotune:
-            nets["actor"][0, -1] = own["actor"][0, -1]
-        return {**own, **nets, "target": other["target"], "buffers": other.get("buffers", own["buffers"])}
+            networks["actor"] = torch.cat([other["actor"][:-1], own["actor"][-1:]])
+        return {**own, **networks}
 
     @explains_memory("Resume with replay_on_device=False, or where more memory is free")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -352,44 +416,31 @@ class SACLearner:
         updates resume after `learning_starts` more steps.
 
         Raises:
-            CheckpointError: `state` is not that of a SAC learner, or of other nets.
+            CheckpointError: `state` is not that of a SAC learner, or of other networks.
             LearnerError: Memory for the replay has run out. The learner then continues as from a state without one.
         """
-        shapes = {name: tuple(getattr(state.get(name), "shape", ())) for name in ("critic", "target", "actor")}
-        critic, actor = self._nets.critic.param.numel(), self._nets.actor.param.numel()
-        expected = {"critic": (3, critic), "target": (critic,), "actor": (3, actor)}
-        if shapes != expected or not state.keys() >= set(_COUNTERS):
+        expected, got = _described(self.shared_state()), _described(state)
+        if any(got.get(name) != shape for name, shape in expected.items()):
             raise CheckpointError(
-                "A learner continues from the state of one with the same nets.",
-                expected=f"{[*expected, *_COUNTERS]}, of shapes {expected}",
-                got=f"{sorted(state)}, of shapes {shapes}",
+                "A learner continues from the state of one with the same networks.",
+                expected=expected,
+                got=got,
                 remedy="Use the configuration that the checkpoint was written with",
             )
-        check_buffers(self._own_module, state)
-        for name, target in (("critic", self._nets.critic), ("actor", self._nets.actor)):
-            for part, saved in zip(target, state[name], strict=True):
-                part.copy_(saved)
-        self._nets.target.copy_(state["target"])
-        load_buffers(self._own_module, state)
-        self._nets.healthy.fill_(1)
+        check_buffers(self._with_buffers, state)
+        for name, tensor in self._flat.items():
+            tensor.copy_(state[name])
+        for name, adam in self._adam.items():
+            adam.load_state_dict(state["optimizers"][name])
+        load_buffers(self._with_buffers, state)
         for name in _COUNTERS:
             setattr(self, f"_{name}", int(state[name]))
-        self._replay = self._empty_replay()
-        if state.get("replay") is not None:
-            with self._changing_replay():
-                self._replay.load_state_dict(state["replay"])
-        elif self._num_filled:
+        if state.get("replay") is None and self._num_filled:
             self._refill("the state that was loaded does not contain it")
-
-    @contextlib.contextmanager
-    def _changing_replay(self) -> Iterator[None]:
-        """Lets the replay refill where an error has emptied it."""
-        try:
-            yield
-        except BaseException:
-            if self._num_filled and not len(self._replay):
-                self._refill("an error has interrupted a change of it")
-            raise
+            return
+        self._replay, self._num_filled = self._empty_replay(), 0
+        self._replay.load_state_dict(state.get("replay") or {})
+        self._num_filled = int(state["num_filled"])
 
     def _refill(self, reason: str) -> None:
         """Empties the replay, and waits for `learning_starts` steps again."""
@@ -399,9 +450,15 @@ class SACLearner:
 
     def _empty_replay(self) -> ReplayBuffer:
         capacity_steps = -(-self.config.replay_size // self.config.num_envs)
-        recorded = functools.partial(self.module.distribution.recorded, extras={})
+        recorded = functools.partial(self._distribution.recorded, extras={})
         device = self._device if self.config.replay_on_device else torch.device("cpu")
         return ReplayBuffer(capacity_steps, self.module.rows, recorded, device)
+
+
+def _described(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the shapes of a state's networks, the names of its optimizers, and which counters it has."""
+    shapes = {name: tuple(getattr(state.get(name), "shape", ())) for name in ("critic", "target", "actor")}
+    return {**shapes, "optimizers": sorted(state.get("optimizers") or ()), **{n: n in state for n in _COUNTERS}}
 
 
 def _bad_reward(chunks: Sequence[Chunk]) -> tuple[int, int, float] | None:

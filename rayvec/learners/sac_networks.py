@@ -1,10 +1,16 @@
-"""The networks of soft actor-critic: which ones a learner has for its spaces, their initial values, and the actor."""
+"""The networks of soft actor-critic: the default ones, or your own.
+
+A network reads *numbers*, ``float32 [B, *obs_shape]``. *Rows* are what the replay stores of observations: numbers, or
+with action masks ``[B, D + P]``, the mask last.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,145 +18,188 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rayvec.data import Tree
+from rayvec.config.references import resolve
+from rayvec.data import Tree, tree_map
 from rayvec.errors import ConfigError
-from rayvec.learners.sac_math import AdamState, MLPLayout, NetLayout, Nets, SACMath
 from rayvec.policies.actors import Actor, MaskedActor, MLPActor
 from rayvec.policies.distributions import (
     NOT_ALLOWED,
     Categorical,
     Distribution,
-    make_distribution,
+    TanhGaussian,
     make_tanh_gaussian,
 )
-from rayvec.policies.encoders import Encoder, make_encoder
-from rayvec.policies.masks import has_mask
-from rayvec.policies.networks import flat_weights, layer_places, to_tensor
-from rayvec.policies.precision import autocast
+from rayvec.policies.encoders import make_encoder
+from rayvec.policies.masks import has_mask, seen, without_mask
+from rayvec.policies.networks import ModuleActor, copy_to_cpu, flat_weights, layer_places, to_tensor
+from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch, seeded
+from rayvec.policies.precision import Precision, autocast
 from rayvec.wrappers import MASK_KEY
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
 
-__all__ = [
-    "InBF16",
-    "Networks",
-    "ReplayActor",
-    "SACActor",
-    "action_form",
-    "default_networks",
-    "initial_nets",
-    "make_math",
-    "make_sac_distribution",
-]
+__all__ = ["Critics", "Ensemble", "OwnSACActor", "SACActor", "make_networks", "make_sac_distribution"]
 
 
-class Networks(NamedTuple):
-    """The networks of a learner, before they have parameters of their own.
-
-    Attributes:
-        critic: The critics.
-        actor: The actor.
-        initial: Initial parameters of critics and actor, flat.
-        attach: From the flat parameters of the actor to the module that acts with them.
-        obs_shape: Of one observation in the replay.
-        is_masked: Whether it ends with an action mask.
-        module: Your own module, which holds the buffers of actor and critics; else one without buffers.
-    """
-
-    critic: NetLayout
-    actor: NetLayout
-    initial: tuple[Tensor, Tensor]
-    attach: Callable[[Tensor], Any]
-    obs_shape: tuple[int, ...]
-    is_masked: bool
-    module: nn.Module
-
-
-class ReplayActor(nn.Module):
-    """An actor that reads what a replay keeps of observations.
+class SACActor(nn.Module):
+    """The actor: a network whose outputs are the parameters of a distribution. The default one acts without torch.
 
     Args:
-        encoder: From observations to what the network sees of them, ``float32 [..., *shape]``.
+        net: The network.
+        encoder: From observations to numbers, ``[..., *shape]``; it leaves an action mask out.
         distribution: Of actions.
-        is_masked: Whether observations have an action mask, which the encoder leaves out.
+        shape: Of the numbers of one observation.
+        is_masked: Whether observations have an action mask.
 
     Attributes:
-        net: The network.
+        precision: In which it computes.
     """
 
-    net: nn.Module
+    precision: Precision = "float32"
 
-    def __init__(self, encoder: Callable[[Tree], NDArray[np.float32]], distribution: Distribution, is_masked: bool):
+    def __init__(
+        self,
+        net: nn.Module,
+        encoder: Callable[[Tree], NDArray[np.float32]],
+        distribution: Distribution,
+        shape: tuple[int, ...],
+        is_masked: bool,
+    ) -> None:
         super().__init__()
-        self.encoder, self.distribution, self.is_masked = encoder, distribution, is_masked
+        self.net, self.encoder, self.distribution = net, encoder, distribution
+        self.shape, self.is_masked = shape, is_masked
 
     def rows(self, obs: Tree) -> NDArray[np.float32]:
-        """Returns what a replay keeps, ``[..., *shape]``; with action masks flat, the mask last, ``[..., D + P]``."""
+        """Returns what a replay stores, ``[..., *shape]``; with action masks flat, the mask last, ``[..., D + P]``."""
         numbers = self.encoder(obs)
         if not self.is_masked:
             return numbers
         mask = np.asarray(obs[MASK_KEY]) != 0
-        size = math.prod(numbers.shape[mask.ndim - 1 :])
-        return np.concatenate([numbers.reshape(*mask.shape[:-1], size), mask.astype(np.float32)], -1)
+        flat = numbers.reshape(*mask.shape[:-1], math.prod(self.shape))
+        return np.concatenate([flat, mask.astype(np.float32)], -1)
 
     def encode(self, obs: Tree) -> Tensor:
         """Returns `rows` on the device of the parameters."""
         return to_tensor(self.rows(obs)).to(next(self.parameters()))
 
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns numbers ``[B, *shape]``, and which choices are allowed, ``bool [B, P]``, or None.
+
+        A mask that allows nothing, as that after the last step of an episode may, counts as one that allows all.
+        """
+        size = math.prod(self.shape)
+        allowed = rows[:, size:] > 0 if self.is_masked else None
+        numbers = rows[:, :size] if self.is_masked else rows
+        return numbers.reshape(-1, *self.shape), None if allowed is None else allowed | ~allowed.any(-1, keepdim=True)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """Returns the distribution's parameters ``[B, P]``, for all choices."""
+        with autocast(self.precision, numbers.device):
+            params: Tensor = self.net(numbers.reshape(-1, *self.shape))
+        return params.to(numbers.dtype)
+
     def action_parameters(self, rows: Tensor) -> Tensor:
         """Returns the distribution's parameters ``[B, P]``, for what `encode` returns."""
-        if not self.is_masked:
-            params: Tensor = self(rows)
-            return params
-        count = self.distribution.num_params
-        return torch.where(rows[:, -count:] > 0, self(rows[:, :-count]), NOT_ALLOWED)
+        numbers, allowed = self.split(rows)
+        params: Tensor = self(numbers)
+        return params if allowed is None else torch.where(allowed, params, NOT_ALLOWED)
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the parameters and buffers, flat."""
         return flat_weights(self.net)
 
-
-class SACActor(ReplayActor):
-    """An MLP with ReLU whose outputs are the parameters of a distribution; it acts without torch.
-
-    Args:
-        encoder: From observations to rows of D numbers.
-        distribution: Of actions.
-        layout: Where its layers lie in a flat vector.
-        flat: That vector; the layers become views of it.
-        is_masked: Whether observations have an action mask, which the encoder leaves out.
-    """
-
-    encoder: Encoder
-    net: nn.Sequential
-
-    def __init__(
-        self, encoder: Encoder, distribution: Distribution, layout: MLPLayout, flat: Tensor, *, is_masked: bool = False
-    ) -> None:
-        super().__init__(encoder, distribution, is_masked)
-        modules: list[nn.Module] = []
-        for weight, bias in layout.layers(flat[: layout.num_params]):
-            layer = nn.Linear(weight.shape[2], weight.shape[1], device="meta")
-            layer.weight = nn.Parameter(weight[0], requires_grad=False)
-            layer.bias = nn.Parameter(bias[0], requires_grad=False)
-            modules += [layer, nn.ReLU()]
-        self.net = nn.Sequential(*modules[:-1])
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Returns the distribution's parameters ``[B, P]`` for encoded observations ``[B, D]``."""
-        params: Tensor = self.net(rows)
-        return params
-
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights, free of torch."""
         weights, layers = self.weights(), layer_places(self.net, nn.Linear)
-        actor = MLPActor(self.encoder, self.distribution, layers, len(weights), slice(0), activation="relu")
+        encoder: Any = self.encoder
+        actor = MLPActor(encoder, self.distribution, layers, len(weights), slice(0), activation="relu")
         actor.load_weights(weights)
         return MaskedActor(actor) if self.is_masked else actor
 
 
-def make_sac_distribution(space: spaces.Space[Any]) -> Distribution:
+class OwnSACActor(SACActor):
+    """Your own actor. It acts through torch."""
+
+    def make_actor(self) -> Actor:
+        """Returns the actor with the present weights."""
+        actor = _ReadingActor(copy_to_cpu(self.net).float(), self.distribution, self.encoder)
+        return MaskedActor(actor) if self.is_masked else actor
+
+
+class _ReadingActor(ModuleActor):
+    """Acts with a module that reads what an encoder returns."""
+
+    def __init__(self, module: nn.Module, distribution: Distribution, encoder: Callable[[Tree], Any]) -> None:
+        super().__init__(module, distribution)
+        self._encoder = encoder
+
+    def _evaluate(self, obs: Tree) -> Tensor:
+        return super()._evaluate(self._encoder(obs))
+
+
+class Ensemble(nn.Module):
+    """The default critics: E MLPs with ReLU side by side, one batched product a layer.
+
+    Args:
+        weights: Of each layer, ``[E, out, in]``.
+        biases: Of each layer, ``[E, out]``.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+        super().__init__()
+        pairs = zip(weights, biases, strict=True)
+        self.layers = nn.ModuleList(nn.ParameterList(pair) for pair in pairs)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Returns outputs ``[E, B, out]`` for inputs ``[B, ...]`` side by side."""
+        rows = torch.cat(inputs, -1)
+        for k, layer in enumerate(self.layers):
+            weight, bias = layer.parameters()
+            rows = rows.relu() if k else rows.expand(len(weight), -1, -1)
+            rows = torch.bmm(rows, weight.mT) + bias.unsqueeze(1)
+        return rows
+
+
+class Critics(nn.Module):
+    """Your own critics.
+
+    Args:
+        nets: E modules.
+    """
+
+    def __init__(self, nets: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList(nets)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Returns what each returns, ``[E, B, 1]`` or of all choices ``[E, B, P]``."""
+        return torch.stack([net(*inputs).reshape(len(inputs[0]), -1) for net in self.nets])
+
+
+class Reader:
+    """What your own networks see of observations, ``float32 [..., *obs_shape]``.
+
+    Args:
+        space: Of observations.
+        is_masked: Whether they have an action mask, which is left out.
+
+    Attributes:
+        encoder: Turns observations into rows of numbers; None where a Box is seen, which is read as it is.
+    """
+
+    def __init__(self, space: spaces.Space[Any], is_masked: bool) -> None:
+        self._is_masked = is_masked
+        sees_box = isinstance(without_mask(space) if is_masked else space, spaces.Box)
+        self.encoder = None if sees_box else make_encoder(space, masked=is_masked)
+
+    def __call__(self, obs: Tree) -> NDArray[np.float32]:
+        if self.encoder is not None:
+            return self.encoder(obs)
+        return np.asarray(seen(obs) if self._is_masked else obs, np.float32)
+
+
+def make_sac_distribution(space: spaces.Space[Any]) -> TanhGaussian | Categorical:
     """Returns what the actor draws actions from: a squashed normal for a Box, a categorical for a Discrete.
 
     Raises:
@@ -158,7 +207,7 @@ def make_sac_distribution(space: spaces.Space[Any]) -> Distribution:
     """
     match space:
         case spaces.Discrete():
-            return make_distribution(space)
+            return Categorical((int(space.n),), (int(space.start),), (), np.dtype(space.dtype))
         case spaces.Box():
             return make_tanh_gaussian(space)
     raise ConfigError(
@@ -169,120 +218,101 @@ def make_sac_distribution(space: spaces.Space[Any]) -> Distribution:
     )
 
 
-def action_form(distribution: Distribution) -> tuple[bool, int]:
-    """Returns whether actions are choices, and their number of choices, or else of components."""
-    if isinstance(distribution, Categorical):
-        return True, distribution.num_params
-    return False, distribution.num_params // 2
-
-
-def default_networks(
-    observation_space: spaces.Space[Any],
-    action_space: spaces.Space[Any],
-    distribution: Distribution,
-    config: SACConfig,
-    device: torch.device,
-) -> Networks:
-    """Returns MLPs with ReLU.
+def make_networks(
+    observation_space: spaces.Space[Any], action_space: spaces.Space[Any], config: SACConfig
+) -> tuple[SACActor, nn.Module]:
+    """Returns the actor and the critics with their initial weights.
 
     Raises:
-        ConfigError: There is no encoder for the observations.
+        ConfigError: There is no encoder for the observations, or your own networks can't be trained.
     """
+    distribution = make_sac_distribution(action_space)
     is_masked = config.action_masks and has_mask(observation_space, action_space)
+    if config.network is not None:
+        return _own_networks(observation_space, action_space, distribution, is_masked, config)
     encoder = make_encoder(observation_space, scaled=True, masked=is_masked)
-    layouts = make_mlps(encoder.num_features, distribution, config)
-    initial = initial_mlps(layouts, config)
-    return Networks(
-        *layouts,
-        initial,
-        lambda flat: SACActor(encoder, distribution, layouts[1], flat, is_masked=is_masked),
-        (encoder.num_features + (distribution.num_params if is_masked else 0),),
-        is_masked,
-        nn.Module(),
-    )
+    generator, num_features = torch.Generator().manual_seed(config.seed), encoder.num_features
+    layers = _drawn(1, (num_features, *config.hidden_sizes, distribution.num_params), generator)
+    modules: list[nn.Module] = []
+    for weight, bias in layers:
+        layer = nn.Linear(weight.shape[2], weight.shape[1], device="meta")
+        layer.weight, layer.bias = nn.Parameter(weight[0]), nn.Parameter(bias[0])
+        modules += [layer, nn.ReLU()]
+    num_act, outputs = (0, distribution.num_params) if is_discrete(distribution) else (distribution.num_params // 2, 1)
+    sizes = (num_features + num_act, *config.hidden_sizes, outputs)
+    critics = Ensemble(*zip(*_drawn(config.num_critics, sizes, generator), strict=True))
+    return SACActor(nn.Sequential(*modules[:-1]), encoder, distribution, (num_features,), is_masked), critics
 
 
-def make_mlps(num_features: int, distribution: Distribution, config: SACConfig) -> tuple[MLPLayout, MLPLayout]:
-    """Returns the layouts of the default critics and the default actor."""
-    is_discrete, num_actions = action_form(distribution)
-    inputs, outputs = (num_features, num_actions) if is_discrete else (num_features + num_actions, 1)
-    return (
-        MLPLayout(config.num_critics, (inputs, *config.hidden_sizes, outputs)),
-        MLPLayout(1, (num_features, *config.hidden_sizes, distribution.num_params)),
-    )
+def is_discrete(distribution: Distribution) -> bool:
+    """Whether actions are choices, whose values critics return without reading an action."""
+    return isinstance(distribution, Categorical)
 
 
-def make_math(
-    critic: NetLayout, actor: NetLayout, distribution: Distribution, config: SACConfig, *, is_masked: bool = False
-) -> SACMath:
-    """Returns the formulas for a space.
+def _drawn(count: int, sizes: Sequence[int], generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """Returns weights ``[E, out, in]`` and biases ``[E, out]``, uniform within ``1 / sqrt(in)`` as in ``nn.Linear``."""
+    layers = []
+    for ins, outs in itertools.pairwise(sizes):
+        bound = 1 / math.sqrt(ins)
+        shapes = (count, outs, ins), (count, outs)
+        layers.append(tuple(torch.empty(shape).uniform_(-bound, bound, generator=generator) for shape in shapes))
+    return layers  # type: ignore[return-value]
 
-    The default target entropy is -C for C components of a Box, and for n choices `target_entropy_scale` times the
-    largest entropy of n choices; with action masks, of the allowed ones.
+
+def _own_networks(
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    distribution: TanhGaussian | Categorical,
+    is_masked: bool,
+    config: SACConfig,
+) -> tuple[SACActor, nn.Module]:
+    """Returns the networks of a user's module with ``actor`` and ``critics``, in evaluation mode.
+
+    They read observations as float32: ``[B, *obs_shape]`` where the space is a Box, else rows ``[B, D]`` of numbers
+    (choices one-hot, parts side by side). They do not see an action mask. ``actor(obs)`` returns the parameters of the
+    distribution, ``[B, P]``. For a Box of actions, each of the ``critics`` returns values ``critic(obs, act)``, ``[B]``
+    or ``[B, 1]``, for actions ``[B, C]`` scaled to [-1, 1]. For a Discrete it returns the values of all choices,
+    ``critic(obs)``, ``[B, C]``.
     """
-    is_discrete, num_actions = action_form(distribution)
-    usual = config.target_entropy_scale * math.log(num_actions) if is_discrete else -float(num_actions)
-    return SACMath(
-        critic=critic,
-        actor=actor,
-        is_discrete=is_discrete,
-        gamma=config.gamma,
-        tau=config.tau,
-        target_entropy=usual if config.target_entropy is None else config.target_entropy,
-        autotune=config.autotune,
-        policy_lr=config.policy_lr,
-        q_lr=config.q_lr,
-        alpha_lr=config.q_lr if config.alpha_lr is None else config.alpha_lr,
-        num_masked=num_actions if is_masked else 0,
-        entropy_scale=config.target_entropy_scale if config.target_entropy is None else None,
-    )
+    assert config.network is not None
+    space = without_mask(observation_space) if is_masked else observation_space
+    read = Reader(observation_space, is_masked)
+    obs = torch.from_numpy(read(tree_map(lambda leaf: leaf.numpy(), sample_batch(observation_space))))
+    with seeded(config.seed):
+        module = build_network(resolve("network", config.network), space, action_space, config)
+        actor, critics = _actor_and_critics(module)
+        width = distribution.num_params // (1 if is_discrete(distribution) else 2)
+        inputs = (obs,) if is_discrete(distribution) else (obs, torch.zeros(len(obs), width))
+        name = "the parameters of the distribution over actions"
+        check_output(name, outputs_of(actor, obs), distribution.num_params)
+        name = "one value for each action" if is_discrete(distribution) else "one value"
+        for critic in critics:
+            check_output(name, outputs_of(critic, *inputs), width if is_discrete(distribution) else None)
+    return OwnSACActor(actor, read, distribution, tuple(obs.shape[1:]), is_masked), Critics(critics)
 
 
-def initial_mlps(layouts: tuple[MLPLayout, MLPLayout], config: SACConfig) -> tuple[Tensor, Tensor]:
-    """Returns the flat parameters of critics and actor, uniform within ``1 / sqrt(inputs)`` as in ``nn.Linear``."""
-    generator = torch.Generator().manual_seed(config.seed)
+def _actor_and_critics(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """Returns the parts of a module, in evaluation mode.
 
-    def draw(layout: MLPLayout) -> Tensor:
-        flat = torch.empty(layout.num_params)
-        for weight, bias in layout.layers(flat):
-            bound = 1 / math.sqrt(weight.shape[2])
-            weight.uniform_(-bound, bound, generator=generator)
-            bias.uniform_(-bound, bound, generator=generator)
-        return flat
-
-    critic, actor = layouts
-    first = draw(actor)  # the actor's are drawn first
-    return draw(critic), first
-
-
-class InBF16:
-    """Nets that compute in bfloat16; their parameters and results are float32.
-
-    Args:
-        nets: The nets.
+    Raises:
+        ConfigError: It lacks them, they can't be trained, or they share parameters.
     """
-
-    def __init__(self, nets: NetLayout) -> None:
-        self._nets = nets
-
-    @property
-    def num_params(self) -> int:
-        """See :class:`NetLayout`."""
-        return self._nets.num_params
-
-    def outputs(self, flat: Tensor, *inputs: Tensor) -> Tensor:
-        """See :class:`NetLayout`."""
-        with autocast("bf16", flat.device):
-            return self._nets.outputs(flat, *inputs).to(flat.dtype)
-
-
-def initial_nets(critic: Tensor, actor: Tensor, config: SACConfig, dtype: torch.dtype, device: torch.device) -> Nets:
-    """Returns nets with these parameters, of critics and of the actor, with fresh optimizers."""
-
-    def adam(param: Tensor) -> AdamState:
-        param = param.to(device, dtype)
-        return AdamState(param, torch.zeros_like(param), torch.zeros_like(param))
-
-    critics = adam(critic)
-    whole = adam(torch.cat([actor, torch.tensor([math.log(config.alpha)])]))
-    return Nets(critics, critics.param.clone(), whole, torch.ones(1, device=device, dtype=dtype))
+    actor, critics = getattr(module, "actor", None), list(getattr(module, "critics", None) or ())
+    if not isinstance(actor, nn.Module) or not critics or not all(isinstance(each, nn.Module) for each in critics):
+        raise ConfigError(
+            "SAC trains an actor and critics.",
+            expected="a module with an attribute `actor`, a module, and `critics`, a torch.nn.ModuleList",
+            got=f"{type(module).__name__} with {', '.join(name for name, _ in module.named_children()) or 'neither'}",
+            remedy="Assign both in the module that network returns.",
+        )
+    for net in (actor, *critics):
+        check_module(net.eval())
+    counts = Counter(id(each) for net in (actor, *critics) for each in net.parameters())
+    if (num_shared := sum(count > 1 for count in counts.values())) > 0:
+        raise ConfigError(
+            "The actor and each critic of SAC are trained apart.",
+            expected="parameters that belong to one of them",
+            got=f"{num_shared} parameters that several of them have",
+            remedy="Make new layers for each, for example torch.nn.ModuleList(make_critic() for _ in range(2)).",
+        )
+    return actor, critics

@@ -322,6 +322,15 @@ class TanhGaussian(_Normal):
         """Nothing: the action determines the sample."""
         return {}
 
+    def rsample(self, params: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns samples ``[B, C]`` and their log-probabilities ``[B]``, both with a graph, as `sample` does."""
+        from torch.nn.functional import softplus
+
+        mean, log_std = mean_and_log_std(params)
+        x = mean + log_std.exp() * noise
+        volume = 2 * (_LOG_2 - x - softplus(-2 * x))
+        return x.tanh(), (-0.5 * noise.square() - log_std - _HALF_LOG_TAU - volume).sum(-1)
+
     def recorded(self, act: NDArray[Any], extras: dict[str, NDArray[Any]]) -> Float:
         """Shrinks actions to [-1, 1] again; a component that has no width becomes 0."""
         width = np.where(self._half_width > 0, self._half_width, 1)

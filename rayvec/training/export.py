@@ -16,7 +16,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from rayvec.errors import ConfigError, first_line
-from rayvec.learners.sac_own_network import OwnSACActor
+from rayvec.learners.sac_networks import OwnSACActor
 from rayvec.policies.distributions import NOT_ALLOWED, Categorical, Gaussian, TanhGaussian
 from rayvec.policies.encoders import OBS_CLIP, Encoder, leaf_spaces
 from rayvec.policies.masks import MaskedActorCritic
@@ -52,7 +52,8 @@ class GreedyModule(nn.Module):
         encoder = getattr(net, "encoder", None)
         self._box: int | None = None
         if isinstance(net, OwnSACActor):
-            encoder = net.encoder.encoder
+            reader: Any = net.encoder
+            encoder = reader.encoder
             if encoder is None:
                 encoder, self._box = Encoder((), 0), next(i for i, path in enumerate(paths) if path != (MASK_KEY,))
         is_known = isinstance(distribution, Categorical | Gaussian | TanhGaussian)

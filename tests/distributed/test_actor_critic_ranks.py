@@ -133,7 +133,7 @@ def test_variants_of_ppo_equal_one(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("bounds", [[0, 3, N], [0, 0, N]], ids=["even", "uneven"])
 def test_compiled_ranks_equal_one(bounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In two parts with the sum of gradients between them, in place of one."""
-    monkeypatch.setattr("rayvec.learners.compiled_step.Compiled", lambda function, **options: function)
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)
 
     def make_one() -> Any:
         return make_learner(DISCRETE, torch.float64, compile=True, minibatch_size=28)

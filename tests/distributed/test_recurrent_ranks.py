@@ -90,7 +90,7 @@ def test_ranks_together_equal_one(algorithm: str, kind: str, both: Any, bounds: 
 @pytest.mark.parametrize("bounds", [[0, 3, N], [0, 0, N]], ids=["uneven", "one without environments"])
 def test_compiled_ranks_equal_one(algorithm: str, bounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be compiled runs as it is: its steps equal those of one rank that compiles nothing."""
-    monkeypatch.setattr("rayvec.learners.compiled_step.Compiled", lambda function, **options: function)
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)
     (expected,), _ = learn(algorithm, (MASKED, DISCRETE), "gru", [0, N])
     for each in ([0, N], bounds):
         parameters, _ = learn(algorithm, (MASKED, DISCRETE), "gru", each, compiled=True)

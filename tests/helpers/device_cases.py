@@ -156,7 +156,6 @@ def _cases() -> list[Case]:
         *make("ppo"),
         Case("ppo", "tuple", "multidiscrete", statistics),
         *make("impala"),
-        Case("impala", "numbers", "box", {"optimizer": "rmsprop"}),
         *(Case("sac", obs, act) for obs in ("numbers", "tuple") for act in ("box", "discrete")),
         Case("sac", "numbers", "box", {"replay_on_device": True}),
         Case("sac", "tuple", "discrete", {"replay_on_device": True}),

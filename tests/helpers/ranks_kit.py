@@ -63,12 +63,12 @@ class FallingLearner(PPOLearner):
     who: int
     how: str
 
-    def _step(self, stats: Tensor) -> Tensor:
+    def _step(self, *args: Any) -> Tensor:
         self._steps_taken = getattr(self, "_steps_taken", 0) + 1
         if self._num_updates == 1 and self.ranks.rank == self.who and self._steps_taken > 10 and not self.mark.exists():
             self.mark.touch()
             fall(self.how)
-        return super()._step(stats)
+        return super()._step(*args)
 
 
 def make_falling_learner(mark: Path, who: int, how: str) -> FallingLearner:

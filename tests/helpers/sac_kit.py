@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch import Tensor
 
 from helpers.rank_objects import fall
 from rayvec.config import SACConfig
@@ -56,6 +56,20 @@ def make_chunk(action_space: spaces.Space[Any], seed: int, num_steps: int = 4, *
     )
 
 
+def masked_chunk(action_space: spaces.Space[Any], seed: int, **kwargs: Any) -> Chunk:
+    """A chunk whose actions are allowed; masks of last observations of episodes may allow nothing."""
+    chunk, rng = make_chunk(action_space, seed, **kwargs), np.random.default_rng(seed)
+
+    def with_mask(numbers: Any, act: Any = None) -> dict[str, Any]:
+        mask = rng.integers(0, 2, (*numbers.shape[:-1], 3)).astype(np.int8)
+        if act is not None:
+            np.put_along_axis(mask, np.asarray(act)[..., None] - DISCRETE.start, 1, -1)
+        return {"numbers": numbers, "action_mask": mask}
+
+    last = with_mask(chunk.last_obs, np.full(N, DISCRETE.start))
+    return replace(chunk, obs=with_mask(chunk.obs, chunk.act), last_obs=last, final_obs=with_mask(chunk.final_obs))
+
+
 def make_batch(action_space: spaces.Space[Any] = BOX, seed: int = 0, **kwargs: Any) -> Batch:
     return Batch((make_chunk(action_space, seed, **kwargs),), STATS)
 
@@ -66,11 +80,11 @@ class FallingSAC(SACLearner):
     mark: Path
     who: int
 
-    def _step(self, minibatch: Any) -> Tensor:
+    def _step(self, *args: Any) -> Any:
         if self._num_updates == 20 and self.ranks.rank == self.who and not self.mark.exists():
             self.mark.touch()
             fall("SIGKILL")
-        return super()._step(minibatch)
+        return super()._step(*args)
 
 
 def make_falling_learner(mark: Path, who: int) -> FallingSAC:

@@ -9,7 +9,6 @@ import pytest
 from gymnasium import spaces
 
 from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
-from rayvec.errors import ConfigError
 from rayvec.learners.compile_decision import choice_of, compiles
 from rayvec.training.runs import wait_limit_s
 
@@ -42,19 +41,10 @@ def test_images_pay_sooner() -> None:
     assert compiles(config, FRAMES) and not compiles(config, NUMBERS)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"network": "some.module:function"}, "a network of your own may not compile"),
-        ({"learner_device": "cuda"}, "learner_device='cuda' was not measured"),
-    ],
-)
-def test_what_it_says_of_others(settings: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize("settings", [{"network": "some.module:function"}, {"learner_device": "cuda"}])
+def test_what_was_not_measured_stays_uncompiled(settings: dict[str, Any]) -> None:
     config = PPOConfig(preset="none", total_steps=10_000_000, **settings)
-    assert not compiles(config, NUMBERS)
-    assert reason in (choice_of(config, NUMBERS) or "")
-    short = PPOConfig(preset="none", total_steps=2048, **settings)
-    assert not compiles(short, NUMBERS) and choice_of(short, NUMBERS) is None
+    assert not compiles(config, NUMBERS) and choice_of(config, NUMBERS) is None
 
 
 @pytest.mark.parametrize("chosen", [True, False])
@@ -82,10 +72,5 @@ def test_longer_sequences_take_longer_to_compile(make: Any) -> None:
         for length, total in ((4, enough), (256, enough), (256, plenty))
     )
     assert [compiles(each, NUMBERS) for each in (short, long, longer)] == [True, False, True]
-    assert "compiling costs 39 s" in (choice_of(short, NUMBERS) or "")
+    assert "39 s that compiling costs" in (choice_of(short, NUMBERS) or "")
     assert wait_limit_s(longer) > wait_limit_s(short)
-
-
-def test_other_words_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'auto' \| True \| False. Got: 'maybe'"):
-        PPOConfig(compile="maybe")  # type: ignore[arg-type]

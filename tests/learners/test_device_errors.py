@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from helpers.device_cases import CASES, Case
-from torch import Tensor
 
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.learners.base import torch_device
-from rayvec.learners.compiling import Compiled
 
 FIRST = [next(each for each in CASES if each.algorithm == name) for name in ("ppo", "impala", "sac")]
 
@@ -70,27 +65,3 @@ def test_another_error_stays_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayvec.learners.ranks.Alone.sum_", fail)
     with pytest.raises(RuntimeError, match=r"^something else$"):
         learner.update(batch)
-
-
-def double(tensor: Tensor) -> Tensor:
-    return 2 * tensor
-
-
-def test_a_compile_cache_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise PermissionError(13, "Permission denied", "/cache")
-
-    monkeypatch.setattr("torch.compile", refuse)
-    function = Compiled(double)
-    with pytest.warns(RuntimeWarning, match=r"uncompiled.*'/cache'.*TORCHINDUCTOR_CACHE_DIR.*compile=False"):
-        assert function(torch.ones(2)).tolist() == [2, 2]
-
-
-@pytest.mark.slow
-def test_a_compile_cache_that_can_not_be_written_by_torch() -> None:
-    program = (
-        "import torch; from rayvec.learners.compiling import Compiled; print(Compiled(lambda x: 2 * x)(torch.ones(2)))"
-    )
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert "tensor([2., 2.])" in done.stdout and "Set TORCHINDUCTOR_CACHE_DIR" in done.stderr

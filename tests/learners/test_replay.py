@@ -98,7 +98,7 @@ def assert_equal(replay: ReplayBuffer, lists: Lists) -> None:
         return
     got = everything(replay)
     for name, expected in zip(("obs", "act", "rew", "next_obs", "terminated"), zip(*rows, strict=True), strict=True):
-        np.testing.assert_array_equal(getattr(got, name), np.array(expected), name)
+        np.testing.assert_array_equal(got[name], np.array(expected), name)
 
 
 @st.composite
@@ -129,27 +129,19 @@ def test_it_holds_what_lists_hold(history: tuple[int, int, list[tuple[NDArray[np
         other = ReplayBuffer(capacity)
         other.load_state_dict(replay.state_dict())
         assert_equal(other, lists)
-        assert len(replay._finals.obs) - len(replay._finals.free) == (replay.final_row >= 0).sum()
         replay = other  # goes on from its own state
 
 
-def test_each_observation_is_stored_once_and_images_stay_bytes() -> None:
+def test_images_stay_bytes_and_what_is_sampled_is_a_copy() -> None:
     world = World(2, (3, 4, 4), np.uint8)
     replay = ReplayBuffer(10)
     replay.add(world.chunk(8, np.zeros((8, 2), np.int64)))
-    assert replay.obs.dtype == torch.uint8 and replay.obs.shape == (11, 2, 3, 4, 4)
-    assert len(replay._finals.obs) == 0
+    assert replay.columns["obs"].dtype == torch.uint8 and replay.columns["obs"].shape == (10, 2, 3, 4, 4)
     sample = everything(replay)
-    assert sample.obs.dtype == sample.next_obs.dtype == torch.uint8
-    assert replay.act.dtype == sample.act.dtype == sample.rew.dtype == torch.float32
-
-
-def test_what_is_sampled_is_a_copy() -> None:
-    world = World(1)
-    replay = ReplayBuffer(4)
-    replay.add(world.chunk(3, np.zeros((3, 1), np.int64)))
-    everything(replay).next_obs[:] = -1
-    assert (replay.obs >= 0).all()
+    assert sample["obs"].dtype == sample["next_obs"].dtype == torch.uint8
+    assert replay.columns["act"].dtype == sample["act"].dtype == sample["rew"].dtype == torch.float32
+    sample["rew"][:] = -1
+    assert (replay.columns["rew"] >= 0).all()
 
 
 def test_a_failed_step_at_the_start_of_a_chunk_cuts_what_is_in_the_buffer() -> None:
@@ -159,8 +151,8 @@ def test_a_failed_step_at_the_start_of_a_chunk_cuts_what_is_in_the_buffer() -> N
     replay.add(first)
     replay.add(world.chunk(2, np.array([[3], [0]])))
     sample = everything(replay)
-    np.testing.assert_array_equal(sample.next_obs[1], first.last_obs[0])
-    assert not sample.terminated.any()
+    np.testing.assert_array_equal(sample["next_obs"][1], first.last_obs[0])
+    assert not sample["terminated"].any()
 
 
 def test_steps_beyond_a_quota_are_left_out() -> None:
@@ -169,7 +161,6 @@ def test_steps_beyond_a_quota_are_left_out() -> None:
     replay = ReplayBuffer(8)
     replay.add(replace(chunk, valid=np.array([[True], [True], [False], [False]])))
     assert len(replay) == 2
-    assert len(replay._finals.obs) - len(replay._finals.free) == 1
 
 
 def test_a_shard_without_columns_is_fine() -> None:
@@ -210,37 +201,37 @@ def test_what_can_not_work_is_refused() -> None:
         ReplayBuffer(16).load_state_dict(replay.state_dict())
 
 
-def test_an_error_before_anything_is_written_leaves_the_buffer_as_it_is() -> None:
-    def encode(obs: Any) -> Any:
-        if is_failing:
-            raise MemoryError
-        return obs
+def test_an_error_leaves_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out before anything is allocated, or half way through a chunk over steps that it overwrites."""
+    world, replay, zeros = World(1), ReplayBuffer(8), np.zeros
 
-    is_failing = False
-    replay = ReplayBuffer(8, encode)
-    world = World(1)
-    replay.add(world.chunk(3, np.zeros((3, 1), np.int64)))
-    is_failing = True
+    def runs_out(*_: Any) -> Any:
+        raise MemoryError
+
+    chunks = [world.chunk(5, zeros((5, 1), np.int64)) for _ in range(3)]
+    monkeypatch.setattr("numpy.zeros", runs_out)
     with pytest.raises(MemoryError):
-        replay.add(world.chunk(3, np.zeros((3, 1), np.int64)))
+        replay.add(chunks[0])
+    monkeypatch.undo()
+    assert replay.state_dict() == {} and len(replay) == 0
+    replay.add(chunks[0])
+    with pytest.raises(MemoryError):
+        replay.add(Interrupting(chunks[1]))
     assert len(replay) == 3
+    np.testing.assert_array_equal(everything(replay)["obs"], chunks[0].obs[2:, 0])
+    replay.add(chunks[2])
+    np.testing.assert_array_equal(everything(replay)["obs"], np.concatenate([chunks[0].obs[2:], chunks[2].obs])[:, 0])
 
 
-def test_a_buffer_for_which_memory_ran_out_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    chunk = World(1).chunk(3, np.zeros((3, 1), np.int64))
-    replay = ReplayBuffer(8)
-    allocated: list[int] = []
+class _Rewards(np.ndarray[Any, Any]):
+    """Rewards whose rows can't be read."""
 
-    def runs_out(*args: Any) -> torch.Tensor:
-        allocated.append(1)
-        if len(allocated) == 2:
-            raise torch.OutOfMemoryError("no memory")
-        return torch.from_numpy(np.zeros(*args[:2]))
+    def astype(self, *_: Any, **__: Any) -> Any:
+        return self
 
-    with monkeypatch.context() as patch:
-        patch.setattr("rayvec.learners.replay._zeros", runs_out)
-        with pytest.raises(torch.OutOfMemoryError):
-            replay.add(chunk)
-    assert replay.state_dict() == {} and len(replay) == 0 and not hasattr(replay, "obs")
-    replay.add(chunk)
-    assert len(replay) == 3
+    def __getitem__(self, *_: Any) -> Any:
+        raise MemoryError
+
+
+def Interrupting(chunk: Chunk) -> Chunk:
+    return replace(chunk, rew=chunk.rew.view(_Rewards))

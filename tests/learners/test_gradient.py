@@ -1,0 +1,230 @@
+"""The flat gradient and its optimizer against the same work done tensor by tensor; graphs, and what has none."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.actor_critic_kit import BOX, DISCRETE, OBS, make_batch, ppo_config
+from torch import Tensor, nn
+
+from rayvec.errors import ConfigError
+from rayvec.learners.compiling import Compiled
+from rayvec.learners.gradient import Gradient
+from rayvec.learners.optimizer import Adam
+from rayvec.learners.ppo import PPOLearner
+from rayvec.policies.policy import Policy
+
+ROWS = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def loss(net: Any, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    each = net(rows).square().sum(-1)
+    return each @ weight, each.detach().sum().reshape(1)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_flat_vector_learns_as_tensors_do(compiled: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr("torch.compile", lambda function, **_: compile_(function, backend="eager", fullgraph=True))
+    net = make_net()
+    net[0].requires_grad_(not frozen)
+    reference = copy.deepcopy(net)
+    gradient, weight = Gradient(net, loss, compiled), torch.tensor([0.5, 1.0, 0.0, 2.0], dtype=torch.float64)
+    optimizer, theirs = Adam(gradient.flat, 1e-8), torch.optim.Adam(reference.parameters(), lr=0.01, foreach=False)
+    for k in range(20):
+        if k == 10:  # another one continues from its state
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = Adam(gradient.flat, 1e-8)
+            optimizer.load_state_dict(state)
+        statistics = gradient(weight, ROWS)
+        theirs.zero_grad()
+        expected = loss(reference, weight, ROWS)
+        torch.autograd.backward(expected[0])
+        torch.testing.assert_close(statistics, expected[1])
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in reference.parameters()]
+        torch.testing.assert_close(gradient.grad, torch.cat([each.reshape(-1) for each in grads]))
+        optimizer.step(gradient.grad, gradient.grad.norm(), 0.01)
+        theirs.step()
+    for ours, other in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, other, atol=1e-12, rtol=0)
+    assert not gradient(weight[:0], ROWS[:0]).any() and not gradient.grad.any()  # a rank without rows
+
+
+def test_a_step_in_a_graph_is_the_fused_one_and_a_gradient_that_is_not_finite_stops_both() -> None:
+    generator = torch.Generator().manual_seed(1)
+    fused = Adam(torch.randn(7, generator=generator, dtype=torch.float64), 1e-5)
+    tensors, failed = tuple(each.clone() for each in fused.tensors), fused.failed.clone()
+    for k in range(6):
+        grad = torch.randn(7, generator=generator, dtype=torch.float64)
+        grad[0] = torch.nan if k == 4 else grad[0]
+        norm = grad.norm().reshape(1)
+        fused.step(grad, norm[0], 0.1)
+        tensors, failed = fused.stepped(tensors, failed, grad, norm, torch.tensor([0.1]))
+        for ours, other in zip((*tensors, failed), (*fused.tensors, fused.failed), strict=True):
+            torch.testing.assert_close(ours, other)
+        if k == 3:
+            before = fused.tensors[0].clone()
+    assert torch.equal(fused.tensors[0], before) and fused.failed == 1 and fused.tensors[-1] == 4
+
+
+def test_parameters_of_two_kinds_or_none_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).double())
+    with pytest.raises(ConfigError, match=r"Got: \['torch.float32 on cpu', 'torch.float64 on cpu'\]"):
+        Gradient(net, loss)
+    with pytest.raises(ConfigError, match=r"Got: \[\]"):
+        Gradient(nn.Tanh(), loss)
+
+
+def test_what_fills_a_minibatch_up_is_not_too_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twenty narrow Gaussians the density at 0 is beyond float32: rows of zeros would bring infinity times 0."""
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)
+    act: Any = BOX.__class__(-1, 1, (20,), np.float32)
+    for size in (31, 64):  # minibatches of 33 and 31 steps in a loop, and one of them all
+        learner = PPOLearner(OBS, act, ppo_config(compile=True, log_std_init=-6.0, minibatch_size=size))
+        before = learner.weights()
+        metrics = learner.update(make_batch(Policy(learner.module), invalid=True))
+        assert np.isfinite([*metrics.values()]).all()
+        assert (learner.weights() != before).any() and np.isfinite(learner.weights()).all()
+
+
+@pytest.mark.slow
+def test_every_learner_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    """torch allows eight for each piece of code; none of ten learners is refused its own, or becomes eager."""
+    compile_, graphs = torch.compile, []
+
+    def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr("torch.compile", lambda function, *, options, **rest: compile_(function, backend=count, **rest))
+    for seed in range(10):
+        learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=True, num_epochs=1, seed=seed))
+        learner.update(make_batch(Policy(learner.module)))
+    assert len(graphs) == 10 and not [warning for warning in recwarn if "uncompiled" in str(warning.message)]
+
+
+@pytest.mark.slow
+def test_the_cache_on_disk_tells_settings_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings are constants of the graph, which is found again by what is in it."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    hits = []
+    for settings in ({"clip_coef": 0.01}, {"clip_coef": 0.3}, {"max_grad_norm": 0.05}, {"clip_coef": 0.01}):
+        counters.clear()
+        weights = []
+        for compiled in (False, True):
+            learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=compiled, **settings))
+            learner.update(make_batch(Policy(learner.module), 0))
+            weights.append(learner.weights())
+        np.testing.assert_allclose(weights[1], weights[0], atol=2e-5)
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 0, 0, 1]
+
+
+def refuse(*_: Any, **__: Any) -> Any:
+    raise PermissionError(13, "Permission denied", "/cache")
+
+
+def not_here(*_: Any, **__: Any) -> Any:
+    def call(*args: object) -> None:
+        raise RuntimeError("no compiler here.\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace")
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("compile_", "text"),
+    [
+        (refuse, r"'/cache'.*TORCHINDUCTOR_CACHE_DIR.*compile=False"),
+        (not_here, r"no compiler here\. To do without, pass compile=False"),
+        (None, "no_such_option"),
+    ],
+)
+def test_what_can_not_be_compiled_runs_uncompiled_and_says_so_once(
+    compile_: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if compile_ is not None:
+        monkeypatch.setattr("torch.compile", compile_)
+    function = Compiled(lambda state, rows: state * rows, no_such_option=True)
+    with pytest.warns(RuntimeWarning, match=rf"run uncompiled.*{text}") as warned:
+        for _ in range(2):
+            assert function(torch.full((2,), 2.0), torch.ones(2)).tolist() == [2.0, 2.0]
+    assert len(warned) == 1
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")  # once in a process
+def test_without_a_compiler_it_says_what_to_install() -> None:
+    from torch._inductor import config as inductor
+
+    function = Compiled(lambda state, rows: 2 * state * rows)
+    with (
+        torch.compiler.config.patch(force_disable_caches=True),  # monkeypatch could undo neither of the two
+        inductor.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.warns(RuntimeWarning, match=r"uncompiled.*Install a C\+\+ compiler") as warned,
+    ):
+        for _ in range(2):
+            assert function(torch.ones(7), torch.ones(7)).tolist() == [2.0] * 7
+    assert [each.category for each in warned].count(RuntimeWarning) == 1
+
+
+@pytest.mark.slow
+def test_a_compile_cache_that_can_not_be_written_by_torch() -> None:
+    program = (
+        "import torch; from rayvec.learners.compiling import Compiled; "
+        "print(Compiled(lambda x, y: x + y)(torch.ones(2), torch.ones(2)))"
+    )
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "tensor([2., 2.])" in done.stdout and "Set TORCHINDUCTOR_CACHE_DIR" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_learner_that_compiles_nothing_loads_nothing_that_it_does_not_need() -> None:
+    code = (
+        "import sys, torch, gymnasium, rayvec.training.loop\n"
+        "from rayvec.config import PPOConfig\n"
+        "from rayvec.training.runs import LEARNERS\n"
+        "from rayvec.learners.optimizer import Adam\n"
+        "env = gymnasium.make('CartPole-v1')\n"
+        "LEARNERS[PPOConfig](env.observation_space, env.action_space, PPOConfig())\n"
+        "Adam(torch.ones(3), 1e-8).step(torch.ones(3), torch.ones(()), 0.1)\n"
+        "print(*{'torch._dynamo', 'sympy', 'matplotlib'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"\n"
+
+
+def faults_of_blocks(before: str) -> int:
+    """Returns how often pages fault in while blocks of 48 MiB, more than glibc keeps by itself, are made and freed."""
+    code = (
+        "import resource, torch\n"
+        "from rayvec.pools.shared_memory import keep_freed_memory\n"
+        f"{before}\n"
+        "def faults():\n"
+        "    blocks = [torch.ones(12 << 20) for _ in range(3)]\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "counts = [faults() for _ in range(9)]\n"
+        "print(counts[-1] - counts[-5])"
+    )
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library is not glibc")
+def test_freed_memory_is_kept() -> None:
+    assert faults_of_blocks("keep_freed_memory(512 << 20)") < 0.1 * faults_of_blocks("")
