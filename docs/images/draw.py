@@ -174,7 +174,7 @@ def paths() -> None:
         "path-weights.svg",
         "Weights on their way from the optimizer to a worker",
         [
-            (0, "the optimizer steps", "learners.adam"),
+            (0, "the optimizer steps", "learners.optimizer"),
             (0, "one flat vector", "learners.actor_critic"),
             (0, "gets a version", "pools.publish_weights"),
             (0, "published once", "cluster.cluster_inference"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -59,6 +59,8 @@ class ActorCriticLearner:
     """
 
     config: ActorCriticConfig
+    _are_even: ClassVar[bool] = False
+    """Whether minibatches differ little in their lengths, so that one compiled call takes the steps of several."""
 
     def __init__(
         self,
@@ -94,7 +96,8 @@ class ActorCriticLearner:
         self._optimizer = Adam(self._gradient.flat, eps=1e-5)
         self._learning_rate: float = config.learning_rate
         parts = self._gradient, self._select, self._optimizer, config.max_grad_norm
-        self._compiled_steps = CompiledSteps(*parts, **_CHEAP_TANH) if self._is_compiled else None
+        has_loop = self._is_compiled and self._are_even and self._recurrent is None
+        self._compiled_steps = CompiledSteps(*parts, **_CHEAP_TANH) if has_loop else None
         self._num_updates = 0
         self._num_steps = 0
 
@@ -233,8 +236,7 @@ class ActorCriticLearner:
     @staticmethod
     def with_network(own: dict[str, Any], other: Mapping[str, Any], config: Any) -> dict[str, Any]:
         """Returns the state `own` with the network of the state `other`, statistics of observations included."""
-        network = {name: other.get(name) for name in ("parameters", "obs_moments")}
-        return {**own, **network, "buffers": other.get("buffers", own["buffers"])}
+        return {**own, **{name: other[name] for name in ("parameters", "obs_moments", "buffers")}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where the learner was when `state` was taken.
@@ -267,5 +269,4 @@ def _shape(state: Mapping[str, Any]) -> str:
     """Describes a state; states of the same kind of learner have the same description."""
     statistics = [name for name in ("obs_moments", "return_scale") if state.get(name)]
     optimizer = f"optimizer of {', '.join(sorted(state.get('optimizer', ())))}"
-    names = sorted(state.keys() - {"buffers"})  # which older checkpoints lack
-    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *names, *statistics, optimizer])
+    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *sorted(state), *statistics, optimizer])

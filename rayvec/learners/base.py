@@ -155,13 +155,10 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def check_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raises a CheckpointError unless the buffers in a learner's state are those of its module.
-
-    States of older versions have none: those of the module stay as they are.
-    """
+    """Raises a CheckpointError unless the buffers in a learner's state are those of its module."""
     own = {name: list(buffer.shape) for name, buffer in module.named_buffers()}
     saved = {name: list(buffer.shape) for name, buffer in (state.get("buffers") or {}).items()}
-    if "buffers" in state and saved != own:
+    if saved != own:
         raise CheckpointError(
             "A learner continues from the state of one whose network has the same buffers.",
             expected=f"buffers of shapes {own}",
@@ -172,5 +169,5 @@ def check_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 def load_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Copies the buffers in a learner's state, which :func:`check_buffers` has checked, into its module."""
-    for name, buffer in (state.get("buffers") or {}).items():
-        module.get_buffer(name).copy_(buffer)
+    for name, buffer in module.named_buffers():
+        buffer.copy_(state["buffers"][name])

@@ -67,7 +67,7 @@ class CompiledSteps:
             torch._dynamo.maybe_mark_dynamic(each, 0)
         for each in rows:
             torch._dynamo.maybe_mark_dynamic(each, (0, 1))
-        state = *self._optimizer.tensors, self._optimizer.failed, torch.tensor([lr])
+        state = *self._optimizer.tensors, self._optimizer.failed, self._gradient.flat.new_full((1,), lr)
         stats: Tensor = self._compiled(state, fields, *rows)
         return list(stats)
 

@@ -84,6 +84,7 @@ class PPOLearner(ActorCriticLearner):
     """
 
     config: PPOConfig
+    _are_even = True
 
     @explains_memory("Lower minibatch_size, num_envs or num_steps")
     def update(self, batch: Batch) -> dict[str, float]:

@@ -69,16 +69,17 @@ class ReplayBuffer:
         if self.env_ids is not None and not np.array_equal(chunk.env_ids, self.env_ids):
             raise _other_environments(self.env_ids, chunk.env_ids)
         columns = {
-            "obs": _float32(self._encode_obs(chunk.obs)),
-            "act": _float32(self._encode_act(chunk.act)),
-            "rew": chunk.rew.astype(np.float32),
-            "next_obs": _float32(self._encode_obs(chunk.next_obs())),
+            "obs": self._encode_obs(chunk.obs),
+            "act": self._encode_act(chunk.act),
+            "rew": chunk.rew,
+            "next_obs": self._encode_obs(chunk.next_obs()),
             "terminated": chunk.terminated,
         }
         if self.env_ids is None:
             lead = (self.capacity_steps, chunk.num_envs)
+            empty = {name: _float32(each[:0]) for name, each in columns.items()}
             self.columns = {
-                name: _zeros((*lead, *each.shape[2:]), each.dtype, self._device) for name, each in columns.items()
+                name: _zeros((*lead, *each.shape[2:]), each.dtype, self._device) for name, each in empty.items()
             }
             self.sizes, self._heads = np.zeros((2, chunk.num_envs), np.int64)
             self.env_ids = chunk.env_ids.copy()
@@ -87,7 +88,7 @@ class ReplayBuffer:
         rows = upload((self._heads[n] + place[t, n]) % self.capacity_steps * chunk.num_envs + n, self._device)
         self.sizes = np.minimum(self.sizes, (self.capacity_steps - counts).clip(min=0))
         for name, values in columns.items():
-            self.columns[name].flatten(0, 1).index_copy_(0, rows, upload(values[t, n], self._device))
+            self.columns[name].flatten(0, 1).index_copy_(0, rows, upload(_float32(values[t, n]), self._device))
         self._heads = (self._heads + counts) % self.capacity_steps
         self.sizes = np.minimum(self.sizes + counts, self.capacity_steps)
 
@@ -125,15 +126,17 @@ class ReplayBuffer:
             return
         env_ids, sizes, heads = (state[name].numpy().copy() for name in ("env_ids", "sizes", "heads"))
         used = len(state["rew"])
-        if used > self.capacity_steps or (used < self.capacity_steps and (sizes != heads).any()):
+        is_rotated = ((heads != sizes) & (heads != sizes % max(1, used))).any()
+        if used > self.capacity_steps or (used < self.capacity_steps and is_rotated):
             raise _other_capacity(self.capacity_steps, used)
+        heads = heads if is_rotated else sizes % self.capacity_steps
         columns = {}
         for name in ("obs", "act", "rew", "next_obs", "terminated"):
             values = state[name]
             shape = (self.capacity_steps, *values.shape[1:])
             columns[name] = _zeros(shape, values.numpy().dtype, self._device)
             columns[name][:used].copy_(values)
-        self.columns, self.env_ids, self.sizes, self._heads = columns, env_ids, sizes, heads % self.capacity_steps
+        self.columns, self.env_ids, self.sizes, self._heads = columns, env_ids, sizes, heads
 
 
 def _float32(array: NDArray[Any]) -> NDArray[Any]:

@@ -39,7 +39,7 @@ from rayvec.policies.policy import Policy
 from rayvec.training.export import GreedyModule
 
 SPACES = pytest.mark.parametrize("action_space", [BOX, DISCRETE], ids=["box", "discrete"])
-MASKED = spaces.Dict(numbers=OBS, action_mask=spaces.MultiBinary(3))
+MASKED = spaces.Dict({"numbers": OBS, "action_mask": spaces.MultiBinary(3)})
 
 
 def networks(learner: Any) -> Tensor:
@@ -123,8 +123,10 @@ def test_a_state_for_whose_replay_there_is_no_memory_is_one_without_it(monkeypat
         learner.update(make_batch(seed=seed))
     state, zeros = learner.state_dict(), np.zeros
 
-    def runs_out(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory")
+    def runs_out(shape: Any, *args: Any) -> Any:
+        if isinstance(shape, tuple):
+            raise torch.OutOfMemoryError("no memory")
+        return zeros(shape, *args)
 
     monkeypatch.setattr("numpy.zeros", runs_out)
     with pytest.raises(LearnerError, match=r"Got: no memory.*replay_on_device=False"):
@@ -263,7 +265,7 @@ def copies_of(default: SACLearner, shape: Any, observation_space: Any, action_sp
         (OBS, "", BOX),
         (OBS, "", DISCRETE),
         (MASKED, "numbers", DISCRETE),
-        (spaces.Dict(observation=OBS, action_mask=spaces.MultiBinary(3)), "observation", DISCRETE),
+        (spaces.Dict({"observation": OBS, "action_mask": spaces.MultiBinary(3)}), "observation", DISCRETE),
     ],
     ids=["box", "discrete", "masked rows", "a masked Box"],
 )

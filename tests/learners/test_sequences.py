@@ -102,7 +102,7 @@ def test_the_policy_records_what_the_network_computes(
 @pytest.mark.parametrize("make", [make_ppo, make_impala], ids=["ppo", "impala"])
 def test_environments_that_took_fewer_steps_learn_as_if_alone(make: Any, length: int, burn_in: int, taken: int) -> None:
     """What is padded changes no number: the state is that after the last step that was taken."""
-    usual = {"minibatch_size": 4 * T * N, "num_epochs": 1, "normalize_advantage": False}
+    usual = {"num_steps": 2 * T, "minibatch_size": 2 * T * N, "num_epochs": 1, "normalize_advantage": False}
     settings = usual if make is make_ppo else {"num_minibatches": 1}
     settings |= {"sequence_length": length, "burn_in": burn_in, "max_grad_norm": 1e9}
     policy = Policy(make(**settings).module)
