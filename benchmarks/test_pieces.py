@@ -19,7 +19,7 @@ from rayvec.bench.ways import RandomActions
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, ChunkRequest
 from rayvec.data.join_chunks import join_chunks
 from rayvec.envs.factory import EnvFactory
-from rayvec.learners.returns import gae, vtrace
+from rayvec.learners.returns import gae
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import Autoreset
 from rayvec.rollout.loop import as_policy
@@ -142,12 +142,6 @@ def values_and_ends(shape: tuple[int, int]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("shape", RETURNS, ids=str)
 def test_gae(benchmark: Any, shape: tuple[int, int]) -> None:
     benchmark(gae, *values_and_ends(shape), gamma=0.99, lam=0.95)
-
-
-@pytest.mark.parametrize("shape", RETURNS, ids=str)
-def test_vtrace(benchmark: Any, shape: tuple[int, int]) -> None:
-    rew, value, next_value, *ends = values_and_ends(shape)
-    benchmark(vtrace, rew, value, next_value, np.log(0.5 + value), *ends, gamma=0.99)
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "sac", "impala"])

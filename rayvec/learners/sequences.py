@@ -11,7 +11,7 @@ The state is reset to 0 after each step that ended an episode or did not happen.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,19 +91,19 @@ class OverSequences(nn.Module):
         self.network = network
 
     def forward(
-        self, sequences: Sequences, slots: Tensor, following: tuple[Tree, Tensor] | None = None
+        self, sequences: tuple[Any, ...], slots: Tensor, following: tuple[Tree, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns parameters ``[M, P]`` and values ``[M + X]``: of M steps, then of X observations after steps.
 
         Args:
-            sequences: S sequences.
+            sequences: S sequences, the fields of a `Sequences`.
             slots: Which of their S L steps, sequence by sequence, these M are, ``int64 [M]``.
             following: Encoded observations, tree of ``[X, ...]``, and which step of all S L each comes after, ``int64
                 [X]``. No gradient flows through their values.
         """
-        network = self.network
-        states = sequences.states(network).flatten(0, 1)
-        mask = network.mask(tree_map(lambda leaf: leaf[:, -network.sequence_length :].flatten(0, 1), sequences.rows))
+        network, whole = self.network, Sequences(*sequences)
+        states = whole.states(network).flatten(0, 1)
+        mask = network.mask(tree_map(lambda leaf: leaf[:, -network.sequence_length :].flatten(0, 1), whole.rows))
         happened = None if mask is None else mask.index_select(0, slots)
         params, values = network.heads(states.index_select(0, slots), happened)
         if following is not None:

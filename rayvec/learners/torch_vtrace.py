@@ -33,9 +33,13 @@ def vtrace_of_rows(
 ) -> tuple[Tensor, Tensor]:
     """Returns the V-trace target and the policy-gradient advantage of each row.
 
-    The formulas are those of :func:`rayvec.learners.returns.vtrace`. The recursion ``x_t = b_t + a_t x_{t+1}`` is
-    summed up by doubling (Hillis and Steele, "Data parallel algorithms", 1986): after round k each row has the sum over
-    ``2**k`` steps.
+    Espeholt et al., "IMPALA: scalable distributed deep-RL with importance weighted actor-learner architectures",
+    ICML 2018, arXiv:1802.01561. The target of step s is equation 1, ``v_s = V(x_s)`` plus the sum over t from s on of
+    ``gamma**(t - s) * (c_s * ... * c_{t-1}) * rho_t * (r_t + gamma * V(x_{t+1}) - V(x_t))``,
+    with ``rho_t = min(rho_bar, ratio_t)`` and, by remark 2, ``c_t = lam * min(c_bar, ratio_t)``. The advantage is that
+    of section 4.2, ``rho_s * (r_s + gamma * v_{s+1} - V(x_s))``. The recursion ``x_t = b_t + a_t x_{t+1}`` is summed up
+    by doubling (Hillis and Steele, "Data parallel algorithms", 1986): after round k each row has the sum over ``2**k``
+    steps.
 
     Args:
         rew: Rewards, ``[B]``; the steps of an environment are neighbours, in the order of time.

@@ -175,7 +175,7 @@ class PaperSAC:
         rows, capacity = self.rows(chunk.obs), -(-self.config.replay_size // self.config.num_envs)
         next_rows, act = self.rows(chunk.next_obs()), self.distribution.recorded(chunk.act, chunk.extras)
         for t, n in np.argwhere(chunk.valid):
-            step = rows[t, n], act[t, n], chunk.rew[t, n], next_rows[t, n], chunk.terminated[t, n]
+            step = rows[t, n], act[t, n], np.float32(chunk.rew[t, n]), next_rows[t, n], chunk.terminated[t, n]
             self.replay[n] = [*self.replay[n], step][-capacity:]
         self.num_steps += int(chunk.valid.sum())
         owed = math.floor(
@@ -206,17 +206,18 @@ class PaperSAC:
             value, _ = self.value(self.targets, next_obs, noise[0])
             target = rew + config.gamma * torch.where(terminated > 0, 0.0, value)
         q = [self.q(critic, obs, act) for critic in self.critics]
-        critic_loss = sum(0.5 * (each - target).square().mean() for each in q)
+        critic_loss: Any = sum(0.5 * (each - target).square().mean() for each in q)
         step(self.critic_optimizer, critic_loss)
-        metrics = {"critic_loss": float(critic_loss), "q_mean": float(torch.stack(q).mean())}
+        metrics = {"critic_loss": float(critic_loss.detach()), "q_mean": float(torch.stack(q).detach().mean())}
         for each in noise[1:]:
             value, logp = self.value(self.critics, obs, each)
             step(self.actor_optimizer, -value.mean())
             surplus = -logp.detach().mean() - self.target_entropy(obs)
             if config.autotune:
                 step(self.alpha_optimizer, self.log_alpha.exp() * surplus)
-            alpha = float(self.log_alpha.exp())
-            metrics |= {"actor_loss": -float(value.mean()), "entropy": -float(logp.mean()), "alpha": alpha}
+            alpha = float(self.log_alpha.exp().detach())
+            means = [-float(part.detach().mean()) for part in (value, logp)]
+            metrics |= {"actor_loss": means[0], "entropy": means[1], "alpha": alpha}
         for slow, fast in zip(self.targets, self.critics, strict=True):
             for old, new in zip(slow.parameters(), fast.parameters(), strict=True):
                 old.data.copy_((1 - config.tau) * old.data + config.tau * new.data)

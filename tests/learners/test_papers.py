@@ -70,7 +70,7 @@ def learn(algorithm: str, names: str, settings: dict[str, Any], compiled: bool) 
     obs, act = SPACES[names]
     make: Callable[..., Any] = PPOLearner if algorithm == "ppo" else IMPALALearner
     config: Callable[..., Any] = ppo_config if algorithm == "ppo" else impala_config
-    usual = {"entropy_coef": 0.1, "minibatch_size": 20} if algorithm == "ppo" else {}
+    usual = {"entropy_coef": 0.1, "minibatch_size": 20, "clip_coef": 0.05} if algorithm == "ppo" else {}
     learner = make(obs, act, config(**{**usual, **settings}, compile=compiled))
     policy = Policy(learner.module)
     perturb(learner.module, 0.2)  # so that ratios leave 1 and some are clipped
