@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -20,6 +21,11 @@ import pytest
 if TYPE_CHECKING:
     from rayvec.vector.ray_vec_env import RayVecEnv
 
+_OF_THE_USER = re.compile("(RAY|WANDB|MLFLOW|OMP|RAYVEC(?!_TEST))_|CUDA_VISIBLE_DEVICES$")
+if "RAYVEC_TEST_BEGAN" not in os.environ:  # workers that import this have what a test has set
+    os.environ["RAYVEC_TEST_BEGAN"] = "yes"
+    for _name in filter(_OF_THE_USER.match, [*os.environ]):  # else a test would use the user's cluster, for example
+        del os.environ[_name]
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in the background has it ignored
 # Workers import what tests define: from the folders of the test modules and from this one.
 _FOLDERS = [str(path) for path in Path(__file__).parent.glob("*/") if path.is_dir()]

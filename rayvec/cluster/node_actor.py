@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.cluster.node_variables import restore_variables
 from rayvec.cluster.pickled import Pickled, with_objects_pickled
 from rayvec.cluster.software_versions import own_versions
 from rayvec.cluster.tcp_stream import STREAM_THREAD, FrameSocket, Listener
 from rayvec.cluster.wire_format import FrameFormat, Kind, Request
 from rayvec.data import ChunkRequest, ChunkSummary, NodeSlice, RolloutTimes
+from rayvec.envs.pickled_parts import PickledParts
 from rayvec.errors import RemoteFailure
 from rayvec.node.log_lines import LogLines
 from rayvec.node.pipe import LOOK_S
@@ -43,6 +45,7 @@ class NodeActor:
     """
 
     def __init__(self, node_slice: NodeSlice, preload: Sequence[str], restart_policy: RestartPolicy) -> None:
+        restore_variables("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environments get those of the node
         self._slice = node_slice
         self._preload = preload
         self._restart_policy = restart_policy
@@ -57,7 +60,7 @@ class NodeActor:
         assert self._pool is not None
         return self._pool
 
-    def start(self, factories: Sequence[bytes]) -> Pickled | RemoteFailure:
+    def start(self, factories: PickledParts) -> Pickled | RemoteFailure:
         """Starts the workers, which create their environments; returns their :class:`PoolSpaces`."""
 
         def begin() -> Pickled:

@@ -27,7 +27,8 @@ from rayvec.cluster.software_versions import check_versions
 from rayvec.cluster.tcp_stream import FrameSocket, connect
 from rayvec.cluster.wire_format import FrameFormat, Kind
 from rayvec.data import ChunkRequest, NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
-from rayvec.envs.factory import EnvFactory, carrying_sys
+from rayvec.envs.factory import EnvFactory
+from rayvec.envs.pickled_parts import carrying_sys
 from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.node.chunk_memory import packed
 from rayvec.node.object_store import room_for

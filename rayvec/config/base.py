@@ -212,7 +212,8 @@ class TrainConfig(metaclass=PresetMeta):
     """With inference="driver": 2 lets the policy act on one half of the environments while the other half steps."""
 
     preload: tuple[str, ...] = ()
-    """Modules that the workers import once for each node."""
+    """Modules that the workers import once for each node. A module that starts a thread on import is refused. Random
+    generators and files that a module opens on import are shared by all workers."""
 
     plugin: tuple[str, ...] = ()
     """Modules that register algorithms; they are imported before the settings are read. On the command line, one module

@@ -45,7 +45,7 @@ def refer(target: Any) -> Reference:
     module = getattr(target, "__module__", None)
     name = getattr(target, "__qualname__", f"<{type(target).__qualname__}>")
     path = f"{module}:{name}"
-    if module != "__main__":
+    if module not in ("__main__", "__mp_main__"):
         try:
             if _imported(path) is target:
                 return Reference(path, target)

@@ -13,7 +13,7 @@ import cloudpickle
 from rayvec.distributed.rank_host import RankHost, RankPlacement
 from rayvec.distributed.running_ranks import RankSet
 from rayvec.distributed.stragglers import Arrivals, MakeArrivals, SharedArrivals, shared_arrivals
-from rayvec.envs.factory import carrying_sys
+from rayvec.envs.pickled_parts import carrying_sys
 from rayvec.errors import ConfigError, RankLostError, without_remedy
 from rayvec.learners.ranks import ClosableRanks
 

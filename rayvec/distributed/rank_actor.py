@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rayvec.cluster.node_variables import restore_variables
 from rayvec.data.topology import Topology
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks, can_share_memory
 from rayvec.distributed.allreduce_torch import check_device
@@ -78,6 +79,7 @@ class RankActor:
         torch.set_num_threads(threads)
         Topology.this_process = f"the process of {placement}"
         if placement.node_id:
+            restore_variables("OMP_NUM_THREADS", *([] if device == "cuda" else ["CUDA_VISIBLE_DEVICES"]))
             Topology.this_node = (placement.node_id, placement.host)
 
     @_returning_failures

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import pickle
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
@@ -20,16 +20,15 @@ import cloudpickle
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
+from rayvec.envs.pickled_parts import PickledParts, carrying_sys, is_small, pickled_for_workers
 from rayvec.errors import ConfigError, check_count, check_flag, message
 
 __all__ = [
     "EnvFactory",
     "EnvIdError",
-    "carrying_sys",
     "check_env",
     "check_env_fns",
     "env_seeds",
-    "pickled_for_workers",
     "register_specs",
     "registered_specs",
     "spec_of",
@@ -236,9 +235,18 @@ class EnvFactory:
         """How many environments there are in all; where they are native, how many sub-batches."""
         return len(self.env_fns)
 
-    def in_parts(self, bounds: Sequence[int]) -> list[bytes]:
+    def in_parts(self, bounds: Sequence[int]) -> PickledParts:
         """Returns a pickled factory for the environments between each two consecutive bounds."""
-        return [replace(self, env_fns=self.env_fns[start:stop]).to_bytes() for start, stop in pairwise(bounds)]
+        return PickledParts(self._pickled_parts(bounds))
+
+    def _pickled_parts(self, bounds: Sequence[int]) -> Iterator[tuple[bytes, list[pickle.PickleBuffer]]]:
+        """Yields the pickle of each part and its large arrays: the same object for equal parts in a row."""
+        parts = [self.env_fns[start:stop] for start, stop in pairwise(bounds)]
+        for _, equal in groupby(parts, lambda env_fns: [*map(id, env_fns)]):
+            buffers: list[pickle.PickleBuffer] = []
+            env_fns, *others = equal
+            pickled = replace(self, env_fns=env_fns)._pickled(partial(is_small, buffers))
+            yield from [(carrying_sys(pickled, buffers), buffers)] * (1 + len(others))
 
     def make(self, index: int) -> gymnasium.Env[Any, Any]:
         """Makes the environment with this index. A copy registers what it carries: one before may have changed that."""
@@ -252,63 +260,12 @@ class EnvFactory:
         Raises:
             TypeError: A function, a wrapper or an argument of an environment can't be pickled.
         """
+        return carrying_sys(self._pickled())
+
+    def _pickled(self, buffer_callback: Callable[[pickle.PickleBuffer], bool] | None = None) -> bytes:
         what = "what makes environments: their functions, wrappers and arguments"
         remedy = "Make the object inside the function, or step in this process: num_nodes=0, workers_per_node=0."
-        return carrying_sys(pickled_for_workers(replace(self, is_copy=True), what, remedy))
-
-
-def pickled_for_workers(value: Any, what: str, remedy: str) -> bytes:
-    """Returns an object by cloudpickle.
-
-    Args:
-        value: The object.
-        what: What it is to the caller, for the error.
-        remedy: What else the caller can do.
-
-    Raises:
-        TypeError: It can't be pickled.
-    """
-    try:
-        data: bytes = cloudpickle.dumps(value)
-    except Exception as error:
-        raise TypeError(
-            message(
-                f"Workers get {what} by pickling.",
-                expected="objects that can be pickled",
-                got=f"{type(error).__name__}: {error}",
-                remedy=remedy,
-            )
-        ) from error
-    return data
-
-
-def carrying_sys(pickled: bytes) -> bytes:
-    """Returns a pickled object together with this process's ``sys.path`` and ``sys.argv``, as multiprocessing's spawn.
-
-    Unpickling it first puts this path in front of the other process's, so that it finds the object's modules, and
-    replaces the other process's arguments.
-    """
-    path = [os.path.abspath(entry) if os.path.exists(entry or ".") else entry for entry in sys.path]
-    data: bytes = cloudpickle.dumps(_WithSys(path, sys.argv, pickled))
-    return data
-
-
-@dataclass(frozen=True, slots=True)
-class _WithSys:
-    """A pickled object that is unpickled when ``sys.path`` and ``sys.argv`` have been changed."""
-
-    path: list[str]
-    argv: list[str]
-    data: bytes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _load_with_sys, (self.path, self.argv, self.data)
-
-
-def _load_with_sys(path: list[str], argv: list[str], data: bytes) -> Any:
-    sys.path[:] = dict.fromkeys([*path, *sys.path])
-    sys.argv[:] = argv
-    return cloudpickle.loads(data)
+        return pickled_for_workers(replace(self, is_copy=True), what, remedy, buffer_callback)
 
 
 def check_env_fns(env_fns: Any) -> tuple[EnvFn, ...]:
@@ -402,7 +359,7 @@ def _portable(spec: EnvSpec) -> EnvSpec:
     changed = copy(spec)
     for name in ("entry_point", "vector_entry_point"):
         made_by = getattr(spec, name)
-        if isinstance(made_by, str) and made_by.startswith("__main__:"):
+        if isinstance(made_by, str) and made_by.startswith(("__main__:", "__mp_main__:")):
             setattr(changed, name, _imported(made_by) or made_by)
     return changed
 

@@ -32,7 +32,8 @@ def dumps(
 ) -> bytes:
     """Pickles an object for another process.
 
-    Functions and classes of ``__main__`` are pickled by value, because the other process can't import them.
+    Functions and classes of the script (``__main__``, or ``__mp_main__`` in a process that multiprocessing has
+    spawned) are pickled by value, because the other process can't import them.
 
     Args:
         value: The object to pickle.
@@ -41,7 +42,7 @@ def dumps(
     """
     try:
         data = pickle.dumps(value, 5, buffer_callback=buffer_callback)
-        if b"__main__" not in data:
+        if b"_main__" not in data:
             return data
     except Exception:  # such as a local function, which cloudpickle can handle
         pass

@@ -19,7 +19,6 @@ import ctypes
 import errno
 import fcntl
 import gc
-import importlib
 import os
 import pickle
 import select
@@ -37,6 +36,7 @@ from typing import Any, ClassVar, Self
 
 from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.pipe import MessagePipe
+from rayvec.node.preloaded import import_modules
 from rayvec.node.process_watch import ProcessWatch, readable
 from rayvec.pools.base import NotReady
 from rayvec.pools.owner_signals import fork_with_signals_blocked, leave_to_owner, restore_in_children
@@ -58,8 +58,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SECRETS = {"RAY_AUTH_TOKEN"}
 """Environment variables that workers do not get: environments have no need of them."""
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
-"""Each worker uses one thread for linear algebra, because there is already a worker for every core."""
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""How many threads a process uses for linear algebra: one if unset, because there is already a worker for each core."""
 _START = """
 import os
 try:
@@ -133,6 +133,7 @@ class ForkServer:
     @classmethod
     def _start_root(cls, preload: Sequence[str], timeout_s: float) -> Self:
         ours, theirs = socket.socketpair()
+        variables = dict.fromkeys(_THREADS, os.environ.get("OMP_NUM_THREADS", "1")) | os.environ
         code = _START.format(fd=theirs.fileno(), owner=os.getpid(), preload=tuple(preload))
         try:
             with theirs:  # the root is not a child of this process, which would have to reap it
@@ -140,7 +141,7 @@ class ForkServer:
                     python_command(code),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    env={name: text for name, text in {**os.environ, **_ONE_THREAD}.items() if name not in _SECRETS},
+                    env={name: text for name, text in variables.items() if name not in _SECRETS},
                     start_new_session=True,
                 )
             if started.returncode in (errno.EAGAIN, errno.ENOMEM):
@@ -238,12 +239,7 @@ def serve(fd: int, owner: int, preload: Sequence[str] = (), *, is_root: bool = F
     with _ending_with_peer(fd) if is_root else contextlib.nullcontext():
         import rayvec.node.worker  # noqa: F401  # imported once for all workers
 
-        for name in preload:
-            try:
-                importlib.import_module(name)
-            except Exception as error:  # workers that need the module raise it
-                got = f"{type(error).__name__}: {error}"
-                print(f"rayvec: preload can't import {name!r}: {got}. Workers start without it.", file=sys.stderr)
+        import_modules(preload)
     if is_root:  # processes that it forks do the same in _run()
         restore_in_children()
         leave_to_owner(signal.SIGINT, signal.SIGTERM)

@@ -15,6 +15,7 @@ from rayvec.data import Chunk, ChunkRequest, ChunkSummary, RawInfo, Rollout, Rol
 from rayvec.data.join_chunks import join_chunks, summarize
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
+from rayvec.envs.pickled_parts import PickledParts
 from rayvec.errors import RemoteFailure
 from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.node.parted_pool import PartedPool
@@ -44,7 +45,7 @@ class ProcessPool(PartedPool):
     are local to this machine and start at 0. Infos hold global ids.
 
     Args:
-        factories: One cloudpickled factory of environments for each worker.
+        factories: A pickled factory of environments for each worker.
         worker_bounds: Global indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
         node: Name of the machine, for errors.
         preload: Modules that the fork server imports once for all workers.
@@ -64,7 +65,7 @@ class ProcessPool(PartedPool):
 
     def __init__(
         self,
-        factories: Sequence[bytes],
+        factories: PickledParts,
         worker_bounds: Sequence[int],
         node: str = "local",
         preload: Sequence[str] = (),

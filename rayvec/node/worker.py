@@ -21,9 +21,11 @@ from typing import Any
 
 from rayvec.data import ChunkRequest, RawInfo, SubBatchInfo
 from rayvec.data.global_random import seed_globals
+from rayvec.envs.pickled_parts import Places, load_part
 from rayvec.errors import RemoteFailure
 from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
 from rayvec.node.pipe import MessagePipe
+from rayvec.node.preloaded import check_threads
 from rayvec.node.protocol import Op, Reply, Setup, WeightsRef
 from rayvec.node.step_memory import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, FIRST_ROWS, OP, ROWS_AT, NodeBlock
 from rayvec.node.weight_memory import WeightMemory
@@ -55,7 +57,7 @@ class WorkerSpec:
     Attributes:
         index: Index of the worker on its node.
         first_id: Global index of the worker's first environment.
-        factory: The cloudpickled factory of the worker's environments.
+        factory: Where the pickled factory of the worker's environments lies in the file of all factories.
         node: Name of the node, for errors.
         restart_policy: The restart policy for environments that raise.
         replacement: Whether the worker replaces one that exited. A replacement worker reports no spaces.
@@ -63,7 +65,7 @@ class WorkerSpec:
 
     index: int
     first_id: int
-    factory: bytes
+    factory: Places
     node: str
     restart_policy: RestartPolicy
     replacement: bool = False
@@ -74,14 +76,14 @@ def worker_main(spec: WorkerSpec, fds: Sequence[int]) -> None:
 
     Args:
         spec: The parameters of the worker.
-        fds: File descriptors of the pipe to the owner and of the file for the worker's stack.
+        fds: File descriptors of the pipe to the owner, the file for the worker's stack, and that of the factories.
     """
     faulthandler.register(STACK_SIGNAL, file=fds[1])
     worker: Worker | None = None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner has exited
         end = socket.socket(fileno=fds[0])
         try:
-            worker = Worker(spec, MessagePipe(end))
+            worker = Worker(spec, MessagePipe(end), fds[2])
             worker.run()
         except OSError as error:
             if error.errno != errno.EBADF:
@@ -106,12 +108,13 @@ class Worker:
     Args:
         spec: The parameters of the worker.
         pipe: The pipe to the owner.
+        factories: File descriptor of the pickled factories.
 
     Raises:
         EOFError: An environment could not be made, which has been reported, or the owner has exited.
     """
 
-    def __init__(self, spec: WorkerSpec, pipe: MessagePipe) -> None:
+    def __init__(self, spec: WorkerSpec, pipe: MessagePipe, factories: int) -> None:
         self._spec = spec
         self._pipe = pipe
         self._where = f"node {spec.node}, worker {spec.index}"
@@ -122,7 +125,9 @@ class Worker:
             seed_globals(None)  # else every worker inherits the fork server's state
             if spec.replacement:
                 self._take_setup()
-            factory = pickle.loads(spec.factory)
+            check_threads()
+            factory = load_part(factories, spec.factory)
+            os.close(factories)
             seed = self._last_seed() if spec.replacement else None
             self._seed_globals(factory.seed if seed is None else seed, 1)
             if factory.native:

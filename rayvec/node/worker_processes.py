@@ -19,6 +19,7 @@ from typing import Any
 
 from gymnasium import Space
 
+from rayvec.envs.pickled_parts import PickledParts
 from rayvec.errors import LIMITS_REMEDY, ConfigError, RemoteFailure, WorkerLostError, duration
 from rayvec.node.chunk_memory import ChunkMemory, dumps
 from rayvec.node.fork_server import ForkServer
@@ -94,7 +95,7 @@ class WorkerSet:
     """The worker processes of one node, which are children of the pool's fork server.
 
     Args:
-        factories: One cloudpickled factory of environments for each worker. Only the workers unpickle them.
+        factories: A pickled factory of environments for each worker. Only the workers unpickle them.
         worker_bounds: Global indices: worker k holds ``range(worker_bounds[k], worker_bounds[k + 1])``.
         node: Name of the node, for errors.
         preload: Modules that the fork server imports in addition to rayvec.
@@ -108,7 +109,7 @@ class WorkerSet:
 
     def __init__(
         self,
-        factories: Sequence[bytes],
+        factories: PickledParts,
         worker_bounds: Sequence[int],
         node: str = "local",
         preload: Sequence[str] = (),
@@ -124,11 +125,12 @@ class WorkerSet:
         self._preload = preload
         self._turn = threading.RLock()  # a restart and the end may come from different threads
         self._closed = False
-        _allow_open_files(FILES_OF_A_WORKER * len(factories))
+        _allow_open_files(FILES_OF_A_WORKER * len(factories.places))
         self.server = self._open_server()
         self._specs = [
-            WorkerSpec(k, worker_bounds[k], factory, node, restart_policy) for k, factory in enumerate(factories)
+            WorkerSpec(k, worker_bounds[k], places, node, restart_policy) for k, places in enumerate(factories.places)
         ]
+        self._factories = factories
         try:
             for spec in self._specs:
                 self.processes.append(self._start(spec))
@@ -166,7 +168,9 @@ class WorkerSet:
                     stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
                     undo.callback(os.close, stack_fd)
                     pid, watch = self.server.fork(
-                        pickle.dumps(partial(worker_main, spec)), [theirs.fileno(), stack_fd], limit_s
+                        pickle.dumps(partial(worker_main, spec)),
+                        [theirs.fileno(), stack_fd, self._factories.fd],
+                        limit_s,
                     )
                 undo.pop_all()
         except EOFError as error:
@@ -277,6 +281,7 @@ class WorkerSet:
             for memory in self.memories:
                 memory.close()
             self.processes, self.memories = [], []
+            self._factories.close()
             self.server.close()
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rayvec.data import ChunkRequest, Rollout, Topology, Tree, tree_map
-from rayvec.envs.factory import EnvFactory, pickled_for_workers
+from rayvec.envs.factory import EnvFactory
+from rayvec.envs.pickled_parts import pickled_for_workers
 from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
 from rayvec.node.chunk_memory import packed
 from rayvec.pools.base import ActingPool, Cut, NotReady

@@ -78,13 +78,13 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             ``"raise"`` closes all environments. ``"restart"`` restarts the affected ones; the others continue. A
             failed step returns the last true observation, reward 0, truncated, and ``info["env_restarted"]``.
         on_node_loss: ``"rehost"`` restarts environments of a lost node on others; ``"raise"`` is a ``NodeLostError``.
-        preload: Modules that the workers import once for each node, such as ``("torch",)``.
+        preload: Modules that the workers import once for each node, such as ``("torch",)``. A module that starts a
+            thread is refused. Workers share random generators and files that it opens: see docs/own-environment.md.
         address: Of a running Ray cluster.
         first_id: Global index of the first environment, where several processes have parts of one set of environments.
             Noise and errors go by it. Requires ``num_nodes=0``.
         native: Whether each callable makes a ``gymnasium.vector.VectorEnv``, a native sub-batch (docs/vector-env.md).
-        seed: Of the random generators that belong to a process (``random``, ``numpy.random``, torch) while the workers
-            make their environments. :meth:`reset` seeds them again: see docs/own-environment.md.
+        seed: Of the global random generators while workers make environments; :meth:`reset` seeds them again.
 
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.

@@ -25,6 +25,7 @@ from hypothesis import given, strategies as st
 from rayvec.config.plugins import import_plugins
 from rayvec.config.references import resolve
 from rayvec.envs.factory import EnvFactory, env_seeds
+from rayvec.envs.pickled_parts import load_part
 from rayvec.errors import ConfigError
 
 
@@ -105,7 +106,8 @@ class TestFactory:
 
     def test_a_part_makes_its_own(self) -> None:
         factory = EnvFactory.build([partial(CountingEnv, i + 1) for i in range(5)])
-        part: EnvFactory = pickle.loads(factory.in_parts([0, 2, 4])[1])
+        parts = factory.in_parts([0, 2, 4])
+        part: EnvFactory = load_part(parts.fd, parts.places[1])
         assert [part.make(i).unwrapped._max for i in range(part.num_envs)] == [3, 4]  # type: ignore[attr-defined]
 
     def test_it_travels_with_functions_of_any_place(self) -> None:

@@ -1,0 +1,260 @@
+"""The border between the script and its workers: what of the script's process reaches them, and what does not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from conftest import MakeVec
+from numpy.typing import NDArray
+
+import rayvec
+
+Obs = NDArray[np.float64]
+
+
+class Shows(gymnasium.Env[Obs, np.int64]):
+    """Shows in its infos what a function returns on a worker."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, show: Callable[[], Any]) -> None:
+        self._show = show
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Obs, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(1), {"shown": self._show()}
+
+    def step(self, action: np.int64) -> tuple[Obs, float, bool, bool, dict[str, Any]]:
+        return np.zeros(1), 0.0, False, False, {"shown": self._show()}
+
+
+def shown(show: Callable[[], Any], **settings: Any) -> list[Any]:
+    """Returns what a function returns on each of two workers of this machine."""
+    with rayvec.RayVecEnv(partial(Shows, show), 2, num_nodes=0, workers_per_node=2, **settings) as env:
+        return list(env.reset()[1]["shown"])
+
+
+class TestVariables:
+    NAMES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            ({}, "1 1 1"),
+            ({"OMP_NUM_THREADS": "3"}, "3 3 3"),
+            ({"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "2"}, "3 3 2"),
+            ({"OPENBLAS_NUM_THREADS": "5"}, "1 5 1"),
+        ],
+        ids=str,
+    )
+    def test_threads_that_the_user_has_set_stay(
+        self, given: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in self.NAMES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        command = "echo " + " ".join(f"${name}" for name in self.NAMES)  # in what the environment starts
+        assert shown(partial(subprocess.getoutput, command)) == [expected] * 2
+
+    def test_gpus_are_those_of_the_node_whatever_ray_hides(self, ray_cluster: Any, make_vec: MakeVec) -> None:
+        names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+        variables = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1", "CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "2"}
+        pretended = ray_cluster.add_node(num_cpus=30, num_gpus=2, env_vars=variables)
+        hiding = ray_cluster.add_node(num_cpus=30, env_vars={"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"})
+        try:
+            env = make_vec(partial(Shows, partial(_variables, names)), num_envs=12, nodes=4, workers=3)
+            seen = env.reset()[1]["shown"].reshape(4, 3)
+            env.close()
+        finally:
+            ray_cluster.remove_node(pretended)
+            ray_cluster.remove_node(hiding)
+        assert sorted(map(str, seen[:, 0])) == ["('3,5', '2')", *["(None, '1')"] * 3]
+        assert all(len(set(node)) == 1 for node in seen)
+
+
+def _variables(names: tuple[str, ...]) -> tuple[str | None, ...]:
+    return tuple(map(os.environ.get, names))
+
+
+SPAWNED = """
+import multiprocessing
+import gymnasium
+import numpy as np
+import torch
+
+class Walk(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(1, np.float32), {"mark": Mark()}
+
+    def step(self, action):
+        self.steps += 1
+        return np.ones(1, np.float32), 1.0, self.steps == 5, False, {}
+
+class Mark:
+    pass
+
+class Broken(Exception):
+    pass
+
+class Net(torch.nn.Module):
+    def __init__(self, observation_space, action_space, config):
+        super().__init__()
+        self.policy, self.value = torch.nn.Linear(1, 2), torch.nn.Linear(1, 1)
+
+    def forward(self, obs):
+        return self.policy(obs), self.value(obs).squeeze(-1)
+
+def policy(obs):
+    return np.ones(len(obs), np.int64)
+
+def fails():
+    raise Broken
+
+def main(run_dir):
+    import rayvec
+    with rayvec.RayVecEnv(Walk, 2, num_nodes=0, workers_per_node=2) as env:
+        assert isinstance(env.reset()[1]["mark"][0], Mark)
+        assert env.rollout(policy, num_steps=2).act.tolist() == [[1, 1], [1, 1]]
+    try:
+        rayvec.RayVecEnv(fails, 2, num_nodes=0)
+    except Broken:
+        pass
+    sizes = dict(total_steps=64, num_envs=2, num_steps=16, minibatch_size=32, eval_episodes=1)
+    config = rayvec.PPOConfig(num_nodes=0, workers_per_node=2, run_dir=run_dir, num_learners=2, **sizes)
+    rayvec.train(config, env=Walk, network=Net)
+    assert "passed in Python" in open(f"{run_dir}/config.yaml").read()
+
+if __name__ == "__main__":
+    import sys
+    process = multiprocessing.get_context("spawn").Process(target=main, args=sys.argv[1:])
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+def test_what_the_script_defines_works_in_a_process_that_multiprocessing_has_spawned(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNED)
+    done = subprocess.run([sys.executable, script, tmp_path / "run"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+class TestSharedObjects:
+    def test_a_manager_reaches_the_environments_of_all_nodes(self, make_vec: MakeVec) -> None:
+        with multiprocessing.get_context("spawn").Manager() as manager:
+            board = manager.dict(level=3)
+            makes = partial(Shows, partial(board.get, "level"))
+            env = make_vec(makes, num_envs=2, nodes=2)
+            assert env.reset()[1]["shown"].tolist() == [3, 3]
+            board["level"] = 4
+            assert env.step(np.zeros(2, np.int64))[4]["shown"].tolist() == [4, 4]
+
+    @pytest.mark.parametrize("kind", ["Value", "Lock", "Queue"])
+    def test_the_error_about_other_shared_objects_names_the_manager(self, kind: str) -> None:
+        made = getattr(multiprocessing, kind)(*(["i"] if kind == "Value" else []))
+        with pytest.raises(TypeError, match=r"multiprocessing\.Manager\(\)"):
+            shown(lambda: made)
+
+
+class TestPreload:
+    def test_a_module_that_starts_a_thread_is_refused_with_its_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "starts_a_thread.py").write_text(
+            textwrap.dedent("""
+            import threading, time
+            threading.Thread(target=time.sleep, args=[3600], name="the poller", daemon=True).start()
+            """)
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(rayvec.errors.ConfigError, match=r"'starts_a_thread' starts a thread .*the poller"):
+            shown(os.getpid, preload=("threading", "starts_a_thread"))
+
+
+class TestLargeClosures:
+    BYTES = 64 << 20
+
+    def test_a_table_is_in_memory_once_for_all_workers(self) -> None:
+        table = np.zeros(self.BYTES // 8)
+        table[:] = np.arange(len(table))
+
+        def show(index: int) -> tuple[int, float]:
+            return index, float(table.sum())
+
+        makes = [partial(Shows, partial(show, index)) for index in range(4)]
+        before = _memory(os.getpid())
+        with rayvec.RayVecEnv(makes, num_nodes=0, workers_per_node=4) as env:
+            assert [*env.reset()[1]["shown"]] == [(index, table.sum()) for index in range(4)]
+            pids = next(iter(env.worker_pids().values()))[1:]
+            taken = _memory(os.getpid()) - before + sum(map(_memory, pids))
+        assert taken < 3 * self.BYTES  # the pages of the table, and what four processes need in any case
+
+    def test_what_an_environment_writes_into_its_table_stays_its_own(self) -> None:
+        table = np.zeros(1 << 16)
+
+        def count() -> float:
+            table[5] += 1.0
+            return float(table[5])
+
+        with rayvec.RayVecEnv([partial(Shows, count)] * 2, num_nodes=0, workers_per_node=2) as env:
+            assert [*env.reset()[1]["shown"]] == [1.0, 1.0]
+            assert [*env.reset()[1]["shown"]] == [2.0, 2.0]
+        assert table[5] == 0.0
+
+    def test_a_replacement_worker_and_another_node_get_the_table(self, make_vec: MakeVec) -> None:
+        table = np.arange(float(1 << 16))
+        env = make_vec([lambda: Shows(lambda: float(table[-1]))] * 4, nodes=2, workers=2, on_env_error="restart")
+        env.reset()
+        for pids in env.worker_pids().values():
+            os.kill(pids[1], 9)
+        env.step(np.zeros(4, np.int64))
+        assert env.step(np.zeros(4, np.int64))[4]["shown"].tolist() == [table[-1]] * 4
+
+
+def _memory(pid: int) -> int:
+    """Returns the memory of a process in bytes; of pages that it shares with others it counts its share."""
+    found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) << 10
+
+
+def test_the_tests_see_no_settings_of_the_user() -> None:
+    given = {
+        "RAY_ADDRESS": "x",
+        "WANDB_MODE": "x",
+        "OMP_NUM_THREADS": "7",
+        "CUDA_VISIBLE_DEVICES": "9",
+        "RAYVEC_X": "x",
+    }
+    code = f"import conftest, os, sys; sys.exit(str([name for name in {[*given]} if name in os.environ]))"
+    variables = {**os.environ, **given, "PYTHONPATH": os.pathsep.join(sys.path)}
+    del variables["RAYVEC_TEST_BEGAN"]
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    assert done.stderr == "[]\n"
+
+
+def test_an_error_in_a_patched_module_says_that_workers_do_not_see_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "bool8", np.bool_, raising=False)
+    with pytest.raises(AttributeError, match="bool8") as raised:
+        shown(lambda: np.bool8(True))  # type: ignore[attr-defined]
+    assert "adds this to the module numpy" in str(raised.value.__cause__)
