@@ -1,8 +1,7 @@
 """Tianshou's policies as policies that act where the environments are.
 
-A policy is sent once, pickled. After that only its state is sent, as one flat vector: its parameters and buffers, bit
-for bit, and the plain numbers of its modules, which decide what it does too (the epsilon of a DQN, whether it is
-within a training step). Where other attributes have changed, such as an array, it is sent again.
+A policy is sent pickled. After that only its parameters and buffers are sent, as one flat vector, bit for bit. Where
+anything else of it has changed, such as the epsilon of a DQN, it is sent again.
 """
 
 from __future__ import annotations
@@ -24,18 +23,7 @@ from tianshou.data.collector import get_stddev_from_dist
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NoiseSpec
-from rayvec.tianshou.policy_state import (
-    NUMBER_BYTES,
-    Number,
-    all_numbers_of,
-    digest_of,
-    fits_in_weights,
-    numbers_of,
-    pack,
-    seed_own_generators,
-    tensors_of,
-    unpack,
-)
+from rayvec.tianshou.policy_state import pickled_without_tensors, seed_own_generators, tensors_of
 
 __all__ = ["RandomActions", "TianshouPolicy", "joint_logp", "policy_entry", "record_logp", "records_logp"]
 
@@ -65,11 +53,9 @@ class TianshouPolicy:
 
     def __init__(self, policy: Policy | Algorithm[Any, Any], *, exploration_noise: bool = False) -> None:
         self._policy: Policy = policy.policy if isinstance(policy, Algorithm) else policy
-        self._numbers: list[Number] | None = None
         self._exploration_noise = exploration_noise
         self._state: Any = None
         self._seeds_own = self._seeds_global = False
-        self._known: list[Any] = []
         # Without autograd torch evaluates an LSTM by another kernel, which differs in the last bits.
         self._with_grad = any(isinstance(module, torch.nn.RNNBase) for module in self._policy.modules())
 
@@ -102,53 +88,38 @@ class TianshouPolicy:
             self._state[rows] = None if self._state.dtype == object else 0
 
     def weights(self) -> NDArray[np.float32]:
-        """Returns the policy's state as one flat vector of bits, which mean nothing as numbers."""
+        """Returns parameters and buffers as one flat vector of bits, which mean nothing as numbers."""
         tensors = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for tensor in tensors_of(self._policy)]
-        stream = np.concatenate([*tensors, *(np.frombuffer(pack(each), np.uint8) for each in numbers_of(self._policy))])
+        stream = np.concatenate([np.zeros(0, np.uint8), *tensors])
         return np.pad(stream, (0, -len(stream) % 4)).view(np.float32)
 
-    def structure(self) -> list[tuple[Any, ...]]:
-        """Returns what :meth:`weights` consists of: each tensor's dtype and shape, each plain number's path and name.
+    def structure(self) -> bytes:
+        """Returns what :meth:`weights` don't hold. A copy acts as the policy does while this does not change.
 
-        What weights can't hold is in it too: whole numbers of more than 64 bits with their values, and a digest of all
-        other attributes. Only a copy of a policy with the same structure acts as it does once it has loaded the
-        weights.
+        States of random generators are left out.
+
+        Raises:
+            Exception: The policy can't be pickled.
         """
-        tensors = ((tensor.dtype, tensor.shape) for tensor in tensors_of(self._policy))
-        numbers = all_numbers_of(self._policy)
-        names = ((each.path, each.name, *(() if fits_in_weights(each) else (each.value,))) for each in numbers)
-        digest, self._known = digest_of(self._policy)  # those of before are alive until here
-        return [*tensors, *names, (digest,)]
+        return pickled_without_tensors(self._policy)
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Loads what :meth:`weights` returned in another process.
-
-        A copy that was unpickled loads those plain numbers that have changed since it last loaded them, or was pickled.
-        So a counter that only the copy itself changes keeps its value.
 
         Raises:
             ConfigError: It comes from a policy with other parameters.
         """
         tensors = list(tensors_of(self._policy))
-        numbers = list(numbers_of(self._policy)) if self._numbers is None else self._numbers
-        sizes = [*(each.numel() * each.element_size() for each in tensors), NUMBER_BYTES * len(numbers)]
-        *ends, size = np.cumsum(sizes)
+        *ends, size = np.cumsum([0, *(each.numel() * each.element_size() for each in tensors)])
         if weights.size != -(-size // 4):
             raise ConfigError(
-                "The state of a policy is loaded by the same policy.",
-                expected=f"{-(-size // 4)} numbers",
-                got=weights.shape,
-                remedy="Pass what weights() of a TianshouPolicy returned; publish a changed policy again.",
+                f"The weights have {weights.size} numbers, but the policy takes {-(-size // 4)}. Pass what weights() "
+                "of the same TianshouPolicy returned; publish a changed policy again."
             )
-        *parts, plain = np.split(np.ascontiguousarray(weights).view(np.uint8)[:size].copy(), ends)
+        parts = np.split(np.ascontiguousarray(weights).view(np.uint8)[:size].copy(), ends[1:])
         with torch.no_grad():
-            for tensor, part in zip(tensors, parts, strict=True):
+            for tensor, part in zip(tensors, parts, strict=False):
                 tensor.copy_(torch.from_numpy(part.copy()).view(tensor.dtype).view(tensor.shape))
-        for k, (number, packed) in enumerate(zip(numbers, plain.reshape(-1, NUMBER_BYTES), strict=True)):
-            if self._numbers is None or pack(number) != packed.tobytes():
-                value = unpack(packed.tobytes())
-                number.holder[number.name] = value
-                numbers[k] = number._replace(value=value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Moves a copy to the CPU; the hidden state stays behind."""
@@ -160,7 +131,6 @@ class TianshouPolicy:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["policy"], exploration_noise=state["exploration_noise"])  # type: ignore[misc]
         self._policy.eval()
-        self._numbers = list(numbers_of(self._policy))  # with the values of now
         self._seeds_own = True  # else each copy would draw the same
         self._seeds_global = state["process"] != _PROCESS  # the driver's generators are the caller's
 

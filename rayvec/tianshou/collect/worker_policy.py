@@ -51,22 +51,22 @@ class WorkerPolicy:
         self.store = None
         self._is_picklable = True
         self._published = np.zeros(0, np.float32)
-        self._structure: list[tuple[Any, ...]] = []
+        self._structure = b""
 
     def publish(self) -> bool:
         """Gives the workers the policy as it is now; returns False if the policy can't be pickled."""
         if not self._is_picklable:
             return False
-        weights, structure = self._acting.weights(), self._acting.structure()
+        weights = self._acting.weights()
+        try:
+            structure = self._acting.structure()
+        except Exception as error:
+            logger.warning("the policy acts in the driver, since it can't be pickled: %s", error)
+            self._is_picklable = False
+            return False
         if self.store is None or structure != self._structure:
-            try:
-                pickled = cloudpickle.dumps(self._acting)
-            except Exception as error:
-                logger.warning("the policy acts in the driver, since it can't be pickled: %s", error)
-                self._is_picklable = False
-                return False
             self.store = None  # the workers drop an older one
-            self.store = self.env.publish_pickled(pickled, self._next_version)
+            self.store = self.env.publish_pickled(cloudpickle.dumps(self._acting), self._next_version)
         elif weights.tobytes() != self._published.tobytes():
             self.store.publish(weights)
         self._published, self._structure = weights, structure
