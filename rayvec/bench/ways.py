@@ -13,10 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from rayvec.collect.collector import Collector
-from rayvec.distributed.decentralized import DecentralizedGroup
+from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_placement import ResourceRequest
 from rayvec.distributed.ray_host import RayHost
-from rayvec.distributed.stragglers import Arrivals
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.policies.noise import NO_NOISE
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -123,7 +122,7 @@ class Central:
 class _Rank:
     """What a decentralized rank holds: the environments of its node, and a gradient that it sums with the others."""
 
-    def __init__(self, env: Env, num_envs: int, ranks: ClosableRanks, _: Arrivals) -> None:
+    def __init__(self, env: Env, num_envs: int, ranks: ClosableRanks) -> None:
         self._ranks, self._gradient = ranks, torch.ones(_NUM_WEIGHTS)
         first = ranks.rank * num_envs
         where: Any = {"num_nodes": 0, "workers_per_node": num_envs, "first_id": first}
@@ -159,9 +158,7 @@ class Decentralized:
 
     def __init__(self, env: Env, num_nodes: int, cores_per_node: int, address: str) -> None:
         request = ResourceRequest(cores_per_node, 0, per_node=1, num_nodes=num_nodes)
-        self._group = DecentralizedGroup(
-            functools.partial(_Rank, env, cores_per_node), num_nodes, RayHost(request, address)
-        )
+        self._group = RankGroup(functools.partial(_Rank, env, cores_per_node), num_nodes, RayHost(request, address))
 
     def set_step(self, step_s: float) -> None:
         """Sets how long a step of emulated environments takes."""

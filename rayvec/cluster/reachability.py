@@ -11,7 +11,7 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +23,6 @@ from rayvec.errors import NodeLostError
 from rayvec.node.object_store import room_for
 
 __all__ = [
-    "NodeWatch",
     "alive_nodes",
     "can_call_ray",
     "check_connected",
@@ -36,8 +35,6 @@ __all__ = [
 _ANSWER_S = 2.0
 _REQUEST_S = 10.0
 _SILENCE_S = 10.0
-_STALE_S = 60.0
-"""An earlier look counts only if it is at most this many seconds old."""
 _MOST_THREADS = 64
 Address = tuple[str, int]
 _head_was_silent_s: dict[str, float] = {}
@@ -139,43 +136,3 @@ def put(value: Any, what: str) -> Any:
     check_connected()
     with room_for(what):
         return ray.put(value)
-
-
-class NodeWatch:
-    """Finds nodes that the network no longer reaches.
-
-    Only a node that has answered before counts: a firewall may block the ports of raylets.
-    """
-
-    def __init__(self) -> None:
-        self._addresses: dict[str, Address] = {}
-        self._have_answered: set[str] = set()
-        self._silent_since_s: dict[str, float] = {}
-        self._looked_s = 0.0
-
-    def lost(self, node_ids: Iterable[str]) -> set[str]:
-        """Returns the nodes that were silent at each look in the last ten seconds; call it every few seconds.
-
-        Raises:
-            NodeLostError: There is one, or a node is new, and the head does not answer.
-        """
-        check_connected()
-        wanted = set(node_ids) - {ray.get_runtime_context().get_node_id()}
-        if not wanted <= self._addresses.keys():
-            self._addresses = {
-                node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in alive_nodes()
-            }
-        began_s = time.monotonic()
-        if began_s - self._looked_s > _STALE_S:
-            self._silent_since_s.clear()  # two looks far apart say nothing of the time between
-        self._looked_s = began_s
-        silent = unreachable({each: self._addresses[each] for each in wanted if each in self._addresses})
-        self._have_answered |= wanted - silent
-        for each in wanted - silent:
-            self._silent_since_s.pop(each, None)
-        counting = silent & self._have_answered
-        ended_s = time.monotonic()
-        gone = {each for each in counting if ended_s - self._silent_since_s.setdefault(each, began_s) > _SILENCE_S}
-        if gone:
-            check_head()
-        return gone

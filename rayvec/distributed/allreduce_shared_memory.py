@@ -33,7 +33,6 @@ from torch import Tensor
 from rayvec.errors import ConfigError, RankLostError
 from rayvec.node.process_watch import ProcessWatch
 from rayvec.pools.anonymous_file import anonymous_file
-from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["SharedMemoryRanks", "can_share_memory"]
 
@@ -80,12 +79,7 @@ class SharedMemoryRanks:
 
     def __init__(self, rank: int, size: int, path: str | None = None, *, timeout_s: float = 60.0) -> None:
         if not can_share_memory():
-            raise ConfigError(
-                "Ranks share memory where the processor keeps the order of writes.",
-                expected="x86_64",
-                got=platform.machine(),
-                remedy="Use CollectiveRanks",
-            )
+            raise ConfigError(f"Ranks share memory on x86_64, not on {platform.machine()}. Use CollectiveRanks.")
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
         self._others = [other for other in range(size) if other != rank]
@@ -104,7 +98,7 @@ class SharedMemoryRanks:
         try:
             return os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise _lost("rank 0 to hold the shared memory", f"rank 0 exited ({error.strerror})") from error
+            raise _lost(0, f"has ended ({error.strerror})") from error
 
     @property
     def _num_bytes(self) -> int:
@@ -185,19 +179,19 @@ class SharedMemoryRanks:
         marks = self._marks
         self._num_steps += 1
         marks[self.rank * 8] = num_steps = self._num_steps
-        waited: WaitedTime | None = None
+        began_s: float | None = None
         for other in self._others:
             place = other * 8
             for _ in range(_NUM_READS):
                 if marks[place] >= num_steps:
                     break
             else:
-                waited = waited or WaitedTime()
-                self._wait_for(other, waited)
+                began_s = began_s or time.monotonic()
+                self._wait_for(other, began_s)
             if marks[place] >= _LEFT:
-                self._wait_for(other, WaitedTime())
+                self._wait_for(other, time.monotonic())
 
-    def _wait_for(self, other: int, waited: WaitedTime) -> None:
+    def _wait_for(self, other: int, began_s: float) -> None:
         """Waits for one rank: yields the core at first, then sleeps, and checks that the rank's process lives.
 
         Two ranks that only yield to each other can share a core for good while another core is idle: Linux looks for
@@ -205,12 +199,12 @@ class SharedMemoryRanks:
 
         Args:
             other: The rank.
-            waited: How long this sum has waited for all ranks.
+            began_s: When this sum began to wait.
         """
         place = other * 8
         checked_s, has_slept = 0.0, False
         while (mark := self._marks[place]) < self._num_steps:
-            waited_s = waited.look()
+            waited_s = time.monotonic() - began_s
             if waited_s > _MOVE_AFTER_S and not has_slept:
                 has_slept = True
                 time.sleep(_SHORTEST_SLEEP_S)
@@ -220,16 +214,14 @@ class SharedMemoryRanks:
                 continue
             if waited_s > self._timeout_s:
                 here = [str(rank) for rank in range(self.size) if self._marks[rank * 8] >= self._num_steps]
-                raise _lost(
-                    f"rank {other} in a sum within {self._timeout_s:g} s",
-                    f"in time only ranks {', '.join(here)}",
-                )
+                late = f"did not come to a sum within {self._timeout_s:g} s; only ranks {', '.join(here)} did"
+                raise _lost(other, late)
             if waited_s - checked_s > _CHECK_AFTER_S:
                 checked_s = waited_s
                 self._check_process(other)
             time.sleep(_SLEEP_S)
         if mark >= _LEFT and mark - _LEFT < self._num_steps:
-            raise _lost(f"rank {other} in a sum", f"rank {other} left")
+            raise _lost(other, "has left the group")
 
     def _check_process(self, other: int) -> None:
         """Raises if the process of a rank that has mapped the block has ended."""
@@ -239,7 +231,7 @@ class SharedMemoryRanks:
         if other not in self._watches:
             self._watches[other] = ProcessWatch(pid)
         if self._watches[other].ended() and self._marks[other * 8] < self._num_steps:
-            raise _lost(f"rank {other} to live", f"its process {pid} has ended")
+            raise _lost(other, f"has ended (process {pid})")
 
     def close(self) -> None:
         """Leaves: a rank that waits for this one, now or later, raises. May be called again."""
@@ -253,10 +245,5 @@ class SharedMemoryRanks:
         self._watches = {}
 
 
-def _lost(expected: str, got: str) -> RankLostError:
-    return RankLostError(
-        "All ranks take part in every sum.",
-        expected=expected,
-        got=got,
-        remedy="Look into the log of that rank",
-    )
+def _lost(rank: int, what: str) -> RankLostError:
+    return RankLostError(f"Rank {rank} {what}, and every rank takes part in every sum. Its log may say why.")

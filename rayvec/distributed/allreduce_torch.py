@@ -103,10 +103,8 @@ class CollectiveRanks:
 
     def _lost(self, error: RuntimeError) -> RankLostError:
         return RankLostError(
-            "All ranks take part in every sum.",
-            expected=f"{self.size} ranks within {self._timeout_s:g} s, each connected until all are done",
-            got=f"on rank {self.rank}: {first_line(error)}",
-            remedy="Look into the log of the other ranks",
+            f"A sum of {self.size} ranks failed on rank {self.rank}: {first_line(error)}. Every rank takes part in "
+            f"every sum within {self._timeout_s:g} s. The logs of the other ranks may say why."
         )
 
     def close(self) -> None:
@@ -137,8 +135,5 @@ def check_device(device: str) -> None:
     """Raises a ConfigError where the process does not have the device."""
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(
-            "A learner computes on a device that its node has.",
-            expected='"cpu", or "cuda" where torch sees a GPU',
-            got=repr(device),
-            remedy='Pass device="cpu", or install torch with CUDA on nodes with GPUs',
+            f'device={device!r} can\'t be used here. Pass device="cpu", or "cuda" where torch sees a GPU.'
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
@@ -13,8 +15,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from rayvec.data import Batch, Chunk
-from rayvec.distributed.rank_actor import pack, unpack
-from rayvec.distributed.rank_group import RankGroup
+from rayvec.distributed.rank import pack, unpack
+from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.distributed.shards import RemoteShard, copy_batch, cut_batch, fetch_shard, rank_bounds, split_refs
 from rayvec.errors import LearnerError, check_count
@@ -25,6 +27,9 @@ from rayvec.policies.networks import copy_to_cpu
 
 __all__ = ["LearnerGroup"]
 
+_KEEP_S = 1.0
+"""How old the state may be from which new ranks continue, beyond the update in which a rank was lost."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -33,11 +38,13 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
 
     All ranks together compute what one learner computes from the whole batch. They begin with the weights of rank 0,
     each gets a range of the batch's environments, and gradients are summed before they are clipped, so that all ranks
-    have the same weights after every update. The loss of a rank in an update costs time, but changes no number: all
-    ranks restart with the state before the update and repeat it. See :class:`~rayvec.distributed.rank_group.RankGroup`.
+    have the same weights after every update.
 
-    Rank-local state, such as the replay of SAC, is not part of that state: it is empty after a restart, with a
-    warning. It is part of `state_dict`, and can be loaded into as many ranks as it came from.
+    A rank that is lost in an update raises a `LearnerError`, and so does what a learner raises; all ranks end then.
+    `weights` still returns the weights of the last completed update. The next call starts new ranks, which continue
+    from the state of a completed update that was at most a second older, or from that of a later `state_dict` or
+    `load_state_dict`. Rank-local state, such as the replay of SAC, is empty then. (A run of :func:`rayvec.train`
+    continues from its checkpoint instead.)
 
     Args:
         make_learner: Makes the learner, on each rank. With several ranks the learner has an attribute ``ranks``, as
@@ -53,6 +60,7 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         timeout_s: How long ranks wait for each other, in seconds.
         num_nodes: 0 runs the ranks as processes of this machine, without Ray. Unset: as Ray actors.
         address: Of a running Ray cluster.
+        fewer: Whether fewer ranks may run, at least 1, where there is no room for all of them.
 
     Raises:
         ConfigError: Settings that can't work, a learner that can't be on several ranks, or a cluster without capacity.
@@ -73,38 +81,69 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         timeout_s: float = 60.0,
         num_nodes: Literal[0] | None = None,
         address: str | None = None,
+        fewer: bool = False,
     ) -> None:
-        self.num_learners = check_count("num_learners", num_learners)
+        check_count("num_learners", num_learners)
+        check_count("learner_threads", learner_threads)
         self._weights: NDArray[np.float32] | None = None
-        self._num_starts = 1
-        self._group = RankGroup(
+        self._state: Any = None
+        self._kept_s = 0.0
+        self._is_closed = False
+        self._open_host = functools.partial(
+            open_host,
+            device=device,
+            num_cpus=learner_threads if num_cpus is None else num_cpus,
+            ranks_per_node=ranks_per_node,
+            nodes=nodes,
+            avoid_nodes=avoid_nodes,
+            num_nodes=num_nodes,
+            address=address,
+        )
+        self._open_group = functools.partial(
+            RankGroup,
             functools.partial(_RankLearner, make_learner),
             num_learners,
             device=device,
             threads=learner_threads,
-            num_cpus=num_cpus,
-            ranks_per_node=ranks_per_node,
-            nodes=nodes,
-            avoid_nodes=avoid_nodes,
             timeout_s=timeout_s,
-            num_nodes=num_nodes,
-            address=address,
+            fewer=fewer,
         )
+        self._group = self._start()
+
+    def _start(self) -> RankGroup:
+        """Starts ranks with the state that was kept, or at first with that of rank 0."""
+        group = self._open_group(self._open_host())
         try:
-            self._rank_local_names: tuple[str, ...] = self._group.ask("rank_local_names")
+            names, shared = group.ask("describe")[0]
+            self._rank_local_names: tuple[str, ...] = names
+            if self._state is None:
+                self._state = shared
+            elif names:
+                logger.warning("new ranks start without their rank-local state: the %s refills", ", ".join(names))
+            group.run("load_state_dict", [(group.put(self._state), pack({}))] * group.num_ranks)
         except BaseException:
-            self._group.close()
+            group.close(terminate=True)
             raise
+        return group
 
     @property
     def group(self) -> RankGroup:
-        """The ranks themselves: where they are, and their processes."""
+        """The ranks themselves: where they are, and their processes. It starts new ones if a rank was lost."""
+        if self._is_closed:
+            raise LearnerError("LearnerGroup is closed. Make a new one.")
+        if self._group.has_ended:
+            self._group = self._start()
         return self._group
+
+    @property
+    def num_learners(self) -> int:
+        """Number of ranks."""
+        return self._group.num_ranks
 
     @property
     def module(self) -> nn.Module:
         """A copy of what learns, with the present weights."""
-        module: nn.Module = self._group.ask("module")
+        module: nn.Module = self.group.ask("module")[0]
         return module
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -114,57 +153,47 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
             batch: Its chunks are here, or in the object store, from where each rank fetches what it needs.
 
         Raises:
-            LearnerError: As the learner raises it; or ranks were lost again and again; or a chunk was lost with its
-                node. The ranks are then as before the update, apart from rank-local state such as SAC's replay, which
-                is lost where ranks restarted.
+            LearnerError: As the learner raises it; or a rank was lost; or a chunk was lost with its node.
         """
         if not batch.chunks and not batch.chunk_refs:
-            raise LearnerError(
-                "A learner learns from chunks.",
-                expected="a batch with chunks or chunk_refs",
-                got="a batch with neither",
-                remedy="Collect one with rayvec.Collector",
-            )
+            raise LearnerError("The batch has neither chunks nor chunk_refs. Collect one with rayvec.Collector.")
         if batch.stats.staleness_counts and self.num_learners > 1:
             raise LearnerError(
-                "Each rank learns from environments of its own, one column of a chunk for each.",
-                expected="a batch of a collector without max_staleness",
-                got="a batch in which an environment may have several columns, or none",
-                remedy="Leave max_staleness out, or learn in the driver.",
+                "The batch comes from a collector with max_staleness, in which an environment may have several columns "
+                "or none; each rank learns from environments of its own. Leave max_staleness out, or learn in the "
+                "driver."
             )
-        metrics, self._weights = self._run("update", batch, keep=bool(self._rank_local_names))
-        if self._num_starts != self._group.num_starts:
-            self._num_starts = self._group.num_starts
-            if self._rank_local_names:
-                names = ", ".join(self._rank_local_names)
-                logger.warning("all ranks were restarted without their rank-local state: the %s refills", names)
+        keep = time.monotonic() - self._kept_s >= _KEEP_S
+        metrics, self._weights, state = self._run("update", batch, keep)[0]
+        if state is not None:
+            self._keep(state)
         return dict(metrics)
 
     def measure(self, batch: Batch) -> None:
         """Adds the observations of a batch to the moments that normalise later ones; see ``PPOLearner.measure``."""
-        self._run("measure", batch)
+        self._weights, state = self._run("measure", batch)[0]
+        self._keep(state)
 
-    def _run(self, name: str, batch: Batch, *, keep: bool = False) -> Any:
-        """Gives each rank its part of a batch; returns the result of rank 0."""
-        self._weights = None
-        args: list[tuple[Any, ...]]
+    def _run(self, name: str, batch: Batch, *args: Any) -> list[Any]:
+        """Gives each rank its part of a batch; returns the results."""
+        group = self.group
+        parts: list[Any]
         if batch.chunk_refs:
-            args = [(shard,) for shard in split_refs(batch, self.num_learners)]
-            keep = True  # a node may be lost with its chunks, so that the call can't be repeated
-        elif self.num_learners == 1:  # chunks of a batch with max_staleness may differ in their environments
-            args = [(self._group.put(batch),)]
-        elif self._group.reads_memory:
-            whole = self._group.put(batch)
-            args = [(whole, *bounds) for bounds in rank_bounds(batch, self.num_learners)]
+            parts = list(split_refs(batch, group.num_ranks))
+        elif group.num_ranks == 1:  # chunks of a batch with max_staleness may differ in their environments
+            parts = [group.put(batch)]
         else:
-            shards = [cut_batch(batch, *bounds) for bounds in rank_bounds(batch, self.num_learners)]
-            args = [(self._group.put(copy_batch(shard)),) for shard in shards]
-        return self._group.run(name, args, keep=keep)[0]
+            shards = [cut_batch(batch, *bounds) for bounds in rank_bounds(batch, group.num_ranks)]
+            parts = [group.put(copy_batch(shard)) for shard in shards]
+        return group.run(name, [(part, *args) for part in parts])
+
+    def _keep(self, state: Any) -> None:
+        self._state, self._kept_s = state, time.monotonic()
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the weights, flat, in the form that ``Policy.load_weights`` takes."""
         if self._weights is None:
-            self._weights = self._group.ask("weights")
+            self._weights = self.group.ask("weights")[0]
         return self._weights.copy()
 
     def state_dict(self) -> dict[str, Any]:
@@ -173,8 +202,9 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         It is the state that all ranks share; one learner can continue from it, too. With several ranks, the
         rank-local parts are in the list ``rank_local``, if the learner has such parts.
         """
-        parts = [unpack(part) for part in self._group.ask_all("parts")]
-        return join_state(parts[0][0], [local for _, local in parts])
+        parts = self.group.ask("parts")
+        self._keep(parts[0][0])
+        return join_state(unpack(parts[0][0]), [unpack(local) for _, local in parts])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets all ranks continue exactly where the learner was when `state` was taken.
@@ -185,14 +215,18 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         Raises:
             CheckpointError: `state` is of another kind of learner or network.
         """
+        group = self.group
+        shared, rank_local = split_state(state, self._rank_local_names, group.num_ranks)
+        packed = copy.deepcopy(pack(shared))
+        whole = group.put(packed)
+        group.run("load_state_dict", [(whole, group.put(pack(local))) for local in rank_local])
         self._weights = None
-        shared, rank_local = split_state(state, self._rank_local_names, self.num_learners)
-        self._group.load_state_dict(shared, rank_local)
-        self._num_starts = self._group.num_starts
+        self._keep(packed)
 
     def close(self) -> None:
         """Ends the ranks. May be called again."""
-        self._group.close()
+        self._is_closed = True
+        self._group.close(terminate=True)
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -203,51 +237,48 @@ class _RankLearner:
 
     def __init__(self, make_learner: Callable[[], Learner], ranks: Ranks) -> None:
         self._learner = make_learner()
-        self._ranks = ranks
+        self._is_first = ranks.rank == 0
         give_ranks(self._learner, ranks)
 
-    def update(self, batch: Batch | RemoteShard, *bounds: int) -> tuple[dict[str, float], NDArray[np.float32] | None]:
-        """Learns; returns metrics, and on rank 0 the weights, which saves the driver a call.
+    def describe(self) -> tuple[tuple[str, ...], Any]:
+        """Returns the names of the rank-local parts of the state, and on rank 0 what all ranks share of it."""
+        return tuple(rank_local_state(self._learner)), self._shared()
 
-        Args:
-            batch: This rank's part, or the whole batch.
-            bounds: The first environment of this rank's part of the whole batch, and one after its last.
+    def update(self, part: Batch | RemoteShard, keep: bool) -> tuple[dict[str, float], Any, Any]:
+        """Learns from this rank's part of a batch.
+
+        Returns:
+            Metrics; and on rank 0 the weights, and with `keep` what all ranks share of the state.
         """
-        metrics = self._learner.update(_own_part(batch, *bounds))
-        return metrics, self._learner.weights() if self._ranks.rank == 0 else None
+        metrics = self._learner.update(_fetched(part))
+        return metrics, self._learner.weights() if self._is_first else None, self._shared() if keep else None
 
-    def measure(self, batch: Batch | RemoteShard, *bounds: int) -> None:
-        """Adds observations to the moments of the learner, if it has some; arguments as of `update`."""
+    def measure(self, part: Batch | RemoteShard) -> tuple[Any, Any]:
+        """Adds observations to the moments of the learner, if it has some; returns weights and state, on rank 0."""
         if isinstance(self._learner, MeasuresObservations):
-            self._learner.measure(_own_part(batch, *bounds))
+            self._learner.measure(_fetched(part))
+        return self._learner.weights() if self._is_first else None, self._shared()
 
     def weights(self) -> NDArray[np.float32]:
         return self._learner.weights()
 
-    def module(self) -> nn.Module:
-        module: nn.Module = copy_to_cpu(self._learner.module)
-        return module
+    def module(self) -> nn.Module | None:
+        return copy_to_cpu(self._learner.module) if self._is_first else None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what all ranks share."""
-        return shared_state(self._learner)
+    def parts(self) -> tuple[Any, Any]:
+        """Returns what all ranks share of the state, on rank 0, and what is rank-local, packed."""
+        return self._shared(), pack(rank_local_state(self._learner))
 
-    def rank_local_names(self) -> tuple[str, ...]:
-        """Returns the names of the rank-local parts of the state."""
-        return tuple(rank_local_state(self._learner))
+    def load_state_dict(self, shared: Any, rank_local: Any) -> None:
+        """Continues from what all ranks share and what is rank-local, packed."""
+        self._learner.load_state_dict({**unpack(shared), **unpack(rank_local)})
 
-    def parts(self) -> Any:
-        """Returns what all ranks share, on rank 0 only, and what is rank-local, packed."""
-        return pack((self.state_dict() if self._ranks.rank == 0 else None, rank_local_state(self._learner)))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._learner.load_state_dict(state)
+    def _shared(self) -> Any:
+        return pack(shared_state(self._learner)) if self._is_first else None
 
 
-def _own_part(batch: Batch | RemoteShard, *bounds: int) -> Batch:
-    if isinstance(batch, RemoteShard):
-        return fetch_shard(batch, _fetch)
-    return cut_batch(batch, *bounds) if bounds else batch
+def _fetched(part: Batch | RemoteShard) -> Batch:
+    return fetch_shard(part, _fetch) if isinstance(part, RemoteShard) else part
 
 
 def _fetch(ref: Any) -> Chunk:
@@ -264,9 +295,7 @@ def _fetch(ref: Any) -> Chunk:
             chunk: Chunk = ray.get(ref)
     except ray.exceptions.ObjectLostError as error:
         raise LearnerError(
-            "A chunk stays in the object store until the update is done.",
-            expected="a chunk from each node where environments step",
-            got=f"{type(error).__name__}: a node or a process was lost with its part of the batch",
-            remedy="Leave this batch out and collect the next one, or resume from the last checkpoint",
+            f"A part of the batch was lost with its node or process ({type(error).__name__}). Leave this batch out and "
+            "collect the next one, or resume from the last checkpoint."
         ) from error
     return chunk

@@ -9,14 +9,13 @@ import math
 import os
 import pickle
 import secrets
-import select
 import shutil
 import socket
 import tempfile
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,169 +23,118 @@ import cloudpickle
 
 from rayvec.data.global_random import seed_globals
 from rayvec.distributed.memory_file import MemoryFile
-from rayvec.distributed.rank_host import MakeStore, RankPlacement, RunningRank, VitalSigns, lost, vital_signs
+from rayvec.distributed.rank import MakeStore, RankPlacement, lost
+from rayvec.distributed.stragglers import Arrivals, SharedArrivals
 from rayvec.errors import LIMITS_REMEDY, ConfigError, LearnerError
 from rayvec.node.fork_server import ForkServer
-from rayvec.node.pipe import MessagePipe
 from rayvec.node.process_watch import ProcessWatch
 from rayvec.pools.base import NotReady
 from rayvec.pools.in_process_base import FAILURES
-from rayvec.pools.waited_time import WaitedTime
 
 if TYPE_CHECKING:
-    from rayvec.distributed.rank_actor import RankActor
+    from rayvec.distributed.rank import Rank
 
 __all__ = ["ProcessHost", "rank_main"]
 
-_LOOK_S = 0.5
-"""How long a wait sleeps at most, so that a pause of the job does not count as waiting."""
-_MESSAGE_S = 60.0
-"""A rank that takes more seconds than this to send the rest of a message is lost."""
-_PRELOAD = ("rayvec.distributed.rank_actor",)
-"""The fork server imports torch once for all ranks, also for those that replace lost ones."""
+_PRELOAD = ("rayvec.distributed.rank",)
+"""The fork server imports torch once for all ranks."""
 _REFUSED = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""What the system answers at a limit; restarting the ranks would not help."""
+"""What the system answers at a limit; other ranks would meet it too."""
 
 
 @dataclass(slots=True, eq=False)
-class _Ref:
+class _Process:
+    """A rank's process, and its pending calls, oldest first."""
+
+    placement: RankPlacement
+    pipe: Connection
+    watch: ProcessWatch
+    calls: deque[_Call] = field(default_factory=deque)
+    has_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
     """A requested call, and its result once the call has ended."""
 
-    rank: RunningRank
+    process: _Process
     has_ended: bool = False
     result: Any = None
 
 
-@dataclass(slots=True)
-class _Process:
-    """A rank's process, and its pending calls.
-
-    Attributes:
-        pipe: The pipe to it.
-        watch: The watch on it.
-        calls: The pending calls, oldest first.
-        has_ended: Whether the process has ended.
-    """
-
-    pipe: MessagePipe
-    watch: ProcessWatch
-    calls: deque[_Ref] = field(default_factory=deque)
-    has_ended: bool = False
-
-
 class ProcessHost:
-    """Runs ranks as processes of this machine; see :class:`~rayvec.distributed.ray_host.RayHost`.
+    """Runs ranks as processes of this machine.
 
     A fork server starts them. A rank ends with this process, however that ends.
     """
 
     def __init__(self) -> None:
         self._server: ForkServer | None = None
+        self._stack = contextlib.ExitStack()
 
     def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
         """Places all ranks here."""
-        return [RankPlacement(rank, num_ranks, "", "127.0.0.1", rank, num_ranks, 0, 1) for rank in range(num_ranks)]
+        return [RankPlacement(rank, num_ranks, "", "127.0.0.1", 0, 1) for rank in range(num_ranks)]
 
-    def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> RunningRank:
-        """See :class:`~rayvec.distributed.ray_host.RayHost`.
+    def start(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> _Process:
+        """Starts a rank; the arguments are those of its :class:`~rayvec.distributed.rank.Rank`.
 
         Raises:
             LearnerError: The system refuses another process, or another open file.
             RankLostError: The fork server ended, or did not answer.
         """
         main = functools.partial(rank_main, _own_gpu(placement.rank, device), placement, device, threads, timeout_s)
+        ours, theirs = socket.socketpair()
+        pipe = Connection(ours.detach())
         try:
-            with contextlib.ExitStack() as undo:
-                ours, theirs = socket.socketpair()
-                undo.callback(ours.close)
-                with theirs:
-                    if self._server is None:
-                        self._server = ForkServer.branch(_PRELOAD)
-                    pid, watch = self._server.fork(pickle.dumps(main), [theirs.fileno()])
-                undo.pop_all()
+            with theirs:
+                if self._server is None:
+                    self._server = ForkServer.branch(_PRELOAD)
+                _, watch = self._server.fork(pickle.dumps(main), [theirs.fileno()])
         except (EOFError, NotReady, OSError) as error:
+            pipe.close()
             if isinstance(error, OSError) and error.errno in _REFUSED:
-                raise LearnerError(
-                    "Each rank is a process of its own.",
-                    expected=f"a process for {placement}",
-                    got=f"no new process: {error}",
-                    remedy=LIMITS_REMEDY,
-                ) from error
-            raise lost(RunningRank(placement, None), f"its process could not start ({error})") from error
-        return RunningRank(placement, _Process(MessagePipe(ours, watch), watch), pid)
+                raise LearnerError(f"{placement} could not start: {error}. {LIMITS_REMEDY}") from error
+            raise lost(placement, f"its process could not start ({error})") from error
+        return _Process(placement, pipe, watch)
 
-    def is_here(self, placement: RankPlacement) -> bool:
-        """Returns True: all ranks are on this machine."""
-        return True
-
-    def call(self, rank: RunningRank, method: str, *args: Any) -> _Ref:
-        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
-        values = [self._sent(arg, rank) for arg in args]
-        handle: _Process = rank.handle
-        handle.pipe.send(cloudpickle.dumps((method, values)))
-        handle.calls.append(_Ref(rank))
-        return handle.calls[-1]
-
-    def _sent(self, arg: Any, rank: RunningRank) -> Any:
-        if isinstance(arg, MemoryFile) and not rank.reads_memory:
-            return arg.value()
-        return self.result(arg) if isinstance(arg, _Ref) else arg
+    def call(self, process: _Process, name: str, *args: Any) -> _Call:
+        """Calls a method of a rank's object, after the calls before. Large arguments should be those of `put`."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` finds that it has ended
+            process.pipe.send_bytes(cloudpickle.dumps((name, args)))
+        process.calls.append(_Call(process))
+        return process.calls[-1]
 
     def put(self, value: Any) -> MemoryFile:
-        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
+        """Returns a file that each rank opens, which unpickles as the value."""
         return MemoryFile(value)
 
-    def wait(self, refs: Sequence[_Ref], num_results: int, timeout_s: float | None) -> list[_Ref]:
-        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
-        waited, limit_s = WaitedTime(), math.inf if timeout_s is None else timeout_s
-        ranks = list({id(ref.rank): ref.rank for ref in refs}.values())
+    def wait(self, calls: Sequence[_Call], timeout_s: float) -> list[_Call]:
+        """Waits until one of these calls has ended, or its rank has; returns all that have."""
         while True:
-            done = [ref for ref in refs if ref.has_ended or ref.rank.handle.has_ended]
-            if len(done) >= num_results or waited.look() > limit_s:
+            done = [call for call in calls if call.has_ended or call.process.has_ended]
+            if done:
                 return done
-            running = [rank.handle for rank in ranks if not rank.handle.has_ended]
-            self._receive(running, min(_LOOK_S, limit_s - waited.seconds))
+            waited = {source: call.process for call in calls for source in (call.process.pipe, call.process.watch)}
+            ready = wait(list(waited), None if timeout_s == math.inf else max(0.0, timeout_s))  # type: ignore[arg-type]
+            if not ready:
+                return []
+            for process in {id(waited[source]): waited[source] for source in ready}.values():  # type: ignore[index]
+                _receive(process)
 
-    def _receive(self, processes: Sequence[_Process], timeout_s: float) -> None:
-        """Waits until a process says something or ends; takes what has come."""
-        poll = select.poll()
-        for each in processes:
-            has_sent = each.pipe.flush()
-            poll.register(each.pipe.fileno(), select.POLLIN | (0 if has_sent else select.POLLOUT))
-            poll.register(each.watch.fileno(), select.POLLIN)
-        poll.poll(1000 * timeout_s)
-        for each in processes:
-            has_ended = each.watch.ended()  # before the last look at what it said
-            while each.pipe.poll():
-                try:
-                    data, _ = each.pipe.receive(time.monotonic() + _MESSAGE_S)
-                except (EOFError, NotReady):
-                    each.has_ended = True
-                    break
-                call = each.calls.popleft()
-                call.result, call.has_ended = pickle.loads(data), True
-            each.has_ended |= has_ended
+    def result(self, call: _Call) -> Any:
+        """Returns the result of a call that has ended.
 
-    def result(self, ref: _Ref) -> Any:
-        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
-        self.wait([ref], 1, None)
-        if not ref.has_ended:
-            raise lost(ref.rank, "its process has ended (killed, out of memory, or its own exit)")
-        return ref.result
+        Raises:
+            RankLostError: The rank's process has ended.
+        """
+        if not call.has_ended:
+            raise lost(call.process.placement, "its process has ended (killed, out of memory, or its own exit)")
+        return call.result
 
-    def signs(
-        self, ranks: Sequence[RunningRank], timeout_s: float, pending: Sequence[_Ref] = ()
-    ) -> list[VitalSigns] | None:
-        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
-        signs = [each for rank in ranks if (each := vital_signs(rank.pid))]
-        return signs if len(signs) == len(ranks) else None  # the result of the rank says what is wrong
-
-    def watch(self, ranks: Sequence[RunningRank]) -> None:
-        """Does nothing: all ranks are on this machine."""
-
-    def unreachable(self, ranks: Sequence[RunningRank]) -> RunningRank | None:
-        """Returns None: all ranks are on this machine."""
-        return None
+    def placement_of(self, call: _Call) -> RankPlacement:
+        """Returns the placement of the rank that was called."""
+        return call.process.placement
 
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[MakeStore]:
@@ -197,20 +145,36 @@ class ProcessHost:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def end(self, ranks: Sequence[RunningRank]) -> None:
-        """See :class:`~rayvec.distributed.ray_host.RayHost`."""
-        for rank in ranks:
-            rank.handle.watch.kill()
-            rank.handle.pipe.close()
-            rank.handle.watch.close()
-            rank.handle.has_ended = True
+    def arrivals(self, num_ranks: int) -> Callable[[int], Arrivals]:
+        """Returns what makes the `Arrivals` of a rank, given its number."""
+        return functools.partial(SharedArrivals, self._stack.enter_context(SharedArrivals.open(num_ranks)))
 
+    def kill(self, processes: Sequence[_Process]) -> None:
+        """Ends ranks, also those that hang, and whatever processes they have left."""
+        for process in processes:
+            process.watch.kill()
+            process.pipe.close()
+            process.watch.close()
+            process.has_ended = True
         server, self._server = self._server, None
         if server is not None:
-            server.close()  # and whatever processes the ranks have left
+            server.close()
 
     def close(self) -> None:
-        """Does nothing: the fork server has ended with the ranks."""
+        """Closes what ranks share."""
+        self._stack.close()
+
+
+def _receive(process: _Process) -> None:
+    """Takes what a rank has sent, and notes whether its process has ended."""
+    has_ended = process.watch.ended()  # before the last look at what it sent
+    try:
+        while process.pipe.poll():
+            call = process.calls.popleft()
+            call.result, call.has_ended = pickle.loads(process.pipe.recv_bytes()), True
+    except (EOFError, OSError):
+        has_ended = True
+    process.has_ended |= has_ended
 
 
 def _own_gpu(rank: int, device: str) -> dict[str, str]:
@@ -227,10 +191,8 @@ def _own_gpu(rank: int, device: str) -> dict[str, str]:
     gpus = [*map(str, range(torch.cuda.device_count()))] if visible is None else [*filter(None, visible.split(","))]
     if rank >= len(gpus):
         raise ConfigError(
-            "Each rank learns on a GPU of its own.",
-            expected=f"at least {rank + 1} GPUs on this machine",
-            got=len(gpus),
-            remedy="Lower num_learners, or pass learner_device='cpu'.",
+            f"Rank {rank} has no GPU: this machine has {len(gpus)}, and each rank learns on one of its own. "
+            "Lower num_learners, or pass learner_device='cpu'."
         )
     return {"CUDA_VISIBLE_DEVICES": gpus[rank]}
 
@@ -259,29 +221,29 @@ def rank_main(
 
     Args:
         environment: Environment variables of this rank alone.
-        placement: Where this rank is; with the next three, the arguments of its `RankActor`.
+        placement: Where this rank is; with the next three, the arguments of its `Rank`.
         device: ``"cpu"`` or ``"cuda"``.
         threads: Number of threads that torch may use.
         timeout_s: How long ranks wait for each other, in seconds.
         fds: File descriptor of the pipe to the owner.
     """
-    from rayvec.distributed.rank_actor import RankActor  # imports torch
+    from rayvec.distributed.rank import Rank  # imports torch
 
     os.environ.update(environment)
     Path("/proc/self/comm").write_text("rayvec-rank")  # what ps and top show
     seed_globals(None)  # else every rank inherits the fork server's state
-    pipe = MessagePipe(socket.socket(fileno=fds[0]))
-    actor = RankActor(placement, device, threads, timeout_s)
+    pipe = Connection(fds[0])
+    rank = Rank(placement, device, threads, timeout_s)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner has closed the pipe
         while True:
-            pipe.send(_answer(actor, pipe.receive()[0]))
+            pipe.send_bytes(_answer(rank, pipe.recv_bytes()))
 
 
-def _answer(actor: RankActor, request: bytes) -> bytes:
+def _answer(rank: Rank, request: bytes) -> bytes:
     """Returns the pickled result of a request; a failure if the request can't be unpickled or the result pickled."""
     try:
-        method, args = pickle.loads(request)
-        data: bytes = cloudpickle.dumps(getattr(actor, method)(*args))
+        name, args = pickle.loads(request)
+        data: bytes = cloudpickle.dumps(rank.call(name, *args))
     except FAILURES as error:
-        data = cloudpickle.dumps(actor.leave(error))
+        data = cloudpickle.dumps(rank.leave(error))
     return data

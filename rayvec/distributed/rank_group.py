@@ -1,33 +1,17 @@
-"""Ranks that are placed, connected, called together, and restarted from a checkpoint when one is lost.
+"""Ranks that are placed, started, connected and called together.
 
 A `RankGroup` knows nothing of learning. It makes one object on every rank with a function ``make(ranks)``, where
 `ranks` is this rank's :class:`~rayvec.learners.ranks.Ranks`, and calls methods of these objects::
 
-    group = RankGroup(make, num_ranks=4)
-    results = group.run("update", [(shard_0,), (shard_1,), (shard_2,), (shard_3,)])   # changes what the objects hold
-    weights = group.ask("weights")                                                    # calls rank 0, changes nothing
-    state = group.state_dict()
+    group = RankGroup(make, 4, open_host(num_nodes=0))
+    results = group.run("update", [(shard_0,), (shard_1,), (shard_2,), (shard_3,)])
+    calls = group.post("iterate")                      # the driver does something else meanwhile
+    results = group.gather(calls)
     group.close()
 
-The objects keep these rules:
-
-*   ``state_dict()`` returns everything that the next call depends on, tensors and plain values only, and
-    ``load_state_dict(state)`` continues from it.
-*   Objects of all ranks have the same state before and after every `run`. They begin with that of rank 0.
-    Rank-local state is left out of ``state_dict()`` and is lost with the ranks; only `load_state_dict` restores it.
-*   The same call from the same state gives the same result, so that it may be repeated.
-
-An argument that is a :class:`~rayvec.distributed.memory_file.MemoryFile` arrives as its value: a rank on the driver's
-node opens the file, and another one gets the value through Ray's object store. An argument that is a Ray object
-reference is fetched by the rank that gets it. A reference inside a list or tuple stays a reference, which the object
-may fetch itself.
-
-The group keeps rank 0's state outside the ranks, as its checkpoint, while the caller continues: after every `run`,
-or, where the next call has to wait for that, so rarely that waiting takes at most 2 % of the time. When a rank is
-lost (its process or its node ended, it hangs, or it did not take part in a sum in time), the group ends all ranks,
-restarts them from the checkpoint, and repeats the calls since. After more than three losses in a row it raises a
-`LearnerError`. An exception that an object's method raises is raised by `run` with its own type; the group is then as
-it was before the call, apart from rank-local state, which is lost where ranks restarted.
+A group does not outlive one of its ranks: when a rank is lost, or its object raises, all ranks end, and the caller
+makes a new group from the state that it has. A rank is lost when its process or its actor ends, or when it does not
+take part in a sum within the time limit of sums; a rank that hangs elsewhere is waited for.
 """
 
 from __future__ import annotations
@@ -37,298 +21,238 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import cloudpickle
 
-from rayvec.distributed.memory_file import MemoryFile
-from rayvec.distributed.process_host import ProcessHost
-from rayvec.distributed.rank_actor import pack, unpack
-from rayvec.distributed.rank_host import RankHost, RankPlacement
-from rayvec.distributed.running_ranks import RankSet
-from rayvec.errors import ConfigError, LearnerError, RankLostError, check_choice, check_count, without_remedy
-from rayvec.learners.ranks import Ranks
+from rayvec.distributed.rank import RankPlacement, lost
+from rayvec.envs.pickled_parts import carrying_sys
+from rayvec.errors import ConfigError, LearnerError, RankLostError, RemoteFailure, check_choice, check_count
+from rayvec.learners.ranks import ClosableRanks
 
-__all__ = ["RankGroup"]
+if TYPE_CHECKING:
+    from rayvec.distributed.process_host import ProcessHost
+    from rayvec.distributed.ray_host import RayHost
 
-_MOST_LOSSES = 3
-_PAUSE_S = 1.0
-_WAIT_SHARE = 0.02
-"""The share of the time that a caller waits for checkpoints, at most."""
-_MOST_CALLS = 16
-"""The most calls that are repeated after a loss; their arguments are kept until then."""
-_T = TypeVar("_T")
-_Call = tuple[str, Sequence[tuple[Any, ...]] | None]
+__all__ = ["RankGroup", "RankHost", "open_host"]
+
+_GRACE_S = 5.0
+"""How long other ranks may take to give the cause, once a rank has waited for another in vain."""
+_ANSWER_S = 60.0
+"""How long a rank may take to start, or to answer a call in which it waits for no other."""
+_CLOSE_S = 10.0
+
+RankHost: TypeAlias = "ProcessHost | RayHost"
+"""Starts ranks, each a :class:`~rayvec.distributed.rank.Rank` in a process, and carries calls to them."""
 
 logger = logging.getLogger(__name__)
 
 
+class _Failure(IntEnum):
+    """How a call failed. The least is raised: it is the cause of the others."""
+
+    RAISED = 0
+    """The object raised."""
+    ENDED = 1
+    """The process has ended."""
+    PEER_LOST = 2
+    """The rank waited for another rank in vain, or the driver for it."""
+
+
 class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
-    """One object on each of several ranks, called together; see the module for the rules.
+    """One object on each of several ranks, called together; see the module.
 
     Args:
-        make: Called on every rank with its `Ranks`; returns the object.
+        make: Called on every rank with its `Ranks`; returns the object, which has a method ``close``.
         num_ranks: Number of ranks.
+        host: Where they run; the group closes it.
+        fewer: Whether fewer ranks may run, at least 1, where there is no room for all of them.
         device: ``"cpu"``, or ``"cuda"`` for one GPU for each rank.
         threads: Number of threads that torch may use on each rank.
-        num_cpus: Cores that each rank claims; by default as many as `threads`. With 0 a rank claims none.
-        ranks_per_node: The most ranks of a node; by default as many as fit, on as few nodes as possible.
-        nodes: Ray's ids of the nodes that may be used; by default all.
-        avoid_nodes: Ids of nodes that may not be used, such as those on which environments step.
-        timeout_s: How long ranks wait for each other, in seconds; it must exceed the longest time that one rank
-            computes while another waits for it. Ranks whose processes use no CPU time for half as long are lost, too.
-        num_nodes: 0 runs the ranks as processes of this machine, without Ray; the settings of cores and nodes have no
-            effect then. Unset: as Ray actors.
-        address: Of a running Ray cluster; see :class:`~rayvec.cluster.ray_session.RaySession`.
+        timeout_s: How long ranks wait for each other in a sum, in seconds; it must exceed the longest time that one
+            rank computes while another waits for it.
 
     Attributes:
-        num_ranks: Number of ranks.
-        num_starts: Number of times that all ranks were started: 1, and 1 more for each restart.
+        placements: Where the ranks are.
+        pids: Processes of the ranks, each on its own node.
 
     Raises:
-        ConfigError: Settings that can't work, or a cluster without capacity for the ranks. The group looks for 10 s;
-            ranks whose cores another program claims meanwhile have a minute or `timeout_s`, whichever is longer.
+        ConfigError: Settings that can't work, or too little room for the ranks.
+        RankLostError: A rank was lost while it started.
         Exception: What `make` raised, its ``__cause__`` a `LearnerError` with the remote traceback.
     """
 
     def __init__(
         self,
-        make: Callable[[Ranks], Any],
-        num_ranks: int = 1,
+        make: Callable[[ClosableRanks], Any],
+        num_ranks: int,
+        host: RankHost,
         *,
+        fewer: bool = False,
         device: str = "cpu",
         threads: int = 1,
-        num_cpus: int | None = None,
-        ranks_per_node: int | None = None,
-        nodes: Collection[str] | None = None,
-        avoid_nodes: Collection[str] = (),
         timeout_s: float = 60.0,
-        num_nodes: Literal[0] | None = None,
-        address: str | None = None,
     ) -> None:
-        self.num_ranks = check_count("num_ranks", num_ranks)
-        check_choice("device", device, ("cpu", "cuda"))
-        check_count("threads", threads)
-        if ranks_per_node is not None:
-            check_count("ranks_per_node", ranks_per_node)
-        self._make = cloudpickle.dumps(make)
-        self._checkpoint: Any = None
-        self._copy: Any = None
-        self._pending_checkpoint: Any = None
-        self._calls_since_checkpoint: list[_Call] = []
-        self._waited_s = 0.0
-        self._kept_s = -math.inf
-        self._num_losses = 0
-        self.num_starts = 0
-        self._closed = False
+        self._host, self._answer_s = host, max(timeout_s, _ANSWER_S)
+        self._ranks: list[Any] = []
         self._creator = os.getpid()
-        cpus = threads if num_cpus is None else num_cpus
-        self._host: RankHost
-        if num_nodes is None:
-            from rayvec.distributed.rank_placement import ResourceRequest  # these import Ray
-            from rayvec.distributed.ray_host import RayHost
-
-            request = ResourceRequest(cpus, int(device == "cuda"), ranks_per_node, nodes, avoid_nodes)
-            self._host = RayHost(request, address)
-        elif num_nodes == 0 and address is None:
-            self._host = ProcessHost()
-        else:
-            raise ConfigError(
-                "num_nodes=0 runs ranks as processes of this machine, without Ray.",
-                expected="num_nodes=0 and no address, or no num_nodes",
-                got=f"num_nodes={num_nodes!r}, address={address!r}",
-                remedy="Leave num_nodes out to run the ranks on Ray.",
-            )
-        self._set = RankSet(self._host, device, threads, timeout_s)
         try:
-            self._retry_on_rank_loss(lambda: None)
+            self.placements: tuple[RankPlacement, ...] = tuple(host.place(num_ranks, fewer=fewer))
+            for placement in self.placements:
+                self._ranks.append(host.start(placement, device, threads, timeout_s))
+            prepared = self.gather(self.post("prepare"), self._answer_s)
+            self.pids = tuple(pid for pid, _ in prepared)
+            pickled = carrying_sys(cloudpickle.dumps(make))
+            with host.rendezvous() as make_store:
+                self.run("join", [(make_store, prepared[0][1], pickled)] * self.num_ranks)
         except BaseException:
-            self.close()
+            self.close(terminate=True)
             raise
 
     @property
-    def placements(self) -> tuple[RankPlacement, ...]:
-        """Where the ranks are."""
-        return self._set.placements
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.placements)
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """Processes of the ranks, each on its own node."""
-        return tuple(rank.pid for rank in self._set.ranks)
-
-    @property
-    def reads_memory(self) -> bool:
-        """Whether all ranks can open memory files of the driver."""
-        return bool(self._set.ranks) and all(rank.reads_memory for rank in self._set.ranks)
+    def has_ended(self) -> bool:
+        """Whether the ranks have ended: the group was closed, or a rank was lost."""
+        return not self._ranks
 
     def put(self, value: Any) -> Any:
         """Returns what stands for a value, as it is now, in the arguments of several ranks."""
-        self._assert_open()
-        return MemoryFile(value) if self.reads_memory else self._host.put(value)
+        return self._host.put(value)
 
-    def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None, *, keep: bool = False) -> list[Any]:
-        """Calls a method on all ranks together, which may change what they hold; returns each rank's result.
+    def post(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Asks every rank to call a method of its object, after the calls before; returns the calls.
 
         Args:
             name: Of the method.
             args: Positional arguments for each rank; none by default.
-            keep: Whether to keep the state after this call in any case, since the caller asks for it next, or since
-                the call could not be repeated later.
 
         Raises:
-            LearnerError: Ranks were lost again and again.
-            Exception: What the method raised, its ``__cause__`` a `LearnerError` with the remote traceback.
+            LearnerError: The group has ended.
         """
-        call = name, args
+        if not self._ranks:
+            raise LearnerError("RankGroup has ended: it was closed, or a rank was lost. Make a new one.")
+        everyone = args or [()] * len(self._ranks)
+        return [self._host.call(rank, name, *each) for rank, each in zip(self._ranks, everyone, strict=True)]
 
-        def work() -> tuple[list[Any], Any]:
-            calls = self._set.post(*call)
-            checkpoint = self._state_of_rank_0() if keep or self._is_checkpoint_due() else None
-            return self._set.gather(calls), checkpoint
+    def gather(self, calls: Sequence[Any], limit_s: float = math.inf) -> list[Any]:
+        """Waits for calls that `post` returned; returns their results.
 
-        results, self._pending_checkpoint = self._retry_on_rank_loss(work)
-        self._calls_since_checkpoint.append(call)
-        return results
+        Args:
+            calls: The calls.
+            limit_s: The longest wait, in seconds.
 
-    def ask(self, name: str, *args: Any) -> Any:
-        """Calls a method of rank 0's object that changes nothing; returns the result. Raises as `run` does."""
-        return self._retry_on_rank_loss(
-            lambda: self._set.answers([self._host.call(self._set.ranks[0], "call", name, *args)])[0]
-        )
-
-    def ask_all(self, name: str) -> list[Any]:
-        """Calls a method of every rank's object that changes nothing; returns the results. Raises as `run` does."""
-        return self._retry_on_rank_loss(lambda: self._set.answers(self._set.post(name)))
-
-    def state_dict(self) -> Any:
-        """Returns the state that all ranks share, in the driver's own memory. Raises as `run` does."""
-
-        def work() -> Any:
-            if self._calls_since_checkpoint:
-                self._pending_checkpoint = self._state_of_rank_0()
-                self._finish_checkpoint()
-            kept = self._checkpoint
-            return unpack(kept.value() if isinstance(kept, MemoryFile) else self._host.result(kept))
-
-        return self._retry_on_rank_loss(work)
-
-    def load_state_dict(self, state: Mapping[str, Any], rank_local: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Gives all ranks the same state, and each rank its entry of `rank_local` besides. Raises as `run` does."""
-        shared = self.put(pack(state))
-        local = [self.put(pack(each)) for each in rank_local] if rank_local else [self.put(pack({}))] * self.num_ranks
-
-        def load() -> None:
-            pairs = zip(self._set.ranks, local, strict=True)
-            self._set.answers([self._host.call(rank, "load_state_dict", shared, each) for rank, each in pairs])
-
-        self._retry_on_rank_loss(load)
-        self._keep(shared)
-
-    def _retry_on_rank_loss(self, work: Callable[[], _T]) -> _T:
-        """Returns what `work` returns on ranks with the present state; restarts them and repeats it if one is lost."""
-        self._assert_open()
-        while True:
-            try:
-                if not self._set.ranks:
-                    self._start()
-                self._finish_checkpoint()
-                result = work()
-            except RankLostError as error:
-                self._end_ranks()
-                self._num_losses += 1
-                if self._num_losses > _MOST_LOSSES:
-                    raise LearnerError(
-                        "A group whose ranks are lost continues from its checkpoint.",
-                        expected=f"at most {_MOST_LOSSES} losses in a row",
-                        got=f"another one: {without_remedy(error)}",
-                        remedy="Look for what ends the ranks, such as too little memory",
-                    ) from error
-                logger.warning("restarting all ranks: %s", error)
-                time.sleep(_PAUSE_S * (self._num_losses - 1))  # Ray lists a node for a while after it is gone
-            except BaseException:
-                self._end_ranks()  # some may have stopped half way: the next call restarts them
-                raise
-            else:
-                self._num_losses = 0
-                return result
-
-    def _assert_open(self) -> None:
-        if os.getpid() != self._creator:
-            raise LearnerError(
-                "A group is used by the process that made it.",
-                expected=f"process {self._creator}",
-                got=f"process {os.getpid()}, which was forked from it",
-                remedy="Make the group after the fork",
-            )
-        if self._closed:
-            raise LearnerError(
-                "A group that was closed has no ranks any more.",
-                expected="calls before close()",
-                got="one after it",
-                remedy="Make a new group",
-            )
-
-    def _is_checkpoint_due(self) -> bool:
-        """Whether to keep the state after the next call, by how long the caller waited for the last one."""
-        since_s = time.monotonic() - self._kept_s
-        return since_s >= self._waited_s / _WAIT_SHARE or len(self._calls_since_checkpoint) >= _MOST_CALLS - 1
-
-    def _finish_checkpoint(self) -> None:
-        """Waits until a state that was asked for lies where it outlives all ranks."""
-        if self._pending_checkpoint is not None:
-            began_s = time.monotonic()
-            copy = self._set.answers([self._pending_checkpoint])
-            self._keep(self._pending_checkpoint, copy)
-            self._kept_s = time.monotonic()
-            self._waited_s = self._kept_s - began_s
-
-    def _keep(self, checkpoint: Any, copy: Any = None) -> None:
-        """Keeps a state, and the driver's copy of it, which Ray could otherwise evict from this node's object store."""
-        self._checkpoint, self._copy, self._pending_checkpoint = checkpoint, copy, None
-        self._calls_since_checkpoint = []
-
-    def _start(self) -> None:
-        """Starts all ranks from the checkpoint and repeats the calls since."""
-        late = ConfigError if self._checkpoint is None else LearnerError
-        self._set.start(self._find_placements(), self._make, late)
+        Raises:
+            RankLostError: A rank was lost; all have ended.
+            Exception: What was raised on a rank, its ``__cause__`` a `LearnerError`; all ranks have ended.
+        """
         try:
-            if self._checkpoint is None:
-                self._pending_checkpoint = self._state_of_rank_0()
-                self._finish_checkpoint()
-            self._set.answers([self._host.call(rank, "load_state_dict", self._checkpoint) for rank in self._set.ranks])
-            for call in self._calls_since_checkpoint:
-                self._set.gather(self._set.post(*call))
-            if self._calls_since_checkpoint:
-                self._pending_checkpoint = self._state_of_rank_0()
-            self.num_starts += 1
+            return self._gather(calls, time.monotonic() + limit_s)
         except BaseException:
-            self._end_ranks()
+            self.close(terminate=True)
             raise
 
-    def _state_of_rank_0(self) -> Any:
-        return self._host.call(self._set.ranks[0], "state_dict")
+    def _gather(self, calls: Sequence[Any], deadline: float) -> list[Any]:
+        pending, results, failures = list(calls), dict[Any, Any](), list[tuple[_Failure, BaseException]]()
+        while pending and not any(how < _Failure.PEER_LOST for how, _ in failures):
+            done = self._host.wait(pending, deadline - time.monotonic())
+            if not done:
+                late = lost(self._host.placement_of(pending[0]), "it did not answer in time")
+                failures.append((_Failure.PEER_LOST, late))
+                break
+            for call in done:
+                pending.remove(call)
+                how, results[call] = self._outcome(call)
+                if how is not None:
+                    failures.append((how, results[call]))
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if failures:
+            raise min(failures, key=lambda failure: failure[0])[1]
+        return [results[call] for call in calls]
 
-    def _find_placements(self) -> list[RankPlacement]:
+    def _outcome(self, call: Any) -> tuple[_Failure | None, Any]:
+        """Returns None and the result of a call that has ended, or how it failed and the exception."""
         try:
-            return self._host.place(self.num_ranks)
-        except ConfigError as error:
-            if self._checkpoint is None:
-                raise
-            raise LearnerError(f"Ranks were lost, and there is no room to restart them. {error}") from error
+            result = self._host.result(call)
+        except RankLostError as error:
+            return _Failure.ENDED, error
+        if not isinstance(result, RemoteFailure):
+            return None, result
+        rebuilt = result.rebuild(LearnerError)
+        return (_Failure.PEER_LOST if isinstance(rebuilt, RankLostError) else _Failure.RAISED), rebuilt
 
-    def _end_ranks(self) -> None:
-        """Ends all ranks, also those that hang; their claims come free soon after."""
-        self._pending_checkpoint = None
-        self._set.end()
+    def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Posts a call and gathers its results."""
+        return self.gather(self.post(name, args))
 
-    def close(self) -> None:
-        """Ends all ranks; does nothing in a child that was forked. May be called again."""
-        if not self._closed and os.getpid() == self._creator:
-            self._closed = True
-            self._end_ranks()
-            self._keep(None)
-            self._host.close()
+    def ask(self, name: str) -> list[Any]:
+        """Calls a method in which ranks do not wait for each other, for a limited time; returns the results."""
+        return self.gather(self.post(name), self._answer_s)
+
+    def close(self, *, terminate: bool = False) -> None:
+        """Ends the ranks; does nothing in a child that was forked. May be called again.
+
+        Args:
+            terminate: Whether they end at once, without `close` of their objects.
+        """
+        if os.getpid() != self._creator:
+            return
+        if self._ranks and not terminate:
+            try:
+                self.gather(self.post("close"), _CLOSE_S)
+            except Exception as error:
+                logger.warning("killed ranks that did not close in time: %s", error)
+        ranks, self._ranks = self._ranks, []
+        self._host.kill(ranks)
+        self._host.close()
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def open_host(
+    *,
+    device: str = "cpu",
+    num_cpus: int = 1,
+    ranks_per_node: int | None = None,
+    nodes: Collection[str] | None = None,
+    avoid_nodes: Collection[str] = (),
+    num_nodes: Literal[0] | None = None,
+    address: str | None = None,
+) -> RankHost:
+    """Returns what runs ranks.
+
+    Args:
+        device: ``"cpu"``, or ``"cuda"`` for one GPU for each rank.
+        num_cpus: Cores that each rank claims.
+        ranks_per_node: The most ranks of a node; by default as many as fit, on as few nodes as possible.
+        nodes: Ray's ids of the nodes that may be used; by default all.
+        avoid_nodes: Ids of nodes that may not be used.
+        num_nodes: 0 runs the ranks as processes of this machine, without Ray; the other settings have no effect then.
+            Unset: as Ray actors.
+        address: Of a running Ray cluster.
+
+    Raises:
+        ConfigError: Settings that can't work.
+    """
+    check_choice("device", device, ("cpu", "cuda"))
+    if ranks_per_node is not None:
+        check_count("ranks_per_node", ranks_per_node)
+    if num_nodes == 0 and address is None:
+        from rayvec.distributed.process_host import ProcessHost
+
+        return ProcessHost()
+    if num_nodes is not None:
+        raise ConfigError(
+            f"num_nodes={num_nodes!r} and address={address!r} can't be combined: num_nodes=0 runs ranks as processes "
+            "of this machine, without Ray. Leave one of them out."
+        )
+    from rayvec.distributed.rank_placement import ResourceRequest  # these import Ray
+    from rayvec.distributed.ray_host import RayHost
+
+    return RayHost(ResourceRequest(num_cpus, int(device == "cuda"), ranks_per_node, nodes, avoid_nodes), address)

@@ -13,7 +13,7 @@ from rayvec.cluster.elastic_placement import leaving_nodes
 from rayvec.cluster.placement import choose_nodes, free_nodes, look_until
 from rayvec.cluster.reachability import unreachable
 from rayvec.data.partition import even_bounds
-from rayvec.distributed.rank_host import RankPlacement, divided_workers
+from rayvec.distributed.rank import RankPlacement, divided_workers
 from rayvec.errors import ConfigError, counted
 
 __all__ = ["NodeCapacity", "RankNodes", "ResourceRequest", "capacities", "find_placements", "place_ranks", "rank_share"]
@@ -102,10 +102,10 @@ def place_ranks(
         node = next((each for each in unused if each.capacity >= left), None) or max(unused, key=lambda n: n.capacity)
         unused.remove(node)
         chosen.append((node, min(left, node.capacity)))
-    places = [(number, node, k, count) for number, (node, count) in enumerate(chosen) for k in range(count)]
+    places = [(number, node) for number, (node, count) in enumerate(chosen) for _ in range(count)]
     return [
-        RankPlacement(rank, num_ranks, node.node_id, node.host, k, count, number, len(chosen))
-        for rank, (number, node, k, count) in enumerate(places)
+        RankPlacement(rank, num_ranks, node.node_id, node.host, number, len(chosen))
+        for rank, (number, node) in enumerate(places)
     ]
 
 

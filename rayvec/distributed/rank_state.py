@@ -25,10 +25,8 @@ def give_ranks(learner: Learner, ranks: Ranks) -> None:
         learner.ranks = ranks
     elif ranks.size > 1:
         raise ConfigError(
-            "A learner on several ranks sums over them.",
-            expected="a learner with an attribute `ranks`, see rayvec.learners.ranks",
-            got=f"{type(learner).__name__}, which has none",
-            remedy="Pass num_learners=1, or let the learner sum its gradients by self.ranks.sum_",
+            f"{type(learner).__name__} can't learn on several ranks: it has no attribute `ranks`. Pass num_learners=1, "
+            "or let the learner sum its gradients by self.ranks.sum_, see rayvec.learners.ranks."
         )
 
 
@@ -65,7 +63,7 @@ def split_state(
         num_ranks: How many ranks continue from it.
     """
     shared = dict(state)
-    rank_local = shared.pop("rank_local", shared.pop("of_ranks", None))  # its former name in checkpoints
+    rank_local = shared.pop("rank_local", None)
     own = {name: shared.pop(name) for name in names if name in shared}
     if rank_local is None and own:
         rank_local = [own]

@@ -10,16 +10,16 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 
 from rayvec.node.slow_workers import EnoughSteps
+from rayvec.pools.anonymous_file import anonymous_file
 from rayvec.pools.base import Cut
-from rayvec.pools.shared_memory import SharedBlock
 
-__all__ = ["Arrivals", "MakeArrivals", "SharedArrivals", "Stragglers", "shared_arrivals"]
+__all__ = ["Arrivals", "SharedArrivals", "Stragglers"]
 
 _LOOK_S = 0.001
 
@@ -35,29 +35,32 @@ class Arrivals(Protocol):
         """Whether so many ranks have arrived, without waiting. The answer may be a few milliseconds old.
 
         Raises:
-            RankLostError: The process that counts them has ended, or gives no sign of life.
+            RankLostError: The process that counts them has ended.
         """
         ...
-
-
-MakeArrivals = Callable[[int, int], Arrivals]
-"""Makes the `Arrivals` of a rank, given its number and the number of ranks."""
 
 
 class SharedArrivals:
     """Arrivals of the ranks of one machine. Each writes the number of its iteration into memory that all share.
 
     Args:
-        path: Of the memory.
+        path: Of the memory, see `open`.
         rank: Number of this rank.
-        size: Number of ranks.
     """
 
-    def __init__(self, path: str, rank: int, size: int) -> None:
-        block = _block(size, os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        self._iterations = block.arrays["iterations"]
-        block.close()
+    def __init__(self, path: str, rank: int) -> None:
+        self._iterations = np.memmap(path, np.int64, "r+")
         self._rank = rank
+
+    @staticmethod
+    @contextlib.contextmanager
+    def open(size: int) -> Iterator[str]:
+        """Yields the path of new memory for the arrivals of so many ranks of this machine."""
+        fd = anonymous_file("rayvec-arrivals", 8 * size)
+        try:
+            yield f"/proc/{os.getpid()}/fd/{fd}"
+        finally:
+            os.close(fd)
 
     def arrive(self, iteration: int) -> None:
         """See :class:`Arrivals`."""
@@ -66,17 +69,6 @@ class SharedArrivals:
     def have_arrived(self, iteration: int, count: int) -> bool:
         """See :class:`Arrivals`."""
         return bool((self._iterations >= iteration).sum() >= count)
-
-
-@contextlib.contextmanager
-def shared_arrivals(size: int) -> Iterator[str]:
-    """Yields the path of new memory for the arrivals of so many ranks of this machine."""
-    with contextlib.closing(_block(size)) as block:
-        yield f"/proc/{os.getpid()}/fd/{block.fd}"
-
-
-def _block(size: int, fd: int | None = None) -> SharedBlock:
-    return SharedBlock({"iterations": (np.int64, (size,))}, fd)
 
 
 class Stragglers:

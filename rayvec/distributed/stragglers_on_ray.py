@@ -1,12 +1,11 @@
 """Arrivals of ranks on several nodes, counted by an actor of the Ray cluster.
 
-A rank sends it two or three messages for each iteration, and asks for a sign of life every five seconds that it waits.
+A rank sends it two or three messages for each iteration.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from typing import Any
 
@@ -14,15 +13,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.errors import RankLostError
-from rayvec.pools.waited_time import WaitedTime
 
 __all__ = ["RayArrivals", "start_counter"]
 
 _LOOK_S = 0.005
-_ASK_S = 5.0
-"""How often a rank that waits asks the counter for a sign of life."""
-_ANSWER_S = 60.0
-"""A counter that takes longer to give one is lost."""
 
 
 class ArrivalCounter:
@@ -31,10 +25,6 @@ class ArrivalCounter:
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._changed = asyncio.Condition()
-
-    async def pid(self) -> int:
-        """Returns the id of this process, as a sign of life."""
-        return os.getpid()
 
     async def arrive(self, iteration: int) -> None:
         """Counts a rank."""
@@ -62,16 +52,13 @@ class RayArrivals:
     Args:
         counter: What `start_counter` returned.
         rank: Number of this rank.
-        size: Number of ranks.
     """
 
-    def __init__(self, counter: Any, rank: int, size: int) -> None:
+    def __init__(self, counter: Any, rank: int) -> None:
         self._counter = counter
         self._asked = (0, 0)
         self._answer: Any = None
         self._look_at_s = 0.0
-        self._sign: Any = None
-        self._silence, self._ask_at_s = WaitedTime(), 0.0
 
     def arrive(self, iteration: int) -> None:
         """See :class:`~rayvec.distributed.stragglers.Arrivals`."""
@@ -83,29 +70,10 @@ class RayArrivals:
             self._asked, self._answer = (iteration, count), self._counter.until.remote(iteration, count)
         if self._answer is not None and time.monotonic() >= self._look_at_s:
             self._look_at_s = time.monotonic() + _LOOK_S
-            self._check_counter()
             if ray.wait([self._answer], timeout=0)[0]:
                 try:
                     self._answer = ray.get(self._answer)
                 except ray.exceptions.RayError as error:
-                    raise _lost(f"{type(error).__name__}: its process or its node has ended") from error
+                    text = f"The actor that counts the arrivals of ranks has ended ({type(error).__name__})."
+                    raise RankLostError(text) from error
         return self._answer is None
-
-    def _check_counter(self) -> None:
-        """Raises if the counter gives no sign of life, as one whose process is stopped."""
-        if self._sign is not None and ray.wait([self._sign], timeout=0)[0]:
-            self._sign = None  # an answer, or an error: `have_arrived` raises if the actor has ended
-        if self._sign is not None and self._silence.look() > _ANSWER_S:
-            raise _lost(f"no answer within {_ANSWER_S:g} s")
-        if self._sign is None and time.monotonic() >= self._ask_at_s:
-            self._sign, self._ask_at_s = self._counter.pid.remote(), time.monotonic() + _ASK_S
-            self._silence.restart()
-
-
-def _lost(got: str) -> RankLostError:
-    return RankLostError(
-        "An actor counts which ranks have arrived.",
-        expected="an answer from it",
-        got=got,
-        remedy="Look into the log of the driver's node; the run restarts its ranks",
-    )

@@ -7,9 +7,11 @@ by `Ranks.sum_`. Nothing here needs Ray.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "Ranks",
     "first_bad_reward",
     "gather_counts",
+    "gather_values",
     "global_moments",
     "global_range",
 ]
@@ -108,6 +111,14 @@ def global_range(ranks: Ranks, count: int) -> tuple[range, int]:
     counts = gather_counts(ranks, count)
     first = sum(counts[: ranks.rank])
     return range(first, first + count), sum(counts)
+
+
+def gather_values(ranks: Ranks, values: NDArray[Any]) -> NDArray[Any]:
+    """Returns the values ``[n]`` of all ranks one after another; each has any number of them."""
+    rows, total = global_range(ranks, len(values))
+    everyone = np.zeros(total, values.dtype)
+    everyone[rows.start : rows.stop] = values
+    return ranks.sum_(torch.from_numpy(everyone)).numpy()
 
 
 def global_moments(

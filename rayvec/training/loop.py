@@ -27,7 +27,6 @@ from rayvec.errors import (
     WorkerLostError,
     counted,
     origin,
-    without_remedy,
 )
 from rayvec.learners.base import check_gpu
 from rayvec.pools.in_process_base import captured
@@ -42,6 +41,7 @@ from rayvec.training.run_dir import (
     begin_run_dir,
     best_return,
     free_run_dir,
+    load_checkpoint,
     load_result,
     load_run,
     locked,
@@ -189,11 +189,13 @@ def _train_with_any_ranks(run: _Run, interrupts: Interrupts, stack: contextlib.E
     while not is_done and not interrupts.requested:
         progress, is_open = run.context.progress, False
         try:
-            with open_trainer(run.config, progress, run.state, fewer=run.num_losses > 0, cores=cores) as trainer:
+            state = run.last_state()
+            with open_trainer(run.config, progress, state, fewer=run.num_losses > 0, cores=cores) as trainer:
                 is_open = True
                 interrupts.check()
                 run.open_tracker(stack)
-                if run.state is None:
+                del state
+                if not run.has_dir:
                     run.begin(trainer.state())
                     stack.enter_context(locked(run.run_dir))
                 is_done = run.train(trainer, interrupts)
@@ -237,7 +239,7 @@ class _Run:
         config: Its settings.
         run_dir: Its directory.
         context: What the callbacks see, with the progress of the run.
-        state: The state that it continues from: with decentralized ranks, the last one that was kept.
+        has_dir: Whether it has its directory, with a checkpoint.
         num_losses: How often ranks were lost since the last checkpoint.
         has_begun: Whether it has made its directory, or, for a resumed run, whether its loop has started.
     """
@@ -247,7 +249,7 @@ class _Run:
     ) -> None:
         progress = Progress(**state["progress"]) if state else Progress()
         self.context = RunContext(config, run_dir, progress)
-        self.state = state
+        self._state, self.has_dir = state, state is not None
         self.num_losses = 0
         self.has_begun = False
         self.config, self.run_dir, self._shown = config, run_dir, shown
@@ -302,20 +304,22 @@ class _Run:
             opened = wandb_run(self.config, self.run_dir, progress.tracker_run)
             progress.tracker_run = stack.enter_context(opened)
 
+    def last_state(self) -> dict[str, Any] | None:
+        """Returns the state to continue from: of a resumed run, or of the last checkpoint; None for a new run."""
+        state, self._state = self._state, None
+        return load_checkpoint(self.run_dir, "checkpoint.pt") if state is None and self.has_dir else state
+
     def begin(self, state: dict[str, Any]) -> None:
         """Makes the directory of a new run."""
         begin_run_dir(self.run_dir, self.config, self._complete(state))
-        self.has_begun = True
+        self.has_dir = self.has_begun = True
         if self.config.preset != "none":
             print(f"rayvec: settings of the preset {self.config.preset}", file=sys.stderr)
 
     def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Returns the state of a trainer with the progress; keeps it where lost ranks would continue from it."""
+        """Returns the state of a trainer with the progress."""
         self.context.progress.wall_s = time.monotonic() - self._began_s
-        complete = {**state, "progress": asdict(self.context.progress)}
-        if self.config.learner_mode == "decentralized":
-            self.state = complete
-        return complete
+        return {**state, "progress": asdict(self.context.progress)}
 
     def train(self, trainer: RunTrainer, interrupts: Interrupts) -> bool:
         """Makes the iterations that are left, with checkpoints and evaluations.
@@ -422,7 +426,7 @@ class _Run:
         return self.has_begun and self.config.on_env_error == "restart" and is_of_env
 
     def lose_ranks(self, error: Exception) -> None:
-        """Goes back to the last state that was kept, from which a new set of ranks continues.
+        """Goes back to the last checkpoint, from which a new set of ranks continues.
 
         Args:
             error: What ended the ranks, or kept them from starting again.
@@ -434,18 +438,20 @@ class _Run:
         self.num_losses += 1
         is_elastic = isinstance(self.config.num_nodes, tuple)
         most = _MOST_LOSSES_OF_ELASTIC_RANKS if is_elastic else _MOST_LOSSES
-        if self.num_losses > most or (self.state is None and not is_elastic):
+        if self.num_losses > most or (not self.has_dir and not is_elastic):
             if not isinstance(error, RankLostError):
                 raise error
+            often = (
+                f"{counted(self.num_losses, 'time')} since the last checkpoint" if self.has_dir else "as they started"
+            )
             raise LearnerError(
-                "A run whose ranks are lost continues from its last checkpoint.",
-                expected=f"none lost before the first checkpoint, and at most {most} between two of them",
-                got=f"a lost rank: {without_remedy(error)}",
-                remedy="Read what the rank printed, or look for what ends it, such as too little memory.",
+                f"The run's ranks were lost {often}, at last: {error} Read what the rank printed, or look for what "
+                "ends it, such as too little memory."
             ) from error
         before = self.context.progress.steps
         best = self.context.progress.best_return  # of the weights in best.pt
-        self.context.progress = Progress(**self.state["progress"]) if self.state else Progress()
+        self._state = self.last_state()
+        self.context.progress = Progress(**self._state["progress"]) if self._state else Progress()
         self.context.progress.best_return = best
         said = f"{error}, raised in {where}" if (where := origin(error)) else str(error)
         logger.warning("restarting all ranks at step %d of %d: %s", self.context.progress.steps, before, said)

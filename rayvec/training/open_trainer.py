@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from rayvec.config import TrainConfig
 from rayvec.data.cores import usable_cores
-from rayvec.distributed.decentralized import DecentralizedGroup
 from rayvec.distributed.process_host import ProcessHost
-from rayvec.distributed.rank_host import RankHost, divided_workers
+from rayvec.distributed.rank import divided_workers
+from rayvec.distributed.rank_group import RankGroup, RankHost
 from rayvec.envs.factory import registered_specs
 from rayvec.errors import counted
 from rayvec.training.initial_network import initial_state
@@ -40,19 +40,21 @@ def open_trainer(
         config: Settings of the run.
         progress: How far the run has come.
         state: State of the run to continue from; none begins it.
-        fewer: Whether decentralized ranks may be fewer, where there is no room for all of them.
+        fewer: Whether ranks may be fewer, where there is no room for all of them.
         cores: Cores of each node that elastic ranks of this run have used, by id; the nodes that they use are added.
     """
     config = choose_engine(config)
     if config.learner_mode == "decentralized":
         return _open_ranks(config, progress, state, fewer, cores)
-    return _open_here(config, progress, state)
+    return _open_here(config, progress, state, fewer)
 
 
 @contextlib.contextmanager
-def _open_here(config: TrainConfig, progress: Progress, state: Mapping[str, Any] | None) -> Iterator[Trainer]:
+def _open_here(
+    config: TrainConfig, progress: Progress, state: Mapping[str, Any] | None, fewer: bool
+) -> Iterator[Trainer]:
     """Yields a training of this process, whose learner may be ranks."""
-    with open_env(config, trains=True) as env, open_learner(config, env) as learner:
+    with open_env(config, trains=True) as env, open_learner(config, env, fewer=fewer) as learner:
         warn_of_wide_ranges(env.single_observation_space, config)
         spaces = env.single_observation_space, env.single_action_space
         if state:
@@ -71,8 +73,9 @@ def _open_ranks(
     places = _places(config, fewer, cores)
     workers, probe = places.num_workers, config.probe and config.workers_per_node is None
     rank_config = replace(config, num_nodes=0, workers_per_node=workers, address=None)
-    group = DecentralizedGroup(
-        functools.partial(RankTrainer, rank_config, LEARNERS[type(config)], registered_specs(), probe=probe),
+    arrivals = places.host.arrivals(places.num_ranks)
+    group = RankGroup(
+        functools.partial(RankTrainer, rank_config, LEARNERS[type(config)], registered_specs(), arrivals, probe),
         places.num_ranks,
         places.host,
         fewer=fewer or places.has_changed is not None,

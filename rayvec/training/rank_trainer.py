@@ -25,8 +25,8 @@ from rayvec.config import TrainConfig
 from rayvec.data.batch import join_stats
 from rayvec.data.global_random import seed_globals
 from rayvec.data.partition import even_bounds
-from rayvec.distributed.decentralized import DecentralizedGroup
-from rayvec.distributed.rank_actor import pack, unpack
+from rayvec.distributed.rank import pack, unpack
+from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.distributed.stragglers import Arrivals, Stragglers
 from rayvec.envs.factory import register_specs
@@ -53,10 +53,10 @@ class RankTrainer:
         config: Settings of the run, with the number of workers of this rank.
         make_learner: Makes the learner from the spaces of one environment and the settings.
         specs: Environments that the driver has registered.
-        ranks: The ranks.
-        arrivals: Which ranks have taken their steps.
+        make_arrivals: Makes what says which ranks have taken their steps, given the number of this rank.
         probe: Whether `config` has the number of cores in the place of the number of workers: environments that wait
             get a worker each.
+        ranks: The ranks.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class RankTrainer:
         config: TrainConfig,
         make_learner: Callable[..., Learner],
         specs: Sequence[EnvSpec],
+        make_arrivals: Callable[[int], Arrivals],
+        probe: bool,
         ranks: ClosableRanks,
-        arrivals: Arrivals,
-        probe: bool = False,
     ) -> None:
         self._log = LogLines()
         seed_globals(config.seed, ranks.rank, 1)
@@ -76,7 +76,7 @@ class RankTrainer:
             config = replace(config, workers_per_node=probed_workers(config, stop - first, config.workers_per_node))
         self._config, self._ranks, self._first_id = config, ranks, first
         self._stragglers = Stragglers(
-            arrivals,
+            make_arrivals(ranks.rank),
             ranks.size,
             sync_fraction=config.sync_fraction,
             min_share=config.min_share,
@@ -174,7 +174,7 @@ class DecentralizedTrainer:
     def __init__(
         self,
         config: TrainConfig,
-        group: DecentralizedGroup,
+        group: RankGroup,
         progress: Progress,
         state: Mapping[str, Any] | None,
         has_changed: Callable[[Collection[str]], bool] | None = None,

@@ -221,7 +221,7 @@ def network_of(
 
 
 @contextlib.contextmanager
-def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
+def open_learner(config: TrainConfig, env: RayVecEnv, *, fewer: bool = False) -> Iterator[Learner]:
     """Yields the learner of a run with its initial weights: in this process, or as ranks.
 
     With ``num_nodes=0`` and no address, ranks are processes of this machine, else they are on Ray. Ranks on other
@@ -256,6 +256,7 @@ def open_learner(config: TrainConfig, env: RayVecEnv) -> Iterator[Learner]:
             avoid_nodes=[node.node_id for node in env.topology.nodes] if is_dedicated else (),
             num_nodes=0 if config.num_nodes == 0 and config.address is None else None,
             address=config.address,
+            fewer=fewer,
         )
         with contextlib.closing(group):
             yield group

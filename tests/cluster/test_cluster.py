@@ -399,7 +399,7 @@ class TestSharedCluster:
             f"""
             import time
             import numpy as np, ray, rayvec
-            from rayvec.distributed.rank_group import RankGroup
+            from rayvec.distributed.rank_group import RankGroup, open_host
             from rayvec.errors import NodeLostError
             from helpers.testing import CountingEnv
 
@@ -407,11 +407,8 @@ class TestSharedCluster:
                 def __init__(self, ranks):
                     pass
 
-                def load_state_dict(self, state):
-                    pass
-
-                def state_dict(self):
-                    return {{}}
+                def told(self):
+                    return 1
 
             ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False)
             settings = dict(num_nodes=2, workers_per_node=1, on_node_loss="rehost")
@@ -422,8 +419,8 @@ class TestSharedCluster:
             collectors = [rayvec.Collector(each, policy, seed=0, **way) for each, way in zip(others, ways)]
             for collector in collectors:
                 collector.collect(n_step=4)
-            group = RankGroup(Held, num_cpus=0)
-            assert group.state_dict() == {{}}
+            group = RankGroup(Held, 1, open_host(num_cpus=0))
+            assert group.ask("told") == [1]
             ray.shutdown()
             def step():
                 deadline = time.monotonic() + 60
@@ -431,7 +428,7 @@ class TestSharedCluster:
                     stepped.step([0, 0])
 
             collect = [lambda each=each: [each.collect(n_step=4) for _ in range(2)] for each in collectors]
-            for use in (step, *collect, group.state_dict):
+            for use in (step, *collect, lambda: group.ask("told")):
                 try:
                     use()
                 except NodeLostError as error:

@@ -1,4 +1,4 @@
-"""Which nodes answer (a busy one does, a dead raylet does not), and that several silent looks lose a node, not one."""
+"""Which nodes answer: a busy one does, a dead raylet does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from helpers.waiting import DEADLINE_S
 
 from rayvec.cluster import reachability
-from rayvec.cluster.reachability import NodeWatch, unreachable
+from rayvec.cluster.reachability import unreachable
 
 
 @pytest.fixture
@@ -93,77 +93,3 @@ def test_a_run_whose_head_is_stopped_ends_with_its_result(tmp_path: Path) -> Non
     assert result.exists() and json.loads(result.read_text())["total_steps"] == 512, done.stderr
     assert done.returncode == 1  # that of every program whose cluster has lost its head
     assert "the head of the Ray cluster does not answer" in done.stderr
-
-
-KILLS_THE_HEAD = """
-import os
-import psutil, ray
-from rayvec.cluster.reachability import check_head
-from rayvec.distributed.rank_host import RunningRank
-from rayvec.distributed.rank_placement import ResourceRequest
-from rayvec.distributed.ray_host import RayHost
-from rayvec.errors import NodeLostError
-
-host = RayHost(ResourceRequest(0, 0))
-[rank] = [RunningRank(place, None, os.getpid()) for place in host.place(1)]
-[head] = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
-head.kill()
-head.wait()
-try:
-    host.signs([rank], 60.0)
-except NodeLostError:
-    print("signs")
-try:
-    with host.rendezvous():
-        check_head()
-except NodeLostError:
-    print("rendezvous", flush=True)
-os._exit(0)
-"""
-
-
-@pytest.mark.slow
-def test_ranks_whose_head_is_gone_are_an_error() -> None:
-    """Without a look at the head, each of the two calls would wait for it, and Ray would end the process."""
-    environ = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
-    command = [sys.executable, "-c", KILLS_THE_HEAD]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3 * DEADLINE_S)
-    assert done.stdout == "signs\nrendezvous\n", done.stderr
-
-
-class Looks:
-    """A watch of two nodes, whose answers and whose clock the test decides."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._now_s, self._silent = 0.0, set[str]()
-        here = SimpleNamespace(get_node_id=lambda: "here")
-        ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: here)
-        monkeypatch.setattr(reachability, "ray", ray)
-        monkeypatch.setattr(reachability, "time", SimpleNamespace(monotonic=lambda: self._now_s))
-        nodes = [{"NodeID": name, "NodeManagerAddress": "10.0.0.1", "NodeManagerPort": 1} for name in ("a", "b")]
-        monkeypatch.setattr(reachability, "alive_nodes", lambda: nodes)
-        monkeypatch.setattr(reachability, "unreachable", lambda addresses: self._silent & set(addresses))
-        monkeypatch.setattr(reachability, "check_head", lambda: None)
-        self._watch = NodeWatch()
-
-    def lost(self, at_s: float, *silent: str) -> set[str]:
-        self._now_s, self._silent = at_s, set(silent)
-        return self._watch.lost(["here", "a", "b"])
-
-
-def test_silence_counts_from_the_first_silent_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Looks(monkeypatch)
-    assert looks.lost(0) == set()
-    assert looks.lost(1000, "a") == set()  # nobody looked for a long time
-    assert looks.lost(1009, "a", "b") == set()
-    assert looks.lost(1011, "a", "b") == {"a"}
-    assert looks.lost(1018) == set()
-    assert looks.lost(1020, "a", "b") == set()
-    assert looks.lost(1031, "a", "b") == {"a", "b"}
-    assert looks.lost(5000, "a", "b") == set()  # between two looks that are far apart they may have answered
-    assert looks.lost(5011, "a", "b") == {"a", "b"}
-
-
-def test_a_node_that_never_answered_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = Looks(monkeypatch)
-    assert looks.lost(0, "a") == looks.lost(100, "a") == set()

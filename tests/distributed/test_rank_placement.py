@@ -11,7 +11,7 @@ import ray
 from helpers.rank_objects import Adder, Holder
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.distributed.rank_group import RankGroup
+from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.distributed.rank_placement import (
     NodeCapacity,
     ResourceRequest,
@@ -20,7 +20,7 @@ from rayvec.distributed.rank_placement import (
     place_ranks,
     rank_share,
 )
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, LearnerError
 
 
 def two_nodes() -> tuple[str, str]:
@@ -33,7 +33,7 @@ def two_nodes() -> tuple[str, str]:
 def test_too_many_ranks_are_refused(ray_cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
     with pytest.raises(ConfigError, match=r"room for 33 ranks\. Got: .*room for \d+, .*room for \d"):
-        RankGroup(Adder, 33)
+        RankGroup(Adder, 33, open_host())
 
 
 @pytest.mark.parametrize(("avoided", "remedy"), [((), "before environments claim"), (("a",), "Add a node on which no")])
@@ -63,10 +63,10 @@ def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without
         return placements
 
     monkeypatch.setattr("rayvec.distributed.ray_host.find_placements", find_and_take)
-    monkeypatch.setattr("rayvec.distributed.running_ranks._START_S", 1.0)
+    monkeypatch.setattr("rayvec.distributed.rank_group._ANSWER_S", 1.0)
     try:
-        with pytest.raises(ConfigError, match=r"1 rank running within 1 s\. Got: no answer yet from rank 0"):
-            RankGroup(Adder, 1, nodes=[there], timeout_s=1.0)
+        with pytest.raises(LearnerError, match=r"rank 0 on .* is lost: it did not answer in time"):
+            RankGroup(Adder, 1, open_host(nodes=[there]), timeout_s=1.0)
     finally:
         ray.kill(taken[0])
 

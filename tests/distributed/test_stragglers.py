@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +18,9 @@ from helpers.waiting import wait_until
 from hypothesis import given, strategies as st
 
 from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
-from rayvec.distributed.rank_actor import pack
+from rayvec.distributed.rank import pack
 from rayvec.distributed.rank_state import shared_state
-from rayvec.distributed.stragglers import SharedArrivals, Stragglers, shared_arrivals
+from rayvec.distributed.stragglers import SharedArrivals, Stragglers
 from rayvec.distributed.stragglers_on_ray import RayArrivals, start_counter
 from rayvec.errors import RankLostError
 from rayvec.training.rank_trainer import RankTrainer
@@ -57,16 +56,16 @@ def test_a_rank_stops_once_enough_have_arrived_and_it_has_its_share(size: int, f
 
 
 def test_with_variable_lengths_the_steps_of_all_environments_count() -> None:
-    with shared_arrivals(1) as path:
-        most, cut = Stragglers(
-            SharedArrivals(path, 0, 1), 1, sync_fraction=1, min_share=0, variable_lengths=True
-        ).begin(100)
+    with SharedArrivals.open(1) as path:
+        most, cut = Stragglers(SharedArrivals(path, 0), 1, sync_fraction=1, min_share=0, variable_lengths=True).begin(
+            100
+        )
     assert most == 200 and cut is not None and not cut(99) and cut(100)
 
 
 def test_arrivals_are_counted_by_iteration() -> None:
-    with shared_arrivals(3) as path:
-        ranks = [SharedArrivals(path, rank, 3) for rank in range(3)]
+    with SharedArrivals.open(3) as path:
+        ranks = [SharedArrivals(path, rank) for rank in range(3)]
         ranks[0].arrive(1)
         ranks[2].arrive(1)
         ranks[2].arrive(2)
@@ -100,8 +99,8 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
     class Jittery(SharedArrivals):
         """Some ranks are late by chance, and some arrive at the same time."""
 
-        def __init__(self, path: str, rank: int, size: int) -> None:
-            super().__init__(path, rank, size)
+        def __init__(self, path: str, rank: int) -> None:
+            super().__init__(path, rank)
             self.is_there, self.random = 0, random.Random(rank)
 
         def arrive(self, iteration: int) -> None:
@@ -116,7 +115,7 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
             return (self.is_there < iteration and self.random.random() < 0.1) or have_arrived
 
     def work(ranks: Any) -> tuple[dict[str, Any], int, list[int]]:
-        trainer = RankTrainer(config, LEARNERS[type(config)], (), ranks, Jittery(path, ranks.rank, ranks.size))
+        trainer = RankTrainer(config, LEARNERS[type(config)], (), partial(Jittery, path), False, ranks)
         try:
             trainer.begin(Progress(), [pack(shared_state(trainer._learner))], None)
             steps = [trainer.iterate().stats.n_collected_steps for _ in range(num_updates)]
@@ -124,7 +123,7 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
         finally:
             trainer.close()
 
-    with shared_arrivals(num_ranks) as path:
+    with SharedArrivals.open(num_ranks) as path:
         states, sums, steps = zip(*on_ranks(num_ranks, work, Counted), strict=True)
     assert len(set(sums)) == 1
     assert {count for of_rank in steps for count in of_rank} > {16}, "some iterations were cut, and some were not"
@@ -132,19 +131,14 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
         assert_same(state, states[0])
 
 
-def test_a_counter_that_is_stopped_is_not_waited_for_without_end(
-    ray_cluster: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rayvec.distributed.stragglers_on_ray._ASK_S", 0.1)
+def test_a_counter_counts_ranks_of_a_cluster_and_is_missed_when_it_has_ended(ray_cluster: object) -> None:
     counter = start_counter()
-    pid = ray.get(counter.pid.remote())
-    arrivals = RayArrivals(counter, 0, 2)
-    arrivals.arrive(1)
-    wait_until(lambda: arrivals.have_arrived(1, 1))
-    monkeypatch.setattr("rayvec.distributed.stragglers_on_ray._ANSWER_S", 0.5)
-    try:
-        os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(RankLostError, match=r"no answer within 0\.5 s"):
-            wait_until(lambda: arrivals.have_arrived(1, 2))
-    finally:
-        os.kill(pid, signal.SIGKILL)
+    first, second = (RayArrivals(counter, rank) for rank in range(2))
+    first.arrive(1)
+    wait_until(lambda: second.have_arrived(1, 1))
+    assert not second.have_arrived(1, 2)
+    second.arrive(1)
+    wait_until(lambda: first.have_arrived(1, 2))
+    ray.kill(counter)
+    with pytest.raises(RankLostError, match="actor that counts the arrivals of ranks has ended"):
+        wait_until(lambda: first.have_arrived(2, 2))

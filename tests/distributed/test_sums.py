@@ -65,14 +65,14 @@ def test_a_rank_that_was_killed_is_missed(kind: str, who: int) -> None:
     for result in results:
         assert isinstance(result, RankLostError)
         if kind == "shared memory":
-            assert f"rank {who} to live. Got: its process" in str(result) or " left." in str(result)
+            assert f"Rank {who} has ended" in str(result) or " has left " in str(result)
 
 
 @KINDS
 def test_a_rank_that_was_stopped_is_not_waited_for_longer_than_the_timeout(kind: str) -> None:
     results = on_processes(2, fall_before_second_sum, 1, "SIGSTOP", kind=kind, timeout_s=1.0, silent=1)
     assert isinstance(results[0], RankLostError)
-    expected = "rank 1 in a sum within 1 s. Got: in time only ranks 0" if kind == "shared memory" else "1 s"
+    expected = "Rank 1 did not come to a sum within 1 s; only ranks 0 did" if kind == "shared memory" else "1 s"
     assert expected in str(results[0])
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_was_stopped_is_not_waited_for_longer_than_the_timeout(kind:
 def test_a_rank_that_leaves_tells_the_others(kind: str) -> None:
     first, second = on_processes(2, fall_before_second_sum, 1, "close", kind=kind)
     assert isinstance(first, RankLostError) and torch.equal(second[0], torch.full((3,), 2.0))
-    assert kind == "collective" or "rank 1 left" in str(first)
+    assert kind == "collective" or "Rank 1 has left" in str(first)
 
 
 def test_nothing_has_a_name() -> None:
@@ -91,7 +91,7 @@ def test_nothing_has_a_name() -> None:
     ranks.close()
     ranks.close()
     assert not Path(ranks.path).exists()
-    with pytest.raises(RankLostError, match="rank 0 exited"):
+    with pytest.raises(RankLostError, match="Rank 0 has ended"):
         SharedMemoryRanks(1, 2, ranks.path)
 
 
@@ -104,40 +104,3 @@ def test_one_rank_alone_counts_and_sums() -> None:
     mean, variance = global_moments(ALONE, [padded], [3, 2], [3, 2])
     assert mean.tolist() == [3.0, 8.0]
     torch.testing.assert_close(variance, torch.tensor([14 / 3, 1.0], dtype=torch.float64))
-
-
-def test_a_sum_waits_for_all_others_together_no_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 comes just in time, rank 2 never; the clock is one that goes on when it is looked at."""
-    ranks = SharedMemoryRanks(0, 3, timeout_s=1.0)
-    now_s = 0.0
-
-    def look() -> float:
-        nonlocal now_s
-        now_s += 0.01
-        if now_s > 0.9:
-            ranks._marks[8] = 1
-        return now_s
-
-    monkeypatch.setattr("rayvec.distributed.allreduce_shared_memory.time.monotonic", look)
-    with pytest.raises(RankLostError, match=r"rank 2 in a sum.*in time only ranks 0, 1"):
-        ranks.sum_(torch.ones(3))
-    assert now_s < 1.1
-    monkeypatch.undo()
-    ranks.close()
-
-
-def test_a_pause_of_all_ranks_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock, which advances when it is looked at, jumps once, as while a job is suspended."""
-    ranks, now_s = SharedMemoryRanks(0, 2, timeout_s=2.0), 0.0
-
-    def look() -> float:
-        nonlocal now_s
-        now_s += 100.0 if 0.1 < now_s < 1.0 else 0.01
-        if now_s > 100.5:
-            ranks._marks[8] = 1
-        return now_s
-
-    monkeypatch.setattr("rayvec.pools.waited_time.time.monotonic", look)
-    ranks.sum_(torch.ones(3))
-    monkeypatch.undo()
-    ranks.close()

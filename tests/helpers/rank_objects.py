@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -34,33 +33,19 @@ class Adder:
         self.total += self._ranks.sum_(torch.full((3,), value, dtype=torch.float64))
         return self.total.tolist()  # type: ignore[no-any-return]
 
-    def add_and_fall(self, value: float, mark: str | None, how: str) -> list[float]:
-        """Adds as `add` does, but between two sums the process falls, unless the file `mark` says that it has."""
+    def add_and_fall(self, value: float, how: str | None) -> list[float]:
+        """Adds as `add` does, twice; between the two sums the process falls as `how` says."""
         self.add(value)
-        if mark is not None and not Path(mark).exists():
-            if not mark.endswith("never"):
-                Path(mark).touch()
+        if how is not None:
             fall(how)
         return self.add(value)
 
     def fall_while_others_compute(self, directory: str) -> None:
-        """Kills the process of rank 0 while the other ranks compute without end; a repeated call returns at once."""
-        own = Path(directory) / str(self._ranks.rank)
-        if own.exists():
-            return
-        own.touch()
-        if self._ranks.rank == 0:
-            while len(list(Path(directory).iterdir())) < self._ranks.size:
-                time.sleep(0.01)
-            fall("SIGKILL")
-        self.compute(math.inf)
-
-    def compute(self, duration_s: float) -> list[float]:
-        """Computes for a while; returns the total."""
-        end_s = time.monotonic() + duration_s
-        while time.monotonic() < end_s:
-            self.total += 0
-        return self.total.tolist()  # type: ignore[no-any-return]
+        """Kills the process of rank 0 while the other ranks compute without end."""
+        Path(directory, str(self._ranks.rank)).touch()
+        while self._ranks.rank or len(list(Path(directory).iterdir())) < self._ranks.size:
+            time.sleep(0.01)
+        fall("SIGKILL")
 
     def returned_lock(self) -> Any:
         """Returns what can't be pickled."""
@@ -79,37 +64,8 @@ class Adder:
         generator = torch.Generator().manual_seed(100 * seed + self._ranks.rank)
         return [self._ranks.sum_(torch.randn(size, generator=generator)) for size in sizes]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": self.total.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.total = state["total"].clone()
-
-
-class StopsOnce(Adder):
-    """Stops its process in a method, once: when there is a file `mark` with the name of the method."""
-
-    def __init__(self, ranks: Ranks, mark: Path) -> None:
-        super().__init__(ranks)
-        self._mark = mark
-
-    def tell(self) -> list[float]:
-        """Returns the total."""
-        self._stop("tell")
-        return self.total.tolist()  # type: ignore[no-any-return]
-
-    def state_dict(self) -> dict[str, Any]:
-        self._stop("state_dict")
-        return super().state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._stop("load_state_dict")
-        super().load_state_dict(state)
-
-    def _stop(self, name: str) -> None:
-        if self._ranks.rank == 0 and self._mark.exists() and self._mark.read_text() == name:
-            self._mark.write_text("stopped")
-            fall("SIGSTOP")
+    def close(self) -> None:
+        """Does nothing."""
 
 
 class CountsColumns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from helpers.actor_critic_kit import DISCRETE, OBS, make_chunk
-from helpers.rank_objects import fall
+from helpers.actor_critic_kit import OBS, make_chunk
 from rayvec.config import IMPALAConfig, PPOConfig
 from rayvec.data import Batch, CollectStats
 from rayvec.learners.impala import IMPALALearner
@@ -54,28 +52,6 @@ def make_impala(action_space: spaces.Space[Any], dtype: torch.dtype = torch.floa
     usual = {"num_envs": N, "num_steps": T, "num_minibatches": 3, "learning_rate": 1e-3, "seed": 5}
     config = IMPALAConfig(**{"total_steps": 80 * T * N, **usual, **settings})
     return IMPALALearner(OBS, action_space, config, module=make_module(action_space, dtype))
-
-
-class FallingLearner(PPOLearner):
-    """A learner whose process falls in the third step of the second update, on one rank, once."""
-
-    mark: Path
-    who: int
-    how: str
-
-    def _step(self, *args: Any) -> Tensor:
-        self._steps_taken = getattr(self, "_steps_taken", 0) + 1
-        if self._num_updates == 1 and self.ranks.rank == self.who and self._steps_taken > 10 and not self.mark.exists():
-            self.mark.touch()
-            fall(self.how)
-        return super()._step(*args)
-
-
-def make_falling_learner(mark: Path, who: int, how: str) -> FallingLearner:
-    learner = make_learner(DISCRETE, kind=FallingLearner)
-    assert isinstance(learner, FallingLearner)
-    learner.mark, learner.who, learner.how = mark, who, how
-    return learner
 
 
 def make_lonely() -> Any:

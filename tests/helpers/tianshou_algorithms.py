@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,20 +9,15 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
-from tianshou.algorithm import A2C, C51, DDPG, DQN, FQF, IQN, PPO, QRDQN, REDQ, SAC, TD3, DiscreteSAC, RainbowDQN
+from tianshou.algorithm import A2C, C51, DQN, NPG, PPO, SAC, TD3, RainbowDQN
 from tianshou.algorithm.modelfree.c51 import C51Policy
 from tianshou.algorithm.modelfree.ddpg import ContinuousDeterministicPolicy
-from tianshou.algorithm.modelfree.discrete_sac import DiscreteSACPolicy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
-from tianshou.algorithm.modelfree.fqf import FQFPolicy
-from tianshou.algorithm.modelfree.iqn import IQNPolicy
-from tianshou.algorithm.modelfree.qrdqn import QRDQNPolicy
-from tianshou.algorithm.modelfree.redq import REDQPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
 from tianshou.algorithm.modelfree.sac import AutoAlpha, SACPolicy
 from tianshou.algorithm.optim import AdamOptimizerFactory, LRSchedulerFactoryLinear, RMSpropOptimizerFactory
 from tianshou.data import Batch, PrioritizedVectorReplayBuffer, ReplayBuffer, VectorReplayBuffer
-from tianshou.utils.net.common import MLP, EnsembleLinear, Net
+from tianshou.utils.net.common import MLP, Net
 from tianshou.utils.net.continuous import (
     ContinuousActorDeterministic,
     ContinuousActorProbabilistic,
@@ -34,9 +26,6 @@ from tianshou.utils.net.continuous import (
 from tianshou.utils.net.discrete import (
     DiscreteActor,
     DiscreteCritic,
-    FractionProposalNetwork,
-    FullQuantileFunction,
-    ImplicitQuantileNetwork,
     NoisyLinear,
 )
 from torch.distributions import Independent, Normal
@@ -69,8 +58,12 @@ def ppo(**kwargs: Any) -> PPO:
     return PPO(policy=policy, critic=ContinuousCritic(preprocess_net=body()), optim=factory, **settings)
 
 
-def ppo_variant() -> PPO:
-    return ppo(recompute_advantage=True, dual_clip=3.0, value_clip=True, return_scaling=True)
+def ppo_recomputing() -> PPO:
+    return ppo(recompute_advantage=True, dual_clip=3.0, value_clip=True)
+
+
+def npg() -> NPG:
+    return NPG(**discrete_actor_critic(), optim=optim())
 
 
 def a2c() -> A2C:
@@ -106,44 +99,15 @@ def dqn(**kwargs: Any) -> DQN:
     return DQN(policy=policy, optim=optim(), n_step_return_horizon=3, target_update_freq=4, **kwargs)
 
 
-def dqn_huber() -> DQN:
-    return dqn(huber_loss_delta=1.0, is_double=False)
-
-
 def atoms(**kwargs: Any) -> C51Policy:
     net = q_net(num_atoms=11, softmax=True, **kwargs)
     return C51Policy(model=net, action_space=DISCRETE, num_atoms=11, v_min=-5.0, v_max=5.0)
-
-
-def c51() -> C51:
-    return C51(policy=atoms(), optim=optim(), target_update_freq=4)
 
 
 def rainbow() -> RainbowDQN:
     noisy = {"linear_layer": NoisyLinear}
     policy = atoms(dueling_param=({"linear_layer": NoisyLinear, "hidden_sizes": [8]}, noisy))
     return RainbowDQN(policy=policy, optim=optim(), n_step_return_horizon=3, target_update_freq=4)
-
-
-def qrdqn() -> QRDQN:
-    policy = QRDQNPolicy(model=q_net(num_atoms=8), action_space=DISCRETE)
-    return QRDQN(policy=policy, optim=optim(), num_quantiles=8, target_update_freq=4)
-
-
-def iqn() -> IQN:
-    net = ImplicitQuantileNetwork(preprocess_net=body(), action_shape=DISCRETE.n, num_cosines=4)
-    policy = IQNPolicy(model=net, action_space=DISCRETE, sample_size=6, online_sample_size=4, target_sample_size=4)
-    return IQN(policy=policy, optim=optim(), target_update_freq=4)
-
-
-def fqf() -> FQF:
-    net = FullQuantileFunction(preprocess_net=body(), action_shape=DISCRETE.n, num_cosines=4)
-    fractions = FractionProposalNetwork(4, net.input_dim)
-    policy = FQFPolicy(model=net, fraction_model=fractions, action_space=DISCRETE)
-    factory = RMSpropOptimizerFactory(lr=1e-4)
-    return FQF(
-        policy=policy, optim=optim(), fraction_optim=factory, num_fractions=4, ent_coef=0.1, target_update_freq=4
-    )
 
 
 def q_function() -> ContinuousCritic:
@@ -153,16 +117,6 @@ def q_function() -> ContinuousCritic:
 def deterministic() -> ContinuousDeterministicPolicy:
     actor = ContinuousActorDeterministic(preprocess_net=body(), action_shape=BOX.shape, max_action=1.0)
     return ContinuousDeterministicPolicy(actor=actor, action_space=BOX)
-
-
-def ddpg() -> DDPG:
-    return DDPG(
-        policy=deterministic(),
-        policy_optim=optim(),
-        critic=q_function(),
-        critic_optim=optim(),
-        n_step_return_horizon=2,
-    )
 
 
 def td3() -> TD3:
@@ -190,184 +144,28 @@ def sac() -> SAC[Any]:
     )
 
 
-def discrete_sac() -> DiscreteSAC:
-    actor = DiscreteActor(preprocess_net=body(), action_shape=DISCRETE.n, softmax_output=False)
-    return DiscreteSAC(
-        policy=DiscreteSACPolicy(actor=actor, action_space=DISCRETE),
-        policy_optim=optim(),
-        critic=DiscreteCritic(preprocess_net=body(), last_size=ACTIONS),
-        critic_optim=optim(),
-        alpha=AutoAlpha(0.5, 0.1, optim()),
-    )
-
-
-def redq() -> REDQ:
-    def linear(inputs: int, outputs: int) -> EnsembleLinear:
-        return EnsembleLinear(4, inputs, outputs)
-
-    critic = ContinuousCritic(
-        preprocess_net=body(action_shape=BOX.shape, concat=True, linear_layer=linear),
-        linear_layer=linear,
-        flatten_input=False,
-    )
-    return REDQ(
-        policy=REDQPolicy(actor=gaussian(), action_space=BOX),
-        policy_optim=optim(),
-        critic=critic,
-        critic_optim=optim(),
-        ensemble_size=4,
-        subset_size=2,
-        actor_delay=3,
-        alpha=auto_alpha(),
-    )
-
-
 MAKERS: dict[str, Callable[[], Any]] = {
     maker.__name__: maker
     for maker in (
         ppo,
-        ppo_variant,
+        ppo_recomputing,
+        npg,
         a2c,
         impala,
         impala_variant,
         dqn,
-        dqn_huber,
-        c51,
         rainbow,
-        qrdqn,
-        iqn,
-        fqf,
-        ddpg,
         td3,
         sac,
-        discrete_sac,
-        redq,
     )
 }
-"""Algorithms by name, at least one of each class that can be data-parallel."""
+"""Algorithms by name."""
 
-ON_POLICY = (PPO, A2C, IMPALA)
-
-
-class Changed(PPO):
-    """Computes something else."""
-
-    def _update_with_batch(self, batch: Any, batch_size: Any, repeat: Any) -> Any:
-        return super()._update_with_batch(batch, batch_size, 2 * repeat)
-
-
-class Named(PPO):
-    """Computes the same, and has a name."""
-
-    label = "mine"
-
-    def describe(self) -> str:
-        return self.label
-
-
-class Layers(torch.nn.Sequential):
-    """A net as Tianshou calls it."""
-
-    def forward(self, obs: Any, state: Any = None, info: Any = None) -> Any:
-        return super().forward(torch.as_tensor(obs, dtype=torch.float32)), state
-
-
-class Body(torch.nn.Module):
-    """A body of an actor, as Tianshou calls it, that begins with a layer."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(layer, torch.nn.Linear(OBS, 16))
-
-    def get_output_dim(self) -> int:
-        return 16
-
-    def forward(self, obs: Any, state: Any = None, info: Any = None) -> Any:
-        return self.layers(torch.as_tensor(obs, dtype=torch.float32)), state
-
-
-class Jitter(torch.nn.Module):
-    """Draws for every row, in a way that can't be cut."""
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return obs + torch.randn_like(obs)
-
-
-class Flicker(torch.nn.Module):
-    """Draws one number for every row, which looks like a layer's own noise."""
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return obs * (1 + torch.randn(len(obs))[:, None])
-
-
-class Dust(torch.nn.Module):
-    """Draws for every row from a distribution that is not cut."""
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return obs + torch.empty(obs.shape).cauchy_()
-
-
-class Running(torch.nn.Module):
-    """Keeps the mean of the observations that it saw last, as a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        self.mean = obs.mean()
-        return obs
-
-
-class Functional(torch.nn.Module):
-    """Drops out by a function, which no look at the modules finds."""
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.dropout(obs, 0.5, self.training)
-
-
-class Scatter(torch.nn.Module):
-    """Adds noise that could be cut into rows."""
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return obs + torch.randn(obs.shape)
-
-
-class OwnDraws(Normal):
-    """A distribution with a way of its own to draw."""
-
-    def sample(self, sample_shape: Any = ()) -> torch.Tensor:
-        return self.loc + self.scale * torch.randn(self._extended_shape(sample_shape))
-
-
-class Falls(torch.nn.Module):
-    """Ends or stops the process, when it is one's turn, unless the file `mark` says that it was done before."""
-
-    def __init__(self, mark: str, after: int, how: signal.Signals) -> None:
-        super().__init__()
-        self._mark, self._left, self._how = mark, [after], how
-
-    def count(self) -> None:
-        self._left[0] -= 1
-        if self._left[0] <= 0:
-            with contextlib.suppress(FileExistsError), open(self._mark, "x") as file:
-                file.write(str(os.getpid()))
-                file.flush()
-                os.kill(os.getpid(), self._how)
-
-
-def fall(module: Any, args: Any, output: torch.Tensor) -> None:
-    """A hook that counts the passes through a net on the way to a loss."""
-    if torch.is_grad_enabled():
-        module.falls.count()
+ON_POLICY = (PPO, A2C, NPG, IMPALA)
 
 
 def make_cartpole() -> Any:
     return gymnasium.make("CartPole-v1")
-
-
-def make_pendulum() -> Any:
-    return gymnasium.make("Pendulum-v1")
 
 
 def cartpole_ppo() -> PPO:
@@ -377,21 +175,6 @@ def cartpole_ppo() -> PPO:
     actor = DiscreteActor(preprocess_net=net, action_shape=2, softmax_output=False)
     critic = DiscreteCritic(preprocess_net=Net(state_shape=(4,), hidden_sizes=[16]))
     return PPO(policy=DiscreteActorPolicy(actor=actor, action_space=space), critic=critic, optim=optim())
-
-
-def pendulum_sac() -> SAC[Any]:
-    torch.manual_seed(0)
-    space = gymnasium.make("Pendulum-v1").action_space
-    net = Net(state_shape=(3,), hidden_sizes=[16])
-    actor = ContinuousActorProbabilistic(preprocess_net=net, action_shape=(1,), unbounded=True, conditioned_sigma=True)
-    critic = ContinuousCritic(preprocess_net=Net(state_shape=(3,), action_shape=(1,), hidden_sizes=[16], concat=True))
-    return SAC(
-        policy=SACPolicy(actor=actor, action_space=space),
-        policy_optim=optim(),
-        critic=critic,
-        critic_optim=optim(),
-        alpha=AutoAlpha(-1.0, 0.0, optim()),
-    )
 
 
 class AnyMLP(MLP):
@@ -450,11 +233,17 @@ def fill(
     return buffer
 
 
-def updates(algorithm: Any, buffer: ReplayBuffer, count: int = 20, rows: int = 31, seed: int = 2) -> list[Any]:
-    """Updates `count` times, from generators seeded with `seed`; returns the statistics."""
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    algorithm.policy.is_within_training_step = True
-    if isinstance(algorithm, ON_POLICY):
-        return [algorithm.update(buffer=buffer, batch_size=rows, repeat=2) for _ in range(count)]
-    return [algorithm.update(buffer=buffer, sample_size=rows) for _ in range(count)]
+def updates(algorithm: Any, buffer: ReplayBuffer, count: int = 20, rows: int | None = None, seed: int = 2) -> list[Any]:
+    """Updates `count` times, each with generators seeded anew; returns the statistics.
+
+    On-policy `rows` are those of a minibatch, by default all; off-policy those that are sampled, by default 31.
+    """
+    algorithm.policy.is_within_training_step, stats = True, []
+    for number in range(count):
+        np.random.seed(seed + number)
+        torch.manual_seed(seed + number)
+        if isinstance(algorithm, ON_POLICY):
+            stats.append(algorithm.update(buffer=buffer, batch_size=rows, repeat=2))
+        else:
+            stats.append(algorithm.update(buffer=buffer, sample_size=rows or 31))
+    return stats

@@ -203,11 +203,13 @@ def test_environments_that_fail_while_lost_ranks_restart_are_made_again(
     assert [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")] == list(range(64, 641, 64))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_run_that_lost_a_rank_takes_all_its_steps(tmp_path: Path, lost: int) -> None:
+@pytest.mark.parametrize(
+    ("lost", "learners"), [(0, "shared"), *(pytest.param(n, "decentralized", marks=pytest.mark.slow) for n in (0, 1))]
+)
+def test_a_run_that_lost_a_rank_takes_all_its_steps(tmp_path: Path, lost: int, learners: str) -> None:
     run_dir = tmp_path / "a"
     settings = {**SMALL, **UNCUT, "num_learners": 2, "total_steps": 6400, "eval_episodes": 2, "run_dir": run_dir}
+    settings["learners"] = learners
     with running(["train", "ppo", *options({**settings, **HERE}), "--checkpoint-interval-s=0.5"], tmp_path) as command:
         command.wait_until(lambda: lines_of(run_dir / "metrics.jsonl") >= 5)
         os.kill(ranks_of(command)[lost].pid, signal.SIGKILL)
@@ -313,7 +315,7 @@ def test_a_run_outlives_a_rank_or_a_node_of_the_cluster(
             ray_cluster.remove_node(extra, allow_graceful=False)
         else:
             ours = psutil.Process().children(recursive=True)
-            next(each for each in ours if each.cmdline()[:1] and "ray::RankActor" in each.cmdline()[0]).kill()
+            next(each for each in ours if each.cmdline()[:1] and "ray::Rank" in each.cmdline()[0]).kill()
         removed.set()
 
     threading.Thread(target=strike, daemon=True).start()

@@ -5,30 +5,30 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import cloudpickle
 import numpy as np
-import tianshou.algorithm
 import torch
 from numpy.typing import NDArray
-from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, TrainingStats
-from tianshou.algorithm.modelfree.sac import AutoAlpha, FixedAlpha
+from tianshou.algorithm.algorithm_base import (
+    Algorithm,
+    OfflineAlgorithm,
+    OffPolicyAlgorithm,
+    OnPolicyAlgorithm,
+    TrainingStats,
+)
 from tianshou.data import ReplayBuffer
 
-from rayvec.distributed.rank_group import RankGroup
-from rayvec.errors import ConfigError, check_choice, check_count
-from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank
-from rayvec.tianshou.learn.algorithm_state import AlgorithmState, Numbers
-from rayvec.tianshou.learn.impala import IMPALA
-from rayvec.tianshou.learn.shards import Ahead, Generators, OffPolicyUpdate, OnPolicyUpdate, cut_batch
+from rayvec.data.partition import even_bounds
+from rayvec.distributed.rank import pack, unpack
+from rayvec.distributed.rank_group import RankGroup, open_host
+from rayvec.errors import ConfigError, LearnerError, check_count
+from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank, Shard
+from rayvec.tianshou.learn.algorithm_state import AlgorithmState, equal
 
-__all__ = ["EQUAL", "DataParallel", "data_parallel"]
-
-_NAMES = "A2C C51 DDPG DQN DiscreteSAC FQF IQN PPO QRDQN REDQ RainbowDQN SAC TD3"
-EQUAL: tuple[type[Algorithm[Any, Any]], ...] = (IMPALA, *(getattr(tianshou.algorithm, name) for name in _NAMES.split()))
-"""The algorithms for which tests show that N ranks do what one does."""
+__all__ = ["DataParallel", "data_parallel"]
 
 
 def data_parallel(
@@ -45,24 +45,27 @@ def data_parallel(
     """Returns an algorithm whose updates are computed by several learner ranks together.
 
     It has the class of `algorithm` and shares its policy, nets and optimizers: Tianshou's trainers and collectors
-    use it like `algorithm`. Its ``update`` sends every rank a contiguous part of the buffer, or of the sampled
-    batch. A rank computes the losses of its rows, the gradients of all ranks are summed before they are clipped, and
-    every rank takes the same step. Afterwards the policy, the nets, the states of optimizers and the lagged networks
-    of this process are those of the ranks.
+    use it like `algorithm`. In its ``update`` this process samples the batch and computes what the algorithm adds to it
+    (returns, advantages, targets). Every rank then learns from a contiguous part of the rows. The gradients of all
+    ranks are summed before they are clipped, and every rank takes the same step. Afterwards the policy, the nets, the
+    states of optimizers and the lagged networks of this process are those of the ranks.
 
-    N ranks do what plain Tianshou does with the same data, the same order of minibatches and the same noise, up to
-    rounding. For that, NumPy's and torch's global generators are sent to the ranks, and come back as an update of plain
-    Tianshou would have left them (torch's off-policy only). On ``"cuda"`` the GPU draws noise of the same distribution.
+    Where a step uses the whole batch, N ranks do what plain Tianshou does, up to rounding and to noise that the
+    algorithm draws in the step. With minibatches each rank shuffles its own rows, as PyTorch's DistributedDataParallel
+    does. The losses in the statistics are those of rank 0's rows, and batch normalisation normalises by a rank's own.
 
     Numbers that you change between updates (a learning rate, the momenta of a schedule, a coefficient) reach the
     ranks with the next update; so do weights, states of optimizers and which parameters require a gradient, however
-    they are changed. The structure must not change. Buffers that a forward pass changes and, on-policy, random numbers
-    in networks raise an error in `update`. A copy or a pickle of the returned algorithm is a plain one.
+    they are changed. The structure must not change. A copy or a pickle of the returned algorithm is a plain one.
+
+    A rank that is lost in an update raises a `LearnerError`. The algorithm then has the weights of the last completed
+    update, from which the next update continues with new ranks.
 
     Args:
-        algorithm: An algorithm of :data:`EQUAL`, or of a subclass that changes none of its methods. Its nets
-            must treat rows one by one: batch normalisation and dropout are refused.
-        num_learners: Number of ranks. With fewer rows than ranks, some have no work; the result is the same.
+        algorithm: An on-policy, off-policy or offline algorithm that gets its gradients by ``backward()`` of losses
+            that are means over rows. (NPG and TRPO do not; their first update raises.) PPO, A2C, SAC, TD3, DQN and
+            :class:`~rayvec.tianshou.IMPALA` are tested.
+        num_learners: Number of ranks. With fewer rows than ranks, some have no work.
         device: Where each rank computes; ``"cuda"`` gives each a GPU. The algorithm itself stays where it is.
         learner_threads: How many threads torch may use on each rank.
         num_cpus: Cores that each rank claims from Ray; by default as many as `learner_threads`.
@@ -76,53 +79,59 @@ def data_parallel(
 
     Raises:
         ConfigError: `algorithm` is not one that can be computed on several ranks, or the ranks can't be placed.
-        LearnerError: From ``update``: ranks died again while an update was repeated after ranks had died.
     """
     check_count("num_learners", num_learners)
-    check_choice("device", device, ("cpu", "cuda"))
-    _check_algorithm(algorithm)
-    group = RankGroup(
-        functools.partial(AlgorithmRank, pickle_algorithm(algorithm), device),
-        num_learners,
+    if isinstance(algorithm, DataParallel):
+        raise ConfigError("The algorithm is data-parallel already. Pass algorithm.plain() to make another of it.")
+    if not isinstance(algorithm, OnPolicyAlgorithm | OffPolicyAlgorithm | OfflineAlgorithm):
+        raise ConfigError(
+            f"{type(algorithm).__qualname__} can't be computed on several ranks. Pass an on-policy, off-policy or "
+            "offline algorithm of Tianshou 2, and not its policy."
+        )
+    host = functools.partial(
+        open_host,
         device=device,
-        threads=learner_threads,
-        num_cpus=num_cpus,
-        timeout_s=timeout_s,
+        num_cpus=learner_threads if num_cpus is None else num_cpus,
         num_nodes=num_nodes,
         address=address,
     )
-    parallel = wrap(algorithm, group, device)
-    weakref.finalize(parallel, group.close)
-    return parallel
-
-
-def wrap(algorithm: Algorithm[Any, Any], group: RankGroup, device: str = "cpu") -> Any:
-    """Returns an algorithm whose updates are computed by a group with a copy of it on every rank."""
     parallel: Any = object.__new__(_parallel_class(type(algorithm)))
     vars(parallel).update(vars(algorithm))
-    parallel._group, parallel._device, parallel._pending = group, device, None
+    parallel._ranks = _Ranks(host, num_learners, device, learner_threads, timeout_s)
     parallel._state = AlgorithmState(parallel)
-    parallel._on_ranks = copy.deepcopy(parallel._state.capture())
+    parallel._is_last = np.zeros(0, bool)
     for optimizer in parallel._state.optimizers:
-        vars(optimizer)["_opt_called"] = (
-            True  # by the ranks; a schedule of learning rates warns about an optimizer that has not stepped
-        )
+        optimizer._opt_called = True  # by the ranks; a schedule of learning rates warns if no optimizer has stepped
+    parallel._ranks.start(parallel)
+    weakref.finalize(parallel, parallel._ranks.close)
     return parallel
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """What an update starts with.
+class _Ranks:
+    """The ranks of an algorithm, and the weights and states of optimizers that they hold."""
 
-    Attributes:
-        buffer: The buffer that the batch comes from.
-        indices: Indices of its rows in the buffer.
-        numbers: Numbers of the algorithm before Tianshou switches it to training mode.
-    """
+    def __init__(self, make_host: Any, num_ranks: int, device: str, threads: int, timeout_s: float) -> None:
+        self.num_ranks = num_ranks
+        self.group: RankGroup | None = None
+        self.held: Any = None
+        self._make_host, self._device = make_host, device
+        self._how: dict[str, Any] = {"device": device, "threads": threads, "timeout_s": timeout_s}
+        self._is_closed = False
 
-    buffer: ReplayBuffer
-    indices: NDArray[np.int64]
-    numbers: Numbers
+    def start(self, algorithm: DataParallel) -> RankGroup:
+        """Returns the ranks; starts them with the algorithm as it is, unless they run."""
+        if self._is_closed:
+            raise LearnerError("The ranks were closed. Call data_parallel(algorithm.plain()) for new ones.")
+        if self.group is None or self.group.has_ended:
+            make = functools.partial(AlgorithmRank, _pickled(algorithm.plain()), self._device)
+            self.group, self.held = RankGroup(make, self.num_ranks, self._make_host(), **self._how), None
+        return self.group
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self._is_closed = True
+        if self.group is not None:
+            self.group.close(terminate=True)
 
 
 class DataParallel:
@@ -131,25 +140,23 @@ class DataParallel:
     Tianshou's own ``update`` samples, steps learning-rate schedules and sets new priorities, in the driver.
     """
 
-    _group: RankGroup
-    _device: str
-    _pending: _Pending | None
+    _ranks: _Ranks
     _state: AlgorithmState
-    _on_ranks: dict[str, Any]  # the state of the ranks
+    _is_last: NDArray[np.bool_]  # where an environment's steps in the buffer end
 
     @property
     def num_learners(self) -> int:
         """How many ranks compute an update."""
-        return self._group.num_ranks
+        return self._ranks.num_ranks
 
     @property
     def group(self) -> RankGroup:
-        """The ranks: where they are, and their processes."""
-        return self._group
+        """The ranks: where they are, and their processes. It starts new ones if a rank was lost."""
+        return self._ranks.start(self)
 
     def close(self) -> None:
         """Ends the ranks; the algorithm can't be updated afterwards. May be called again."""
-        self._group.close()
+        self._ranks.close()
 
     def __enter__(self) -> Any:
         return self
@@ -159,10 +166,9 @@ class DataParallel:
 
     def plain(self) -> Any:
         """Returns the plain algorithm in its present state; it shares policy, nets and optimizers with this one."""
-        base = type(self).__mro__[2]
-        plain: Any = object.__new__(base)
+        plain: Any = object.__new__(type(self).__mro__[2])
         vars(plain).update(
-            {name: value for name, value in vars(self).items() if name not in DataParallel.__annotations__}
+            {name: each for name, each in vars(self).items() if name not in DataParallel.__annotations__}
         )
         return plain
 
@@ -170,54 +176,42 @@ class DataParallel:
         return _new, (type(self).__mro__[2],), vars(self.plain())
 
     def _preprocess_batch(self, batch: Any, buffer: ReplayBuffer, indices: NDArray[np.int64]) -> Any:
-        self._pending = _Pending(buffer, indices, self._state.numbers())
-        return batch
+        self._is_last = np.isin(indices, buffer.last_index)
+        return super()._preprocess_batch(batch, buffer, indices)  # type: ignore[misc]
 
     def _update_with_batch(self, batch: Any, batch_size: int | None = None, repeat: int = 1) -> TrainingStats:
-        algorithm: Any = self
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        seed = int(torch.randint(2**62, ())) if self._device == "cuda" else None
-        generators = Generators.capture(seed)
-        update: OnPolicyUpdate | OffPolicyUpdate
-        ahead = None
-        if isinstance(self, OnPolicyAlgorithm):
-            is_last = np.isin(pending.indices, pending.buffer.last_index)
-            update = OnPolicyUpdate(
-                pending.numbers,
-                generators,
-                batch.rew,
-                batch.terminated,
-                batch.truncated,
-                is_last,
-                batch_size,
-                repeat,
-            )
-        else:
-            num_steps = getattr(algorithm, "n_step_return_horizon", None) or algorithm.n_step
-            ahead = Ahead.of(pending.buffer, pending.indices, num_steps)
-            update = OffPolicyUpdate(pending.numbers, generators, len(batch), hasattr(pending.buffer, "update_weight"))
-        shards = cut_batch(batch, self.num_learners, ahead)
-        if not self._state.is_at(self._on_ranks):  # weights or optimizers were changed between updates
-            self._group.load_state_dict(self._state.capture())
-            self._on_ranks = copy.deepcopy(self._state.capture())
-        args: list[tuple[Any, Any]] = [(update, shard) for shard in shards]
-        if isinstance(self, OnPolicyAlgorithm):  # others divide a single minibatch, which travels with the call
-            whole = self._group.put(update)
-            args = [(whole, self._group.put(shard)) for shard in shards]
-        return self._take(batch, self._group.run("update", args, keep=True))
+        how = {"batch_size": batch_size, "repeat": repeat} if isinstance(self, OnPolicyAlgorithm) else {}
+        ranks, state = self._ranks, self._state
+        group, tensors = ranks.start(self), state.tensors()
+        is_held = ranks.held is not None and equal(tensors, ranks.held)
+        seed = int(torch.randint(2**62, ()))
+        known = group.put(None if is_held else pack(tensors)), state.numbers(), seed, how
+        replies = group.run("update", [(*known, group.put(shard)) for shard in self._shards(batch)])
+        _, stats, numbers, packed = replies[0]
+        ranks.held = unpack(packed)
+        state.restore(unpack(packed))
+        state.set_numbers(numbers)
+        if replies[0][0] is not None:
+            batch.weight = torch.cat([reply[0] for reply in replies])
+        result: TrainingStats = stats
+        return result
 
-    def _take(self, batch: Any, replies: list[Any]) -> TrainingStats:
-        """Loads what an update changed."""
-        first = replies[0]
-        self._on_ranks = self._group.state_dict()
-        self._state.restore(self._on_ranks)
-        self._state.set_numbers(first.changed)
-        first.generators.restore(numpy_alone=isinstance(self, OnPolicyAlgorithm))
-        if first.weight is not None:
-            batch.weight = torch.from_numpy(np.concatenate([reply.weight for reply in replies]))
-        stats: TrainingStats = first.stats
-        return stats
+    def _shards(self, batch: Any) -> list[Shard]:
+        """Cuts a batch into one shard for each rank.
+
+        They differ by one row at most. Where ranks compute advantages again, they hold whole episodes, or what was
+        collected of them.
+        """
+        total = len(batch)
+        bounds = np.array(even_bounds(total, self.num_learners))
+        if getattr(self, "recompute_adv", False):
+            batch.truncated = batch.truncated | (self._is_last & ~batch.terminated)
+            ends = np.append(0, np.flatnonzero(batch.terminated | batch.truncated) + 1)
+            bounds = ends[np.abs(ends - bounds[:, None]).argmin(1)]
+        return [
+            Shard(start, stop, total, batch[start:stop] if stop > start else batch[:1])
+            for start, stop in pairwise(bounds.tolist())
+        ]
 
 
 def _new(kind: type[Any]) -> Any:
@@ -229,81 +223,19 @@ def _parallel_class(base: type[Any]) -> type[Any]:
     return type(f"DataParallel{base.__name__}", (DataParallel, base), {"__doc__": f"{base.__name__} on several ranks."})
 
 
-def pickle_algorithm(algorithm: Any) -> bytes:
-    """Pickles an algorithm for the ranks, without schedules of learning rates: the driver steps these."""
+def _pickled(algorithm: Any) -> bytes:
+    """Pickles an algorithm for the ranks, without the buffer, and without schedules, which the driver steps."""
     sent = copy.copy(algorithm)
     sent.lr_schedulers = []
+    for name in ("_buffer", "_indices"):
+        vars(sent).pop(name, None)
+    if any(parameter.is_cuda for parameter in sent.parameters()):  # else only a process with a GPU could read it
+        sent = copy.deepcopy(sent).cpu()
     try:
         pickled: bytes = cloudpickle.dumps(sent)
     except Exception as error:
         raise ConfigError(
-            "Ranks compute with copies of the algorithm.",
-            expected="an algorithm that cloudpickle can pickle",
-            got=f"{type(error).__name__}: {error}",
-            remedy="Keep open files, environments, loggers and torch's parametrizations out of policy and nets.",
+            f"The algorithm can't be pickled for the ranks ({type(error).__name__}: {error}). Keep open files, "
+            "environments, loggers and torch's parametrizations out of policy and nets."
         ) from error
     return pickled
-
-
-def _check_algorithm(algorithm: Any) -> None:
-    if not isinstance(algorithm, Algorithm):
-        raise ConfigError(
-            "An algorithm of Tianshou 2 is computed on several ranks.",
-            expected="a tianshou.algorithm.Algorithm",
-            got=f"{type(algorithm).__module__}.{type(algorithm).__qualname__}",
-            remedy="Pass the algorithm, not its policy; a policy of Tianshou 1 is to be ported to an algorithm first.",
-        )
-    if isinstance(algorithm, DataParallel):
-        raise ConfigError(
-            "An algorithm is made data-parallel once.",
-            expected="a plain algorithm",
-            got=type(algorithm).__name__,
-            remedy="Pass algorithm.plain() to make another of it.",
-        )
-    _check_class(type(algorithm))
-    _check_parts(algorithm)
-
-
-def _check_class(kind: type[Any]) -> None:
-    base = next((each for each in kind.__mro__ if each in EQUAL), None)
-    names = ", ".join(each.__name__ for each in EQUAL)
-    if base is None:
-        raise ConfigError(
-            "Only algorithms for which N ranks were shown to equal one are computed on several.",
-            expected=f"one of {names}",
-            got=kind.__name__,
-            remedy="Use the plain algorithm, which takes the same collectors.",
-        )
-    own = {name for each in kind.__mro__[: kind.__mro__.index(base)] for name in vars(each)}
-    changed = sorted(
-        name for name in own if name != "__init__" and callable(getattr(base, name, None)) and name not in vars(object)
-    )
-    if changed:
-        raise ConfigError(
-            "A subclass that changes methods of its algorithm was not shown to be the same on N ranks as on one.",
-            expected=f"{base.__name__}, or a subclass that adds to it",
-            got=f"{kind.__name__}, which changes {', '.join(changed)}",
-            remedy="Use the plain algorithm, or bring the change into the policy or the nets.",
-        )
-
-
-def _check_parts(algorithm: Any) -> None:
-    mixing = (torch.nn.modules.batchnorm._NormBase, torch.nn.modules.dropout._DropoutNd)
-    for path, module in algorithm.named_modules():
-        between = isinstance(module, torch.nn.RNNBase) and module.num_layers > 1  # dropout is between layers
-        drops = (between or isinstance(module, torch.nn.MultiheadAttention)) and module.dropout > 0
-        if drops or isinstance(module, mixing):
-            raise ConfigError(
-                "Nets treat rows one by one, or N ranks are not one.",
-                expected="no batch normalisation and no dropout",
-                got=f"{type(module).__name__}{f'(dropout={module.dropout})' if drops else ''} at {path}",
-                remedy="Use LayerNorm, or leave it out.",
-            )
-    alpha = getattr(algorithm, "alpha", None)
-    if alpha is not None and type(alpha) not in (AutoAlpha, FixedAlpha):
-        raise ConfigError(
-            "The entropy coefficient is updated by the mean over all rows.",
-            expected="a number or an AutoAlpha",
-            got=type(alpha).__name__,
-            remedy="Pass one of these.",
-        )

@@ -20,6 +20,7 @@ from tianshou.utils.net.common import ActorCritic
 from tianshou.utils.net.continuous import ContinuousCritic
 from tianshou.utils.net.discrete import DiscreteCritic
 
+from rayvec.learners.ranks import ALONE, Ranks, gather_values
 from rayvec.learners.torch_vtrace import num_rounds, vtrace_of_rows
 from rayvec.tianshou.policies import joint_logp, record_logp
 
@@ -58,7 +59,16 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
     collector, Tianshou's own included, puts it into the buffer as ``policy.logp``. Steps of a buffer without it are
     treated as steps of the policy as it is when the update begins, as in PPO. Do not mix steps that were taken at
     random with recorded ones.
+
+    Attributes:
+        recompute_adv: Says that each pass computes targets anew, so that ranks hold whole episodes.
+        ranks: The ranks that learn together, where :func:`~rayvec.tianshou.data_parallel` computes the updates.
+        own_rows: The rows of the batch that are this rank's.
     """
+
+    recompute_adv = True
+    ranks: Ranks = ALONE
+    own_rows = slice(None)
 
     def __init__(
         self,
@@ -151,7 +161,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         batch.returns = to_torch_as(returns / scale, batch.v_s)
         batch.adv = to_torch_as(advantages / scale, batch.v_s)
         if self.return_scaling:
-            self.ret_rms.update(returns)
+            self.ret_rms.update(gather_values(self.ranks, returns[self.own_rows]))
         return log_ratio.exp()
 
     def compute_vtrace(

@@ -1,4 +1,4 @@
-"""What ranks hand to Ray."""
+"""The form in which ranks exchange states."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pickle
 
 import torch
 
-from rayvec.distributed.rank_actor import pack, unpack
+from rayvec.distributed.rank import pack, unpack
 
 
 def test_tensors_of_any_kind_arrive() -> None:
-    """Small ones share an array, large ones have one each, and none shares memory with what was packed."""
+    """None shares memory with what was packed."""
     state = {
         "large": torch.randn(200, 200),
         "small": [torch.arange(5), torch.tensor(3.0), torch.randn(3, 4).T, torch.tensor([True, False])],
@@ -20,7 +20,6 @@ def test_tensors_of_any_kind_arrive() -> None:
     }
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(pack(state), 5, buffer_callback=buffers.append)
-    assert len(buffers) <= 2
     again = unpack(pickle.loads(pickled, buffers=buffers))
     assert again["plain"] == state["plain"]
     pairs = [(again[name], state[name]) for name in ("large", "parameter")]

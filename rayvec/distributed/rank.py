@@ -1,0 +1,181 @@
+"""One rank of a group: where it is, and what runs in its process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rayvec.cluster.node_variables import restore_variables
+from rayvec.data.topology import Topology
+from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks, can_share_memory
+from rayvec.distributed.allreduce_torch import CollectiveRanks, check_device
+from rayvec.errors import RankLostError, RemoteFailure
+from rayvec.learners.ranks import ALONE, ClosableRanks
+from rayvec.pools.in_process_base import FAILURES, captured
+
+__all__ = ["MakeStore", "Rank", "RankPlacement", "divided_workers", "lost", "pack", "unpack"]
+
+MakeStore = Callable[[float], Any]
+"""Returns a store of torch.distributed through which ranks exchange addresses, given how long to wait for a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlacement:
+    """Where a rank runs.
+
+    Attributes:
+        rank: Its number among all ranks.
+        size: Number of ranks.
+        node_id: Ray's id of its node; empty without Ray.
+        host: That node's own address.
+        node: Number of its node among those that have ranks.
+        num_nodes: Number of nodes that have ranks.
+    """
+
+    rank: int
+    size: int
+    node_id: str
+    host: str
+    node: int
+    num_nodes: int
+
+    def __str__(self) -> str:
+        """The rank for a person."""
+        return f"rank {self.rank} on {self.host}" + (f"/{self.node_id[:8]}" if self.node_id else "")
+
+
+class Rank:
+    """Holds one object and calls its methods.
+
+    A rank whose object raised leaves the others, so that no rank waits for it.
+
+    Args:
+        placement: Where this rank is.
+        device: ``"cpu"`` or ``"cuda"``.
+        threads: Number of threads that torch may use.
+        timeout_s: How long ranks wait for each other, in seconds.
+    """
+
+    def __init__(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> None:
+        self._placement, self._device, self._timeout_s = placement, device, timeout_s
+        self._ranks: ClosableRanks = ALONE
+        self._object: Any = self  # until `join` has made it
+        torch.set_num_threads(threads)
+        Topology.this_process = f"the process of {placement}"
+        if placement.node_id:
+            restore_variables("OMP_NUM_THREADS", *([] if device == "cuda" else ["CUDA_VISIBLE_DEVICES"]))
+            Topology.this_node = (placement.node_id, placement.host)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Calls a method of the object; returns a :class:`~rayvec.errors.RemoteFailure` in place of an exception."""
+        try:
+            return getattr(self._object, name)(*args)
+        except FAILURES as error:
+            return self.leave(error)
+
+    def prepare(self) -> tuple[int, str | None]:
+        """Returns the process of this rank, and the path of the memory through which all ranks sum, if they do so."""
+        check_device(self._device)
+        place = self._placement
+        is_shared = place.size > 1 and place.num_nodes == 1 and self._device == "cpu" and can_share_memory()
+        if place.rank or not is_shared:
+            return os.getpid(), None
+        block = SharedMemoryRanks(0, place.size, timeout_s=self._timeout_s)
+        self._ranks = block
+        return os.getpid(), block.path
+
+    def join(self, make_store: MakeStore, path: str | None, make: bytes) -> None:
+        """Connects to the other ranks and makes the object.
+
+        Args:
+            make_store: Makes the store through which ranks that don't share memory exchange addresses.
+            path: Of the memory of rank 0, if ranks sum in it.
+            make: Pickled function of this rank's `Ranks` that returns the object.
+        """
+        place, timeout_s = self._placement, self._timeout_s
+        if path is not None and place.rank:
+            self._ranks = SharedMemoryRanks(place.rank, place.size, path, timeout_s=timeout_s)
+        elif path is None and place.size > 1:
+            store = make_store(timeout_s)
+            self._ranks = CollectiveRanks(
+                place.rank, place.size, store, host=place.host, device=self._device, timeout_s=timeout_s
+            )
+        self._object = pickle.loads(make)(self._ranks)
+
+    def leave(self, error: BaseException) -> RemoteFailure:
+        """Leaves the other ranks because of an error; returns what to tell the driver of it, see `captured`."""
+        self._ranks.close()
+        return captured(error, f"{self._placement} (process {os.getpid()})")
+
+
+def divided_workers(workers_per_node: int | None, num_cores: int, num_ranks: int) -> int:
+    """Returns how many workers each of a node's ranks has; by default the ranks divide its cores.
+
+    >>> divided_workers(None, 8, 3), divided_workers(4, 8, 2), divided_workers(0, 8, 2)
+    (2, 2, 0)
+    """
+    num_workers = num_cores if workers_per_node is None else workers_per_node
+    return 0 if workers_per_node == 0 else max(1, num_workers // num_ranks)
+
+
+def lost(placement: RankPlacement, reason: str) -> RankLostError:
+    """Returns the error for a rank that no longer answers.
+
+    >>> print(lost(RankPlacement(1, 2, "", "127.0.0.1", 0, 1), "its process has ended"))
+    rank 1 on 127.0.0.1 is lost: its process has ended. All ranks of its group have ended with it. The log of its \
+node, or the kernel's (out of memory), may say why.
+    """
+    return RankLostError(
+        f"{placement} is lost: {reason.removesuffix('.')}. All ranks of its group have ended with it. The log of its "
+        "node, or the kernel's (out of memory), may say why."
+    )
+
+
+class _Packed(NamedTuple):
+    """A tensor as an array of bytes, which pickle and Ray carry without copies."""
+
+    data: NDArray[np.uint8]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def pack(state: Any) -> Any:
+    """Returns a tree of dicts, lists and tuples with its tensors in a form that processes exchange quickly."""
+    return _mapped(state, Tensor, _pack)
+
+
+def unpack(state: Any) -> Any:
+    """Returns what `pack` was given, its tensors new and on the CPU."""
+    return _mapped(state, _Packed, _unpack)
+
+
+def _pack(tensor: Tensor) -> _Packed:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    data = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
+    return _Packed(data, tensor.dtype, tuple(tensor.shape))
+
+
+def _unpack(packed: _Packed) -> Tensor:
+    tensor = torch.empty(packed.shape, dtype=packed.dtype)
+    if tensor.numel():
+        tensor.view(-1).view(torch.uint8).numpy()[:] = packed.data
+    return tensor
+
+
+def _mapped(tree: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Returns a tree with every leaf of a kind replaced."""
+    if isinstance(tree, kind):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, kind, function) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_mapped(value, kind, function) for value in tree)
+    return tree
