@@ -203,8 +203,7 @@ def test_a_run_whose_directory_was_removed_does_not_say_how_to_resume(
 @pytest.mark.parametrize("num_nodes", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_run_resumes_exactly_where_its_checkpoint_was(tmp_path: Path, num_nodes: int) -> None:
     run_dir = tmp_path / "a"
-    where = {"num_nodes": num_nodes, "workers_per_node": 1}
-    settings = {**SMALL, **where, "total_steps": 40_000, "eval_episodes": 6, "run_dir": run_dir}
+    settings = {**SMALL, "num_nodes": num_nodes, "total_steps": 40_000, "eval_episodes": 6, "run_dir": run_dir}
     with running(["train", "ppo", *options(settings), "--checkpoint-interval-s=0"], tmp_path) as command:
         metrics = run_dir / "metrics.jsonl"
         command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) >= 20)
