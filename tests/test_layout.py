@@ -12,6 +12,7 @@ ROOMS = [
     "wrappers",
     "config",
     "data",
+    "fleet",
     "envs",
     "policies",
     "pools",

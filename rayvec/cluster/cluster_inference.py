@@ -21,7 +21,7 @@ from rayvec.cluster.node_interface import Member, Node, NodePart, Wait, Weights,
 from rayvec.cluster.reachability import put
 from rayvec.data import ChunkRequest
 from rayvec.errors import NodeLostError
-from rayvec.node.deferred_signals import Uninterrupted
+from rayvec.fleet.deferred_signals import Uninterrupted
 from rayvec.pools.base import Acting, NotReady, deadline_in, seconds_until
 
 __all__ = ["ClusterInference"]

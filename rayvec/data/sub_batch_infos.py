@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.data.columns import is_mask, mask_of
 from rayvec.data.infos import InfoBlock, InfoColumn
 from rayvec.data.trees import objects
 
@@ -29,23 +30,6 @@ class SubBatchInfo(NamedTuple):
     env_id: int
     num_envs: int
     columns: Columns
-
-
-def is_mask(key: Any, columns: Columns) -> bool:
-    """Returns whether a key names the mask of another key, which need not be a string.
-
-    >>> is_mask("_x", {"x": 1, "_x": 2}), is_mask("_x", {"_x": 2}), is_mask("_3", {3: 1, "_3": 2})
-    (True, False, True)
-    """
-    if type(key) is not str or key[:1] != "_":
-        return False
-    return key[1:] in columns or any(type(other) is not str and str(other) == key[1:] for other in columns)
-
-
-def mask_of(key: Any, columns: Columns, count: int) -> NDArray[np.bool_]:
-    """Returns which environments have a value under a key, ``bool [count]``: all of them, where no mask says so."""
-    mask = columns.get(f"_{key}")
-    return np.ones(count, bool) if mask is None else np.asarray(mask, bool)
 
 
 def merge_columns(infos: Sequence[SubBatchInfo], num_envs: int) -> Columns:

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from numpy.typing import DTypeLike, NDArray
 
-from rayvec.data.sub_batch_infos import is_mask
+from rayvec.data.columns import is_mask
 from rayvec.errors import ConfigError, EnvError
 
 __all__ = ["SubBatch"]

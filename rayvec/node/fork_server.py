@@ -34,12 +34,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from rayvec.node.deferred_signals import Uninterrupted
+from rayvec.envs.owner_signals import fork_with_signals_blocked, leave_to_owner, restore_in_children
+from rayvec.fleet.deferred_signals import Uninterrupted
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.preloaded import import_modules
 from rayvec.node.process_watch import ProcessWatch, readable
 from rayvec.pools.base import NotReady
-from rayvec.pools.owner_signals import fork_with_signals_blocked, leave_to_owner, restore_in_children
 
 __all__ = ["ForkServer", "end_with_parent", "python_command", "serve"]
 

@@ -20,6 +20,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import Tree
+from rayvec.node.memory import ActionRows, action_leaves
 from rayvec.pools.restart_state import ENV_ARRAYS
 from rayvec.pools.shared_memory import ArrayLayout, Field, Semaphore, SharedBlock, index_tree
 
@@ -74,46 +75,6 @@ class BlockShape:
         if self.sub_batches:
             bounds = np.searchsorted(np.cumsum([0, *self.sub_batches]), bounds)
         return int(np.diff(bounds).max())
-
-
-class ActionRows:
-    """Rows of actions in shared memory, in the caller's data type.
-
-    An environment computes with the action's data type, so the transport must preserve it. Each row of a leaf is
-    therefore a run of bytes wide enough for any data type, and the command carries the data type.
-
-    Args:
-        raw: The bytes of all rows, ``uint8 [N, row_bytes]``.
-        shape: Shape of one action.
-    """
-
-    def __init__(self, raw: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
-        self._raw = raw
-        self._shape = shape
-        self._items = math.prod(shape)
-        self._views: dict[str, NDArray[Any]] = {}
-
-    def view(self, char: str) -> NDArray[Any]:
-        """Returns the rows as an array ``[N, *shape]`` of the data type with NumPy character code `char`."""
-        view = self._views.get(char)
-        if view is None:
-            dtype = np.dtype(char)
-            view = self._raw[:, : self._items * dtype.itemsize].view(dtype).reshape(len(self._raw), *self._shape)
-            self._views[char] = view
-        return view
-
-
-def action_leaves(actions: Tree, layout: ArrayLayout | None, count: int) -> list[NDArray[Any]] | None:
-    """Returns the arrays of `count` actions, or None if :class:`ActionRows` can't hold them without conversion."""
-    if layout is None or isinstance(actions, list):
-        return None
-    leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
-    for leaf, (_, shape) in zip(leaves, layout.leaves, strict=True):
-        dtype = leaf.dtype
-        fits = dtype.kind in "biuf" and dtype.itemsize <= _ITEM_BYTES and dtype.isnative
-        if leaf.shape != (count, *shape) or not fits:
-            return None
-    return leaves
 
 
 class NodeBlock:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, Tree
 from rayvec.errors import WorkerLostError, without_remedy
-from rayvec.node.deferred_signals import Uninterrupted
+from rayvec.fleet.deferred_signals import Uninterrupted
 from rayvec.node.pipe import LOOK_S
 from rayvec.node.process_watch import readable
 from rayvec.node.step_memory import NodeBlock

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest
 from rayvec.data.topology import Topology, split_groups
+from rayvec.fleet.deferred_signals import Uninterrupted
 from rayvec.node.chunk_memory import PackedChunk
-from rayvec.node.deferred_signals import Uninterrupted
 from rayvec.node.node_inference import NodeInference
 from rayvec.node.protocol import WeightsRef
 from rayvec.node.slow_workers import EnoughSteps, StepTimes

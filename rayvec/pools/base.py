@@ -9,20 +9,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import IntEnum
-from itertools import accumulate
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from gymnasium import Space
-from gymnasium.spaces.utils import is_space_dtype_shape_equiv
-from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from rayvec.data import ChunkRequest, StepBatch, Tree
-from rayvec.errors import ConfigError, check_choice
+from rayvec.envs.spaces import PoolSpaces
+from rayvec.fleet.commands import Autoreset
+from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 
 if TYPE_CHECKING:
     from rayvec.data import Rollout, Topology
@@ -47,165 +43,8 @@ Cut = Callable[[int], bool]
 """Whether to cut a chunk, given the number of steps that its environments have taken together so far."""
 
 
-class Autoreset(IntEnum):
-    """When an environment is reset after its episode has ended.
-
-    The names are those of Gymnasium's ``AutoresetMode``. The numbers are part of the frame format.
-    """
-
-    NEXT_STEP = 0
-    """The next step resets the environment and ignores the action."""
-    SAME_STEP = 1
-    """The step that ends the episode also resets the environment. The info holds the final observation."""
-    DISABLED = 2
-    """Only an explicit call of ``reset`` resets the environment."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """The restart policy for environments that raise or hang, and for workers that exit.
-
-    Attributes:
-        restart: Whether a failed environment is restarted. The new seed is a function of the original seed, the
-            environment id and the restart number, and the episode ends as truncated. If False, the pool raises
-            the error.
-        step_timeout_s: A worker that takes longer for one step counts as hung and is killed. None sets no limit.
-        start_timeout_s: A worker that takes longer to make its environments, or to load a policy, counts as hung and is
-            killed.
-    """
-
-    restart: bool = False
-    step_timeout_s: float | None = None
-    start_timeout_s: float = 300.0
-
-    @classmethod
-    def of(cls, on_env_error: str, step_timeout_s: float | None, start_timeout_s: float = 300.0) -> RestartPolicy:
-        """Returns the restart policy for the arguments of a vector environment.
-
-        Raises:
-            ConfigError: `on_env_error` is unknown, or a timeout is not positive.
-        """
-        check_choice("on_env_error", on_env_error, ("raise", "restart"))
-        if step_timeout_s is not None and not _is_time(step_timeout_s):
-            raise ConfigError(
-                "step_timeout_s is how long a worker may take for a step of its environments.",
-                expected="seconds, more than 0, or None for no limit",
-                got=repr(step_timeout_s),
-                remedy="Leave it out, or pass several times what the slowest step takes.",
-            )
-        if not _is_time(start_timeout_s):
-            raise ConfigError(
-                "start_timeout_s is how long a worker may take to make its environments, or to load a policy.",
-                expected="seconds, more than 0",
-                got=repr(start_timeout_s),
-                remedy="Leave it out for 300 s, or pass several times what the slowest constructor or import takes.",
-            )
-        return cls(on_env_error == "restart", step_timeout_s, start_timeout_s)
-
-
-def _is_time(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
-
-
-NO_RESTARTS = RestartPolicy()
-"""Failed environments are not restarted, and a step may take any time."""
-
 MOST_CHUNKS = 2
 """The most chunks that may be pending, or in a worker's memory: the worker fills one, the pool copies the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSpaces:
-    """The spaces and metadata that a pool reads from its environments.
-
-    Attributes:
-        observation: Space of the first environment's observations.
-        action: Space of the first environment's actions.
-        metadata: Metadata of the first environment.
-        render_mode: Render mode of the first environment.
-        observations: The observation space of each environment, in order. Empty if all are equal.
-        actions_differ: Index and action space of the first environment whose action space differs from `action`.
-        sub_batches: Number of environments of each native sub-batch, in order. Empty for ordinary environments.
-    """
-
-    observation: Space[Any]
-    action: Space[Any]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    render_mode: str | None = None
-    observations: tuple[Space[Any], ...] = ()
-    actions_differ: tuple[int, Space[Any]] | None = None
-    sub_batches: tuple[int, ...] = ()
-
-    @property
-    def num_envs(self) -> int | None:
-        """How many environments there are, if they are native."""
-        return sum(self.sub_batches) or None
-
-    @property
-    def unit_bounds(self) -> NDArray[np.int64] | None:
-        """Bounds of the native sub-batches, ``int64 [sub-batches + 1]``, or None."""
-        return np.cumsum([0, *self.sub_batches]) if self.sub_batches else None
-
-    @property
-    def native_mode(self) -> Autoreset | None:
-        """The autoreset mode of native sub-batches, or None."""
-        return Autoreset[self.metadata["autoreset_mode"].name] if self.sub_batches else None
-
-    @classmethod
-    def join(cls, parts: Sequence[tuple[int, PoolSpaces]]) -> PoolSpaces:
-        """Joins the spaces of consecutive slices, given as pairs (number of environments, their spaces)."""
-        first = parts[0][1]
-        for mode in (part.metadata.get("autoreset_mode") for _, part in parts if part.sub_batches):
-            if mode != first.metadata.get("autoreset_mode"):
-                raise ConfigError(
-                    "All native sub-batches reset their environments at the same time.",
-                    expected=f"the mode of the first sub-batch, {first.metadata.get('autoreset_mode')}",
-                    got=mode,
-                    remedy="Make them with one autoreset_mode.",
-                )
-        every = [space for count, part in parts for space in (part.observations or (part.observation,) * count)]
-        starts = accumulate((count for count, _ in parts[:-1]), initial=0)
-        others = [(0, part.action) if part.action != first.action else part.actions_differ for _, part in parts]
-        differ = next(((start + each[0], each[1]) for start, each in zip(starts, others, strict=True) if each), None)
-        same = all(part.observation == first.observation and not part.observations for _, part in parts)
-        return cls(
-            first.observation,
-            first.action,
-            first.metadata,
-            first.render_mode,
-            () if same else tuple(every),
-            differ,
-            tuple(size for _, part in parts for size in part.sub_batches),
-        )
-
-    def check_native(self, num_envs: int | None, mode: AutoresetMode | None) -> None:
-        """Checks what a caller demands of native sub-batches: their number of environments and autoreset mode.
-
-        Raises:
-            ConfigError: They have another.
-        """
-        if self.sub_batches and num_envs not in (None, self.num_envs):
-            raise ConfigError(
-                "With native=True, num_envs is the number of environments of all sub-batches together.",
-                expected=f"num_envs={self.num_envs}, for sub-batches of {list(self.sub_batches)[:8]}, or no num_envs",
-                got=num_envs,
-                remedy="With a list of callables, leave num_envs out. Otherwise let num_envs and workers_per_node give "
-                "each worker as many rows as its vector environment can have: for games, a multiple of the number of "
-                "agents. Where that number is fixed, pass workers_per_node=1.",
-            )
-        if self.sub_batches and mode not in (None, self.metadata["autoreset_mode"]):
-            raise ConfigError(
-                "Native sub-batches reset environments themselves, whose episode has ended.",
-                expected=f"autoreset_mode={self.metadata['autoreset_mode']}, or no autoreset_mode",
-                got=mode,
-                remedy="Leave autoreset_mode out, or make the sub-batches with another; make_vec passes "
-                "env_kwargs={'autoreset_mode': ...} to the vector entry point.",
-            )
-
-    def misfit(self, space: Space[Any]) -> int | None:
-        """Returns the index of the first environment whose observations don't fit arrays of `space`, or None."""
-        candidates = enumerate(self.observations or (self.observation,))
-        return next((i for i, each in candidates if not is_space_dtype_shape_equiv(each, space)), None)
 
 
 class NotReady(TimeoutError):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Tree, tree_leaves, tree_map
+from rayvec.fleet.restarts import (
+    ENV_ARRAYS,
+    RESTARTED,
+    EpisodeState,
+    RestartBudget,
+    restart_seed,
+    seed_of,
+    store_seed,
+)
 
 __all__ = [
     "ENV_ARRAYS",
@@ -29,49 +35,9 @@ __all__ = [
     "store_seed",
 ]
 
-RESTARTED = "env_restarted"
-"""Info key that marks a step as not executed because the environment was restarted."""
 
 RESTARTS_OF_A_NODE = 1 << 20
 """First restart number on a replacement node. The exact count of the lost node is unknown."""
-
-ENV_ARRAYS = {
-    "rew": np.float64,
-    "terminated": np.bool_,
-    "truncated": np.bool_,
-    "seed": np.uint64,
-    "has_seed": np.bool_,
-    "restarts": np.int64,
-    "episode": np.int8,
-}
-"""The arrays with one value for each environment. The results come first. The others outlive the stepping process."""
-
-_MOST_RESTARTS = 5
-_WINDOW_S = 60.0
-
-
-class EpisodeState(IntEnum):
-    """Where an environment is in its episode."""
-
-    NEW = 0
-    """The environment has never been reset."""
-    RUNNING = 1
-    """An episode has begun and has not ended."""
-    ENDED = 2
-    """The episode has ended. A reset begins the next one."""
-    CUT = 3
-    """A fault interrupted the episode. The next step reports that it is truncated."""
-
-
-def restart_seed(seed: int | None, env_id: int, restart: int) -> int | None:
-    """Returns the seed of a restarted environment, or None if the environment never had a seed.
-
-    >>> restart_seed(7, env_id=3, restart=1) == restart_seed(7, env_id=3, restart=1)
-    True
-    """
-    if seed is None:
-        return None
-    return int(np.random.SeedSequence([seed, env_id, restart]).generate_state(1)[0])
 
 
 def is_restarted(info: Any) -> bool:
@@ -83,52 +49,6 @@ def are_restarted(columns: Any) -> bool:
     """Whether the infos of a sub-batch say that all its environments were restarted."""
     mark = columns.get(RESTARTED) if isinstance(columns, dict) else None
     return isinstance(mark, np.ndarray) and mark.dtype == bool and bool(mark.all())
-
-
-class RestartBudget:
-    """Allows five restarts within a minute for each key. More restarts count as a crash loop.
-
-    Time spent waiting for a hung or starting worker does not count toward the minute. Otherwise a failure that takes
-    longer than 12 s to detect could repeat without limit.
-    """
-
-    def __init__(self) -> None:
-        self._times: dict[int, deque[float]] = {}
-        self._hung_s: dict[int, float] = {}
-
-    def spend(self, key: int, hung_s: float = 0.0) -> bool:
-        """Records a restart and returns whether it is allowed.
-
-        Args:
-            key: Identifies the environment or worker.
-            hung_s: Seconds that the pool waited before it declared a hang, or that the worker had spent starting.
-        """
-        self._hung_s[key] = self._hung_s.get(key, 0.0) + hung_s
-        times = self._times.setdefault(key, deque())
-        now = time.monotonic() - self._hung_s[key]
-        while times and now - times[0] > _WINDOW_S:
-            times.popleft()
-        times.append(now)
-        return len(times) <= _MOST_RESTARTS
-
-    @staticmethod
-    def rule() -> str:
-        """Returns the rule as text for errors."""
-        return f"at most {_MOST_RESTARTS} restarts within {_WINDOW_S:.0f} s"
-
-
-def store_seed(arrays: Mapping[str, NDArray[Any]], row: int, seed: int) -> None:
-    """Stores the seed of a requested reset in arrays that outlive the process that steps the environment."""
-    arrays["seed"][row], arrays["has_seed"][row], arrays["restarts"][row] = seed % (1 << 64), True, 0
-
-
-def seed_of(arrays: Mapping[str, NDArray[Any]], row: int, env_id: int) -> int | None:
-    """Returns the last seed of an environment: that of its last restart after :func:`store_seed`, or the stored one.
-
-    It is None for an environment that was never given a seed.
-    """
-    seed, restarts = int(arrays["seed"][row]) if arrays["has_seed"][row] else None, int(arrays["restarts"][row])
-    return restart_seed(seed, env_id, restarts) if restarts else seed
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayvec.node.deferred_signals import Uninterrupted
+from rayvec.fleet.deferred_signals import Uninterrupted
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

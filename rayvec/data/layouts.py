@@ -1,0 +1,264 @@
+"""How the values of a space lie in arrays: one leaf for each array of a tree, and rows for environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from numpy.typing import DTypeLike, NDArray
+
+from rayvec.data.trees import Tree, tree_leaves, tree_map
+from rayvec.errors import message
+
+__all__ = ["ArrayLayout", "Field", "as_batch", "index_tree", "split_actions", "tree_writer"]
+
+_ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+Field = tuple[DTypeLike, tuple[int, ...]]
+"""The data type and shape of one array in a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """The array layout of a space, with one leaf for each array of the tree.
+
+    Attributes:
+        space: The space of one environment.
+        leaves: The data type and shape of each leaf, in the order of :func:`rayvec.data.tree_leaves`.
+    """
+
+    space: Space[Any]
+    leaves: tuple[Field, ...]
+
+    @classmethod
+    def of(cls, space: Space[Any]) -> ArrayLayout | None:
+        """Returns the layout of `space`, or None if its elements are not arrays of a fixed shape."""
+        layout = cls.with_objects(space)
+        return None if layout.objects else layout
+
+    @classmethod
+    def with_objects(cls, space: Space[Any]) -> ArrayLayout:
+        """Returns the layout of any space; parts of it that are no arrays of a fixed shape are leaves of objects."""
+        return cls(space, tuple(_leaves(space)))
+
+    @classmethod
+    def of_actions(cls, space: Space[Any]) -> ArrayLayout:
+        """Returns the layout of actions: an array of objects, one for each environment, unless arrays hold them."""
+        return cls.of(space) or cls(Space(), ((np.dtype(object), ()),))
+
+    @property
+    def objects(self) -> list[int]:
+        """The places of the leaves of objects."""
+        return [place for place, (dtype, _) in enumerate(self.leaves) if np.dtype(dtype).hasobject]
+
+    def fields(self, name: str, leading: tuple[int, ...]) -> dict[str, Field]:
+        """Returns the fields of a block for all leaves but those of objects, with leading axes before each shape."""
+        arrays = [(i, field) for i, field in enumerate(self.leaves) if i not in self.objects]
+        return {f"{name}.{i}": (dtype, (*leading, *shape)) for i, (dtype, shape) in arrays}
+
+    def tree(self, arrays: Sequence[Any]) -> Tree:
+        """Builds a tree with the structure of the space from one value for each leaf. Inverse of :meth:`flatten`."""
+        return _build(self.space, iter(arrays))
+
+    def flatten(self, value: Any) -> list[Any]:
+        """Returns the leaves of `value`, a tree of this space, in the order of `leaves`.
+
+        Raises:
+            ValueError: `value` does not have the structure of the space.
+        """
+        return _flatten(self.space, value)
+
+    def select(self, block: Mapping[str, NDArray[Any]], name: str) -> Tree:
+        """Returns the tree of the arrays in `block` whose names come from :meth:`fields`."""
+        return self.tree([block[f"{name}.{i}"] for i in range(len(self.leaves))])
+
+    def empty(self, leading: tuple[int, ...]) -> Tree:
+        """Allocates and returns a tree of zeros with these leading axes."""
+        arrays = [np.zeros((*leading, *shape), dtype) for dtype, shape in self.leaves]
+        for place in self.objects:
+            arrays[place][:] = None
+        return self.tree(arrays)
+
+
+def _children(space: Space[Any]) -> list[tuple[Any, Space[Any]]] | None:
+    """Returns the parts of a Dict or Tuple space, with their keys or places. None for other spaces."""
+    if isinstance(space, spaces.Dict):
+        return list(space.spaces.items())
+    return list(enumerate(space.spaces)) if isinstance(space, spaces.Tuple) else None
+
+
+def _leaves(space: Space[Any]) -> list[Field]:
+    children = _children(space)
+    if children is not None:
+        return [leaf for _, child in children for leaf in _leaves(child)]
+    if isinstance(space, _ARRAYS) and space.shape is not None and space.dtype is not None:
+        return [(space.dtype, tuple(space.shape))]
+    return [(np.dtype(object), ())]
+
+
+def _flatten(space: Space[Any], value: Any) -> list[Any]:
+    children = _children(space)
+    if children is None:
+        return [value]
+    if isinstance(space, spaces.Dict):
+        if not isinstance(value, Mapping) or set(value) != set(space.spaces):
+            raise ValueError(f"not a dict with the keys {list(space.spaces)}: {value!r}"[:500])
+    elif not isinstance(value, (tuple, list)) or len(value) != len(children):
+        raise ValueError(f"not a tuple of {len(children)}: {value!r}"[:500])
+    return [leaf for key, child in children for leaf in _flatten(child, value[key])]
+
+
+def _build(space: Space[Any], arrays: Iterator[Any]) -> Tree:
+    children = _children(space)
+    if children is None:
+        return next(arrays)
+    tree = {key: _build(child, arrays) for key, child in children}
+    return tree if isinstance(space, spaces.Dict) else tuple(tree.values())
+
+
+def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
+    """Returns a function that writes one environment's value into a given row of every array of `tree`.
+
+    A value that does not fit raises an error, and changes no array.
+    """
+    if isinstance(tree, dict | tuple):
+        fit, arrays = _fitter(tree), list(tree_leaves(tree))
+
+        def write(row: int, value: Any) -> None:
+            for array, part in zip(arrays, fit(value), strict=True):
+                array[row] = part
+
+        return write
+    array: NDArray[Any] = tree
+    dtype, shape = array.dtype, array.shape[1:]
+    if dtype.hasobject:
+        return lambda row, value: array.__setitem__(row, deepcopy(value))  # environments may reuse the object
+
+    def write_array(row: int, value: Any) -> None:
+        if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype) or value.shape != shape:
+            value = _fitted(value, dtype, shape)
+        array[row] = value
+
+    return write_array
+
+
+def _fitter(tree: Tree) -> Callable[[Any], Sequence[Any]]:
+    """Returns a function from one environment's value to what to write into the arrays of `tree`, in their order."""
+    if isinstance(tree, dict):
+        children = [(key, _fitter(value)) for key, value in tree.items()]
+
+        def fit_dict(value: Any) -> list[Any]:
+            fitted: list[Any] = []
+            for key, fit in children:
+                try:
+                    part = value[key]
+                except (KeyError, TypeError, IndexError):
+                    raise _other_parts(f"a dict with the keys {list(tree)}", value) from None
+                fitted += fit(part)
+            return fitted
+
+        return fit_dict
+    if isinstance(tree, tuple):
+        places = [_fitter(value) for value in tree]
+
+        def fit_tuple(value: Any) -> list[Any]:
+            try:
+                fits = len(value) == len(places)
+            except TypeError:
+                fits = False
+            if not fits:
+                raise _other_parts(f"a tuple of {len(places)}", value)
+            return [part for fit, item in zip(places, value, strict=True) for part in fit(item)]
+
+        return fit_tuple
+
+    dtype, shape = tree.dtype, tree.shape[1:]
+    if dtype.hasobject:
+        return lambda value: (deepcopy(value),)
+
+    def fit_array(value: Any) -> tuple[Any]:
+        is_fit = type(value) is np.ndarray and value.dtype is dtype and value.shape == shape
+        return (value if is_fit else _fitted(value, dtype, shape),)
+
+    return fit_array
+
+
+def _other_parts(expected: str, value: Any) -> ValueError:
+    return ValueError(
+        message(
+            "An observation of a Dict or Tuple space has the parts of its space.",
+            expected=expected,
+            got=repr(value)[:500],
+            remedy="Correct the environment or its observation_space.",
+        )
+    )
+
+
+def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Converts a value to `dtype` and `shape` under the casting rules of ``np.stack(..., out=...)``.
+
+    Raises:
+        ValueError: The value has another shape.
+        TypeError: The value's data type can't be cast to `dtype`.
+    """
+    fitted = np.asarray(value)
+    if fitted.shape != shape:
+        raise ValueError(
+            message(
+                "An observation has the shape of its space.",
+                expected=shape,
+                got=fitted.shape,
+                remedy="Correct the environment or its observation_space.",
+            )
+        )
+    if not np.can_cast(fitted.dtype, dtype, "same_kind"):
+        raise TypeError(
+            message(
+                "An observation has a data type that its space's can hold.",
+                expected=dtype,
+                got=fitted.dtype,
+                remedy="Correct the environment or its observation_space.",
+            )
+        )
+    return fitted
+
+
+def index_tree(tree: Tree, row: Any) -> Any:
+    """Returns the value of one environment, which is one row of every array of `tree`.
+
+    >>> index_tree({"x": [1, 2], "y": ([3, 4], [5, 6])}, 1)
+    {'x': 2, 'y': (4, 6)}
+    """
+    return tree_map(itemgetter(row), tree)
+
+
+def as_batch(tree: Tree, *, copy: bool = True) -> Tree:
+    """Returns observations as Gymnasium batches them: objects in a tuple.
+
+    >>> as_batch(np.array([None, "word"], object))
+    (None, 'word')
+    """
+
+    def batched(leaf: NDArray[Any]) -> Any:
+        if leaf.dtype.hasobject:
+            return tuple(deepcopy(leaf.tolist()))
+        return leaf.copy() if copy else leaf
+
+    return tree_map(batched, tree)
+
+
+def split_actions(actions: Tree, count: int) -> Any:
+    """Splits batched actions into a sequence with one action for each environment.
+
+    >>> split_actions({"x": [1, 2]}, 2)
+    [{'x': 1}, {'x': 2}]
+    """
+    if isinstance(actions, (dict, tuple)):
+        return [index_tree(actions, row) for row in range(count)]
+    return actions

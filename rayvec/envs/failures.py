@@ -1,0 +1,104 @@
+"""What environments and policies raise when they fail, and how a process describes it to another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from copy import copy, deepcopy
+from typing import Any
+
+import numpy as np
+
+from rayvec.envs.owner_signals import is_left_to_owner
+from rayvec.errors import EnvError, RemoteFailure
+
+__all__ = ["FAILURES", "captured", "copied_shallowly", "copied_value", "end_if_forked", "failures_ignored", "is_ctrl_c"]
+
+FAILURES = BaseException
+"""What environments, policies and learners raise when they fail. :func:`captured` lets Ctrl-C pass."""
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether an error is Ctrl-C. Where a process leaves Ctrl-C to its owner, a KeyboardInterrupt is a failure."""
+    return isinstance(error, KeyboardInterrupt) and not is_left_to_owner(signal.SIGINT)
+
+
+def captured(error: BaseException, where: str) -> RemoteFailure:
+    """Describes a failure.
+
+    A ``SystemExit`` and other exceptions that are no ``Exception`` become an ``EnvError``, because they would end the
+    process that gets them.
+
+    Raises:
+        KeyboardInterrupt: The error is Ctrl-C, which is no failure, except where a process leaves Ctrl-C to its owner.
+        SystemExit: The error is that by which Ray ends an actor, after SIGTERM for example.
+    """
+    if is_ctrl_c(error) or hasattr(error, "ray_terminate_msg"):
+        raise error
+    if not isinstance(error, Exception):
+        exits = isinstance(error, SystemExit)
+        failure = EnvError(
+            "Environments and policies report failures by exceptions.",
+            expected="an exception such as RuntimeError",
+            got=f"{error!r}, " + ("the exception of sys.exit()" if exits else "which is not derived from Exception"),
+            remedy="Raise another exception in place of "
+            + ("the call of sys.exit()." if exits else "it, or catch it in the environment or the policy."),
+        )
+        failure.__cause__ = error
+        return RemoteFailure.capture(failure, where)
+    return RemoteFailure.capture(error, where)
+
+
+def end_if_forked(owner: int, error: BaseException | None = None) -> None:
+    """Ends this process if code of an environment has forked it from the process `owner`.
+
+    The process shares its parent's pipes and memory. If it continued, both would answer the same commands. The exit
+    code, and what is printed, are those of a program that ends by `error`.
+    """
+    if os.getpid() == owner:
+        return
+    code = 0 if error is None else 1
+    try:
+        if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+            code = error.code or 0
+        elif isinstance(error, SystemExit):
+            print(error.code, file=sys.stderr)
+        elif error is not None:
+            traceback.print_exception(error)  # and not sys.excepthook: Ray's would wait for a thread of the parent
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # an environment may have closed or replaced the streams
+        os._exit(code & 0xFF)
+
+
+def copied_shallowly(value: Any) -> Any:
+    """Copies an object, but not what it holds; one that has a finaliser, or can't be copied, is returned itself.
+
+    The finaliser of a copy would close a connection, for example, that both hold.
+    """
+    if hasattr(type(value), "__del__"):
+        return value
+    with contextlib.suppress(Exception):
+        return copy(value)
+    return value
+
+
+@contextlib.contextmanager
+def failures_ignored() -> Iterator[None]:
+    """Ignores what the block raises, except Ctrl-C."""
+    try:
+        yield
+    except FAILURES as error:
+        if is_ctrl_c(error):
+            raise
+
+
+def copied_value(value: Any) -> Any:
+    """Copies an action or an observation. Some environments modify an observation after they return it."""
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        return value.copy()  # ten times faster than deepcopy for small arrays
+    return deepcopy(value)

@@ -1,0 +1,113 @@
+"""What environments say of themselves when they have been made: spaces, metadata, sizes of native sub-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.spaces.utils import is_space_dtype_shape_equiv
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from rayvec.errors import ConfigError
+from rayvec.fleet.commands import Autoreset
+
+__all__ = ["PoolSpaces"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpaces:
+    """The spaces and metadata that a pool reads from its environments.
+
+    Attributes:
+        observation: Space of the first environment's observations.
+        action: Space of the first environment's actions.
+        metadata: Metadata of the first environment.
+        render_mode: Render mode of the first environment.
+        observations: The observation space of each environment, in order. Empty if all are equal.
+        actions_differ: Index and action space of the first environment whose action space differs from `action`.
+        sub_batches: Number of environments of each native sub-batch, in order. Empty for ordinary environments.
+    """
+
+    observation: Space[Any]
+    action: Space[Any]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    render_mode: str | None = None
+    observations: tuple[Space[Any], ...] = ()
+    actions_differ: tuple[int, Space[Any]] | None = None
+    sub_batches: tuple[int, ...] = ()
+
+    @property
+    def num_envs(self) -> int | None:
+        """How many environments there are, if they are native."""
+        return sum(self.sub_batches) or None
+
+    @property
+    def unit_bounds(self) -> NDArray[np.int64] | None:
+        """Bounds of the native sub-batches, ``int64 [sub-batches + 1]``, or None."""
+        return np.cumsum([0, *self.sub_batches]) if self.sub_batches else None
+
+    @property
+    def native_mode(self) -> Autoreset | None:
+        """The autoreset mode of native sub-batches, or None."""
+        return Autoreset[self.metadata["autoreset_mode"].name] if self.sub_batches else None
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[int, PoolSpaces]]) -> PoolSpaces:
+        """Joins the spaces of consecutive slices, given as pairs (number of environments, their spaces)."""
+        first = parts[0][1]
+        for mode in (part.metadata.get("autoreset_mode") for _, part in parts if part.sub_batches):
+            if mode != first.metadata.get("autoreset_mode"):
+                raise ConfigError(
+                    "All native sub-batches reset their environments at the same time.",
+                    expected=f"the mode of the first sub-batch, {first.metadata.get('autoreset_mode')}",
+                    got=mode,
+                    remedy="Make them with one autoreset_mode.",
+                )
+        every = [space for count, part in parts for space in (part.observations or (part.observation,) * count)]
+        starts = accumulate((count for count, _ in parts[:-1]), initial=0)
+        others = [(0, part.action) if part.action != first.action else part.actions_differ for _, part in parts]
+        differ = next(((start + each[0], each[1]) for start, each in zip(starts, others, strict=True) if each), None)
+        same = all(part.observation == first.observation and not part.observations for _, part in parts)
+        return cls(
+            first.observation,
+            first.action,
+            first.metadata,
+            first.render_mode,
+            () if same else tuple(every),
+            differ,
+            tuple(size for _, part in parts for size in part.sub_batches),
+        )
+
+    def check_native(self, num_envs: int | None, mode: AutoresetMode | None) -> None:
+        """Checks what a caller demands of native sub-batches: their number of environments and autoreset mode.
+
+        Raises:
+            ConfigError: They have another.
+        """
+        if self.sub_batches and num_envs not in (None, self.num_envs):
+            raise ConfigError(
+                "With native=True, num_envs is the number of environments of all sub-batches together.",
+                expected=f"num_envs={self.num_envs}, for sub-batches of {list(self.sub_batches)[:8]}, or no num_envs",
+                got=num_envs,
+                remedy="With a list of callables, leave num_envs out. Otherwise let num_envs and workers_per_node give "
+                "each worker as many rows as its vector environment can have: for games, a multiple of the number of "
+                "agents. Where that number is fixed, pass workers_per_node=1.",
+            )
+        if self.sub_batches and mode not in (None, self.metadata["autoreset_mode"]):
+            raise ConfigError(
+                "Native sub-batches reset environments themselves, whose episode has ended.",
+                expected=f"autoreset_mode={self.metadata['autoreset_mode']}, or no autoreset_mode",
+                got=mode,
+                remedy="Leave autoreset_mode out, or make the sub-batches with another; make_vec passes "
+                "env_kwargs={'autoreset_mode': ...} to the vector entry point.",
+            )
+
+    def misfit(self, space: Space[Any]) -> int | None:
+        """Returns the index of the first environment whose observations don't fit arrays of `space`, or None."""
+        candidates = enumerate(self.observations or (self.observation,))
+        return next((i for i, each in candidates if not is_space_dtype_shape_equiv(each, space)), None)

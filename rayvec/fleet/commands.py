@@ -1,0 +1,186 @@
+"""What is asked of environments, and what they answer: the same from the driver down to a slice of environments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.data.columns import Columns
+from rayvec.data.trees import Tree, tree_map
+from rayvec.errors import RayvecError, RemoteFailure
+
+__all__ = ["NO_NEWS", "STEPPING", "Answer", "Autoreset", "Child", "ChildLost", "Command", "Op", "Share", "Ticket"]
+
+
+class Op(IntEnum):
+    """What a command asks for. What `Command.rest` holds is in parentheses."""
+
+    STEP = 0
+    """A step of each environment, with its action (nothing)."""
+    RESET = 1
+    """A reset of each environment (a list with the seed or None of each, and the options)."""
+    BEGIN = 2
+    """A reset of those environments that are between two episodes (nothing)."""
+    ROLLOUT = 3
+    """A chunk of steps with a policy (what the policy host asks for)."""
+    CALL = 4
+    """A call of a method, or the value of an attribute, of each environment (name, args, kwargs)."""
+    SET = 5
+    """A new value of an attribute of each environment (name, a list with the value of each)."""
+    LOAD = 6
+    """A policy (its key, the pickled policy)."""
+    DROP = 7
+    """The end of a policy (its key alone)."""
+
+
+STEPPING = (Op.STEP, Op.RESET, Op.BEGIN, Op.ROLLOUT)
+"""The operations after which environments show other observations."""
+
+
+class Autoreset(IntEnum):
+    """When an environment is reset after its episode has ended.
+
+    The names are those of Gymnasium's ``AutoresetMode``. The numbers are part of the frame format.
+    """
+
+    NEXT_STEP = 0
+    """The next step resets the environment and ignores the action."""
+    SAME_STEP = 1
+    """The step that ends the episode also resets the environment. The info holds the final observation."""
+    DISABLED = 2
+    """Only an explicit call of ``reset`` resets the environment."""
+
+
+class Share(NamedTuple):
+    """The environments of a command that belong to one child.
+
+    Attributes:
+        places: Where they stand among the rows of the command, a slice if these are consecutive.
+        rows: Their rows in the child, ``int64 [k]``.
+        of_all: Their rows in the fleet, a slice if these are consecutive.
+    """
+
+    places: Any
+    rows: NDArray[np.int64]
+    of_all: Any
+
+
+class Command(NamedTuple):
+    """Something that some environments are asked to do. It may be asked twice, if a child dies in between.
+
+    Attributes:
+        op: What to do.
+        rows: Which environments, ``int64 [k]``, without repetition.
+        actions: For a step, tree of ``[k, *act_shape]`` in the order of `rows`.
+        mode: For a step, when environments are reset whose episode has ended.
+        rest: What else the operation needs.
+    """
+
+    op: Op
+    rows: NDArray[np.int64]
+    actions: Tree = None
+    mode: Autoreset = Autoreset.NEXT_STEP
+    rest: Any = None
+
+    def of_child(self, share: Share) -> Command:
+        """Returns the command for the environments of one child."""
+        if self.op == Op.STEP:
+            return Command(Op.STEP, share.rows, tree_map(itemgetter(share.places), self.actions), self.mode)
+        rest = self.rest
+        if self.op in (Op.RESET, Op.SET):
+            places = np.arange(len(self.rows))[share.places].tolist()
+            rest = ([rest[0][place] for place in places], rest[1]) if self.op == Op.RESET else rest
+            rest = (rest[0], [rest[1][place] for place in places]) if self.op == Op.SET else rest
+        return self._replace(rows=share.rows, rest=rest)
+
+
+class Answer(NamedTuple):
+    """What a command has brought, beside the arrays: these hold observations, rewards and the ends of episodes.
+
+    Attributes:
+        infos: The infos of the environments, with a row for each of the child's, not only for those of the command.
+        value: The results of a call, the chunk of a rollout; for a step or reset, those leaves of the observations
+            that no array in shared memory holds, a list for each.
+        failure: The first exception of an environment that was not restarted.
+        notes: What was restarted, for the log.
+    """
+
+    infos: Columns = {}  # noqa: RUF012  # never written
+    value: Any = None
+    failure: RemoteFailure | None = None
+    notes: tuple[str, ...] = ()
+
+
+NO_NEWS = Answer()
+"""The answer to most steps: all results lie in the arrays."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A command that was posted. Whoever holds the ticket may wait for it.
+
+    Attributes:
+        command: The command.
+        shares: The environments of each child that executes it, by the child's index.
+        commands: The command of each such child.
+        answers: What these have answered so far.
+    """
+
+    command: Command
+    shares: dict[int, Share]
+    commands: dict[int, Command]
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+
+class ChildLost(Exception):
+    """A child has died, or hangs.
+
+    Attributes:
+        error: What is raised where it is not replaced.
+        waited_s: Seconds that passed until a hang was noticed.
+    """
+
+    def __init__(self, error: RayvecError, waited_s: float = 0.0) -> None:
+        super().__init__(str(error))
+        self.error, self.waited_s = error, waited_s
+
+
+class Child(Protocol):
+    """Executes commands for some environments, in the order in which they are posted."""
+
+    name: str
+    """What errors call it."""
+
+    def open(self, arrays: dict[str, Any]) -> None:
+        """Attaches it to the arrays that hold the answers of its environments, and say how these begin."""
+        ...
+
+    def post(self, command: Command) -> None:
+        """Starts a command. It does not raise if the child has died: `wait` does."""
+        ...
+
+    def wait(self, timeout_s: float) -> Answer | None:
+        """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`.
+
+        Raises:
+            ChildLost: The child has died, or takes longer than its limits allow.
+            Exception: An environment could not be made again, in place of one that was lost.
+        """
+        ...
+
+    def kill(self) -> None:
+        """Ends it at once, with all that it has started. It writes into the arrays no more."""
+        ...
+
+    def close(self) -> None:
+        """Asks it to close its environments once it has executed the pending commands. It does not wait."""
+        ...
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits until it has ended, and kills it after `timeout_s`. Returns whether it ended by itself."""
+        ...

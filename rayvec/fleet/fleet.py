@@ -1,0 +1,237 @@
+"""Environments that belong to several children: the workers of a machine, or the nodes of a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.data.columns import merge
+from rayvec.data.layouts import index_tree
+from rayvec.data.trees import as_slice, tree_leaves, tree_map
+from rayvec.errors import without_remedy
+from rayvec.fleet.commands import STEPPING, Answer, Child, ChildLost, Command, Op, Share, Ticket
+from rayvec.fleet.deferred_signals import Uninterrupted
+from rayvec.fleet.restarts import EpisodeState, RestartBudget
+
+__all__ = ["Fleet"]
+
+_POLL_S = 0.1
+"""The interval at which a wait looks after children that it does not wait for, and for signals."""
+_ANY_POLL_S = 1e-3
+_MAX_PLANS = 64
+_NO_ROWS = slice(0, 0)
+
+Plan = dict[int, Share]
+
+
+class Fleet:
+    """Divides commands among children by the environments that they own, and replaces children that are lost.
+
+    Args:
+        children: What executes the commands.
+        bounds: Child k owns the environments ``bounds[k]`` to ``bounds[k + 1] - 1``.
+        start: Starts a child in place of child k; None, if lost children are not replaced.
+        restarts: How often the environments of a replaced child count as restarted.
+
+    Attributes:
+        arrays: The last answer of every environment, and the state of its episode.
+        notes: What was replaced, for the log, until the next answer is taken.
+        num_replaced: How many children were replaced.
+    """
+
+    def __init__(
+        self,
+        children: Sequence[Child],
+        bounds: Sequence[int],
+        start: Callable[[int], Child] | None = None,
+        *,
+        restarts: int = 1,
+    ) -> None:
+        self.children = list(children)
+        self.bounds = np.array(bounds, np.int64)
+        self.num_envs = int(bounds[-1])
+        self.notes: list[str] = []
+        self.num_replaced = 0
+        self._start, self._restarts = start, restarts
+        self._rows = [slice(*pair) for pair in pairwise(self.bounds.tolist())]
+        self._pending = [deque[Ticket]() for _ in self.children]
+        self._loaded: list[dict[Any, Command]] = [{} for _ in self.children]
+        self._plans: dict[bytes, Plan] = {}
+        self._budget = RestartBudget()
+
+    def open(self, arrays: dict[str, Any]) -> None:
+        """Attaches the children to arrays of N rows: ``obs``, and those of `ENV_ARRAYS`."""
+        self.arrays = arrays
+        self._last_obs = tree_map(np.copy, arrays["obs"]) if self._start is not None else None
+        self._last_episode = arrays["episode"].copy()
+        for k, child in enumerate(self.children):
+            child.open(self._arrays_of(k))
+
+    def _arrays_of(self, k: int) -> dict[str, Any]:
+        return {name: index_tree(array, self._rows[k]) for name, array in self.arrays.items()}
+
+    def post(self, command: Command) -> Ticket:
+        """Starts a command."""
+        plan = self._plan(command.rows)
+        ticket = Ticket(command, plan, {k: command.of_child(share) for k, share in plan.items()})
+        for k, of_child in ticket.commands.items():
+            self._pending[k].append(ticket)
+            self.children[k].post(of_child)
+        return ticket
+
+    def _plan(self, rows: NDArray[np.int64]) -> Plan:
+        """Returns which environments belong to which child."""
+        key = rows.tobytes()
+        plan = self._plans.get(key)
+        if plan is None:
+            owners = np.searchsorted(self.bounds, rows, side="right") - 1
+            plan = {}
+            for k in np.unique(owners).tolist():
+                places = np.flatnonzero(owners == k)
+                of_all = rows[places]
+                plan[k] = Share(as_slice(places), of_all - self.bounds[k], as_slice(of_all))
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
+
+    def wait(self, ticket: Ticket, timeout_s: float = math.inf) -> bool:
+        """Waits until all children have answered, for up to `timeout_s`. Returns whether they have.
+
+        A wait for a rollout that Ctrl-C ends may be repeated.
+        """
+        deadline = time.monotonic() + timeout_s
+        is_repeatable = ticket.command.op == Op.ROLLOUT
+        for k in reversed(ticket.shares):  # the last child to start usually ends last: one wake-up
+            while k not in ticket.answers:
+                poll_s = _POLL_S if timeout_s == math.inf else max(0.0, min(_POLL_S, deadline - time.monotonic()))
+                with Uninterrupted() if is_repeatable else contextlib.nullcontext():
+                    if not self._receive(k, poll_s):
+                        self._receive_all()
+                if k not in ticket.answers and time.monotonic() >= deadline:
+                    return False
+        return True
+
+    def wait_any(self, tickets: Sequence[Ticket]) -> int:
+        """Waits until one of some commands is answered by all its children. Returns its index among them."""
+        while True:
+            for index, ticket in enumerate(tickets):
+                if self.wait(ticket, 0.0):
+                    return index
+            time.sleep(_ANY_POLL_S)
+
+    def _receive_all(self) -> None:
+        """Receives what children have answered meanwhile, and replaces those that are lost."""
+        for k, pending in enumerate(self._pending):
+            while pending and self._receive(k, 0.0):
+                pass
+
+    def _receive(self, k: int, timeout_s: float) -> bool:
+        """Receives the answer of one child to its oldest pending command. Returns whether it has come."""
+        try:
+            answer = self.children[k].wait(timeout_s)
+        except ChildLost as lost:
+            self.replace(k, lost)
+            return False
+        if answer is None:
+            return False
+        ticket = self._pending[k].popleft()
+        ticket.answers[k] = answer
+        self._keep(k, ticket, answer)
+        return True
+
+    def _keep(self, k: int, ticket: Ticket, answer: Answer) -> None:
+        """Remembers an answer: a child may die while it writes the next one."""
+        if self._start is None:
+            return
+        op, rows = ticket.command.op, ticket.shares[k].of_all
+        if op in (Op.LOAD, Op.DROP):
+            self._loaded[k].pop(ticket.command.rest[0], None)
+            if op == Op.LOAD and answer.failure is None:
+                self._loaded[k][ticket.command.rest[0]] = ticket.commands[k]
+        elif op == Op.ROLLOUT and answer.failure is None:  # the child may have begun the next one
+            self._keep_obs(rows, answer.value.last_obs)
+            self._last_episode[rows] = EpisodeState.RUNNING
+        elif op in STEPPING:
+            self._keep_obs(rows, index_tree(self.arrays["obs"], rows))
+            self._last_episode[rows] = self.arrays["episode"][rows]
+
+    def _keep_obs(self, rows: Any, obs: Any) -> None:
+        for kept, leaf in zip(tree_leaves(self._last_obs), tree_leaves(obs), strict=True):
+            kept[rows] = leaf
+
+    def take(self, ticket: Ticket) -> Answer:
+        """Returns what a command has brought that all its children have answered."""
+        answers = [(k, ticket.answers[k]) for k in ticket.shares]
+        notes = (*self.notes, *(note for _, answer in answers for note in answer.notes))
+        self.notes = []
+        failure = next((answer.failure for _, answer in answers if answer.failure is not None), None)
+        infos = [(self._rows[k], answer.infos) for k, answer in answers if answer.infos]
+        value: Any = None
+        if failure is None and ticket.command.op in (Op.CALL, Op.SET):
+            value = [None] * len(ticket.command.rows)
+            for k, answer in answers:
+                places = np.arange(len(value))[ticket.shares[k].places].tolist()
+                for place, of_env in zip(places, answer.value, strict=True):
+                    value[place] = of_env
+        elif failure is None and ticket.command.op == Op.ROLLOUT:
+            value = [answer.value for _, answer in answers]
+        return Answer(merge(infos, self.num_envs) if infos else {}, value, failure, notes)
+
+    def run(self, command: Command) -> Answer:
+        """Executes a command.
+
+        Raises:
+            Exception: What an environment raised that was not restarted. Its ``__cause__`` is an ``EnvError``.
+        """
+        ticket = self.post(command)
+        self.wait(ticket)
+        answer = self.take(ticket)
+        if answer.failure is not None:
+            raise answer.failure.rebuild()
+        return answer
+
+    def replace(self, k: int, lost: ChildLost) -> None:
+        """Starts a child in place of one that is lost. Its environments resume from their last answers.
+
+        Raises:
+            RayvecError: Lost children are not replaced, or this one was lost too often.
+        """
+        child, rows, episode = self.children[k], self._rows[k], self.arrays["episode"]
+        child.kill()
+        if self._start is None:
+            raise lost.error
+        if not self._budget.spend(k, lost.waited_s):
+            raise _lost_too_often(child, lost)
+        tree_map(lambda array, kept: array.__setitem__(rows, kept[rows]), self.arrays["obs"], self._last_obs)
+        running = self._last_episode[rows] == EpisodeState.RUNNING
+        episode[rows] = np.where(running, EpisodeState.CUT, self._last_episode[rows])
+        self.arrays["restarts"][rows] += self._restarts
+        self.notes.append(f"restarted {child.name}: {without_remedy(lost.error)}")
+        self.num_replaced += 1
+        child = self.children[k] = self._start(k)
+        child.open(self._arrays_of(k))
+        for load in reversed(self._loaded[k].values()):
+            self._pending[k].appendleft(Ticket(load, {k: Share(_NO_ROWS, load.rows, _NO_ROWS)}, {k: load}))
+        for ticket in self._pending[k]:
+            child.post(ticket.commands[k])
+
+
+def _lost_too_often(child: Child, lost: ChildLost) -> Exception:
+    """Returns the error for a child that is not replaced for ever."""
+    error = type(lost.error)(
+        f"{child.name} was lost again and again.",
+        expected=RestartBudget.rule(),
+        got=f"one more: {without_remedy(lost.error)}",
+        remedy="Find out what ends it, or what takes it so long; the system's log may say it.",
+    )
+    error.__cause__ = lost.error
+    return error

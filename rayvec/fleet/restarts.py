@@ -1,0 +1,169 @@
+"""Restarts: when they are allowed, the seeds that follow them, and the state of episodes that outlives a process."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayvec.errors import ConfigError, check_choice
+
+__all__ = [
+    "ENV_ARRAYS",
+    "NO_RESTARTS",
+    "RESTARTED",
+    "EpisodeState",
+    "RestartBudget",
+    "RestartPolicy",
+    "restart_seed",
+    "seed_of",
+    "store_seed",
+]
+
+RESTARTED = "env_restarted"
+"""Info key that marks a step as not executed because the environment was restarted."""
+
+
+ENV_ARRAYS = {
+    "rew": np.float64,
+    "terminated": np.bool_,
+    "truncated": np.bool_,
+    "seed": np.uint64,
+    "has_seed": np.bool_,
+    "restarts": np.int64,
+    "episode": np.int8,
+}
+"""The arrays with one value for each environment. The results come first. The others outlive the stepping process."""
+
+
+_MOST_RESTARTS = 5
+
+
+_WINDOW_S = 60.0
+
+
+class EpisodeState(IntEnum):
+    """Where an environment is in its episode."""
+
+    NEW = 0
+    """The environment has never been reset."""
+    RUNNING = 1
+    """An episode has begun and has not ended."""
+    ENDED = 2
+    """The episode has ended. A reset begins the next one."""
+    CUT = 3
+    """A fault interrupted the episode. The next step reports that it is truncated."""
+
+
+def restart_seed(seed: int | None, env_id: int, restart: int) -> int | None:
+    """Returns the seed of a restarted environment, or None if the environment never had a seed.
+
+    >>> restart_seed(7, env_id=3, restart=1) == restart_seed(7, env_id=3, restart=1)
+    True
+    """
+    if seed is None:
+        return None
+    return int(np.random.SeedSequence([seed, env_id, restart]).generate_state(1)[0])
+
+
+class RestartBudget:
+    """Allows five restarts within a minute for each key. More restarts count as a crash loop.
+
+    Time spent waiting for a hung or starting worker does not count toward the minute. Otherwise a failure that takes
+    longer than 12 s to detect could repeat without limit.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[int, deque[float]] = {}
+        self._hung_s: dict[int, float] = {}
+
+    def spend(self, key: int, hung_s: float = 0.0) -> bool:
+        """Records a restart and returns whether it is allowed.
+
+        Args:
+            key: Identifies the environment or worker.
+            hung_s: Seconds that the pool waited before it declared a hang, or that the worker had spent starting.
+        """
+        self._hung_s[key] = self._hung_s.get(key, 0.0) + hung_s
+        times = self._times.setdefault(key, deque())
+        now = time.monotonic() - self._hung_s[key]
+        while times and now - times[0] > _WINDOW_S:
+            times.popleft()
+        times.append(now)
+        return len(times) <= _MOST_RESTARTS
+
+    @staticmethod
+    def rule() -> str:
+        """Returns the rule as text for errors."""
+        return f"at most {_MOST_RESTARTS} restarts within {_WINDOW_S:.0f} s"
+
+
+def store_seed(arrays: Mapping[str, NDArray[Any]], row: int, seed: int) -> None:
+    """Stores the seed of a requested reset in arrays that outlive the process that steps the environment."""
+    arrays["seed"][row], arrays["has_seed"][row], arrays["restarts"][row] = seed % (1 << 64), True, 0
+
+
+def seed_of(arrays: Mapping[str, NDArray[Any]], row: int, env_id: int) -> int | None:
+    """Returns the last seed of an environment: that of its last restart after :func:`store_seed`, or the stored one.
+
+    It is None for an environment that was never given a seed.
+    """
+    seed, restarts = int(arrays["seed"][row]) if arrays["has_seed"][row] else None, int(arrays["restarts"][row])
+    return restart_seed(seed, env_id, restarts) if restarts else seed
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """The restart policy for environments that raise or hang, and for workers that exit.
+
+    Attributes:
+        restart: Whether a failed environment is restarted. The new seed is a function of the original seed, the
+            environment id and the restart number, and the episode ends as truncated. If False, the pool raises
+            the error.
+        step_timeout_s: A worker that takes longer for one step counts as hung and is killed. None sets no limit.
+        start_timeout_s: A worker that takes longer to make its environments, or to load a policy, counts as hung and is
+            killed.
+    """
+
+    restart: bool = False
+    step_timeout_s: float | None = None
+    start_timeout_s: float = 300.0
+
+    @classmethod
+    def of(cls, on_env_error: str, step_timeout_s: float | None, start_timeout_s: float = 300.0) -> RestartPolicy:
+        """Returns the restart policy for the arguments of a vector environment.
+
+        Raises:
+            ConfigError: `on_env_error` is unknown, or a timeout is not positive.
+        """
+        check_choice("on_env_error", on_env_error, ("raise", "restart"))
+        if step_timeout_s is not None and not _is_time(step_timeout_s):
+            raise ConfigError(
+                "step_timeout_s is how long a worker may take for a step of its environments.",
+                expected="seconds, more than 0, or None for no limit",
+                got=repr(step_timeout_s),
+                remedy="Leave it out, or pass several times what the slowest step takes.",
+            )
+        if not _is_time(start_timeout_s):
+            raise ConfigError(
+                "start_timeout_s is how long a worker may take to make its environments, or to load a policy.",
+                expected="seconds, more than 0",
+                got=repr(start_timeout_s),
+                remedy="Leave it out for 300 s, or pass several times what the slowest constructor or import takes.",
+            )
+        return cls(on_env_error == "restart", step_timeout_s, start_timeout_s)
+
+
+def _is_time(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
+
+
+NO_RESTARTS = RestartPolicy()
+"""Failed environments are not restarted, and a step may take any time."""

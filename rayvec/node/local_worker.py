@@ -1,0 +1,232 @@
+"""The owner's end of a worker process: a child of a machine's fleet."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import pickle
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+
+from rayvec.data.trees import tree_leaves
+from rayvec.envs.spaces import PoolSpaces
+from rayvec.errors import RemoteFailure, WorkerLostError
+from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, ChildLost, Command, Op
+from rayvec.node.chunk_memory import packed
+from rayvec.node.memory import MachineBlock, Ring, receive, send
+from rayvec.node.processes import Inherited, OwnedProcess
+from rayvec.node.serve import CLOSE, Attachment, WorkerSpec, worker_main
+
+__all__ = ["LocalWorker"]
+
+logger = logging.getLogger(__name__)
+
+_END_S = 5.0
+_NOBODY = np.zeros(0, np.int64)
+
+
+class LocalWorker:
+    """A worker process on this machine.
+
+    Args:
+        spec: What it starts with.
+        index: Its index among the workers of the machine.
+        factories: File descriptor of the pickled factories of all workers.
+        preload: Modules that the fork server imports.
+
+    Attributes:
+        name: What errors call it.
+
+    Raises:
+        WorkerLostError: It can't be started.
+    """
+
+    def __init__(self, spec: WorkerSpec, index: int, factories: int, preload: Sequence[str]) -> None:
+        self.name, self._policy, self._index = spec.name, spec.restart_policy, index
+        self._first_id = spec.first_id
+        self._pipe, theirs = multiprocessing.Pipe()
+        try:
+            self._process = OwnedProcess(
+                worker_main,
+                (spec, theirs, Inherited(factories)),
+                f"rayvec worker {index}",
+                preload,
+                self._policy.start_timeout_s,
+            )
+        except (EOFError, OSError) as error:
+            raise WorkerLostError(
+                f"{self.name} could not be started.",
+                expected=f"a fork server that starts it within {self._policy.start_timeout_s:g} s (start_timeout_s)",
+                got=f"{type(error).__name__}: {error}",
+                remedy="Correct the preloaded modules, raise the limits of processes, open files or memory, or use "
+                "fewer workers.",
+            ) from error
+        finally:
+            theirs.close()
+        self._is_starting, self._since = True, time.monotonic()
+        self._progress = 0
+        self._pending = deque[Command]()
+        self._ring: Ring | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def spaces(self) -> PoolSpaces:
+        """Waits until its environments have been made. Returns their spaces.
+
+        Raises:
+            ChildLost: It has died, or takes longer than ``start_timeout_s``.
+            Exception: The exception that the constructor of an environment raised.
+        """
+        while not self._pipe.poll(0.1):
+            self._check()
+        return self._started()
+
+    def _started(self) -> PoolSpaces:
+        """Reads the first message of the worker."""
+        try:
+            said = pickle.loads(receive(self._pipe))
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        if isinstance(said, RemoteFailure):
+            raise said.rebuild()
+        self._is_starting, self._since = False, time.monotonic()
+        spaces: PoolSpaces = said
+        return spaces
+
+    def attach(self, block: MachineBlock, first_id: int) -> None:
+        """Notes which block :meth:`open` shares with the worker, and the global index of its first environment."""
+        self._block, self._first_id = block, first_id
+
+    def open(self, arrays: dict[str, Any]) -> None:
+        """Attaches the worker to its rows of the block."""
+        block = self._block
+        leaves = list(tree_leaves(arrays["obs"]))
+        self._objects = [leaves[place] for place in block.layout.objects]
+        self._ring = Ring(block, self._index, initialise=True)
+        objects = [leaf.tolist() for leaf in self._objects]
+        with suppress(OSError):  # it has died: wait() says so
+            send(self._pipe, packed(Attachment(block.spec, self._index, self._first_id, objects)))
+            reduction.send_handle(self._pipe, block.block.fd, self.pid)
+
+    def post(self, command: Command) -> None:
+        """Starts a command."""
+        assert self._ring is not None
+        rest = self._ring.write(self._ring.next_slot(), command)
+        message = None if rest is None else packed(rest)
+        if not self._pending:
+            self._since = time.monotonic()
+        self._pending.append(command)
+        self._ring.go.post()
+        if message is not None:
+            with suppress(OSError):  # it has died: wait() says so
+                send(self._pipe, message)
+
+    def wait(self, timeout_s: float) -> Answer | None:
+        """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`."""
+        ring = self._ring
+        assert ring is not None
+        if not ring.done.acquire(timeout_s):
+            if self._pending:
+                self._check()
+            return None
+        if self._is_starting:
+            self._started()
+        return self._answer(ring)
+
+    def _answer(self, ring: Ring) -> Answer:
+        """Reads an answer that is there."""
+        command, slot = self._pending[0], self._taken
+        answer = NO_NEWS
+        if ring.has_rest[slot]:
+            try:
+                data = receive(self._pipe)
+            except (EOFError, OSError) as error:
+                raise self._died() from error
+            try:
+                answer = Answer(*pickle.loads(data))
+            except Exception as error:  # a class that this process can't import
+                where = f"the process that unpickles an answer of {self.name}"
+                answer = Answer(failure=RemoteFailure.capture(error, where))
+        self._pending.popleft()
+        self._taken = (slot + 1) % len(ring.has_rest)
+        self._since = time.monotonic()
+        if self._objects and answer.value is not None and command.op in STEPPING:
+            for leaf, values in zip(self._objects, answer.value, strict=True):
+                leaf[command.rows] = np.fromiter(values, object, len(values))
+            answer = answer._replace(value=None)
+        return answer
+
+    _taken = 0
+
+    def _check(self) -> None:
+        """Raises ``ChildLost`` if the worker has died, or takes longer than its limits allow.
+
+        Raises:
+            Exception: The exception that the constructor of an environment raised, in place of a lost worker.
+        """
+        if self._is_starting and self._pipe.poll():
+            self._started()
+        if self._process.exitcode is not None:
+            if self._ring is not None and self._ring.done.try_acquire():  # it answered before it died
+                self._ring.done.post()
+                return
+            raise self._died()
+        waited_s = time.monotonic() - self._since
+        name, limit_s, times = self._limit()
+        if self._ring is not None and int(self._ring.progress[0]) != self._progress:
+            self._progress, self._since = int(self._ring.progress[0]), time.monotonic()
+        elif limit_s is not None and waited_s > limit_s * times:
+            raise self._hangs(name, limit_s * times, waited_s)
+
+    def _limit(self) -> tuple[str, float | None, int]:
+        """Returns the name and the seconds of the present limit, and how many such limits may pass."""
+        if self._is_starting or (self._pending and self._pending[0].op == Op.LOAD):
+            return "start_timeout_s", self._policy.start_timeout_s, 1
+        return "step_timeout_s", self._policy.step_timeout_s, 1
+
+    def _died(self) -> ChildLost:
+        self._process.wait(_END_S)
+        error = WorkerLostError(
+            f"{self.name} died ({self._process.described_end()}).",
+            expected="a worker process to run until its environments are closed",
+            got="its end",
+            remedy="Look into the system's log for what killed it; on_env_error='restart' replaces the worker.",
+        )
+        return ChildLost(error)
+
+    def _hangs(self, limit: str, limit_s: float, waited_s: float) -> ChildLost:
+        error = WorkerLostError(
+            f"{self.name} did not answer in time, and was killed.",
+            expected=f"an answer within {limit_s:g} s ({limit})",
+            got=f"none. Its stack was:\n{self._process.stack()}",
+            remedy=f"Raise {limit} if it may take so long; on_env_error='restart' replaces the worker.",
+        )
+        return ChildLost(error, waited_s)
+
+    def kill(self) -> None:
+        """Kills the worker, and what its environments have started."""
+        self._process.kill()
+        self._process.release()
+        self._pipe.close()
+
+    def close(self) -> None:
+        """Asks the worker to close its environments once it has executed the pending commands."""
+        if self._ring is None or self._is_starting:
+            self._pipe.close()
+            return
+        self.post(Command(CLOSE, _NOBODY))
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits until the worker has ended, and kills it after `timeout_s`. Returns whether it ended by itself."""
+        has_ended = self._process.wait(timeout_s)
+        self.kill()
+        return has_ended

@@ -1,0 +1,234 @@
+"""The block of memory that a machine's fleet and its workers share: answers, actions, and a ring of commands for each.
+
+A ring has two semaphores: one counts posted commands, the other counts answers. A step needs nothing else, because its
+actions and results have rows in the block. What has no fixed size goes through the worker's pipe.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from numpy.typing import NDArray
+
+from rayvec.data.layouts import ArrayLayout, Field
+from rayvec.data.trees import Tree
+from rayvec.fleet.commands import Autoreset, Command, Op
+from rayvec.fleet.restarts import ENV_ARRAYS
+from rayvec.pools.anonymous_file import anonymous_file
+from rayvec.pools.shared_memory import Semaphore, SharedBlock
+
+__all__ = ["ActionRows", "BlockSpec", "MachineBlock", "Ring", "action_leaves", "receive", "send"]
+
+_ITEM_BYTES = 8
+_OP, _MODE, _COUNT, _HAS_REST, _CODES = range(5)
+"""Places in a slot of the ring. The codes of the actions' data types follow, then the rows."""
+_ALL = -1
+"""In place of a number of rows: all of them, in their order."""
+_MIN_SLOTS = 4
+"""Two groups or two chunks, a call, and the end may be pending, or each environment by itself."""
+_MESSAGE_BYTES = 1 << 14
+"""Larger messages go through a file of their own, so that no pipe is ever full while both ends write."""
+
+
+class ActionRows:
+    """Rows of actions in shared memory, in the caller's data type.
+
+    An environment computes with the action's data type, so the transport must preserve it. Each row of a leaf is
+    therefore a run of bytes wide enough for any data type, and the command carries the data type.
+
+    Args:
+        raw: The bytes of all rows, ``uint8 [N, row_bytes]``.
+        shape: Shape of one action.
+    """
+
+    def __init__(self, raw: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
+        self._raw = raw
+        self._shape = shape
+        self._items = math.prod(shape)
+        self._views: dict[str, NDArray[Any]] = {}
+
+    def view(self, char: str) -> NDArray[Any]:
+        """Returns the rows as an array ``[N, *shape]`` of the data type with NumPy character code `char`."""
+        view = self._views.get(char)
+        if view is None:
+            dtype = np.dtype(char)
+            view = self._raw[:, : self._items * dtype.itemsize].view(dtype).reshape(len(self._raw), *self._shape)
+            self._views[char] = view
+        return view
+
+
+def action_leaves(actions: Tree, layout: ArrayLayout | None, count: int) -> list[NDArray[Any]] | None:
+    """Returns the arrays of `count` actions, or None if :class:`ActionRows` can't hold them without conversion."""
+    if layout is None or isinstance(actions, list):
+        return None
+    leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
+    for leaf, (_, shape) in zip(leaves, layout.leaves, strict=True):
+        dtype = leaf.dtype
+        fits = dtype.kind in "biuf" and dtype.itemsize <= _ITEM_BYTES and dtype.isnative
+        if leaf.shape != (count, *shape) or not fits:
+            return None
+    return leaves
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """What the arrays of a block follow from.
+
+    Attributes:
+        observation: Observation space of one environment.
+        action: Action space of one environment.
+        bounds: Worker k holds the rows ``bounds[k]`` to ``bounds[k + 1] - 1``.
+    """
+
+    observation: Space[Any]
+    action: Space[Any]
+    bounds: tuple[int, ...]
+
+
+class MachineBlock:
+    """The shared block. The fleet and each worker hold one object of this class.
+
+    Args:
+        spec: Determines the arrays.
+        fd: File descriptor of an existing block, which this object owns; None creates a new one.
+
+    Attributes:
+        arrays: ``obs`` and those of `ENV_ARRAYS`. Leaves of the observations that are objects belong to this process.
+    """
+
+    def __init__(self, spec: BlockSpec, fd: int | None = None) -> None:
+        self.spec, self._is_new = spec, fd is None
+        self.layout = ArrayLayout.with_objects(spec.observation)
+        self.action_layout = ArrayLayout.of_actions(spec.action)
+        num_envs, num_workers = spec.bounds[-1], len(spec.bounds) - 1
+        max_rows = int(np.diff(spec.bounds).max())
+        self.num_slots = max_rows + _MIN_SLOTS
+        leaves = self.action_layout.leaves
+        fields: dict[str, Field] = {
+            "go": (np.uint8, (num_workers, Semaphore.SIZE)),
+            "done": (np.uint8, (num_workers, Semaphore.SIZE)),
+            "ring": (np.int64, (num_workers, self.num_slots, _CODES + len(leaves) + max_rows)),
+            "has_rest": (np.bool_, (num_workers, self.num_slots)),
+            "progress": (np.int64, (num_workers,)),
+            **{name: (dtype, (num_envs,)) for name, dtype in ENV_ARRAYS.items()},
+            **self.layout.fields("obs", (num_envs,)),
+        }
+        for i, (_, shape) in enumerate(leaves):
+            fields[f"act.{i}"] = (np.uint8, (num_envs, max(1, math.prod(shape)) * _ITEM_BYTES))
+        self.block = SharedBlock(fields, fd)
+        found = self.block.arrays
+        objects = {f"obs.{i}": np.full(num_envs, None) for i in self.layout.objects}
+        self.arrays: dict[str, Any] = {name: found[name] for name in ENV_ARRAYS}
+        self.arrays["obs"] = self.layout.select({**found, **objects}, "obs")
+
+    def ring(self, index: int) -> Ring:
+        """Returns one end of a worker's ring."""
+        return Ring(self, index, initialise=self._is_new)
+
+    def close(self) -> None:
+        """Closes the file descriptor. The memory is freed once no array refers to it."""
+        self.block.close()
+        self.arrays = {}
+
+
+class Ring:
+    """One end of the ring of commands of a worker. Each end counts commands by itself.
+
+    Args:
+        block: The block.
+        index: Index of the worker.
+        initialise: Whether this end initialises the semaphores.
+    """
+
+    def __init__(self, block: MachineBlock, index: int, *, initialise: bool) -> None:
+        arrays, bounds = block.block.arrays, block.spec.bounds
+        self.rows = slice(bounds[index], bounds[index + 1])
+        self._layout, self._num_slots = block.action_layout, block.num_slots
+        self._ring, self.has_rest = arrays["ring"][index], arrays["has_rest"][index]
+        self.progress = arrays["progress"][index : index + 1]
+        self._all_rows = np.arange(self.rows.stop - self.rows.start)
+        self._rows_at = _CODES + len(self._layout.leaves)
+        shapes = [shape for _, shape in self._layout.leaves]
+        self._actions = [ActionRows(arrays[f"act.{i}"][self.rows], shape) for i, shape in enumerate(shapes)]
+        addresses = [block.block.address(name, index) for name in ("go", "done")]
+        self.go, self.done = (Semaphore(address, initialise=initialise) for address in addresses)
+        self._next = 0
+
+    def next_slot(self) -> int:
+        """Returns the slot of the next command."""
+        slot = self._next
+        self._next = (slot + 1) % self._num_slots
+        return slot
+
+    def write(self, slot: int, command: Command) -> Any:
+        """Writes a command. Returns what goes through the pipe; None, if nothing does."""
+        leaves: Sequence[NDArray[Any]] = ()
+        rest, count = command.rest, len(command.rows)
+        if command.op == Op.STEP:
+            fitting = action_leaves(command.actions, self._layout, count)
+            rest, leaves = (command.actions, ()) if fitting is None else (None, fitting)
+        row, is_all = self._ring[slot], count == len(self._all_rows) and (command.rows == self._all_rows).all()
+        for actions, leaf in zip(self._actions, leaves, strict=False):
+            actions.view(leaf.dtype.char)[slice(None) if is_all else command.rows] = leaf
+        codes = [ord(leaf.dtype.char) for leaf in leaves]
+        row[: _CODES + len(codes)] = [command.op, command.mode, _ALL if is_all else count, rest is not None, *codes]
+        if not is_all:
+            row[self._rows_at : self._rows_at + count] = command.rows
+        return rest
+
+    def read(self, slot: int, pipe: Connection) -> Command:
+        """Reads a command. Actions are copied: environments may keep a reference to them."""
+        row = self._ring[slot]
+        op, mode, count, has_rest, *codes = row[: self._rows_at].tolist()
+        rows = self._all_rows if count == _ALL else row[self._rows_at : self._rows_at + count].copy()
+        rest = pickle.loads(receive(pipe)) if has_rest else None
+        actions: Tree = None
+        if op == Op.STEP and has_rest:
+            actions, rest = rest, None
+        elif op == Op.STEP:
+            pairs = zip(self._actions, codes, strict=True)
+            select = slice(None) if count == _ALL else rows
+            actions = self._layout.tree([each.view(chr(code))[select].copy() for each, code in pairs])
+        return Command(Op(op), rows, actions, Autoreset(mode), rest)
+
+
+def send(pipe: Connection, data: bytes) -> None:
+    """Sends a message."""
+    if len(data) <= _MESSAGE_BYTES:
+        pipe.send_bytes(b"\0" + data)
+        return
+    fd = anonymous_file("rayvec-message", len(data))
+    try:
+        with mmap.mmap(fd, len(data)) as memory:
+            memory[:] = data
+        pipe.send_bytes(b"\1")
+        reduction.send_handle(pipe, fd, 0)
+    finally:
+        os.close(fd)
+
+
+def receive(pipe: Connection) -> bytes:
+    """Receives a message.
+
+    Raises:
+        EOFError, OSError: The other end is closed.
+    """
+    data = pipe.recv_bytes()
+    if data[0] == 0:
+        return data[1:]
+    fd = reduction.recv_handle(pipe)
+    try:
+        with mmap.mmap(fd, 0) as memory:
+            return memory[:]
+    finally:
+        os.close(fd)

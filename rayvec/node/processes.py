@@ -1,0 +1,270 @@
+"""Worker processes, by own instances of multiprocessing's fork server.
+
+A fork server imports what workers need once, and forks a worker in a millisecond. There is one for each set of
+preloaded modules: the server that multiprocessing itself holds belongs to the user's program. A worker gets the
+environment variables, the working directory and ``sys.path`` that its owner has when the worker starts, but not its
+``__main__``.
+
+A worker is the leader of a session. It ends with its owner, whatever ends that: the kernel kills it when the fork
+server ends, and a thread kills all of its session when the owner ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import context, forkserver, reduction, spawn, util
+from multiprocessing.connection import wait
+from multiprocessing.popen_forkserver import Popen
+from multiprocessing.process import BaseProcess
+from typing import Any, ClassVar
+
+from rayvec.envs.owner_signals import leave_to_owner, restore_in_children
+
+__all__ = ["PRELOAD", "Inherited", "OwnedProcess"]
+
+PRELOAD = "RAYVEC_PRELOAD"
+"""The environment variable that names to a fork server what it imports."""
+_SERVER_MODULE = "rayvec.node.server_imports"
+_STACK_SIGNAL = signal.SIGRTMAX - 1
+"""The signal on which a worker writes its stack to a file that its owner reads."""
+_STACK_BYTES = 1 << 16
+_STACK_S = 1.0
+_END_S = 5.0
+_POLL_S = 0.01
+_PR_SET_PDEATHSIG = 1
+_SECRETS = ("RAY_AUTH_TOKEN",)
+"""Environment variables that workers do not get: environments have no need of them."""
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""How many threads a process uses for linear algebra: one if unset, because there is already a worker for each core."""
+_NO_MAIN = ("init_main_from_path", "init_main_from_name")
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment variables of a worker that starts now."""
+    variables = dict.fromkeys(_THREADS, os.environ.get("OMP_NUM_THREADS", "1")) | os.environ
+    return {name: text for name, text in variables.items() if name not in _SECRETS}
+
+
+class _Servers:
+    """The fork servers of this process, by the modules that they have imported."""
+
+    _lock = threading.Lock()
+    _servers: ClassVar[dict[tuple[int, tuple[str, ...]], forkserver.ForkServer]] = {}
+
+    @classmethod
+    def running(cls, preload: Sequence[str]) -> forkserver.ForkServer:
+        """Returns the fork server for some modules. It is started if it does not run."""
+        with cls._lock:
+            key = os.getpid(), tuple(preload)
+            server = cls._servers.get(key)
+            if server is None:
+                server = cls._servers[key] = forkserver.ForkServer()
+                server.set_forkserver_preload([_SERVER_MODULE])
+            before = dict(os.environ)
+            os.environ.update(_environment())  # what the server imports reads them
+            os.environ[PRELOAD] = json.dumps([[str(path) for path in sys.path], list(preload)])
+            for name in _SECRETS:
+                os.environ.pop(name, None)
+            try:
+                server.ensure_running()
+            finally:
+                for name in {PRELOAD, *_THREADS, *_SECRETS}:
+                    os.environ.pop(name, None)
+                    if name in before:
+                        os.environ[name] = before[name]
+            return server
+
+
+def _unlock_in_child() -> None:
+    _Servers._lock = threading.Lock()  # another thread may have held it during the fork
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
+
+
+class _Popen(Popen):
+    """A process that one of the own fork servers forks.
+
+    Args:
+        process: What it runs.
+        server: The server.
+        timeout_s: How long the server may import before it forks.
+
+    Raises:
+        TimeoutError: The server has not forked it in time.
+        EOFError: The server has ended.
+    """
+
+    def __init__(self, process: BaseProcess, server: Any, timeout_s: float) -> None:
+        self._server, self._timeout_s = server, timeout_s
+        super().__init__(process)
+
+    def _launch(self, process_obj: Any) -> None:
+        data = spawn.get_preparation_data(process_obj.name)
+        for name in _NO_MAIN:  # functions of the script travel by value
+            data.pop(name, None)
+        buffer = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(data, buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            context.set_spawning_popen(None)
+        self.sentinel, to_child = self._server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        parent_end = os.dup(to_child)
+        self.finalizer = util.Finalize(self, util.close_fds, (parent_end, self.sentinel))  # type: ignore[attr-defined]
+        with open(to_child, "wb") as stream:
+            stream.write(buffer.getbuffer())
+        if not wait([self.sentinel], self._timeout_s):
+            raise TimeoutError(f"the fork server has not imported its modules within {self._timeout_s:g} s")
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+class OwnedProcess:
+    """A process that ends with this one.
+
+    Args:
+        target: A function of a module. It runs with `args`.
+        args: They are pickled; connections among them are handed over.
+        name: Of the process.
+        preload: Modules that the fork server imports.
+        timeout_s: How long the fork server may import.
+
+    Attributes:
+        pid: Its process id, which is also that of its session.
+
+    Raises:
+        TimeoutError, EOFError, OSError: It can't be started.
+    """
+
+    def __init__(
+        self, target: Callable[..., None], args: tuple[Any, ...], name: str, preload: Sequence[str], timeout_s: float
+    ) -> None:
+        self._stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
+        server = _Servers.running(preload)
+        bond = _Bond(os.getpid(), util.get_temp_dir())
+        process = _Process(name, (_environment(), bond, Inherited(self._stack_fd), target, args))
+        self._popen = _Popen(process, server, timeout_s)
+        self.pid: int = self._popen.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """The exit code of the process, or the negative number of the signal that ended it; None while it runs."""
+        code: int | None = self._popen.poll()
+        return code
+
+    def described_end(self) -> str:
+        """Returns how the process has ended."""
+        code = self.exitcode
+        if code is not None and -code in set(map(int, signal.Signals)):
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+    def stack(self) -> str:
+        """Returns the stack of the process, as it is now; an empty text if the process does not write it."""
+        os.ftruncate(self._stack_fd, 0)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, _STACK_SIGNAL)
+        deadline, size = time.monotonic() + _STACK_S, 0
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            before, size = size, os.fstat(self._stack_fd).st_size
+            if size and size == before:
+                break
+        return os.pread(self._stack_fd, _STACK_BYTES, 0).lstrip(b"\0").decode(errors="replace")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until the process has ended. Returns whether it has."""
+        return bool(wait([self._popen.sentinel], timeout_s)) and self.exitcode is not None
+
+    def kill(self) -> None:
+        """Kills the process and what it has started, and waits until it has ended."""
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self.pid, signal.SIGKILL)
+        self.wait(_END_S)
+
+    def release(self) -> None:
+        """Ends what the process has left behind in its session, and closes the files. The process has ended."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._stack_fd >= 0:
+            os.close(self._stack_fd)
+            self._stack_fd = -1
+
+
+class _Process(BaseProcess):
+    """What the new process unpickles and runs."""
+
+    _start_method = None  # the worker's own children start as those of the owner do
+
+    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
+        super().__init__(name=name, target=_main, args=args, daemon=False)
+
+
+class Inherited:
+    """A file descriptor that a new process gets."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _detached, (reduction.DupFd(self._fd),)
+
+
+def _detached(duplicate: Any) -> int:
+    fd: int = duplicate.detach()
+    os.set_inheritable(fd, False)
+    return fd
+
+
+class _Bond:
+    """Ends this process with its owner.
+
+    Args:
+        owner: Process id of the owner.
+        folder: Where the owner keeps the sockets of fork servers; it is removed if the owner could not do so.
+    """
+
+    def __init__(self, owner: int, folder: str) -> None:
+        self._owner, self._folder = owner, folder
+
+    def tie(self) -> None:
+        """Lets this process, and what its environments start, end with the owner."""
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with the fork server, even if native code hangs
+        try:
+            self._watch = os.pidfd_open(self._owner)
+        except ProcessLookupError:
+            os._exit(1)
+        threading.Thread(target=self._end_with_owner, name="rayvec-owner", daemon=True).start()
+
+    def _end_with_owner(self) -> None:
+        poll = select.poll()
+        poll.register(self._watch, select.POLLIN)
+        poll.poll()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
+
+def _main(environment: dict[str, str], bond: _Bond, stack_fd: int, target: Callable[..., None], args: Any) -> None:
+    """Runs in the new process."""
+    bond.tie()
+    faulthandler.register(_STACK_SIGNAL, file=stack_fd)
+    restore_in_children()
+    leave_to_owner(signal.SIGINT, signal.SIGTERM)
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args)

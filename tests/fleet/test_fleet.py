@@ -1,0 +1,166 @@
+"""A fleet divides commands among children, merges their answers, and replaces those that are lost."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers.fleet_kit import RESTART, Dies, OverFleet, Steps, fleet_of, slice_of
+from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, env_fns, in_lockstep
+
+from rayvec.errors import EnvError, WorkerLostError
+from rayvec.fleet.commands import Autoreset, Command, Op
+
+EVERYTHING = {"arrays": spaces.Dict(ARRAY_SPACES), "some objects": spaces.Dict(ALL_SPACES)}
+EVERYONE = np.arange(4)
+
+
+def reset(fleet: Any, seed: int = 5) -> None:
+    fleet.run(Command(Op.RESET, np.arange(fleet.num_envs), rest=([seed + k for k in range(fleet.num_envs)], None)))
+
+
+def step(fleet: Any, mode: Autoreset, rows: Any = EVERYONE) -> Any:
+    return fleet.run(Command(Op.STEP, rows, np.zeros(len(rows), np.int64), mode))
+
+
+class TestEquivalence:
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("num_children", [1, 3])
+    @pytest.mark.parametrize("kind", EVERYTHING)
+    def test_every_space_and_info(self, kind: str, num_children: int, mode: AutoresetMode) -> None:
+        fns = env_fns(5, EVERYTHING[kind], EVERYTHING[kind])
+        fleet = fleet_of(fns, num_children)
+        ours = OverFleet(fleet, fleet.children[0].slice.spaces, mode)
+        with closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync, closing(ours):
+            assert in_lockstep(ours, sync, 12, options={"level": 2}) > 10
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_a_key_with_values_of_several_types(self, mode: AutoresetMode) -> None:
+        class Mixed(Steps):
+            def step(self, action: Any) -> Any:
+                results = super().step(action)[:4]
+                half = int(self.np_random.integers(9))
+                return *results, {"half": half if half % 2 else half / 2, "deep": {"half": float(half)}}
+
+        fleet = fleet_of([Mixed] * 4, 2)
+        ours = OverFleet(fleet, fleet.children[0].slice.spaces, mode)
+        with closing(SyncVectorEnv([Mixed] * 4, autoreset_mode=mode)) as sync, closing(ours):
+            assert in_lockstep(ours, sync, 12) > 4
+
+    @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+    def test_native_sub_batches(self, mode: str) -> None:
+        mode_ = AutoresetMode(mode)
+        native = partial(SyncVectorEnv, [partial(gymnasium.make, "CartPole-v1")] * 2, autoreset_mode=mode_)
+        fleet = fleet_of([native] * 3, 2, native=True)
+        ours = OverFleet(fleet, fleet.children[0].slice.spaces, mode_)
+        with closing(SyncVectorEnv([partial(gymnasium.make, "CartPole-v1")] * 6, autoreset_mode=mode_)) as sync:
+            assert in_lockstep(ours, sync, 60) > 6
+        ours.close()
+
+
+class TestTickets:
+    def test_groups_step_independently(self) -> None:
+        fleet = fleet_of([Steps] * 4, 2)
+        reset(fleet)
+        halves = np.array([2, 0]), np.array([1, 3])
+        tickets = [fleet.post(Command(Op.STEP, rows, np.zeros(2, np.int64))) for rows in halves]
+        assert fleet.wait(tickets[1]) and fleet.arrays["obs"][[1, 3], 1].tolist() == [1, 1]
+        assert fleet.wait_any(tickets) == 0 and fleet.arrays["obs"][:, 1].tolist() == [1, 1, 1, 1]
+
+    def test_a_wait_that_times_out_takes_nothing(self) -> None:
+        fleet = fleet_of([Steps] * 4, 2)
+        reset(fleet)
+        ticket = fleet.post(Command(Op.STEP, EVERYONE, np.zeros(4, np.int64)))
+        waits, fleet.children[0].wait = fleet.children[0].wait, lambda timeout_s: None
+        assert not fleet.wait(ticket, 0.01)
+        fleet.children[0].wait = waits
+        assert fleet.wait(ticket, 0.01)
+
+    def test_calls_answer_in_the_order_of_the_command(self) -> None:
+        fleet = fleet_of([partial(Steps, length) for length in (3, 4, 5, 6)], 2)
+        rows = np.array([3, 0, 2])
+        assert fleet.run(Command(Op.CALL, rows, rest=("length", (), {}))).value == [6, 3, 5]
+        fleet.run(Command(Op.SET, rows, rest=("length", [30, 10, 20])))
+        assert fleet.run(Command(Op.CALL, EVERYONE, rest=("length", (), {}))).value == [10, 4, 20, 30]
+
+
+class TestLostChildren:
+    @pytest.mark.parametrize("mode", [Autoreset.NEXT_STEP, Autoreset.SAME_STEP])
+    def test_episodes_end_at_the_last_true_observation(self, mode: Autoreset) -> None:
+        """The second environment of a child dies when the first has stepped already, and ended its episode."""
+        fns = [Steps, Steps, partial(Steps, 3), partial(Steps, 4, (3,), Dies)]
+        fleet = fleet_of(fns, 2, RESTART)
+        reset(fleet)
+        for _ in range(2):
+            step(fleet, mode)
+        last = fleet.arrays["obs"].copy()
+        fns[3] = partial(Steps, 4)
+        answer = step(fleet, mode)
+        assert fleet.arrays["truncated"].tolist() == [False, False, True, True]
+        assert answer.infos["env_restarted"].tolist() == [False, False, True, True]
+        assert fleet.arrays["rew"].tolist() == [1.0, 1.0, 0.0, 0.0]
+        shown = fleet.arrays["obs"] if mode == Autoreset.NEXT_STEP else answer.infos["final_obs"]
+        assert [shown[row].tolist() for row in (2, 3)] == last[2:].tolist()
+        if mode == Autoreset.NEXT_STEP:
+            step(fleet, mode)
+        assert fleet.arrays["obs"][2:, 1].tolist() == [0, 0]
+        seeds = fleet.arrays["obs"][2:, 2]
+        assert not set(seeds) & {7.0, 8.0} and len(set(seeds)) == 2
+        assert fleet.num_replaced == 1 and answer.notes == ("restarted child 1: child 1 died.",)
+
+    def test_an_episode_that_was_over_stays_over(self) -> None:
+        fleet = fleet_of([partial(Steps, 2)] * 2, 1, RESTART)
+        reset(fleet)
+        rows = np.arange(2)
+        for _ in range(2):
+            step(fleet, Autoreset.NEXT_STEP, rows)
+        fleet.children[0].is_dead = True
+        answer = step(fleet, Autoreset.NEXT_STEP, rows)
+        assert fleet.arrays["obs"][:, 1].tolist() == [0, 0] and not fleet.arrays["truncated"].any()
+        assert "env_restarted" not in answer.infos
+
+    def test_pending_commands_are_posted_again(self) -> None:
+        fleet = fleet_of([Steps] * 4, 2, RESTART)
+        reset(fleet)
+        tickets = [fleet.post(Command(Op.STEP, np.array([row]), np.zeros(1, np.int64))) for row in (2, 3)]
+        fleet.children[1].is_dead = True
+        for ticket in tickets:
+            assert fleet.wait(ticket, 1.0)
+        assert fleet.arrays["truncated"].tolist() == [False, False, True, True]
+
+    def test_without_restarts_it_is_an_error(self) -> None:
+        fleet = fleet_of([Steps] * 4, 2)
+        reset(fleet)
+        fleet.children[1].is_dead = True
+        with pytest.raises(WorkerLostError, match="child 1 died"):
+            step(fleet, Autoreset.NEXT_STEP)
+
+    def test_a_child_that_dies_for_ever_is_an_error(self) -> None:
+        fns = [Steps, partial(Steps, 4, range(99), Dies)]
+        fleet = fleet_of(fns, 2, RESTART)
+        reset(fleet)
+        rows = np.arange(2)
+        with pytest.raises(WorkerLostError, match="child 1 was lost again and again"):
+            for _ in range(40):
+                step(fleet, Autoreset.NEXT_STEP, rows)
+
+
+def test_a_failure_says_where_it_came_from() -> None:
+    fleet = fleet_of([Steps, partial(Steps, 4, (2,))], 2)
+    reset(fleet)
+    rows = np.arange(2)
+    step(fleet, Autoreset.NEXT_STEP, rows)
+    with pytest.raises(RuntimeError, match="boom") as caught:
+        step(fleet, Autoreset.NEXT_STEP, rows)
+    assert isinstance(caught.value.__cause__, EnvError) and "environment 1, seed 6" in str(caught.value.__cause__)
+
+
+def test_a_slice_alone_is_as_good_as_a_fleet() -> None:
+    slice_ = slice_of([Steps] * 2)
+    assert slice_.unit_bounds.tolist() == [0, 1, 2] and slice_.native_mode is None

@@ -1,0 +1,328 @@
+"""A machine's fleet of worker processes: equal to ``SyncVectorEnv``, and what happens when workers fail."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers.fleet_kit import OverFleet, Steps
+from helpers.kinds import ALL_SPACES, MODES, env_fns, in_lockstep
+
+from rayvec.data import tree_map
+from rayvec.envs.factory import EnvFactory
+from rayvec.errors import EnvError, WorkerLostError
+from rayvec.fleet.commands import Answer, Autoreset, Command, Op
+from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
+from rayvec.node.machine import Machine
+
+RESTART = RestartPolicy(restart=True)
+DEADLINE_S = 30.0
+
+
+@contextmanager
+def machine(
+    fns: Sequence[Callable[[], Any]],
+    num_workers: int = 2,
+    policy: RestartPolicy = NO_RESTARTS,
+    native: bool = False,
+    **settings: Any,
+) -> Iterator[Machine]:
+    made = Machine(EnvFactory.build(list(fns), native=native), num_workers, restart_policy=policy, **settings)
+    try:
+        made.allocate(made.spaces.observation, made.spaces.action)
+        yield made
+    finally:
+        made.close()
+
+
+def reset(fleet: Any) -> None:
+    seeds = list(range(5, 5 + fleet.num_envs))
+    fleet.run(Command(Op.RESET, np.arange(fleet.num_envs), rest=(seeds, None)))
+
+
+def step(fleet: Any, mode: Autoreset = Autoreset.NEXT_STEP) -> Answer:
+    answer: Answer = fleet.run(Command(Op.STEP, np.arange(fleet.num_envs), np.zeros(fleet.num_envs, np.int64), mode))
+    return answer
+
+
+def call(fleet: Any, name: str, *args: Any) -> list[Any]:
+    values: list[Any] = fleet.run(Command(Op.CALL, np.arange(fleet.num_envs), rest=(name, args, {}))).value
+    return values
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Waits for a condition."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process runs: a zombie that nobody has reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Odd(Steps):
+    """Does what a call asks for."""
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def has(self, module: str) -> bool:
+        return module in sys.modules
+
+    def where(self) -> tuple[int, str]:
+        return os.getpid(), os.getcwd()
+
+    def big(self, value: bytes) -> bytes:
+        return value * 2
+
+    def start(self) -> int:
+        self.process = subprocess.Popen(["sleep", "1000"])
+        return self.process.pid
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def fork(self) -> int:
+        return os.fork()
+
+    def raise_(self, error: BaseException) -> None:
+        raise error
+
+
+class TestEquivalence:
+    @pytest.mark.parametrize("mode", MODES)
+    def test_every_space_and_info(self, mode: AutoresetMode) -> None:
+        space = spaces.Dict(ALL_SPACES)
+        fns = env_fns(5, space, space)
+        with machine(fns) as fleet, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
+            assert in_lockstep(OverFleet(fleet, fleet.spaces, mode), sync, 12, options={"level": 2}) > 10
+
+    def test_observations_of_objects_leave_the_arrays_beside_them_alone(self) -> None:
+        space = spaces.Dict(image=spaces.Box(0, 255, (3, 3), np.uint8), mission=spaces.Text(5))
+        with machine(env_fns(3, space, space)) as fleet:
+            reset(fleet)
+            assert fleet.arrays["obs"]["image"].dtype == np.uint8
+            assert all(isinstance(text, str) for text in fleet.arrays["obs"]["mission"])
+
+    @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+    def test_native_sub_batches(self, mode: str) -> None:
+        fns = [partial(gymnasium.make, "CartPole-v1")]
+        mode_ = AutoresetMode(mode)
+        native = partial(SyncVectorEnv, fns * 2, autoreset_mode=mode_)
+        with machine([native] * 3, native=True) as fleet, closing(SyncVectorEnv(fns * 6, autoreset_mode=mode_)) as sync:
+            assert in_lockstep(OverFleet(fleet, fleet.spaces, mode_), sync, 60) > 6
+
+    def test_actions_keep_their_data_type(self) -> None:
+        class Repeats(Steps):
+            action_space = spaces.Box(-1, 1, (2,), np.float32)
+
+            def step(self, action: Any) -> Any:
+                return *super().step(action)[:4], {"dtype": str(action.dtype), "sum": float(action.sum())}
+
+        with machine([Repeats] * 2) as fleet:
+            reset(fleet)
+            for dtype in (np.float64, np.float16, np.int8, np.complex64):
+                actions = np.array([[1, 2], [3, 4]], dtype)
+                infos = fleet.run(Command(Op.STEP, np.arange(2), actions)).infos if dtype != np.complex64 else None
+                assert infos is None or infos["dtype"].tolist() == [np.dtype(dtype).name] * 2
+
+    def test_messages_of_any_size(self) -> None:
+        with machine([Odd] * 2) as fleet:
+            for size in (1, 1 << 13, 1 << 14, 1 << 20):
+                assert [len(value) for value in call(fleet, "big", b"x" * size)] == [2 * size] * 2
+
+
+class TestStart:
+    def test_workers_get_the_variables_the_folder_and_the_modules_of_this_moment(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """The script has a fork server of its own, with other modules."""
+        context = multiprocessing.get_context("forkserver")
+        with context.Pool(1) as pool:
+            assert pool.apply(abs, (-1,)) == 1
+        monkeypatch.setenv("RAYVEC_TEST", "a")
+        with machine([Odd] * 2) as fleet:
+            assert call(fleet, "variable", "RAYVEC_TEST") == ["a"] * 2
+            assert call(fleet, "has", "wave") == [False] * 2
+        monkeypatch.setenv("RAYVEC_TEST", "b")
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+        monkeypatch.chdir(tmp_path)
+        with machine([Odd] * 2, preload=["wave"]) as fleet:
+            assert call(fleet, "variable", "RAYVEC_TEST") == ["b"] * 2
+            assert call(fleet, "variable", "RAY_AUTH_TOKEN") == [None] * 2
+            assert call(fleet, "has", "wave") == [True] * 2
+            assert {folder for _, folder in call(fleet, "where")} == {str(tmp_path)}
+        assert os.environ["RAY_AUTH_TOKEN"] == "secret" and "RAYVEC_PRELOAD" not in os.environ
+
+    def test_workers_have_neither_torch_nor_ray(self) -> None:
+        with machine([Odd] * 2) as fleet:
+            assert not any(call(fleet, "has", "torch") + call(fleet, "has", "ray"))
+
+    def test_a_constructor_that_raises(self) -> None:
+        def make() -> Any:
+            raise OSError("no licence")
+
+        with pytest.raises(OSError, match="no licence") as caught, machine([Odd, Odd, make]):
+            pass
+        assert "worker 1, environment 2" in str(caught.value.__cause__)
+
+    @pytest.mark.parametrize(
+        ("fault", "words"), [("dies", r"worker 1 died \(killed by SIGKILL\)"), ("hangs", "start_timeout_s")]
+    )
+    def test_a_constructor_that_dies_or_hangs(self, fault: str, words: str) -> None:
+        def make() -> Any:
+            if fault == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+
+        policy = RestartPolicy(True, start_timeout_s=DEADLINE_S if fault == "dies" else 2.0)
+        with pytest.raises(WorkerLostError, match=words), machine([Odd, make], policy=policy):
+            pass
+
+    def test_a_constructor_that_forks(self) -> None:
+        def make() -> Any:
+            if os.fork() == 0:
+                return Odd()
+            return Odd()
+
+        with machine([make] * 2) as fleet:
+            reset(fleet)
+            assert step(fleet).failure is None
+
+
+class TestFaults:
+    @pytest.mark.parametrize("mode", [Autoreset.NEXT_STEP, Autoreset.SAME_STEP])
+    def test_a_killed_worker_is_replaced(self, mode: Autoreset) -> None:
+        with machine([Odd] * 4, policy=RESTART) as fleet:
+            reset(fleet)
+            step(fleet, mode)
+            last = tree_map(np.copy, fleet.arrays["obs"])
+            os.kill(fleet.worker_pids()[1], signal.SIGKILL)
+            answer = step(fleet, mode)
+            assert fleet.arrays["truncated"].tolist() == [False, False, True, True]
+            shown = fleet.arrays["obs"] if mode == Autoreset.NEXT_STEP else answer.infos["final_obs"]
+            assert [shown[row].tolist() for row in (2, 3)] == last[2:].tolist()
+            assert "worker 1 died (killed by SIGKILL)" in answer.notes[0]
+            for _ in range(9):
+                assert "env_restarted" not in step(fleet, mode).infos
+
+    def test_objects_of_a_killed_worker_stay(self) -> None:
+        space = spaces.Dict(mission=spaces.Text(5), x=spaces.Box(0, 1))
+        with machine(env_fns(2, space), policy=RESTART) as fleet:
+            reset(fleet)
+            last = fleet.arrays["obs"]["mission"].copy()
+            os.kill(fleet.worker_pids()[1], signal.SIGKILL)
+            answer = step(fleet, Autoreset.SAME_STEP)
+            assert answer.infos["final_obs"][1]["mission"] == last[1]
+
+    def test_a_killed_fork_server_takes_its_workers_along(self) -> None:
+        with machine([Odd] * 4, policy=RESTART) as fleet:
+            reset(fleet)
+            server = int(Path(f"/proc/{fleet.worker_pids()[0]}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(server, signal.SIGKILL)
+            until(lambda: not any(map(runs, fleet.worker_pids())))
+            assert step(fleet).infos["env_restarted"].all()
+
+    def test_without_restarts_it_is_an_error(self) -> None:
+        with machine([Odd] * 2) as fleet:
+            reset(fleet)
+            os.kill(fleet.worker_pids()[0], signal.SIGKILL)
+            with pytest.raises(WorkerLostError, match=r"node local, worker 0 died \(killed by SIGKILL\)"):
+                step(fleet)
+
+    def test_a_hung_worker_shows_its_stack(self) -> None:
+        with machine([Odd] * 2, policy=RestartPolicy(step_timeout_s=1.0)) as fleet:
+            with pytest.raises(WorkerLostError, match=r"(?s)step_timeout_s.*in sleep"):
+                fleet.run(Command(Op.CALL, np.array([1]), rest=("sleep", (1000.0,), {})))
+
+    def test_a_hung_worker_is_replaced(self) -> None:
+        class Hangs(Odd):
+            def step(self, action: Any) -> Any:
+                if self.steps == 1 and self.np_random_seed in (5, 6):
+                    time.sleep(1000)
+                return super().step(action)
+
+        with machine([Hangs] * 2, policy=RestartPolicy(True, step_timeout_s=1.0)) as fleet:
+            reset(fleet)
+            step(fleet)
+            assert step(fleet).infos["env_restarted"].all()
+
+    def test_an_environment_that_forks_in_a_step(self) -> None:
+        with machine([Odd] * 2) as fleet:
+            assert all(call(fleet, "fork"))
+            reset(fleet)
+            step(fleet)
+
+    def test_what_an_environment_raises(self) -> None:
+        with machine([Odd] * 2) as fleet:
+            with pytest.raises(KeyError, match="some") as caught:
+                call(fleet, "raise_", KeyError("some"))
+            assert isinstance(caught.value.__cause__, EnvError) and "worker 0, environment 0" in str(
+                caught.value.__cause__
+            )
+            with pytest.raises(EnvError, match="report failures by exceptions"):
+                call(fleet, "raise_", SystemExit(1))
+            assert len(call(fleet, "where")) == 2
+
+    def test_an_answer_that_can_not_be_pickled(self) -> None:
+        class Locked(Odd):
+            def lock(self) -> Any:
+                return sys._getframe()
+
+        with machine([Locked] * 2) as fleet, pytest.raises(TypeError, match="pickle"):
+            call(fleet, "lock")
+
+
+class TestEnd:
+    def test_nothing_is_left(self) -> None:
+        with machine([Odd] * 2) as fleet:
+            pids = [*fleet.worker_pids(), *call(fleet, "start")]
+            assert all(map(runs, pids))
+        until(lambda: not any(map(runs, pids)))
+
+    def test_a_step_that_does_not_end_is_killed(self) -> None:
+        made = Machine(EnvFactory.build([Odd] * 2), 2)
+        made.allocate(made.spaces.observation, made.spaces.action)
+        pids = made.worker_pids()
+        made.post(Command(Op.CALL, np.arange(2), rest=("sleep", (1000.0,), {})))
+        made.close(0.2)
+        until(lambda: not any(map(runs, pids)))
+
+    def test_workers_end_with_their_owner(self, tmp_path: Path) -> None:
+        """SIGKILL leaves neither workers, nor what environments have started, nor folders."""
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import sys, time\nfrom multiprocessing import util\n"
+            f"sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}\n"
+            "from test_machine import *\n"
+            "made = Machine(EnvFactory.build([Odd] * 2), 2)\n"
+            "made.allocate(made.spaces.observation, made.spaces.action)\n"
+            "print(*made.worker_pids(), *call(made, 'start'), util.get_temp_dir(), flush=True)\n"
+            "time.sleep(1000)\n"
+        )
+        with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as owner:
+            assert owner.stdout is not None
+            *pids, folder = owner.stdout.readline().split()
+            assert len(pids) == 4 and Path(folder).exists()
+            owner.kill()
+        until(lambda: not any(runs(int(pid)) for pid in pids) and not Path(folder).exists())
