@@ -11,6 +11,8 @@ ids, and why these tests are gone or where the behaviour is tested now.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -70,7 +72,8 @@ def main() -> int:
     if options.write:
         OUTSIDE.write_text("".join(f"{each}\n" for each in sorted(run().passed)))
         return 0
-    found = run() if options.run else run("--collect-only", "-p", "no:terminal")
+    with contextlib.nullcontext() if options.run else contextlib.redirect_stdout(io.StringIO()):
+        found = run() if options.run else run("--collect-only")
     missing = lost(found.passed if options.run else found.collected)
     print(*missing, f"{len(missing)} tests are lost", sep="\n")
     return bool(missing)

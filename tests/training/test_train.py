@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,11 +13,11 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from helpers.ranks_kit import FallingLearner
 from helpers.training_kit import HERE, lengthen, tiny
 
 import rayvec
 from rayvec import PPOConfig, TrainConfig
+from rayvec.learners.ppo import PPOLearner
 from rayvec.training.evaluation import evaluate, evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
@@ -185,9 +187,23 @@ def test_ranks_of_impala_learn_what_one_learner_does(tmp_path: Path) -> None:
     assert rayvec.resume(runs[1].run_dir).total_steps == 320
 
 
+class FallingLearner(PPOLearner):
+    """A learner whose process is killed before the third update, on rank 1, once."""
+
+    mark: Path
+    num_calls = 0
+
+    def update(self, batch: rayvec.Batch) -> dict[str, float]:
+        self.num_calls += 1
+        if self.num_calls == 3 and self.ranks.rank == 1 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().update(batch)
+
+
 def make_falling(observation_space: Any, action_space: Any, config: PPOConfig) -> FallingLearner:
     learner = FallingLearner(observation_space, action_space, config)
-    learner.mark, learner.who, learner.how = config.run_dir.parent / "fallen", 1, "SIGKILL"
+    learner.mark = config.run_dir.parent / "fallen"
     return learner
 
 
