@@ -60,7 +60,7 @@ def lost(there: list[str]) -> list[str]:
     """Returns the ids of `outside.txt` that are neither `there` nor in `outside_gone.txt`."""
     patterns = [line.split(" # ")[0].strip() for line in GONE.read_text().splitlines() if " # " in line]
     missing = sorted(set(OUTSIDE.read_text().splitlines()) - set(there))
-    return [each for each in missing if not any(fnmatchcase(each, pattern) for pattern in patterns)]
+    return [each for each in missing if not any(each == one or fnmatchcase(each, one) for one in patterns)]
 
 
 def main() -> int:
