@@ -32,7 +32,7 @@ from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
 from rayvec.config.command_line import check_options, subcommands, with_values
 from rayvec.config.plugins import import_plugins, split_plugins
 from rayvec.config.schema import Bounds, check, field_names
-from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError, message
+from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError
 from rayvec.training.stop_signals import Interrupts, Terminated
 
 __all__ = ["main"]
@@ -62,10 +62,9 @@ class Train:
         else:
             if "run_dir" in mentioned:
                 raise ConfigError(
-                    "A run that is resumed stays in its directory.",
-                    expected="--resume with a directory, and no --run-dir",
-                    got=f"--run-dir {values['run_dir']}",
-                    remedy="Leave --run-dir out. To begin another run with the weights of this one, pass --init-from.",
+                    f"--resume and --run-dir {values['run_dir']} were passed together. A resumed run stays in its "
+                    "directory: leave --run-dir out. To start a new run with the weights of this one, pass "
+                    "--init-from."
                 )
             from rayvec.training.loop import resume
 
@@ -305,12 +304,8 @@ def _explanation(error: Exception) -> str | None:
     """
     cause = error if isinstance(error, RayvecError) else error.__cause__
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):  # the text of torch
-        return message(
-            "Out of memory.",
-            expected="enough free memory for the run",
-            got=" ".join(str(cause or error).split()) or "MemoryError",
-            remedy="Lower num_envs, num_steps, hidden_sizes or what else the size comes from, or free memory.",
-        )
+        what = " ".join(str(cause or error).split()) or "MemoryError"
+        return f"Out of memory: {what}. Lower num_envs, num_steps, hidden_sizes or another size, or free memory."
     if isinstance(cause, RayvecError):
         is_whole = cause.raised_in is None or " Remedy: " not in str(error)
         return str(cause) if is_whole else f"{error} Raised in {cause.raised_in}."

@@ -131,12 +131,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     8
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ConfigError(
-            f"{name} is a count.",
-            expected=f"a whole number of at least {least}",
-            got=repr(value),
-            remedy=f"Pass {name}={least} or more.",
-        )
+        raise ConfigError(f"{name} is {value!r}. It must be a whole number of at least {least}.")
     return int(value)
 
 
@@ -147,12 +142,7 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         ConfigError: It is not.
     """
     if value not in choices or isinstance(value, bool):
-        raise ConfigError(
-            f"{name} has a fixed set of values.",
-            expected=" or ".join(map(repr, choices)),
-            got=repr(value),
-            remedy=f"Pass {name}={choices[0]!r}, or omit it.",
-        )
+        raise ConfigError(f"{name} is {value!r}. It must be {' or '.join(map(repr, choices))}.")
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -165,12 +155,7 @@ def check_flag(name: str, value: Any) -> bool:
     False
     """
     if value not in (True, False):
-        raise ConfigError(
-            f"{name} is a switch.",
-            expected="True or False",
-            got=repr(value)[:200],
-            remedy=f"Pass {name}=True, {name}=False, or omit it.",
-        )
+        raise ConfigError(f"{name} is {repr(value)[:200]}. It must be True or False.")
     return bool(value)
 
 
@@ -187,10 +172,7 @@ def check_node_range(value: Any) -> tuple[int, int]:
     are_whole = all(isinstance(each, Integral) and not isinstance(each, bool) for each in counts)
     if len(counts) != 2 or not are_whole or not 1 <= counts[0] <= counts[1]:
         raise ConfigError(
-            "num_nodes=(min, max) is the least and the greatest number of nodes to use.",
-            expected="two whole numbers with 1 <= min <= max",
-            got=repr(value),
-            remedy="Pass num_nodes=(1, 4), or one number for a fixed number of nodes.",
+            f"num_nodes is {value!r}. It must be a number, or (min, max) with whole numbers 1 <= min <= max."
         )
     return int(counts[0]), int(counts[1])
 

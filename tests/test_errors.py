@@ -32,14 +32,14 @@ def test_a_message_has_four_parts() -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", None, float("nan"), [1]])
 def test_what_is_no_count_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="apples is a count"):
+    with pytest.raises(ConfigError, match=r"apples is .* must be a whole number of at least 1"):
         check_count("apples", value)
 
 
 @pytest.mark.parametrize("value", ["no", 2, None, []])
 def test_what_is_no_switch_is_refused(value: Any) -> None:
     assert check_flag("lights", True) and not check_flag("lights", False)
-    with pytest.raises(ConfigError, match="lights is a switch"):
+    with pytest.raises(ConfigError, match=r"lights is .* must be True or False"):
         check_flag("lights", value)
 
 

@@ -18,13 +18,12 @@ def check_env(env: Any) -> None:
         return
     wraps = isinstance(getattr(env, "unwrapped", None), RayVecEnv)
     raise ConfigError(
-        "rayvec.Collector collects chunks from a rayvec.RayVecEnv."
-        + (" Workers do not know wrappers around all environments." if wraps else ""),
-        expected="a rayvec.RayVecEnv",
-        got=f"{type(env).__module__}.{type(env).__qualname__}" + (" around a rayvec.RayVecEnv" if wraps else ""),
-        remedy="Pass its RayVecEnv, and RayVecEnv(..., wrappers=[...]) to wrap each environment."
-        if wraps
-        else "Make the environments with rayvec.RayVecEnv, or use the collector of their own library.",
+        f"{type(env).__module__}.{type(env).__qualname__} is not a rayvec.RayVecEnv. "
+        + (
+            "rayvec.Collector does not accept wrappers around all environments: pass RayVecEnv(..., wrappers=[...])."
+            if wraps
+            else "rayvec.Collector requires one; for other environments, use the collector of their library."
+        )
     )
 
 
@@ -32,10 +31,7 @@ def check_open(closed: bool) -> None:
     """Raises ``ConfigError`` if a collector is closed: its workers no longer have the policy and its weights."""
     if closed:
         raise ConfigError(
-            "A collector that is closed collects nothing: the workers have forgotten its policy.",
-            expected="a collector that is open",
-            got="one after close()",
-            remedy="Make another Collector of the same environments and policy.",
+            "collect was called after close(). Make another Collector of the same environments and policy."
         )
 
 
@@ -47,12 +43,7 @@ def check_seed(seed: Any) -> int | None:
     """
     if seed is None or (isinstance(seed, Integral) and int(seed) >= 0):
         return None if seed is None else int(seed)
-    raise ConfigError(
-        "The seed of a collector is the seed of its first environment, and of the noise of its policy.",
-        expected="a whole number of at least 0, or None",
-        got=repr(seed),
-        remedy="Pass seed=0 or more, or leave it out.",
-    )
+    raise ConfigError(f"seed is {seed!r}. It must be a whole number of at least 0, or None.")
 
 
 def check_settings(
@@ -67,10 +58,8 @@ def check_settings(
     for name, value in (("prefetch", prefetch), ("by_reference", by_reference)):
         if check_flag(name, value) and inference != "worker":
             raise ConfigError(
-                "`prefetch` and `by_reference` require `inference='worker'`.",
-                expected="inference='worker'",
-                got=f"{name}=True with inference={inference!r}",
-                remedy=f"Let the policy act in the workers, or leave {name} out.",
+                f"{name}=True was passed with inference={inference!r}. `prefetch` and `by_reference` require "
+                "inference='worker'."
             )
 
 
@@ -80,10 +69,7 @@ def _check_asynchronous(**settings: Any) -> None:
     for name, value in settings.items():
         if value not in fitting[name]:
             raise ConfigError(
-                "With `max_staleness` the parts of the environments take chunks independently of the driver.",
-                expected=f"{name}={' or '.join(map(repr, fitting[name]))}",
-                got=f"{name}={value!r}",
-                remedy=f"Leave {name} or max_staleness out.",
+                f"{name}={value!r} was passed with max_staleness. `max_staleness` requires {name}={fitting[name][0]!r}."
             )
 
 
@@ -96,10 +82,5 @@ def check_state(state: Any) -> dict[str, int]:
     names = ("noise_seed", "first_step", "version")
     found = dict(state) if isinstance(state, Mapping) else {}
     if not all(isinstance(found.get(name), Integral) for name in names):
-        raise ConfigError(
-            "`load_state_dict` takes what `state_dict` of a collector has returned.",
-            expected="a dict with a whole number under each of " + ", ".join(names),
-            got=repr(state)[:200],
-            remedy="Pass collector.state_dict().",
-        )
+        raise ConfigError(f"The state is {repr(state)[:200]}. Pass what collector.state_dict() returned.")
     return {name: int(found[name]) for name in names}

@@ -306,19 +306,14 @@ class Collector:
     def _check_counts(self, n_step: Any, n_episode: Any) -> None:
         if (n_step is None) == (n_episode is None):
             raise ConfigError(
-                "`collect` takes one count.",
-                expected="n_step or n_episode",
-                got=f"n_step={n_step}, n_episode={n_episode}",
-                remedy="Pass n_step=4096, or n_episode=20.",
+                f"collect was called with n_step={n_step} and n_episode={n_episode}. Pass one of them, for "
+                "example n_step=4096 or n_episode=20."
             )
         check_count("n_step" if n_episode is None else "n_episode", n_step if n_episode is None else n_episode)
         if n_episode is not None and (self._prefetch or self._by_reference or self._parts):
             raise ConfigError(
-                "`n_episode` can't be combined with `prefetch`, `max_staleness` or `by_reference`: episodes begin in "
-                "the call that counts them, and steps beyond them are marked.",
-                expected="n_step",
-                got=f"n_episode={n_episode} of a collector with prefetch, max_staleness or by_reference",
-                remedy="Call drain() and use another Collector on the same environments for episodes.",
+                f"n_episode={n_episode} was passed to a collector with prefetch, max_staleness or by_reference. "
+                "Pass n_step, or call drain() and use another Collector on these environments for episodes."
             )
 
     def _rollout(self, num_steps: int, cut: Cut | None = None) -> Rollout:
@@ -441,9 +436,6 @@ class Collector:
 
 def _endless_error(max_len: int) -> ConfigError:
     return ConfigError(
-        "An episode that is played ends within max_len steps.",
-        expected=f"an end within {max_len:,} steps",
-        got="an episode that has not ended",
-        remedy="Wrap the environment in gymnasium.wrappers.TimeLimit, or raise max_len. In a training, raise "
-        "eval_steps or pass eval_episodes=0",
+        f"An episode did not end within {max_len:,} steps. Wrap the environment in gymnasium.wrappers.TimeLimit, "
+        "or raise max_len. For a training run, raise eval_steps or pass eval_episodes=0."
     )

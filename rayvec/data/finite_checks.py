@@ -56,8 +56,6 @@ def _paths(tree: Tree, path: str = "") -> Iterator[tuple[str, NDArray[Any]]]:
 def bad_obs_error(first: str) -> EnvError:
     """Describes the first that was found."""
     return EnvError(
-        "Observations and rewards must be finite.",
-        expected="finite numbers in every observation and reward",
-        got=first,
-        remedy="Correct the environment. To leave such episodes out, let it raise, with on_env_error='restart'.",
+        f"{first}. Observations and rewards must be finite. Correct the environment, or let it raise with "
+        "on_env_error='restart' to leave such episodes out."
     )

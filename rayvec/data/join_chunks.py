@@ -51,10 +51,8 @@ def check_extras(
     """
     if found != expected:
         raise ConfigError(
-            "A policy must return the same extras at every step and in every worker.",
-            expected=f"rows of these shapes, as {where}: {expected}",
-            got=f"{found}{there}",
-            remedy="Return every extra at every step, in one shape; fill in zeros where there is none.",
+            f"The policy returned extras of the shapes {found}{there}, and of {expected} {where}. Return every "
+            "extra in one shape at every step; fill in zeros where there is none."
         )
 
 

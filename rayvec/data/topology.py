@@ -86,10 +86,8 @@ def split_groups(
     if unit_bounds is not None:
         if len(unit_bounds) <= groups:
             raise ConfigError(
-                "A native sub-batch steps as a whole, in one group.",
-                expected=f"at least {groups} sub-batches for groups={groups}",
-                got=f"{len(unit_bounds) - 1}",
-                remedy="Make more sub-batches, or leave groups out.",
+                f"groups={groups} was passed with {len(unit_bounds) - 1} native sub-batches. Each group needs at "
+                "least one: make more sub-batches, or leave groups out."
             )
         units = [np.arange(start, stop) for start, stop in pairwise(unit_bounds.tolist())]
         return _read_only([np.concatenate(units[group::groups]) for group in range(groups)])

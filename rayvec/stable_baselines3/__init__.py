@@ -29,10 +29,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "stable_baselines3":
             raise
         raise MissingPackage(
-            "rayvec.stable_baselines3 adapts environments to Stable-Baselines3.",
-            expected="stable-baselines3>=2.6",
-            got="no such package in this Python",
-            remedy="Install rayvec[sb3].",
+            "The package stable-baselines3 is not installed. Install rayvec[sb3] (stable-baselines3>=2.6)."
         ) from error
     from rayvec.stable_baselines3.vec_env import RayVecEnv
 

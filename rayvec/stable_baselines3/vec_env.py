@@ -97,10 +97,8 @@ class RayVecEnv(PoolAdapter, VecEnv):
         self._pool.allocate(found.observation, found.action)
         if self._pool.layout is None:
             raise ConfigError(
-                "Stable-Baselines3 stores observations in arrays.",
-                expected="a Box, Discrete, MultiDiscrete or MultiBinary space, or a Dict or Tuple of them",
-                got=found.observation,
-                remedy="Convert the observations by a wrapper.",
+                f"The observation space is {found.observation}. Stable-Baselines3 accepts Box, Discrete, "
+                "MultiDiscrete and MultiBinary, and a Dict or Tuple of them: convert observations by a wrapper."
             )
 
     def reset(self) -> Any:
@@ -145,10 +143,8 @@ class RayVecEnv(PoolAdapter, VecEnv):
         """Sets the options of the next reset: one dict for all environments, or a list with one for each."""
         if isinstance(options, Sequence) and len(options) != self.num_envs:
             raise ConfigError(
-                "Options are one dict for all environments, or one for each.",
-                expected=f"a dict, or a list of {self.num_envs}",
-                got=f"a list of {len(options)}",
-                remedy="Pass {} for environments without options.",
+                f"The list of options has {len(options)} entries for {self.num_envs} environments. Pass one dict "
+                "for all of them, or a list with one for each."
             )
         super().set_options(options)
 

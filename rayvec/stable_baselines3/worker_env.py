@@ -24,10 +24,8 @@ class WorkerEnv(gymnasium.Env[Any, Any]):
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         if not isinstance(env, gymnasium.Env):
             raise ConfigError(
-                "Each callable makes one environment.",
-                expected="a gymnasium.Env",
-                got=f"{type(env).__module__}.{type(env).__qualname__}",
-                remedy="Convert older environments with shimmy.",
+                f"A callable returned {type(env).__module__}.{type(env).__qualname__}. It must return a "
+                "gymnasium.Env; convert older environments with shimmy."
             )
         self._env = env
         self.observation_space = env.observation_space

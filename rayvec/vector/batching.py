@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import RawInfo, SubBatchInfo, Tree
 from rayvec.data.sub_batch_infos import merge_columns
-from rayvec.errors import ConfigError, EnvError, message
+from rayvec.errors import ConfigError, EnvError
 from rayvec.pools.base import PoolSpaces
 from rayvec.pools.shared_memory import ArrayLayout
 
@@ -72,10 +72,8 @@ def concatenated(space: Space[Any], observations: Sequence[Any], env_ids: NDArra
         for env_id, observation in zip(env_ids.tolist(), observations, strict=True):
             if observation not in space:
                 raise EnvError(
-                    "An observation is a value of its space.",
-                    expected=space,
-                    got=f"{observation!r}"[:500] + f" of environment {env_id}",
-                    remedy="Correct the environment or its observation_space.",
+                    f"Environment {env_id} returned the observation {repr(observation)[:500]}, which is not in "
+                    f"{space}. Correct the environment or its observation_space."
                 ) from error
         raise
 
@@ -90,10 +88,7 @@ def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
         return AutoresetMode(mode)
     except ValueError as error:
         raise ConfigError(
-            "autoreset_mode says when an environment is reset whose episode has ended.",
-            expected="one of " + ", ".join(repr(known.value) for known in AutoresetMode),
-            got=repr(mode),
-            remedy="Leave it out for 'NextStep', as in Gymnasium.",
+            f"autoreset_mode is {mode!r}. It must be one of {', '.join(repr(known.value) for known in AutoresetMode)}."
         ) from error
 
 
@@ -127,11 +122,8 @@ def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[S
         batched, single = mode
     else:
         raise (SpacesError if isinstance(mode, tuple) else ConfigError)(
-            "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
-            f"space, actual got {mode}.",
-            expected="'same', 'different', or a tuple (batched space, single space)",
-            got=repr(mode),
-            remedy="Leave it out where all environments have the same space.",
+            "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch "
+            f"observation space, actual got {mode}."
         )
     check_spaces(found, mode, single)
     return batched, single
@@ -144,18 +136,14 @@ def check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
     elif found.observations:
         differ = next(i for i, space in enumerate(found.observations) if space != single)
         raise SpacesError(
-            "With observation_mode='same' the sub-environments observation spaces are not equivalent.",
-            expected=f"{single}, as in environment 0",
-            got=f"{found.observations[differ]} in environment {differ}",
-            remedy="If this is intentional, use `observation_mode='different'` instead.",
+            f"Environment {differ} has the observation space {found.observations[differ]}, and environment 0 has "
+            f"{single}. Make them equal by a wrapper, or pass observation_mode='different'."
         )
     if found.actions_differ is not None:
         differ, other = found.actions_differ
-        _raise_spaces(
-            "action",
-            f"{found.action}, as in environment 0",
-            f"{other} in environment {differ}",
-            "Make them equal by a wrapper.",
+        raise SpacesError(
+            f"Environment {differ} has the action space {other}, and environment 0 has {found.action}. "
+            "Make them equal by a wrapper."
         )
 
 
@@ -170,21 +158,10 @@ def check_shapes(found: PoolSpaces, single: Space[Any], words: str = "") -> None
     misfit = found.misfit(single)
     if misfit is not None:
         other = found.observations[misfit] if found.observations else found.observation
-        _raise_spaces(
-            "observation",
-            f"the shape and dtype of {single}",
-            f"{other} in environment {misfit}" + (f" ({words})" if words else ""),
-            "Make shapes and dtypes equal by a wrapper.",
+        raise SpacesError(
+            f"Environment {misfit} has the observation space {other}, whose shape or dtype differs from {single}"
+            f"{f' ({words})' if words else ''}. Make them equal by a wrapper."
         )
-
-
-def _raise_spaces(kind: str, expected: str, got: str, remedy: str) -> NoReturn:
-    raise SpacesError(
-        f"Environments that are stepped together share one {kind} space.",
-        expected=expected,
-        got=got,
-        remedy=remedy,
-    )
 
 
 def checked_actions(actions: Any, layout: ArrayLayout | None, count: int, space: Space[Any]) -> Tree:
@@ -216,11 +193,9 @@ def check_number(got: int, count: int, space: Space[Any]) -> None:
 
 
 def _action_message(got: str, space: Space[Any]) -> str:
-    return message(
-        "Every environment takes one action.",
-        expected=f"an element of {space}",
-        got=got,
-        remedy="Pass one action for each environment, stacked as action_space.sample() stacks them.",
+    return (
+        f"Actions do not fit {space}: {got.rstrip('.')}. Pass one action for each environment, stacked as "
+        "action_space.sample() stacks them."
     )
 
 
@@ -238,28 +213,21 @@ def checked_mask(mask: Any, num_envs: int, *, is_first: bool = False) -> NDArray
         ConfigError: The first reset leaves environments out.
     """
     if not isinstance(mask, np.ndarray):
-        raise TypeError(_mask_message("must be a numpy array", f"{type(mask)}", num_envs))
+        raise TypeError(_mask_message("must be a numpy array", f"{type(mask)}"))
     if mask.shape != (num_envs,):
-        raise ValueError(_mask_message(f"must have shape `({num_envs},)`", f"{mask.shape}", num_envs))
+        raise ValueError(_mask_message(f"must have shape `({num_envs},)`", f"{mask.shape}"))
     if mask.dtype != np.bool_:
-        raise TypeError(_mask_message("must have `dtype=np.bool_`", f"{mask.dtype}", num_envs))
+        raise TypeError(_mask_message("must have `dtype=np.bool_`", f"{mask.dtype}"))
     if not mask.any():
         rule = "must contain a boolean array with at least one True value"
-        raise ValueError(_mask_message(rule, f"reset_mask={mask}", num_envs))
+        raise ValueError(_mask_message(rule, f"reset_mask={mask}"))
     if is_first and not mask.all():
         raise ConfigError(
-            "The first reset resets all environments: one that was never reset has no observation to return.",
-            expected="no reset_mask, or one that is True everywhere",
-            got=f"a mask of {mask.sum()} of {num_envs} environments",
-            remedy="Call reset() without a mask first; masks may follow.",
+            f"reset_mask selects {mask.sum()} of {num_envs} environments in the first reset. The first reset must "
+            "include all: call reset() without a mask."
         )
     return mask
 
 
-def _mask_message(rule: str, got: str, num_envs: int) -> str:
-    return message(
-        f"`options['reset_mask']` {rule}, got {got}.",
-        expected=f"a NumPy array of dtype bool and shape ({num_envs},) with at least one True",
-        got=got,
-        remedy="Pass terminated | truncated, as step returned them.",
-    )
+def _mask_message(rule: str, got: str) -> str:
+    return f"`options['reset_mask']` {rule}, got {got}. Pass terminated | truncated, as step returned them."

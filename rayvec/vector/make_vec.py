@@ -59,10 +59,8 @@ def make_vec(
         return RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=wrappers or (), **ours)
     if not isinstance(id, str | EnvSpec):
         raise ConfigError(
-            f"vectorization_mode={_NATIVE!r} makes environments by the entry point that they are registered with.",
-            expected="an id or an EnvSpec",
-            got=repr(id)[:200],
-            remedy="Leave vectorization_mode out; RayVecEnv(..., native=True) takes makers of vector environments.",
+            f"vectorization_mode={_NATIVE!r} was passed with {repr(id)[:200]}. It requires an id or an EnvSpec. "
+            "For makers of vector environments, use RayVecEnv(..., native=True)."
         )
     spec = spec_of(id) if isinstance(id, str) else id
     make: Any = partial(gymnasium.make_vec, id, vectorization_mode=_NATIVE, **env_kwargs)

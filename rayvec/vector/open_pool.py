@@ -69,12 +69,7 @@ def open_pool(
             factory, num_workers, node=name, preload=preload, restart_policy=restart_policy, first_id=first_id
         )
     if first_id:
-        raise ConfigError(
-            "first_id numbers environments of one machine.",
-            expected="first_id=0 with num_nodes unset or at least 1",
-            got=f"first_id={first_id}",
-            remedy="Leave first_id out, or pass num_nodes=0.",
-        )
+        raise ConfigError(f"first_id={first_id} was passed with environments on Ray. It requires num_nodes=0.")
     # Programs without Ray do not import it: that takes a third of a second.
     from rayvec.cluster.open_ray_pool import open_ray_pool
 
@@ -95,18 +90,11 @@ def open_pool(
 def _check_first_id_and_preload(first_id: Any, preload: Any) -> None:
     if isinstance(first_id, bool) or not isinstance(first_id, Integral) or int(first_id) < 0:
         raise ConfigError(
-            "first_id is the global index of the first environment.",
-            expected="a whole number of at least 0",
-            got=repr(first_id),
-            remedy="Leave first_id out, or pass how many environments the processes before this one have.",
+            f"first_id is {first_id!r}. It must be a whole number of at least 0: how many environments other "
+            "processes have before this one."
         )
     if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
-        raise ConfigError(
-            "preload names modules that workers import.",
-            expected="a list of names",
-            got=repr(preload),
-            remedy='Pass preload=["torch"].',
-        )
+        raise ConfigError(f"preload is {preload!r}. It must be a list of names of modules, for example ['torch'].")
 
 
 def local_workers(

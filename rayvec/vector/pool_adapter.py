@@ -17,7 +17,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from rayvec.data import ChunkRequest, Rollout, Topology, Tree, tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.pickled_parts import pickled_for_workers
-from rayvec.errors import NodeLostError, WorkerLostError, check_count, message
+from rayvec.errors import NodeLostError, WorkerLostError, check_count
 from rayvec.node.chunk_memory import packed
 from rayvec.pools.base import ActingPool, Cut, NotReady
 from rayvec.pools.publish_weights import WeightStore
@@ -258,12 +258,7 @@ class PoolAdapter:
     def __reduce__(self) -> NoReturn:
         """Refuses copies and pickling: the first copy that is collected would close the pool of the others."""
         raise TypeError(
-            message(
-                "An environment owns its workers and can't be copied.",
-                expected="one object for them",
-                got="a copy, or a pickled one",
-                remedy="Make another environment from the same arguments.",
-            )
+            "An environment can't be copied or pickled: it owns its workers. Make another one from the same arguments."
         )
 
     def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -363,12 +358,8 @@ class PoolAdapter:
     def _assert_same_process(self) -> None:
         if self._is_forked:
             raise ClosedEnvironmentError(
-                message(
-                    "An environment is used by the process that created it.",
-                    expected=f"process {self._creator}",
-                    got=f"process {os.getpid()}, which was forked from it",
-                    remedy="Create the environment after the fork.",
-                )
+                f"Process {os.getpid()} was forked from process {self._creator}, which created the "
+                "environment. Create it after the fork."
             )
 
     def _why_closed(self) -> str:
@@ -400,10 +391,8 @@ class PoolAdapter:
 
 
 def _another_thread() -> AlreadyPendingCallError:
-    text = message(
-        "One thread at a time calls an environment.",
-        expected="no call of another thread that has not returned",
-        got="one",
-        remedy="Call it from one thread, or hold a lock of your own; close() may come from any thread.",
+    text = (
+        "Another thread's call has not returned. Call an environment from one thread, or hold a lock of your "
+        "own; close() may come from any thread."
     )
     return AlreadyPendingCallError(text, "a call of another thread")

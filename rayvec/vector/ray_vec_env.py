@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree, tree_map
 from rayvec.data.topology import split_groups
 from rayvec.envs.factory import EnvFactory, env_seeds
-from rayvec.errors import ConfigError, check_choice, check_count, check_flag, message
+from rayvec.errors import ConfigError, check_choice, check_count, check_flag
 from rayvec.node.object_store import as_rollout
 from rayvec.pools.base import Autoreset, Cut, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.publish_weights import WeightStore
@@ -408,12 +408,8 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             values = [values] * self.num_envs
         if len(values) != self.num_envs:
             raise ValueError(
-                message(
-                    "A list of values has one for each environment.",
-                    expected=f"{self.num_envs} values",
-                    got=len(values),
-                    remedy="Pass one value that is no list or tuple to set it everywhere.",
-                )
+                f"set_attr was called with {len(values)} values for {self.num_envs} environments. Pass one "
+                "for each, or one value that is no list or tuple for all."
             )
         self._guarded(lambda: self._pool.set_attr(name, values, self._everyone), LOSSES)
 
@@ -471,10 +467,5 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
 
     def _group(self, group: int) -> NDArray[np.int64]:
         if not 0 <= group < len(self.groups):
-            raise ConfigError(
-                "A group is named by its number.",
-                expected=f"0 to {len(self.groups) - 1}",
-                got=group,
-                remedy="Pass one of these, or make at least two environments with groups=2.",
-            )
+            raise ConfigError(f"There is no group {group}. There are the groups 0 to {len(self.groups) - 1}.")
         return self.groups[group]

@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from rayvec.errors import ConfigError, message
+from rayvec.errors import ConfigError
 
 __all__ = ["MASK_KEY", "ActionMask", "num_choices"]
 
@@ -38,12 +38,7 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._sizes = num_choices(env.action_space)
         if not self._sizes:
-            raise ConfigError(
-                "A mask says which of the choices of an action are allowed.",
-                expected="a Discrete or MultiDiscrete action space",
-                got=env.action_space,
-                remedy="Leave the wrapper out.",
-            )
+            raise ConfigError(f"The action space is {env.action_space}. ActionMask requires Discrete or MultiDiscrete.")
         space = env.observation_space
         self._is_in_obs = isinstance(space, spaces.Dict) and MASK_KEY in space.spaces
         if not self._is_in_obs:
@@ -69,12 +64,9 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
         firsts = np.cumsum((0, *self._sizes[:-1]))
         if not is_last and not np.logical_or.reduceat(mask != 0, firsts).all():
             raise ValueError(
-                message(
-                    "An action mask allows at least one choice of each component of an action.",
-                    expected=f"a number other than 0 among each of {list(self._sizes)} choices",
-                    got=f"{mask.tolist()} after {self._num_steps} steps of the episode",
-                    remedy="Correct the environment's mask, or end the episode where no action is left.",
-                )
+                f"The action mask {mask.tolist()} after {self._num_steps} steps of the episode allows no "
+                "choice of a component. Correct the environment's mask, or end the episode where no action "
+                "is left."
             )
         return obs if self._is_in_obs else {"observation": obs, MASK_KEY: mask}
 
@@ -85,23 +77,16 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
         mask = np.concatenate([np.ravel(part) for part in parts])
         if mask.dtype.kind not in "biuf" or (mask.dtype.kind == "f" and np.isnan(mask).any()):
             raise ValueError(
-                message(
-                    "An action mask is made of numbers.",
-                    expected="numbers or bools, 0 where a choice is not allowed",
-                    got=f"{mask.tolist()} after {self._num_steps} steps of the episode",
-                    remedy="Correct the environment's mask, or pass action_masks=False.",
-                )
+                f"The action mask {mask.tolist()} after {self._num_steps} steps of the episode has entries "
+                "that are not numbers. Correct the environment's mask, or pass action_masks=False."
             )
         given_sizes = [np.size(part) for part in parts]
         ends, allowed_ends = set(np.cumsum(given_sizes)), set(np.cumsum(self._sizes))
         if mask.shape != (sum(self._sizes),) or not (ends <= allowed_ends or allowed_ends <= ends):
             raise ValueError(
-                message(
-                    "An action mask has one number for each choice of an action.",
-                    expected=f"{' + '.join(map(str, self._sizes))} numbers for {self.env.action_space}",
-                    got=f"{' + '.join(map(str, given_sizes))} after {self._num_steps} steps of the episode",
-                    remedy="Correct the environment's mask, or pass action_masks=False.",
-                )
+                f"The action mask after {self._num_steps} steps of the episode has "
+                f"{' + '.join(map(str, given_sizes))} numbers. {self.env.action_space} needs "
+                f"{' + '.join(map(str, self._sizes))}: correct the mask, or pass action_masks=False."
             )
         allowed: NDArray[np.int8] = (mask != 0).astype(np.int8)
         return allowed

@@ -64,20 +64,14 @@ def atari(env: Env) -> Env:
     """
     if getattr(env.unwrapped, "_frameskip", 1) != 1:
         raise ConfigError(
-            "Only this wrapper skips frames.",
-            expected="a game made with frameskip=1",
-            got=f"frameskip={env.unwrapped._frameskip}",  # type: ignore[attr-defined]
-            remedy="Pass env_kwargs={'frameskip': 1} (--env-kwargs frameskip 1 on the command line).",
+            f"The game was made with frameskip={env.unwrapped._frameskip}. This wrapper skips frames itself: "
+            "pass "  # type: ignore[attr-defined]
+            "env_kwargs={'frameskip': 1} (--env-kwargs frameskip 1 on the command line)."
         )
     try:
         env = AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
     except gymnasium.error.DependencyNotInstalled as error:
-        raise ConfigError(
-            "OpenCV resizes the frames of Atari.",
-            expected="opencv-python-headless",
-            got=str(error),
-            remedy="Install rayvec[atari].",
-        ) from error
+        raise ConfigError("OpenCV, which resizes frames, is not installed. Install rayvec[atari].") from error
     get_meanings = getattr(env.unwrapped, "get_action_meanings", None)
     if get_meanings is not None and get_meanings()[1:2] == ["FIRE"]:
         env = FireToServe(env)

@@ -62,9 +62,7 @@ def _time_limit(env: Env) -> int:
     if layer.spec is not None and layer.spec.max_episode_steps is not None:
         return layer.spec.max_episode_steps
     raise ConfigError(
-        "stagger_starts spreads the ends of the first episodes over the time limit of the environment.",
-        expected="an environment with a time limit (max_episode_steps)",
-        got=f"{layer.spec.id if layer.spec else layer}, which has none",
-        remedy="Leave stagger_starts out, or wrap the environment in gymnasium.wrappers.TimeLimit; for an id, pass "
-        "env_kwargs={'max_episode_steps': 1000}.",
+        f"{layer.spec.id if layer.spec else layer} has no time limit, over which stagger_starts spreads the first "
+        "episodes. Leave stagger_starts out, wrap the environment in gymnasium.wrappers.TimeLimit, or pass "
+        "env_kwargs={'max_episode_steps': 1000}."
     )

@@ -119,10 +119,7 @@ def test_what_is_raised_names_environment_step_and_key(one_bad: RayVecEnv, how: 
     with pytest.raises(EnvError) as caught:
         for _ in range(100):  # "async" may deliver chunks of the other node first
             collector.collect(n_step=3 * 40)
-    said = str(caught.value)
-    assert f"nan at ['inner'][0] in the observation before step {t} of environment 1" in said
-    for word in ("Expected:", "Got:", "Remedy:"):
-        assert word in said
+    assert f"nan at ['inner'][0] in the observation before step {t} of environment 1" in str(caught.value)
     assert not env.closed
     if not how:
         batch = collector.collect(n_step=3)
@@ -139,7 +136,7 @@ def test_keeping_is_keeping() -> None:
 def test_choices() -> None:
     env = local([CountingEnv])
     for options in ({"on_bad_obs": "ignore"}, {"on_bad_obs": "drop"}):
-        with pytest.raises(ConfigError, match="Remedy"):
+        with pytest.raises(ConfigError, match="on_bad_obs"):
             Collector(env, zeros, **options)  # type: ignore[arg-type]
 
 

@@ -276,15 +276,14 @@ class TestWeights:
         good = TablePolicy(seed=1).weights()
         collector.set_weights(good)
         for wrong in (good[:-1], good.astype(np.float64), good.reshape(2, -1), np.zeros(0, np.float32)):
-            with pytest.raises(ConfigError) as caught:
+            with pytest.raises(ConfigError, match="[Ww]eights"):
                 collector.set_weights(wrong)
-            assert "Remedy" in str(caught.value)
         assert collector.collect(n_step=10).chunks[0].weights_version == 1
         assert collector.set_weights(good) == 2
 
     def test_a_callable_has_none(self) -> None:
         collector = Collector(local([CountingEnv] * 2), still, "driver")
-        with pytest.raises(ConfigError, match="Remedy"):
+        with pytest.raises(ConfigError, match="weights"):
             collector.set_weights(np.zeros(3, np.float32))
         assert collector.collect(n_step=2).chunks[0].weights_version == 0
 
@@ -385,25 +384,23 @@ class TestInput:
         ids=repr,
     )
     def test_counts(self, counting: RayVecEnv, kwargs: Any) -> None:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match="n_step|n_episode"):
             Collector(counting, still).collect(**kwargs)
-        for word in ("Expected:", "Got:", "Remedy:"):
-            assert word in str(caught.value)
 
     def test_whole_floats_are_refused_or_taken(self, counting: RayVecEnv) -> None:
         try:
             assert Collector(counting, still).collect(n_step=10.0).stats.n_collected_steps == 10  # type: ignore[arg-type]
         except ConfigError as error:
-            assert "Remedy" in str(error)
+            assert "n_step is 10.0" in str(error)
 
     def test_places_and_policies(self, counting: RayVecEnv) -> None:
         for mistake in (partial(Collector, counting, still, "nowhere"), partial(Collector, counting, 3)):
-            with pytest.raises(ConfigError, match="Remedy"):
+            with pytest.raises(ConfigError, match="nowhere|policy"):
                 mistake()
 
     @pytest.mark.parametrize("name", ["prefetch", "by_reference"])
     def test_switches(self, counting: RayVecEnv, name: str) -> None:
-        with pytest.raises(ConfigError, match=f"{name} is a switch"):
+        with pytest.raises(ConfigError, match=f"{name} is .*True or False"):
             Collector(counting, still, **{name: "yes"})  # type: ignore[arg-type]
 
     def test_a_closed_environment(self) -> None:
@@ -453,7 +450,7 @@ class TestInput:
 
     @pytest.mark.parametrize("seed", ["x", 1.5, -1, [1, 2]])
     def test_seeds(self, seed: Any) -> None:
-        with local([CountingEnv]) as env, pytest.raises(ConfigError, match="Remedy"):
+        with local([CountingEnv]) as env, pytest.raises(ConfigError, match="seed is"):
             Collector(env, still, seed=seed)
 
     def test_a_seed_of_numpy(self) -> None:
@@ -492,11 +489,11 @@ class TestPoliciesThatFail:
     @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_one_that_returns_wrong_shapes(self, inference: Any) -> None:
         for wrong in (lambda obs: np.zeros((len(obs), 1), int), lambda obs: np.zeros(len(obs) + 1, int)):
-            with pytest.raises(ConfigError, match="Remedy"):
+            with pytest.raises(ConfigError, match="action"):
                 Collector(local([CountingEnv] * 2), wrong, inference).collect(n_step=2)
 
     def test_one_that_returns_wrong_shapes_in_a_worker(self, make_vec: MakeVec) -> None:
-        with pytest.raises(ConfigError, match="Remedy"):
+        with pytest.raises(ConfigError, match="action"):
             Collector(make_vec([CountingEnv] * 2), lambda obs: np.zeros(len(obs) + 1, int)).collect(n_step=2)
 
     def test_weights_of_another_policy(self, make_vec: MakeVec) -> None:

@@ -141,9 +141,8 @@ def test_what_cannot_work() -> None:
     with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=0) as env:
         one = [lambda obs: 0] * 4  # an object for each environment, and a function of one observation
         for policy, words in ((one, "A policy chooses actions"), (lambda obs: 0, "one action, and one row")):
-            with pytest.raises(ConfigError, match=words) as caught:
+            with pytest.raises(ConfigError, match=words):
                 env.rollout(policy, 3, "node", seed=0)
-            assert "Remedy" in str(caught.value)
             if env.closed:
                 break
     with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0) as env:

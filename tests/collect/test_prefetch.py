@@ -343,7 +343,7 @@ def test_what_cannot_be_combined(counting: RayVecEnv, prefetching: Collector) ->
         partial(Collector, counting, TablePolicy(), "driver", prefetch=True),
         partial(prefetching.collect, n_episode=3),
     ):
-        with pytest.raises(ConfigError, match="Remedy"):
+        with pytest.raises(ConfigError, match="prefetch"):
             mistake()
     with pytest.raises(NoAsyncCallError):
         counting.rollout_wait()

@@ -235,10 +235,10 @@ def test_a_limit_that_allows_no_process_is_an_error(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"ranks_per_node": 0}, "ranks_per_node is a count"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0"),
         ({"num_nodes": 1}, "runs ranks as processes of this machine"),
         ({"num_nodes": 0, "address": "auto"}, "runs ranks as processes of this machine"),
-        ({"device": "tpu"}, "device has a fixed set of values"),
+        ({"device": "tpu"}, "device is .tpu."),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], error: str) -> None:

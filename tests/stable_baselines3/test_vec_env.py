@@ -241,7 +241,7 @@ class TestBadInput:
         small, large = spaces.Box(0, 1, (2,)), spaces.Box(0, 1, (3,))
         others = (large, small) if kind == "observation" else (small, large)
         fns = [*env_fns(1, small, small), *env_fns(1, *others)]
-        words = rf"one {kind} space.*{re.escape(str(small))}.*Got: {re.escape(str(large))} in environment 1"
+        words = rf"nvironment 1 has the {kind} space {re.escape(str(large))}.*{re.escape(str(small))}"
         with pytest.raises(RuntimeError, match=words):
             RayVecEnv(fns, num_nodes=0, workers_per_node=0)
 
@@ -252,7 +252,7 @@ class TestBadInput:
     def test_too_few_actions(self) -> None:
         with closing(RayVecEnv(COUNTING, num_nodes=0, workers_per_node=0)) as env:
             env.reset()
-            with pytest.raises(ConfigError, match=r"one action.*Expected: an element of Multi"):
+            with pytest.raises(ConfigError, match="Actions do not fit Multi"):
                 env.step(np.zeros(4, int))
 
     @pytest.mark.parametrize("count", [1, 6])

@@ -553,7 +553,7 @@ def test_counts_that_are_none(setting: dict[str, Any]) -> None:
         collector = Collector(box_policy(), env, VectorReplayBuffer(8, 1), **setting)
         collector.reset()
         for name, count in (("n_step", -4), ("n_step", 2.5), ("n_step", "4"), ("n_episode", -1), ("n_episode", 1.5)):
-            with pytest.raises(ConfigError, match=f"^{name} is a count.*Got: {re.escape(repr(count))}"):
+            with pytest.raises(ConfigError, match=f"^{name} is {re.escape(repr(count))}"):
                 collector.collect(**{name: count})
         assert len(collector.buffer) == 0
 

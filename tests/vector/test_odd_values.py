@@ -35,7 +35,7 @@ from helpers.odd_values import (
     SometimesNone,
 )
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical
-from helpers.vector_kit import TOPOLOGIES, assert_explained
+from helpers.vector_kit import TOPOLOGIES
 from helpers.waiting import alive, wait_until
 
 from rayvec.errors import ConfigError, EnvError
@@ -234,9 +234,8 @@ class ReturnsAnArray(SpaceEnv):
 @pytest.mark.parametrize("kind", ["tuple", "dict"])
 def test_an_array_in_place_of_objects(kind: str) -> None:
     fns = [partial(ReturnsAnArray, OBJECTS[kind][0], spaces.Discrete(2))]
-    with here(fns, 0) as env, pytest.raises(EnvError, match=r"Got: array\(\[0., 0., 0.\]\) of environment 0") as caught:
+    with here(fns, 0) as env, pytest.raises(EnvError, match=r"Environment 0 .* array\(\[0., 0., 0.\]\)"):
         env.reset()
-    assert_explained(caught.value)
 
 
 @pytest.mark.parametrize("as_a", [list, tuple])
@@ -268,9 +267,8 @@ def test_objects_reach_workers() -> None:
 
 def test_a_dict_of_objects_is_refused() -> None:
     fns = [partial(SpaceEnv, spaces.Discrete(3), OBJECTS["dict"][0])] * 1
-    with here(fns, 0) as env, pytest.raises(ConfigError, match="list of k objects") as caught:
+    with here(fns, 0) as env, pytest.raises(ConfigError, match="list of k objects"):
         env.rollout(lambda obs: {"word": np.array(["a"], object)}, 2, seed=1)
-    assert_explained(caught.value)
 
 
 @pytest.mark.parametrize("info", [None, [], ()], ids=repr)
@@ -286,9 +284,8 @@ def test_an_info_is_a_dict(mode: AutoresetMode, info: Any) -> None:
 @pytest.mark.parametrize("wrong", [1.5, "a", np.bool_(True)])
 def test_a_seed_is_a_whole_number(wrong: Any) -> None:
     with here([CountingEnv] * 2, 0) as env:
-        with pytest.raises(gymnasium.error.Error, match="whole number") as caught:
+        with pytest.raises(gymnasium.error.Error, match="whole number"):
             env.reset(seed=[wrong, 1])
-        assert_explained(caught.value)
         assert env.reset(seed=[np.int64(7), 1])[0][:, 0].tolist() == [7, 1]
 
 
@@ -350,14 +347,12 @@ def test_what_can_not_be_copied_of_a_native_sub_batch(workers: int) -> None:
             return
         with pytest.raises(TypeError, match=r"'lock'.*cannot pickle") as caught:
             env.step(np.zeros(4, int))
-        assert_explained(caught.value)
 
 
 class TestErrors:
     def test_what_can_not_be_copied_does_not_reach_the_driver(self) -> None:
         with here([KeepsLock] * 2, 2) as env, pytest.raises(TypeError, match=r"'lock'.*cannot pickle") as caught:
             env.reset(seed=0)
-        assert_explained(caught.value)
         assert "environment 0, seed 0" in str(caught.value.__cause__)
 
     @pytest.mark.parametrize(
@@ -370,10 +365,9 @@ class TestErrors:
         ],
     )
     def test_what_can_not_be_sent_to_workers_is_named(self, settings: dict[str, Any], words: str) -> None:
-        with pytest.raises(TypeError, match=f"{words}.*cannot pickle") as caught:
+        with pytest.raises(TypeError, match=f"{words}.*cannot pickle"):
             with RayVecEnv(**{"env": CountingEnv, "num_envs": 1, **settings}, num_nodes=0, workers_per_node=1) as env:
                 env.rollout(lambda obs: LOCK and [0], 1)
-        assert_explained(caught.value)
 
     @pytest.mark.parametrize("workers", [0, 1])
     @pytest.mark.parametrize(

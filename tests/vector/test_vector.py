@@ -20,7 +20,7 @@ from helpers.exact import DriftEnv, SpaceEnv
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep
 from helpers.odd_envs import KeepsActions, OddInfo, OneInfo
 from helpers.testing import CountingEnv, assert_identical
-from helpers.vector_kit import TOPOLOGIES, assert_explained, beside_sync
+from helpers.vector_kit import TOPOLOGIES, beside_sync
 
 from rayvec.data import tree_leaves, tree_map
 from rayvec.errors import ConfigError
@@ -193,15 +193,13 @@ class TestSeeds:
     ) -> None:
         with pytest.raises((TypeError, ValueError)) as expected:
             pair[1].reset(options={"reset_mask": mask})
-        with pytest.raises(expected.type, match=re.escape(str(expected.value))) as caught:
+        with pytest.raises(expected.type, match=re.escape(str(expected.value))):
             pair[0].reset(options={"reset_mask": mask})
-        assert_explained(caught.value)
         pair[0].reset()
 
     def test_a_wrong_number_of_seeds_is_explained(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
-        with pytest.raises(ValueError, match="one seed for each") as caught:
+        with pytest.raises(ValueError, match="one seed for each"):
             pair[0].reset(seed=[1, 2])
-        assert_explained(caught.value)
         pair[0].reset()
 
     def test_a_seed_that_gymnasium_refuses_is_its_error(self, make_vec: MakeVec) -> None:
@@ -279,9 +277,8 @@ class TestGroups:
         assert env.recv(1).rew.tolist() == [1.0, 1.0]
         assert env.recv(0).rew.tolist() == [1.0, 1.0]
         for wrong in (2, -1):
-            with pytest.raises(ConfigError) as caught:
+            with pytest.raises(ConfigError, match=f"no group {wrong}"):
                 env.send(np.zeros(2, int), group=wrong)
-            assert_explained(caught.value)
 
     def test_one_environment_makes_one_group(self, make_vec: MakeVec) -> None:
         env = make_vec([CountingEnv], groups=2)
@@ -371,15 +368,13 @@ class TestDifferingSpaces:
         self, make_vec: MakeVec, observation: Any, action: Any, mode: Any
     ) -> None:
         fns = [partial(SpaceEnv, spaces.Box(0.0, 1.0, (2,)))] * 2 + [partial(SpaceEnv, observation, action)]
-        with pytest.raises(RuntimeError, match="environment 2") as caught:
+        with pytest.raises(RuntimeError, match="nvironment 2"):
             make_vec(fns, 2, 1, observation_mode=mode)
-        assert_explained(caught.value)
 
     def test_an_unknown_mode_is_explained(self, make_vec: MakeVec) -> None:
         for mode in ("other", (1, 2)):
-            with pytest.raises((ValueError, TypeError)) as caught:
+            with pytest.raises((ValueError, TypeError), match=re.escape(f"got {mode}")):
                 make_vec([CountingEnv], observation_mode=mode)
-            assert_explained(caught.value)
 
     @pytest.mark.parametrize(
         ("other", "mode"),
@@ -395,9 +390,8 @@ class TestDifferingSpaces:
         fns = [partial(SpaceEnv, spaces.Box(0.0, 1.0, (2,))), partial(SpaceEnv, other)]
         with pytest.raises((ValueError, RuntimeError, TypeError)) as theirs:
             SyncVectorEnv(fns, observation_mode=mode)
-        with pytest.raises(theirs.type) as caught:
+        with pytest.raises(theirs.type, match="Environment 1|observation_mode"):
             RayVecEnv(fns, num_nodes=0, workers_per_node=0, observation_mode=mode)
-        assert_explained(caught.value)
 
     @pytest.mark.parametrize(
         ("mode", "words"),
@@ -449,16 +443,14 @@ class TestActions:
         ids=lambda actions: repr(actions)[:30].replace("\n", ""),
     )
     def test_a_wrong_number_or_shape_is_explained_and_harmless(self, env: RayVecEnv, actions: Any) -> None:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match="Actions do not fit"):
             env.step(actions)
-        assert_explained(caught.value)
         env.step(np.zeros((3, 2), np.float32))
 
     @pytest.mark.parametrize("action", [0, np.zeros(()), None])
     def test_one_action_for_all_is_gymnasiums_error_too(self, env: RayVecEnv, action: Any) -> None:
-        with pytest.raises(TypeError) as caught:
+        with pytest.raises(TypeError, match="Actions do not fit"):
             env.step(action)
-        assert_explained(caught.value)
 
     def test_lists_are_as_good_as_arrays(self, make_vec: MakeVec) -> None:
         env = make_vec([KeepsActions] * 3, 2, 1, autoreset_mode="SameStep")
@@ -485,18 +477,16 @@ class TestActions:
 
     @pytest.mark.parametrize("keys", [("a", "c"), ("x", "y"), ("a",), ("a", "b", "c")])
     def test_wrong_keys_are_explained_and_harmless(self, dicts: tuple[RayVecEnv, SyncVectorEnv], keys: Any) -> None:
-        with pytest.raises((ConfigError, KeyError)) as caught:
+        with pytest.raises((ConfigError, KeyError), match="Actions do not fit"):
             dicts[0].step({key: np.zeros(3, int) for key in keys})
-        assert_explained(caught.value)
         for env in dicts:
             env.step({"a": np.zeros(3, int), "b": np.zeros(3, int)})
 
     def test_too_few_objects_are_explained_and_harmless(self, make_vec: MakeVec) -> None:
         env = make_vec(env_fns(3, spaces.Discrete(2), spaces.Text(4)), 2, 1)
         env.reset(seed=0)
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match="2 actions"):
             env.step(("a", "b"))
-        assert_explained(caught.value)
         env.step(("a", "b", "c"))
 
 
