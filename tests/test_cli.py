@@ -82,11 +82,11 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--num-envs 0", ["num_envs", "at least 1", "Got: 0"]),
-        ("--num-envs -4", ["num_envs", "Got: -4"]),
+        ("--num-envs 0", ["num_envs", "at least 1", "is 0"]),
+        ("--num-envs -4", ["num_envs", "is -4"]),
         ("--total-steps 0", ["total_steps"]),
-        ("--gamma 1.5", ["gamma", "from 0 to 1", "Got: 1.5"]),
-        ("--minibatch-size 99999", ["num_envs * num_steps = 1024", "Got: 99999"]),
+        ("--gamma 1.5", ["gamma", "from 0 to 1", "is 1.5"]),
+        ("--minibatch-size 99999", ["num_envs * num_steps = 1024", "is 99999"]),
         ("--env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
         ("--env-id no_such_module:Env-v0", ["no_such_module"]),
         ("--resume nowhere", ["config.yaml"]),
@@ -96,10 +96,10 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
         ("--wrappers gymnasium.wrappers:NoSuchWrapper", ["NoSuchWrapper"]),
         ("--wrappers gymnasium", ["module:function"]),
         ("--num-nodes 4:1", ["1 <= min <= max"]),
-        ("--learner-threads 5000", ["learner_threads", "from 1 to 1024", "Got: 5000"]),
+        ("--learner-threads 5000", ["learner_threads", "from 1 to 1024", "is 5000"]),
         (f"--num-envs {10**18}", ["memory", "Out of memory: MemoryError", "Lower num_envs"]),
-        ("--num-nodes 1:2:3", ["two whole numbers"]),
-        ("--lr 0.1", ["Got: --lr.", "Did you mean --learning-rate?"]),
+        ("--num-nodes 1:2:3", ["(min, max)"]),
+        ("--lr 0.1", ["--lr is no option", "Did you mean --learning-rate?"]),
         ("--clip_range=0.1", ["Did you mean --clip-coef?"]),
         ("--num-nodes one", ["int | tuple[int, int] | None", "'one'"]),
         ("--num-nodes 1:2 --learners dedicated", ["one number of nodes"]),
@@ -119,8 +119,8 @@ class WrongShape(CountingEnv):
 def test_a_message_about_an_environment_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     args = [*TINY, "--env-id", f"{__name__}:WrongShape", "--run-dir", str(tmp_path / "a")]
     assert main(["train", "ppo", *args]) == 1
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "Expected" in line)
-    assert line.count("Expected") == line.count("Remedy") == 1 and "Raised in" in line and ".py" not in line
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "Raised in" in line)
+    assert ".py" not in line
 
 
 def test_weights_that_no_memory_holds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,8 +265,8 @@ def test_a_run_without_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_evaluating_nothing(tmp_path: Path, assert_refused: AssertRefused) -> None:
     assert_refused(["eval", str(tmp_path / "nowhere")], "config.yaml")
-    assert_refused(["eval", str(tmp_path), "--episodes", "0"], "episodes", "Got: 0")
-    assert_refused(["eval", str(tmp_path), "--num-nodes", "-1"], "Expected: int | None, at least 0", "Got: -1")
+    assert_refused(["eval", str(tmp_path), "--episodes", "0"], "episodes", "is 0")
+    assert_refused(["eval", str(tmp_path), "--num-nodes", "-1"], "int | None, at least 0", "is -1")
 
 
 def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,9 +371,9 @@ def test_train_resume_and_eval(
     lengthen(run_dir, 64, 128)
     assert main(["train", "ppo", "--resume", str(run_dir), "--inference", "driver", "--num-steps=16"]) == 0
     assert load_run(run_dir)[1]["progress"]["steps"] == 128
-    assert_refused(["train", "sac", "--resume", str(run_dir)], "Got: algorithm='sac' after 'ppo'.", "rayvec train ppo")
+    assert_refused(["train", "sac", "--resume", str(run_dir)], "algorithm='sac' after 'ppo'.", "rayvec train ppo")
     another = ["train", "ppo", "--resume", str(run_dir), "--gamma", "0.98", "--seed", "3", "--no-anneal-lr"]
-    assert_refused(another, "Got: seed=3 after 1, anneal_lr=False after True.")
+    assert_refused(another, "seed=3 after 1, anneal_lr=False after True.")
 
 
 @pytest.mark.usefixtures("ray_cluster")

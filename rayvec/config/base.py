@@ -222,72 +222,51 @@ class TrainConfig(metaclass=PresetMeta):
     def __post_init__(self) -> None:
         check(self)
         if not self.env_id:
-            raise ConfigError(
-                "env_id names an environment.",
-                expected="an id that Gymnasium knows",
-                got="an empty string",
-                remedy='Pass one, for example env_id="CartPole-v1".',
-            )
+            raise ConfigError("env_id is empty. Pass an id that Gymnasium knows, for example env_id='CartPole-v1'.")
         presets = [name for name in PRESETS.get(self.algorithm, {}) if name.islower()]
         if self.preset not in ("none", *presets):
             raise ConfigError(
-                "A preset has settings for some algorithms.",
-                expected=f"none{''.join(f', {name}' for name in presets)} for {self.algorithm}",
-                got=self.preset,
-                remedy="Leave preset out, or pass preset='none' for the defaults.",
+                f"preset is {self.preset!r}. {self.algorithm} has the presets "
+                f"none{''.join(f', {name}' for name in presets)}."
             )
         if self.eval_interval_steps is not None and self.eval_episodes == 0:
             raise ConfigError(
-                "An evaluation plays episodes.",
-                expected="eval_episodes of at least 1 with eval_interval_steps",
-                got="eval_episodes=0",
-                remedy="Raise eval_episodes, or leave eval_interval_steps out.",
+                "eval_interval_steps was passed with eval_episodes=0. Pass eval_episodes of at least 1, or leave "
+                "eval_interval_steps out."
             )
         if self.native is not None and self.stagger_starts:
             raise ConfigError(
-                "stagger_starts wraps environments one by one.",
-                expected="stagger_starts=False with native",
-                got="stagger_starts=True",
-                remedy="Leave stagger_starts out, or let the vector environments begin at different steps themselves.",
+                "stagger_starts=True was passed with native. stagger_starts wraps environments one by one: leave "
+                "it out."
             )
         if self.num_learners > self.num_envs:
             raise ConfigError(
-                "Each rank learns from its own environments.",
-                expected=f"num_learners at most num_envs = {self.num_envs}",
-                got=self.num_learners,
-                remedy="Lower num_learners, or raise num_envs.",
+                f"num_learners is {self.num_learners}. It must be at most num_envs = {self.num_envs}: each rank "
+                "learns from its own environments."
             )
         if isinstance(self.num_nodes, tuple):
             self._check_elastic(check_node_range(self.num_nodes))
         if self.learners == "driver" and self.num_learners > 1:
             raise ConfigError(
-                "The driver is one learner.",
-                expected="num_learners=1 with learners='driver'",
-                got=f"num_learners={self.num_learners}",
-                remedy="Leave learners out, or pass learners='shared', 'dedicated' or 'decentralized'.",
+                f"num_learners={self.num_learners} was passed with learners='driver'. For several learners, pass "
+                "learners='shared', 'dedicated' or 'decentralized'."
             )
 
     def _check_elastic(self, num_nodes: tuple[int, int]) -> None:
         if num_nodes[1] > self.num_envs:
             raise ConfigError(
-                "Each node holds at least one environment.",
-                expected=f"num_nodes=(min, max) with max at most num_envs = {self.num_envs}",
-                got=f"num_nodes={num_nodes}",
-                remedy="Lower max, or raise num_envs.",
+                f"num_nodes is {num_nodes}. The maximum must be at most num_envs = {self.num_envs}: each node has "
+                "at least one environment."
             )
         if self.learner_mode == "decentralized" and num_nodes[1] > self.num_learners:
             raise ConfigError(
-                "Each node has at least one decentralized rank.",
-                expected=f"num_nodes=(min, max) with max at most num_learners = {self.num_learners}",
-                got=f"num_nodes={num_nodes}",
-                remedy="Lower max, or raise num_learners, the number of ranks on max nodes.",
+                f"num_nodes is {num_nodes}. The maximum must be at most num_learners = {self.num_learners}: each "
+                "node has at least one decentralized rank."
             )
         if self.learner_mode == "dedicated":
             raise ConfigError(
-                "Dedicated ranks have nodes of their own, on which no environment may move.",
-                expected="one number of nodes with learners='dedicated'",
-                got=f"num_nodes={num_nodes}",
-                remedy="Pass one number as num_nodes, or learners='driver', 'shared' or 'decentralized'.",
+                f"num_nodes={num_nodes} was passed with learners='dedicated'. Dedicated ranks require one number "
+                "of nodes: pass one, or learners='driver', 'shared' or 'decentralized'."
             )
 
     @property
@@ -386,14 +365,16 @@ class TrainConfig(metaclass=PresetMeta):
         if fixed:
             near = suggested(fixed[0], adjustable) if fixed[0] not in field_names(type(self)) else None
             raise ConfigError(
-                "When you resume or evaluate a run, you may change where and how fast it executes, not what it learns.",
-                expected=f"only changes of {', '.join(adjustable)}",
-                got=", ".join(f"{name}={changes[name]!r} after {before[name]!r}" for name in fixed),
-                remedy=f"Resume this run by rayvec train {self.algorithm}."
-                if "algorithm" in fixed
-                else f"Did you mean {near}?"
-                if near
-                else "Leave these out, or begin a new run with the weights of this one (init_from).",
+                "A run can't be resumed or evaluated with "
+                f"{', '.join(f'{name}={changes[name]!r} after {before[name]!r}' for name in fixed)}. Only "
+                f"{', '.join(adjustable)} may change. "
+                + (
+                    f"Resume this run by rayvec train {self.algorithm}."
+                    if "algorithm" in fixed
+                    else f"Did you mean {near}?"
+                    if near
+                    else "Leave these out, or begin a new run with the weights of this one (init_from)."
+                )
             )
         if changes.get("num_nodes") == 0:
             changes = {"workers_per_node": None, **changes}  # the run's own was for nodes of Ray
@@ -438,14 +419,13 @@ class TrainConfig(metaclass=PresetMeta):
         if not isinstance(settings, dict) or algorithm not in list(CONFIGS):  # it may be unhashable
             near = suggested(algorithm.lower(), list(CONFIGS)) if isinstance(algorithm, str) else None
             raise ConfigError(
-                "Settings are a mapping with the name of the algorithm.",
-                expected=f"algorithm: one of {', '.join(CONFIGS)}",
-                got=algorithm,
-                remedy=f"Did you mean {near}?"
-                if near
-                else "Import the module that registers this algorithm, by --plugin MODULE on the command line."
-                if isinstance(algorithm, str) and isinstance(settings, dict)
-                else "Use the config.yaml of a run, or write one with TrainConfig.to_yaml().",
+                f"The settings have the algorithm {algorithm!r}. They must be a mapping with one of "
+                f"{', '.join(CONFIGS)} as algorithm. "
+                + (
+                    f"Did you mean {near}?"
+                    if near
+                    else "Pass --plugin MODULE, or import the module, that registers this algorithm."
+                )
             )
         cls = CONFIGS[settings["algorithm"]]
         values = {name: value for name, value in settings.items() if name != "algorithm"}
@@ -458,10 +438,8 @@ def check_ranks(config: TrainConfig, name: str) -> None:
     num_samples = getattr(config, name)
     if config.num_learners > num_samples:
         raise ConfigError(
-            "Each rank computes on some samples of every minibatch.",
-            expected=f"num_learners at most {name} = {num_samples}",
-            got=config.num_learners,
-            remedy=f"Lower num_learners, or raise {name}.",
+            f"num_learners is {config.num_learners}. It must be at most {name} = {num_samples}: each rank "
+            "computes on some samples of every minibatch."
         )
 
 

@@ -127,8 +127,5 @@ def check_options(args: Sequence[str]) -> None:
         name = option.removeprefix("--").replace("-", "_")
         if option.startswith("--") and name in OTHER_NAMES and name not in known and (near := suggested(name, known)):
             raise ConfigError(
-                "Options have the names of settings.",
-                expected=f"an option that `rayvec train {args[1]} --help` lists",
-                got=option,
-                remedy=f"Did you mean --{near.replace('_', '-')}?",
+                f"{option} is no option of `rayvec train {args[1]}`. Did you mean --{near.replace('_', '-')}?"
             )

@@ -50,24 +50,17 @@ class IMPALAConfig(ActorCriticConfig):
         super().__post_init__()
         if self.prefetch and self.learner_mode == "decentralized":
             raise ConfigError(
-                "A decentralized rank collects with the newest weights, and ends its chunk when the others are ready.",
-                expected="no prefetch with learners='decentralized'",
-                got="prefetch=True",
-                remedy="Leave prefetch out; a run that was written with it stays central.",
+                "prefetch=True was passed with learners='decentralized', whose ranks collect with the newest "
+                "weights. Leave prefetch out."
             )
         if self.max_staleness is not None and (self.prefetch is False or self.learner_mode != "driver"):
             raise ConfigError(
-                "max_staleness lets one learner, in the driver, update while environments step.",
-                expected="learners='driver', and prefetch unset or True",
-                got=f"learners={self.learner_mode!r}, prefetch={self.prefetch}",
-                remedy="Leave max_staleness out, or the other setting.",
+                f"max_staleness was passed with learners={self.learner_mode!r} and prefetch={self.prefetch}. It "
+                "requires learners='driver', and prefetch unset or True."
             )
         if self.num_minibatches > self.num_envs:
             raise ConfigError(
-                "A minibatch has at least one environment.",
-                expected=f"num_minibatches at most num_envs = {self.num_envs}",
-                got=self.num_minibatches,
-                remedy="Lower num_minibatches, or raise num_envs.",
+                f"num_minibatches is {self.num_minibatches}. It must be at most num_envs = {self.num_envs}."
             )
 
     @property

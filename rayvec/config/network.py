@@ -108,22 +108,12 @@ class ActorCriticConfig(NetworkConfig):
             return
         if self.network is not None:
             raise ConfigError(
-                "recurrent gives the default network a memory.",
-                expected="recurrent or network, not both",
-                got=f"recurrent={self.recurrent!r}, network={self.network!r}",
-                remedy="Leave one of them out.",
+                f"recurrent={self.recurrent!r} and network={self.network!r} were passed together. recurrent gives "
+                "the default network a memory: leave one of them out."
             )
         if self.sequence_length > self.num_steps:
             raise ConfigError(
-                "A sequence is part of what an environment does in one iteration.",
-                expected=f"sequence_length at most num_steps = {self.num_steps}",
-                got=self.sequence_length,
-                remedy="Lower sequence_length, or raise num_steps.",
+                f"sequence_length is {self.sequence_length}. It must be at most num_steps = {self.num_steps}."
             )
         if self.burn_in >= self.sequence_length:
-            raise ConfigError(
-                "The steps of burn-in are the last ones of the sequence before.",
-                expected=f"burn_in below sequence_length = {self.sequence_length}",
-                got=self.burn_in,
-                remedy="Lower burn_in, or raise sequence_length.",
-            )
+            raise ConfigError(f"burn_in is {self.burn_in}. It must be below sequence_length = {self.sequence_length}.")

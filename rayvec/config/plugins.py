@@ -18,20 +18,15 @@ def import_plugins(modules: Sequence[str]) -> None:
     """
     if not isinstance(modules, list | tuple) or not all(isinstance(module, str) for module in modules):
         raise ConfigError(
-            "Plugins are modules that register algorithms.",
-            expected="a list of names",
-            got=f"plugin: {modules!r}"[:200],
-            remedy="Write plugin: [mine] in config.yaml.",
+            f"plugin is {repr(modules)[:200]}. It must be a list of names of modules, for example plugin: [mine]."
         )
     for module in modules:
         try:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:
             raise ConfigError(
-                "A plugin is a module that registers an algorithm when it is imported.",
-                expected="a module that can be imported",
-                got=f"{module!r} ({type(error).__name__}: {error})",
-                remedy="Correct the name, or set PYTHONPATH to the directory of the module.",
+                f"The plugin {module!r} can't be imported ({type(error).__name__}: {error}). Correct the name, or "
+                "set PYTHONPATH to the directory of the module."
             ) from error
 
 
@@ -56,10 +51,7 @@ def split_plugins(args: Sequence[str]) -> tuple[list[str], list[str]]:
             module = next(rest, "")
         if not module or module.startswith("-"):
             raise ConfigError(
-                "--plugin names a module that registers an algorithm.",
-                expected="a module after each --plugin",
-                got=f"--plugin {module}".strip(),
-                remedy="Pass --plugin MODULE, once for each module, or leave it out.",
+                f"{f'--plugin {module}'.strip()} names no module. Pass --plugin MODULE, once for each module."
             )
         plugins.append(module)
     return plugins, others

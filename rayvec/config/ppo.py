@@ -53,19 +53,15 @@ class PPOConfig(ActorCriticConfig):
         super().__post_init__()
         if self.minibatch_size > self.steps_per_iteration:
             raise ConfigError(
-                "A minibatch is part of one iteration.",
-                expected=f"minibatch_size at most num_envs * num_steps = {self.steps_per_iteration}",
-                got=self.minibatch_size,
-                remedy="Lower minibatch_size, or raise num_envs or num_steps.",
+                f"minibatch_size is {self.minibatch_size}. It must be at most num_envs * num_steps = "
+                f"{self.steps_per_iteration}."
             )
         check_ranks(self, "minibatch_size")
         least = self.sequence_length * self.num_learners
         if self.recurrent is not None and least > self.minibatch_size:
             raise ConfigError(
-                "A minibatch has whole sequences, at least one for each rank.",
-                expected=f"minibatch_size at least sequence_length * num_learners = {least}",
-                got=self.minibatch_size,
-                remedy="Raise minibatch_size, or lower sequence_length or num_learners.",
+                f"minibatch_size is {self.minibatch_size}. It must be at least sequence_length * num_learners = "
+                f"{least}."
             )
 
     @property

@@ -74,11 +74,9 @@ def resolve(setting: str, name: str) -> Any:
     argument = setting.removesuffix("_id")
     if is_unnamed(name):
         raise ConfigError(
-            f"The {setting} of this run was passed in Python and can't be imported by a name.",
-            expected=f"the same object as an argument, {argument}=",
-            got=f"only its description, {name!r}",
-            remedy=f"Pass it again, as {argument}= of rayvec.resume, rayvec.load or evaluate_run. "
-            "To use the command line, move it into a module and name it as module:function.",
+            f"The {setting} of this run, {name!r}, was passed in Python and can't be imported by a name. Pass it "
+            f"again, as {argument}= of rayvec.resume, rayvec.load or evaluate_run. To use the command line, move "
+            "it into a module and name it as module:function."
         )
     cause: BaseException | None = None
     try:
@@ -91,10 +89,8 @@ def resolve(setting: str, name: str) -> Any:
     except (Exception, SystemExit) as error:
         problem, cause = f"its module raises {type(error).__name__}: {error}", error
     raise ConfigError(
-        f"{setting} names a function or class.",
-        expected="module:function or module:Class, which can be imported",
-        got=f"{str(name)!r} ({problem})",
-        remedy="Correct the name or the module, or set PYTHONPATH to the directory of the module.",
+        f"{setting} is {str(name)!r} ({problem}). It must be module:function or module:Class. Correct the name or "
+        "the module, or set PYTHONPATH to its directory."
     ) from cause
 
 

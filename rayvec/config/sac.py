@@ -90,19 +90,11 @@ class SACConfig(NetworkConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size > self.replay_size:
-            raise ConfigError(
-                "A minibatch is drawn from the replay buffer.",
-                expected=f"batch_size at most replay_size = {self.replay_size}",
-                got=self.batch_size,
-                remedy="Lower batch_size, or raise replay_size.",
-            )
+            raise ConfigError(f"batch_size is {self.batch_size}. It must be at most replay_size = {self.replay_size}.")
         check_ranks(self, "batch_size")
         if self.learning_starts >= self.total_steps:
             raise ConfigError(
-                "Learning starts before the run ends.",
-                expected=f"learning_starts below total_steps = {self.total_steps}",
-                got=self.learning_starts,
-                remedy="Lower learning_starts, or raise total_steps.",
+                f"learning_starts is {self.learning_starts}. It must be below total_steps = {self.total_steps}."
             )
 
     @property

@@ -153,10 +153,8 @@ def check_names(cls: type, names: Collection[object]) -> None:
     if unknown:
         near = [f"{each} for {name}" if unknown[1:] else each for name in unknown if (each := suggested(name, known))]
         raise ConfigError(
-            f"{cls.__name__} has a fixed list of settings.",
-            expected=", ".join(known),
-            got=", ".join(unknown),
-            remedy=f"Did you mean {' and '.join(near)}?" if near else "Correct the name, or remove it.",
+            f"{cls.__name__} has no setting {', '.join(unknown)}. "
+            + (f"Did you mean {' and '.join(near)}?" if near else f"Its settings are {', '.join(known)}.")
         )
 
 
@@ -230,13 +228,9 @@ def _holds_objects(value: object) -> bool:
 
 def _refusal(cls: type, name: str, value: object) -> ConfigError:
     row = next(row for row in describe(cls) if row.name == name)
-    option = f"--{name.replace('_', '-')} on the command line"
-    in_python = _IN_PYTHON.get(name) if _holds_objects(value) else None
+    advice = _IN_PYTHON[name] if name in _IN_PYTHON and _holds_objects(value) else f"The default is {row.default}"
     return ConfigError(
-        f"{name}: {row.doc}",
-        expected=f"{row.type}, {row.bounds}" if row.bounds else row.type,
-        got=repr(value),
-        remedy=in_python or f"Pass such a value as {name} ({option}); the default is {row.default}.",
+        f"{name} is {value!r}. It must be {f'{row.type}, {row.bounds}' if row.bounds else row.type}. {advice}."
     )
 
 

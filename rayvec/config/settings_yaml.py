@@ -24,12 +24,7 @@ def read_yaml(text: object) -> Any:
         got = f"a {type(text).__name__}"
     except yaml.YAMLError as error:
         got = " ".join(str(error).split())
-    raise ConfigError(
-        "Settings are read from the text of a YAML file, in which a key occurs once.",
-        expected="YAML, as a string",
-        got=got,
-        remedy='Correct the file, or pass Path("config.yaml").read_text().',
-    )
+    raise ConfigError(f"The settings are no YAML text: {got}. Correct the file, or pass the text of config.yaml.")
 
 
 def write_yaml(value: Any) -> str:

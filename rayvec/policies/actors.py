@@ -158,11 +158,9 @@ def masked_logits(logits: Float, obs: Tree, distribution: Any) -> Float:
     if not allowed.all():
         row = int(np.argmin(allowed))
         raise ConfigError(
-            "An action mask allows at least one choice of each component of an action.",
-            expected="a number other than 0 for each component in each row",
-            got=f"none in row {row} of {len(mask)}",
-            remedy="Correct the mask; let it allow one choice also to an agent that waits for its turn. "
-            "rayvec.wrappers.ActionMask says in which environment and step a mask is wrong.",
+            f"The action mask of row {row} of {len(mask)} allows no choice of a component. Let it allow at least "
+            "one for each, also for an agent that waits for its turn. rayvec.wrappers.ActionMask names the "
+            "environment and step of a wrong mask."
         )
     return np.where(mask, logits, np.float32(NOT_ALLOWED))
 
@@ -190,8 +188,6 @@ def check_length(weights: Float, num_weights: int) -> None:
     """Refuses a vector of weights, ``float32 [P]``, of another length than the actor's."""
     if weights.shape != (num_weights,):
         raise ConfigError(
-            "Weights are one flat vector of all parameters and buffers of the module.",
-            expected=(num_weights,),
-            got=weights.shape,
-            remedy="Build the policy from the same kind of module as the learner",
+            f"The weights have shape {weights.shape}, and this policy needs {(num_weights,)}. Build the policy "
+            "from the same kind of module as the learner."
         )

@@ -240,10 +240,8 @@ class Gaussian(_Normal):
         """Maps the normal noise to the bounds by its distribution function."""
         if not (np.isfinite(self.low).all() and np.isfinite(self.high).all()):
             raise ConfigError(
-                "Actions are drawn uniformly between bounds.",
-                expected="a Box with finite bounds",
-                got=f"from {self.low.min()} to {self.high.max()}",
-                remedy="Bound the actions with gymnasium.wrappers.RescaleAction.",
+                f"The bounds of actions are {self.low.min()} and {self.high.max()}. Uniform actions need a Box "
+                "with finite bounds: bound it with gymnasium.wrappers.RescaleAction."
             )
         low, width = self.low.ravel(), (self.high - self.low).ravel()
         share = np.array([0.5 + 0.5 * math.erf(z / math.sqrt(2)) for z in noise.flat]).reshape(noise.shape)
@@ -375,19 +373,12 @@ def make_tanh_gaussian(space: spaces.Space[Any]) -> TanhGaussian:
     Raises:
         ConfigError: The space is no floating-point Box with finite bounds.
     """
-    is_integer = isinstance(space, spaces.Box) and not np.issubdtype(_dtype(space), np.floating)
-    if isinstance(space, spaces.Box) and not is_integer:
+    if isinstance(space, spaces.Box) and np.issubdtype(_dtype(space), np.floating):
         if np.isfinite(space.low).all() and np.isfinite(space.high).all() and space.low.size:
             return TanhGaussian(space.low, space.high, _dtype(space))
     raise ConfigError(
-        "A squashed normal distribution fills a bounded Box.",
-        expected="a floating-point Box action space with finite bounds and at least one number",
-        got=space,
-        remedy="Give the Box a floating-point dtype"
-        if is_integer
-        else "Give the Box at least one number"
-        if isinstance(space, spaces.Box) and not space.low.size
-        else "Bound the actions with a Gymnasium wrapper, or use PPO",
+        f"The action space is {space}. A squashed normal distribution needs a floating-point Box with finite "
+        "bounds and at least one number: convert it by a Gymnasium wrapper, or use PPO."
     )
 
 
@@ -409,10 +400,8 @@ def make_distribution(space: spaces.Space[Any]) -> Distribution:
         case spaces.Box() if np.issubdtype(_dtype(space), np.floating):
             return Gaussian(space.low, space.high, _dtype(space))
     raise ConfigError(
-        "A policy needs a distribution over its actions.",
-        expected="a Discrete, MultiDiscrete, MultiBinary or floating-point Box action space",
-        got=space,
-        remedy="Transform the actions with a Gymnasium wrapper",
+        f"The action space is {space}. A policy needs Discrete, MultiDiscrete, MultiBinary or a floating-point "
+        "Box: transform the actions with a Gymnasium wrapper."
     )
 
 

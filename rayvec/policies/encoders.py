@@ -181,28 +181,21 @@ def make_encoder(
                 leaves.append((path, _OneHot(tuple(map(int, nvec.flat)), tuple(map(int, start.flat)), nvec.shape)))
             case spaces.Box() if image:
                 raise ConfigError(
-                    "This network reads images as rows of numbers.",
-                    expected=f"images below {NATURE_PIXELS} pixels, of fewer than {_FEW:,} numbers",
-                    got=leaf,
-                    remedy="Shrink the image with gymnasium.wrappers.ResizeObservation, use PPO or IMPALA, or pass a "
-                    "network of your own",
+                    f"The observation {leaf} is a large image, which this network would read as a row of numbers. "
+                    f"Shrink it with gymnasium.wrappers.ResizeObservation below {NATURE_PIXELS} pixels or "
+                    f"{_FEW:,} numbers, use PPO or IMPALA, or pass a network of your own."
                 )
             case _:
                 raise ConfigError(
-                    "A network reads a fixed number of numbers" + (", and images." if images else "."),
-                    expected="Box of numbers, Discrete, MultiDiscrete, MultiBinary, "
-                    + ("images as uint8 of three dimensions, " if images else "")
-                    + "or a Dict or Tuple of these",
-                    got=leaf,
-                    remedy="Transform the observation with a Gymnasium wrapper, or pass a network of your own",
+                    f"The observation space has the part {leaf}. A network reads Box, Discrete, MultiDiscrete, "
+                    f"MultiBinary, {'images as uint8 of three dimensions, ' if images else ''}and a Dict or Tuple "
+                    "of these: transform the observation with a Gymnasium wrapper, or pass a network of your own."
                 )
     size = sum(encode.size for _, encode in leaves)
     if not size and not seen:
         raise ConfigError(
-            "A network reads a fixed number of numbers, and at least one.",
-            expected="an observation that is not empty",
-            got=space,
-            remedy="Add something to the observation with a Gymnasium wrapper, such as a constant.",
+            f"The observation space {space} has no numbers. A network needs at least one: add a constant with a "
+            "Gymnasium wrapper."
         )
     return Encoder(tuple(leaves), size, tuple(seen))
 

@@ -39,10 +39,9 @@ def has_mask(observation_space: spaces.Space[Any], action_space: spaces.Space[An
     shape = observation_space[MASK_KEY].shape
     if sizes and shape != (sum(sizes),):
         raise ConfigError(
-            f"The observation's {MASK_KEY!r} has one number for each choice of an action.",
-            expected=f"an array of shape {(sum(sizes),)} for {action_space}",
-            got=observation_space[MASK_KEY],
-            remedy="Correct the mask, give it another key, or pass action_masks=False to let the network read it.",
+            f"The observation's {MASK_KEY!r} is {observation_space[MASK_KEY]}. {action_space} needs shape "
+            f"{(sum(sizes),)}: correct the mask, give it another key, or pass action_masks=False to let the "
+            "network read it."
         )
     return bool(sizes)
 

@@ -75,10 +75,9 @@ class OwnActorCritic(ActorCriticModule):
         outputs = outputs_of(net, sample)
         if not isinstance(outputs, tuple) or len(outputs) != 2:
             raise ConfigError(
-                "A network returns two tensors for a batch of observations.",
-                expected="a tuple (parameters of the distribution, values)",
-                got=f"a tuple of {len(outputs)}" if isinstance(outputs, tuple) else type(outputs).__name__,
-                remedy="Let forward return (params, value).",
+                "The network returned "
+                f"{f'a tuple of {len(outputs)}' if isinstance(outputs, tuple) else type(outputs).__name__}. Let "
+                "forward return a tuple (parameters of the distribution, values)."
             )
         check_output("the parameters of the distribution over actions", outputs[0], distribution.num_params)
         check_output("one value", outputs[1], None)
@@ -142,10 +141,10 @@ class OwnActorCritic(ActorCriticModule):
             if _shape(params) == (count, num_params) and _shape(value) in ((count,), (count, 1)):
                 return params, value
         raise ConfigError(
-            "A network returns two tensors for each batch of observations.",
-            expected=f"tensors of shape {(count, num_params)} and {(count,)} for {counted(count, 'observation')}",
-            got=", ".join(map(_kind, outputs)) if isinstance(outputs, tuple | list) else _kind(outputs),
-            remedy="Let forward return (params, value) in the same way whatever it is given.",
+            "The network returned "
+            f"{', '.join(map(_kind, outputs)) if isinstance(outputs, tuple | list) else _kind(outputs)} for "
+            f"{counted(count, 'observation')}. Let forward return (params, value) as tensors of shape "
+            f"{(count, num_params)} and {(count,)}."
         )
 
     def make_actor(self) -> Actor:
@@ -184,17 +183,13 @@ def build_network(
         raise
     except Exception as error:
         raise ConfigError(
-            "network is a function of (observation space, action space, settings) that returns a torch module.",
-            expected=f"a module for {observation_space} and {action_space}",
-            got=f"{type(error).__name__} from {getattr(function, '__qualname__', function)}: {error}",
-            remedy="Correct the function, or let it take these three arguments.",
+            f"The network could not be made for {observation_space} and {action_space}: "
+            f"{getattr(function, '__qualname__', function)} raised {type(error).__name__}: {error}. It is called "
+            "with (observation space, action space, settings)."
         ) from error
     if not isinstance(net, nn.Module):
         raise ConfigError(
-            "network is a function of (observation space, action space, settings) that returns a torch module.",
-            expected="a torch.nn.Module",
-            got=type(net).__name__,
-            remedy="Return the module.",
+            f"The function that makes the network returned {type(net).__name__}. It must return a torch.nn.Module."
         )
     return net
 
@@ -204,37 +199,29 @@ def check_module(net: nn.Module) -> None:
     parameters = list(net.parameters())
     if not any(each.requires_grad for each in parameters):
         raise ConfigError(
-            "A network learns by changing its parameters.",
-            expected="a module with parameters that require a gradient",
-            got=f"{type(net).__name__} with {len(parameters)} parameters, none of which requires one",
-            remedy="Assign layers as attributes of the module; in a list, use torch.nn.ModuleList.",
+            f"None of the {len(parameters)} parameters of {type(net).__name__} requires a gradient. Assign layers "
+            "as attributes of the module; in a list, use torch.nn.ModuleList."
         )
     if kinds := sorted({str(each.dtype) for each in parameters} - {"torch.float32"}):
         raise ConfigError(
-            "Weights travel to workers as float32.",
-            expected="a module whose parameters are float32",
-            got=", ".join(kinds),
-            remedy="Return net.float().",
+            f"Parameters of the network are {', '.join(kinds)}. They must be float32: return net.float()."
         )
     whole = [(name, each) for name, each in net.named_buffers() if not each.is_floating_point()]
     if changed := [name for name, each in whole if not torch.equal(each, each.float().to(each.dtype))]:
         raise ConfigError(
-            "Buffers travel to workers as float32, too.",
-            expected="integer buffers with values up to 2**24",
-            got=", ".join(changed),
-            remedy="Keep larger numbers in plain attributes.",
+            f"The integer buffers {', '.join(changed)} hold values above 2**24, which float32 can't hold. Keep "
+            "larger numbers in plain attributes."
         )
     try:
         cloudpickle.dumps(net)
     except Exception as error:
-        is_parametrized = any(map(parametrize.is_parametrized, net.modules()))
         raise ConfigError(
-            "A network travels to workers and ranks by pickling.",
-            expected=f"a {type(net).__name__} that can be pickled",
-            got=f"{type(error).__name__}: {error}",
-            remedy="Do in forward() what a torch.nn.utils.parametrizations does: torch can't pickle it."
-            if is_parametrized
-            else "Remove attributes such as locks, open files and generators from the module.",
+            f"{type(net).__name__} can't be pickled: {type(error).__name__}: {error}. "
+            + (
+                "Do in forward() what a torch.nn.utils.parametrizations does."
+                if any(map(parametrize.is_parametrized, net.modules()))
+                else "Remove attributes such as locks, open files and generators."
+            )
         ) from error
 
 
@@ -255,10 +242,8 @@ def sample_batch(space: Space[Any]) -> Tree:
     for _, leaf in leaf_spaces(space):
         if not isinstance(leaf, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary):
             raise ConfigError(
-                "A network reads tensors.",
-                expected="observations of Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these",
-                got=leaf,
-                remedy="Transform the observation with a Gymnasium wrapper.",
+                f"The observation space has the part {leaf}. A network reads Box, Discrete, MultiDiscrete, "
+                "MultiBinary, or a Dict or Tuple of these: transform the observation with a Gymnasium wrapper."
             )
     batched = batch_space(copy.deepcopy(space), _BATCH)
     batched.seed(0)
@@ -277,18 +262,14 @@ def outputs_of(net: nn.Module, *inputs: Tree) -> Any:
     except Exception as error:
         shapes = [str(tree_map(lambda leaf: (*leaf.shape, str(leaf.dtype)), each)) for each in inputs]
         raise ConfigError(
-            f"{type(net).__name__} is called with batches of observations as tensors, in their own dtype.",
-            expected=f"a result for tensors of shape and dtype {', '.join(shapes)}",
-            got=f"{type(error).__name__}: {error}",
-            remedy="Convert them in forward, for example obs.float().flatten(1).",
+            f"{type(net).__name__} raised {type(error).__name__}: {error}. It was called with tensors of shape "
+            f"and dtype {', '.join(shapes)}. Convert them in forward, for example obs.float().flatten(1)."
         ) from error
     tensors = [each for each in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(each, Tensor)]
     if tensors and not any(each.requires_grad for each in tensors):
         raise ConfigError(
-            "A network learns by the gradient of what it returns.",
-            expected="tensors that depend on its parameters",
-            got=f"{type(net).__name__} returned tensors without a gradient",
-            remedy="Remove torch.no_grad(), detach() and NumPy from forward.",
+            f"{type(net).__name__} returned tensors without a gradient. Remove torch.no_grad(), detach() and "
+            "NumPy from forward."
         )
     return outputs
 
@@ -298,10 +279,9 @@ def check_output(name: str, output: Any, width: int | None) -> None:
     shapes = {(_BATCH,), (_BATCH, 1)} if width is None else {(_BATCH, width)}
     if not isinstance(output, Tensor) or tuple(output.shape) not in shapes:
         raise ConfigError(
-            f"A network returns {name} for each observation.",
-            expected=f"a tensor of shape {(_BATCH,) if width is None else (_BATCH, width)} for {_BATCH} observations",
-            got=_kind(output),
-            remedy="Change the last layer; the page 'Your own network' says how many outputs each action space needs.",
+            f"The network returned {_kind(output)} as {name} of {_BATCH} observations. It must be a tensor of "
+            f"shape {(_BATCH,) if width is None else (_BATCH, width)}: change the last layer, see "
+            "docs/own-network.md."
         )
 
 

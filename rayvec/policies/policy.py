@@ -68,10 +68,8 @@ class Policy:
     ) -> None:
         if deterministic and random_start:
             raise ConfigError(
-                "A random start draws its actions.",
-                expected="deterministic or random_start, not both",
-                got="deterministic=True, random_start=True",
-                remedy="Leave one of them out",
+                "deterministic=True and random_start=True were passed together. A random start draws its "
+                "actions: leave one of them out."
             )
         self._actor = _make_actor(module, action_space, device)
         self._random = random_start
@@ -131,10 +129,9 @@ class Policy:
         expected = self._actor.actor.initial_state(len(next(tree_leaves(obs)))).shape
         if state is None or np.shape(state) != expected:
             raise ConfigError(
-                "A recurrent policy acts from one hidden state for each observation.",
-                expected=f"states {expected}",
-                got=None if state is None else np.shape(state),
-                remedy="Pass policy.initial_state(k) where episodes begin, and then what the call before returned.",
+                f"The hidden state is {None if state is None else np.shape(state)}. It must have shape "
+                f"{expected}: pass policy.initial_state(k) where episodes begin, and then what the last call "
+                "returned."
             )
         kept, self._actor.state = self._actor.state, np.asarray(state, np.float32)
         try:
@@ -176,22 +173,15 @@ def _make_actor(module: Any, action_space: spaces.Space[Any] | None, device: str
     if hasattr(module, "make_actor"):
         if not hasattr(module, "action_parameters") or hasattr(module, "next_state"):
             raise ConfigError(
-                "A policy that acts on another device than the CPU evaluates its module there.",
-                expected="a module without memory, with encode(obs) and action_parameters(rows)",
-                got=type(module).__name__,
-                remedy="Leave device out, or give the module these methods",
+                f"{type(module).__name__} can't act on {device!r}. That needs a module without memory, with "
+                "encode(obs) and action_parameters(rows). Leave device out, or add these methods."
             )
         from rayvec.policies.networks import EncodedActor
 
         actor = EncodedActor(module, module.distribution, device)
         return MaskedActor(actor) if getattr(module, "is_masked", False) else actor
     if action_space is None:
-        raise ConfigError(
-            "A policy needs the action space of its module.",
-            expected="a module with make_actor(), or action_space=",
-            got=type(module).__name__,
-            remedy="Pass action_space=env.single_action_space",
-        )
+        raise ConfigError(f"{type(module).__name__} has no make_actor(). Pass action_space=env.single_action_space.")
     from rayvec.policies.networks import ModuleActor
 
     return ModuleActor(module, make_distribution(action_space), device)

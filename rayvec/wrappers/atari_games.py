@@ -64,9 +64,8 @@ def atari(env: Env) -> Env:
     """
     if getattr(env.unwrapped, "_frameskip", 1) != 1:
         raise ConfigError(
-            f"The game was made with frameskip={env.unwrapped._frameskip}. This wrapper skips frames itself: "
-            "pass "  # type: ignore[attr-defined]
-            "env_kwargs={'frameskip': 1} (--env-kwargs frameskip 1 on the command line)."
+            f"frameskip is {env.unwrapped._frameskip}. This wrapper skips frames itself: "  # type: ignore[attr-defined]
+            "pass env_kwargs={'frameskip': 1} (--env-kwargs frameskip 1 on the command line)."
         )
     try:
         env = AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)

@@ -276,7 +276,7 @@ class TestWeights:
         good = TablePolicy(seed=1).weights()
         collector.set_weights(good)
         for wrong in (good[:-1], good.astype(np.float64), good.reshape(2, -1), np.zeros(0, np.float32)):
-            with pytest.raises(ConfigError, match="[Ww]eights"):
+            with pytest.raises(ConfigError, match=r"[Ww]eights"):
                 collector.set_weights(wrong)
         assert collector.collect(n_step=10).chunks[0].weights_version == 1
         assert collector.set_weights(good) == 2
@@ -384,7 +384,7 @@ class TestInput:
         ids=repr,
     )
     def test_counts(self, counting: RayVecEnv, kwargs: Any) -> None:
-        with pytest.raises(ConfigError, match="n_step|n_episode"):
+        with pytest.raises(ConfigError, match=r"n_step|n_episode"):
             Collector(counting, still).collect(**kwargs)
 
     def test_whole_floats_are_refused_or_taken(self, counting: RayVecEnv) -> None:
@@ -395,7 +395,7 @@ class TestInput:
 
     def test_places_and_policies(self, counting: RayVecEnv) -> None:
         for mistake in (partial(Collector, counting, still, "nowhere"), partial(Collector, counting, 3)):
-            with pytest.raises(ConfigError, match="nowhere|policy"):
+            with pytest.raises(ConfigError, match=r"nowhere|policy"):
                 mistake()
 
     @pytest.mark.parametrize("name", ["prefetch", "by_reference"])

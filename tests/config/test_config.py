@@ -70,7 +70,7 @@ def test_every_setting_is_described() -> None:
         ({"num_nodes": -1}, "at least 0"),
         ({"num_nodes": (2, 1)}, "1 <= min <= max"),
         ({"num_nodes": (0, 2)}, "1 <= min <= max"),
-        ({"num_nodes": (1, 17)}, "max at most num_envs = 16"),
+        ({"num_nodes": (1, 17)}, "at most num_envs = 16"),
         ({"gamma": 1.01}, "from 0 to 1"),
         ({"gamma": -0.1}, "from 0 to 1"),
         ({"gae_lambda": float("nan")}, "from 0 to 1"),
@@ -91,14 +91,14 @@ def test_every_setting_is_described() -> None:
         ({"num_envs": 4, "num_steps": 8, "minibatch_size": 33}, "at most num_envs * num_steps = 32"),
         ({"num_envs": 4, "num_learners": 5}, "at most num_envs = 4"),
         ({"minibatch_size": 3, "num_learners": 4}, "at most minibatch_size = 3"),
-        ({"learners": "driver", "num_learners": 2}, "num_learners=1 with learners='driver'"),
+        ({"learners": "driver", "num_learners": 2}, "num_learners=2 was passed with learners='driver'"),
         ({"learners": "decentralized", "sync_fraction": 0.0}, "above 0"),
         ({"learners": "decentralized", "sync_fraction": 1.5}, "to 1"),
         ({"learners": "decentralized", "min_share": -0.5}, "from 0 to 1"),
         ({"learners": "decentralised"}, "'decentralized'"),
         ({"track": "aim"}, "'wandb' | None"),
         ({"eval_interval_steps": 10, "eval_episodes": 0}, "eval_episodes of at least 1"),
-        ({"native": "a:b", "stagger_starts": True}, "stagger_starts=False with native"),
+        ({"native": "a:b", "stagger_starts": True}, "stagger_starts=True was passed with native"),
     ],
     ids=str,
 )
@@ -106,8 +106,7 @@ def test_what_cannot_work_is_refused(settings: dict[str, Any], expected: str) ->
     with pytest.raises(ConfigError) as caught:
         PPOConfig(**settings)
     text = str(caught.value)
-    assert any(setting in text for setting in settings) and "Remedy: " in text
-    assert expected in text.partition("Expected: ")[2].partition(" Got: ")[0]
+    assert any(setting in text for setting in settings) and expected in text
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_what_cannot_work_is_refused(settings: dict[str, Any], expected: str) ->
         (SACConfig, {"target_entropy": float("nan")}, "float | None, finite"),
         (SACConfig, {"batch_size": 3, "num_learners": 4}, "at most batch_size = 3"),
         (IMPALAConfig, {"num_envs": 4, "num_learners": 5}, "at most num_envs = 4"),
-        (IMPALAConfig, {"learners": "decentralized", "prefetch": True}, "no prefetch with learners='decentralized'"),
+        (IMPALAConfig, {"learners": "decentralized", "prefetch": True}, "prefetch=True was passed with"),
     ],
     ids=str,
 )
@@ -155,16 +154,16 @@ def test_a_mapping_may_be_merged() -> None:
         ("algorithm: ppo\nlerning_rate: 1.0", "lerning_rate"),
         ("algorithm: [ppo]", r"\['ppo'\]"),
         ("algorithm: {}", "{}"),
-        ("algorithm: ppo\nplugin: 3", "plugin: 3"),
-        ("algorithm: ppo\nplugin: os", "plugin: 'os'"),
+        ("algorithm: ppo\nplugin: 3", "plugin is 3"),
+        ("algorithm: ppo\nplugin: os", "plugin is 'os'"),
         ("algorithm: ppo\nnum_nodes: 1:4", "'1:4'"),
         ("algorithm: ppo\nseed: 1\nseed: 2", "'seed' occurs twice in .* line 3"),
-        ("algorithm: ppo\ntotal_step: 1", "total_step. Remedy: Did you mean total_steps"),
+        ("algorithm: ppo\ntotal_step: 1", "total_step. Did you mean total_steps"),
         (Path("config.yaml"), "a PosixPath"),
     ],
 )
 def test_other_files_are_refused(text: Any, got: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Got: .*{got}"):
+    with pytest.raises(ConfigError, match=got):
         TrainConfig.from_yaml(text)
 
 
@@ -179,12 +178,12 @@ def test_other_files_are_refused(text: Any, got: str) -> None:
 )
 def test_names_of_other_libraries_are_known_in_python_too(names: dict[str, Any], near: str) -> None:
     for make in (lambda: PPOConfig(**names), lambda: TrainConfig.from_plain({"algorithm": "ppo", **names})):
-        with pytest.raises(ConfigError, match=rf"Remedy: Did you mean {near}\?"):
+        with pytest.raises(ConfigError, match=rf"Did you mean {near}\?"):
             make()
     with pytest.raises(ConfigError, match=r"Did you mean replay_size for buffer_size and policy_lr for lr\?"):
         SACConfig(buffer_size=3, lr=1)  # type: ignore[call-arg]
     for wrong in ("learning_starts", "clip_range"):  # another setting whose name is alike is none
-        with pytest.raises(ConfigError, match="Correct the name"):
+        with pytest.raises(ConfigError, match=f"no setting {wrong}"):
             IMPALAConfig(**{wrong: 1})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"Did you mean ppo\?"):
         TrainConfig.from_plain({"algorithm": "PPO"})
@@ -199,12 +198,12 @@ def test_names_of_other_libraries_are_known_in_python_too(names: dict[str, Any],
         ({"wrappers": [len]}, r"makes and wraps the environment to rayvec\.train\(config, env="),
         ({"env_kwargs": {"config": {"lanes": 3}}}, r"a function that makes the environment .* env="),
         ({"env_id": object}, r"rayvec\.train\(config, env="),
-        ({"network": 3}, "Pass such a value as network"),
+        ({"network": 3}, "network is 3"),
     ],
     ids=str,
 )
 def test_what_to_do_with_values_that_a_file_cannot_hold(settings: dict[str, Any], remedy: str) -> None:
-    with pytest.raises(ConfigError, match=f"Remedy: .*{remedy}"):
+    with pytest.raises(ConfigError, match=remedy):
         PPOConfig(**settings)
 
 
@@ -233,11 +232,11 @@ def test_a_run_may_move_but_not_change() -> None:
     assert config.adjusted(num_nodes=None, num_learners=3, gamma=config.gamma) == dataclasses.replace(
         config, num_nodes=None, num_learners=3
     )
-    with pytest.raises(ConfigError, match=r"only changes of num_nodes, .*Got: gamma=0.5 after 0.98\. Remedy"):
+    with pytest.raises(ConfigError, match=r"gamma=0.5 after 0.98\. Only num_nodes, "):
         config.adjusted(num_nodes=1, gamma=0.5)
     with pytest.raises(ConfigError, match=r"replay_on_device=True after 'no such setting'") as raised:
         config.adjusted(replay_on_device=True)
-    assert "replay_on_device" not in str(raised.value).partition("Got:")[0]
+    assert "replay_on_device" not in str(raised.value).partition("Only")[2]
     assert SACConfig().adjusted(replay_on_device=True) == SACConfig(replay_on_device=True)
     assert set(ADJUSTABLE) < {*field_names(TrainConfig), *field_names(SACConfig)}
 

@@ -111,7 +111,7 @@ def test_an_algorithm_of_ones_own_has_no_presets(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setitem(CONFIGS, "own", Own)
     assert Own().preset == "none"
-    with pytest.raises(ConfigError, match=r"Expected: none for own\. Got: classic"):
+    with pytest.raises(ConfigError, match=r"preset is .classic.\. own has the presets none\."):
         Own(preset="classic")
 
 

@@ -246,7 +246,7 @@ class TestBadInput:
             make_group(2, make_lonely, num_nodes=0)
 
     def test_counts_and_devices(self, ray_cluster: object) -> None:
-        with pytest.raises(ConfigError, match="num_learners is .* whole number"):
+        with pytest.raises(ConfigError, match=r"num_learners is .* whole number"):
             rayvec.LearnerGroup(lambda: make_learner(DISCRETE), 0)
         with pytest.raises(ConfigError, match="needs a GPU for each rank"):
             rayvec.LearnerGroup(lambda: make_learner(DISCRETE), 1, "cuda")

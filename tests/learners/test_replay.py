@@ -187,7 +187,7 @@ def test_a_shard_without_columns_is_fine() -> None:
 
 
 def test_what_can_not_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match="capacity_steps is 0.*at least 1"):
+    with pytest.raises(ConfigError, match=r"capacity_steps is 0.*at least 1"):
         ReplayBuffer(0)
     replay = ReplayBuffer(8)
     replay.add(World(1).chunk(8, np.zeros((8, 1), np.int64)))

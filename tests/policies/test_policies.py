@@ -212,18 +212,18 @@ def test_no_rows_are_encoded_too(shape: tuple[int, ...]) -> None:
     "space", [spaces.Box(0, 1, (84, 84, 3), np.float32), spaces.Text(3), spaces.Dict(a=spaces.Text(3))]
 )
 def test_observations_without_an_encoder_are_refused(space: spaces.Space[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"Expected: Box of numbers.*images as uint8.*Got: .*Remedy"):
+    with pytest.raises(ConfigError, match=r"has the part .*images as uint8"):
         make_actor_critic(space, BOX)
 
 
 def test_who_cannot_see_refuses_images() -> None:
-    with pytest.raises(ConfigError, match=r"images below 36 pixels.*Got: Box\(0, 255, \(84.*use PPO"):
+    with pytest.raises(ConfigError, match=r"Box\(0, 255, \(84.*below 36 pixels.*use PPO"):
         make_encoder(spaces.Box(0, 255, (84, 84, 3), np.uint8))
 
 
 @pytest.mark.parametrize("space", [spaces.Box(-1, 1, (0,)), spaces.Dict(a=spaces.Box(-1, 1, (2, 0)))], ids=str)
 def test_an_observation_without_numbers(space: spaces.Space[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"at least one\. Expected: an observation that is not empty\. Got: "):
+    with pytest.raises(ConfigError, match="has no numbers"):
         make_encoder(space)
 
 
@@ -355,7 +355,7 @@ def test_buffers_travel_with_the_weights() -> None:
 
 @pytest.mark.parametrize("space", [spaces.Box(0, 9, (2,), np.int64), spaces.Text(3), spaces.Dict(a=BOX)])
 def test_actions_without_a_distribution_are_refused(space: spaces.Space[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"Expected: a Discrete, MultiDiscrete.*Got: .*Remedy"):
+    with pytest.raises(ConfigError, match=r"The action space is .*Discrete, MultiDiscrete"):
         make_actor_critic(BOX, space)
 
 
@@ -430,7 +430,7 @@ def test_any_module_acts() -> None:
 
 
 def test_a_module_that_does_not_know_its_actions_needs_the_space() -> None:
-    with pytest.raises(ConfigError, match=r"Got: Mine\. Remedy: Pass action_space"):
+    with pytest.raises(ConfigError, match=r"Mine has no .*Pass action_space"):
         Policy(Mine())
 
 
@@ -452,7 +452,7 @@ def test_weights_are_copied_and_change_only_by_load_weights(which: int) -> None:
 
     weights[:] = 0
     np.testing.assert_array_equal(policy.act(obs, noise)[1]["logp"], loaded)
-    with pytest.raises(ConfigError, match=r"Expected: \(\d+,\). Got: \(3,\)"):
+    with pytest.raises(ConfigError, match=r"shape \(3,\).*needs \(\d+,\)"):
         policy.load_weights(np.zeros(3, np.float32))
 
 

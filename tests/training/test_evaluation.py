@@ -110,7 +110,7 @@ def test_an_evaluation_stays_within_its_steps(tmp_path: Path, where: dict[str, A
 
 
 def test_an_evaluation_without_episodes() -> None:
-    with pytest.raises(ConfigError, match="eval_episodes of at least 1"):
+    with pytest.raises(ConfigError, match="eval_episodes=0"):
         PPOConfig(eval_interval_steps=100, eval_episodes=0)
 
 
@@ -143,7 +143,7 @@ def test_an_evaluation_is_not_staggered() -> None:
 
 
 def test_staggering_needs_a_time_limit() -> None:
-    with pytest.raises(ConfigError, match=r"time limit.*wrappers\.TimeLimit; for an id"):
+    with pytest.raises(ConfigError, match=r"has no time limit.*TimeLimit"):
         StaggeredStart(gymnasium.make("CartPole-v1").unwrapped.__class__())
     limited = gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1").unwrapped, 7)
     assert StaggeredStart(limited)._time_limit == 7
@@ -186,10 +186,10 @@ class Endless(gymnasium.Env[np.ndarray, int]):
 
 def test_episodes_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayvec.config.base._EVAL_STEPS", 200)
-    with pytest.raises(ConfigError, match=r"an end within 200 steps.*TimeLimit.*eval_episodes=0") as raised:
+    with pytest.raises(ConfigError, match=r"not end within 200 steps.*TimeLimit.*eval_episodes=0") as raised:
         rayvec.train(tiny(tmp_path / "a", total_steps=64), env=Endless)
     assert "resume" in raised.value.__notes__[0]
-    with pytest.raises(ConfigError, match="an end within 200 steps"):
+    with pytest.raises(ConfigError, match="not end within 200 steps"):
         evaluate_run(tmp_path / "a", env=Endless)
     assert rayvec.resume(tmp_path / "a", env=Endless, eval_episodes=0).total_steps == 64
 

@@ -231,7 +231,7 @@ def test_an_environment_that_is_none(tmp_path: Path) -> None:
 
 
 def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"observation spaces are not equivalent.*environment 1"):
+    with pytest.raises(RuntimeError, match=r"Environment 1 has the observation space"):
         rayvec.train(tiny(tmp_path / "a"), env=own_envs.Changing())
     ranks = {"num_learners": 2, "learners": "decentralized", "num_envs": 2, "num_steps": 32}
     with pytest.raises(ConfigError, match=r"same spaces.*rank 0.*rank 1"):
@@ -289,7 +289,7 @@ def test_a_name_that_names_nothing(tmp_path: Path, env: str) -> None:
 
 def test_a_network_that_names_nothing_is_known_before_environments_are_made(tmp_path: Path) -> None:
     made: list[None] = []
-    with pytest.raises(ConfigError, match="network names a function or class"):
+    with pytest.raises(ConfigError, match="network is"):
         rayvec.train(tiny(tmp_path / "a", network="helpers.own_parts:nothing"), env=lambda: made.append(None))
     assert not made
 

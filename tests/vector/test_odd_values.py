@@ -345,7 +345,7 @@ def test_what_can_not_be_copied_of_a_native_sub_batch(workers: int) -> None:
         if not workers:
             assert list(env.step(np.zeros(4, int))[4]["lock"]) == [LOCK] * 4
             return
-        with pytest.raises(TypeError, match=r"'lock'.*cannot pickle") as caught:
+        with pytest.raises(TypeError, match=r"'lock'.*cannot pickle"):
             env.step(np.zeros(4, int))
 
 

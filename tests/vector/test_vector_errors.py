@@ -355,7 +355,7 @@ class TestInput:
             partial(env.rollout, lambda obs: obs, 3, "nowhere"),
             partial(env.rollout, None, 3, "driver"),
         ):
-            with pytest.raises(ConfigError, match="policy|nowhere"):
+            with pytest.raises(ConfigError, match=r"policy|nowhere"):
                 mistake()
 
     @pytest.fixture(scope="class")
