@@ -161,7 +161,9 @@ def test_runs_that_cannot_be_read_are_left_out(
     (group,) = read_runs([runs / "a1", *map(str, run_dirs)])
     assert group.seeds == [1]
     lines = capsys.readouterr().err.splitlines()
-    for line, run_dir, word in zip(lines, run_dirs, ("algorithm 'mine'", "no setting nmu_envs", "ended episodes"), strict=True):
+    for line, run_dir, word in zip(
+        lines, run_dirs, ("algorithm 'mine'", "no setting nmu_envs", "ended episodes"), strict=True
+    ):
         assert line.startswith(f"rayvec: left out {run_dir}: ") and word in line
     assert_refused(["plot", *map(str, run_dirs)], f"{run_dirs[0]}/config.yaml: ", "--plugin MODULE")
     with pytest.raises(ConfigError, match="nmu_envs"):
