@@ -134,12 +134,7 @@ class Agent:
                 does not have a whole number or a choice.
         """
         if deterministic not in (True, False):
-            raise ConfigError(
-                "deterministic says whether the most probable action is taken.",
-                expected="True, or False to draw an action",
-                got=repr(deterministic),
-                remedy="Leave deterministic out for the most probable action.",
-            )
+            raise ConfigError(f"deterministic is {deterministic!r}. It must be True, or False to draw an action.")
         batch, is_single = self._batched(obs)
         count = len(next(iter(tree_leaves(batch))))
         policy = self._policies[deterministic]
@@ -188,10 +183,8 @@ class Agent:
 
     def _misfit(self, got: str) -> ConfigError:
         return ConfigError(
-            "An agent acts on one observation, or on a batch with one more dimension in front.",
-            expected=f"observations of {self.observation_space}",
-            got=got,
-            remedy="Pass what the environment returned, with the wrappers that it was trained with.",
+            f"The agent was given {got}. It acts on one observation of {self.observation_space}, or on a batch "
+            "with one more dimension in front. Pass what the environment returned, with the wrappers of training."
         )
 
 
@@ -209,12 +202,9 @@ def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
         array = given.astype(space.dtype)
     fits = _fits(array, given, space)
     if not np.all(fits):
-        is_float = np.issubdtype(array.dtype, np.floating)
         raise ConfigError(
-            "An agent acts on numbers that an observation can have.",
-            expected="finite numbers" if is_float else f"numbers that {space} has",
-            got=given[~fits].flat[0],
-            remedy="Pass what the environment returned, and correct the environment if it returned this.",
+            f"The observation contains {given[~fits].flat[0]}. {space} has no such number: pass what the "
+            "environment returned, or correct the environment."
         )
     return array
 

@@ -36,10 +36,9 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     if is_other or not os.path.isdir(path.parent):
         other = "a directory" if os.path.isdir(path) else "a device or a pipe"
         raise ConfigError(
-            "The output path must be a file.",
-            expected=f"a file {path}, or none, in a directory that exists",
-            got=other if is_other else f"no directory {path.parent}",
-            remedy="Make the directory, or move away what has the name of the file, or pass another path.",
+            f"{path} can't be written: "
+            f"{f'it is {other}' if is_other else f'there is no directory {path.parent}'}. Pass the path of a file "
+            "in a directory that exists."
         )
     partial = path.with_name(path.name + ".tmp")
     try:
@@ -69,12 +68,7 @@ def _opened(partial: Path, path: Path) -> BinaryIO:
         if error.errno not in _UNWRITABLE:
             raise
         raise ConfigError(
-            "The output file must be writable.",
-            expected=f"a file {path} that can be made",
-            got=error.strerror,
-            remedy=f"Let this user write to {path.parent}, or use another directory."
-            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-            else "Pass another path.",
+            f"{path} can't be written: {error.strerror}. Let this user write to {path.parent}, or pass another path."
         ) from error
 
 

@@ -93,10 +93,8 @@ class RunContext:
         """
         if self.result is not None:
             raise ConfigError(
-                "The metrics of a run are complete before on_end is called.",
-                expected="log in on_iteration, on_evaluation or on_checkpoint",
-                got=f"log({name!r}, ...) in on_end",
-                remedy="Write the number to a file in context.run_dir.",
+                f"log({name!r}, ...) was called in on_end, after the last line of metrics. Log in on_iteration, "
+                "on_evaluation or on_checkpoint, or write to a file in context.run_dir."
             )
         try:
             plain = value.item() if hasattr(value, "item") else value
@@ -105,10 +103,8 @@ class RunContext:
             self.logged[f"callback/{name}"] = float(plain)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
             raise ConfigError(
-                "A callback logs one number by its name.",
-                expected="a number",
-                got=f"log({name!r}, {reprlib.repr(value)})",
-                remedy="Log the mean, or several numbers by names of their own.",
+                f"log({name!r}, {reprlib.repr(value)}) was called. The value must be one number: log the mean, or "
+                "several numbers by names of their own."
             ) from None
 
     def request_checkpoint(self) -> None:
@@ -132,17 +128,14 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
         if isinstance(callback, type) or not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
             is_class = isinstance(callback, type)
             raise ConfigError(
-                "A callback is an object with at least one of the methods that a run calls.",
-                expected=f"a list of objects with {', '.join(HOOKS[:-1])} or {HOOKS[-1]}",
-                got=f"the class {callback.__name__}" if is_class else f"{callback!r}, which has none of them",
-                remedy="Pass an instance of the class." if is_class else "Name a method on_iteration(self, context).",
+                f"The callback {callback!r} is "
+                f"{'a class: pass an instance' if is_class else 'no object with a method of callbacks'}. A "
+                f"callback has at least one of {', '.join(HOOKS)}."
             )
         if hooks := [hook for hook in HOOKS if inspect.iscoroutinefunction(getattr(callback, hook, None))]:
             raise ConfigError(
-                "A run calls the methods of a callback, and does not await them.",
-                expected="plain functions",
-                got=f"async def {hooks[0]} of {type(callback).__name__}",
-                remedy="Write def in place of async def; asyncio.run in it runs a coroutine.",
+                f"{type(callback).__name__}.{hooks[0]} is an async function, which a run does not await. Write "
+                "def in place of async def; asyncio.run in it runs a coroutine."
             )
     return found
 
@@ -174,18 +167,11 @@ class StopAtReturn:
     def __init__(self, return_mean: float, num_episodes: int = WINDOW) -> None:
         if check_count("num_episodes", num_episodes) > WINDOW:
             raise ConfigError(
-                f"A run keeps the returns of its last {WINDOW} episodes.",
-                expected=f"num_episodes at most {WINDOW}",
-                got=num_episodes,
-                remedy=f"Pass num_episodes={WINDOW} or less.",
+                f"num_episodes is {num_episodes}. It must be at most {WINDOW}: a run stores the returns of its "
+                f"last {WINDOW} episodes."
             )
         if not _is_number(return_mean):
-            raise ConfigError(
-                "StopAtReturn ends a run at a mean return.",
-                expected="a number",
-                got=repr(return_mean),
-                remedy="Pass StopAtReturn(475.0).",
-            )
+            raise ConfigError(f"return_mean is {return_mean!r}. It must be a number, for example StopAtReturn(475.0).")
         self._return_mean, self._num_episodes = return_mean, num_episodes
 
     def on_iteration(self, context: RunContext) -> None:

@@ -56,18 +56,10 @@ def load(path: Path) -> dict[str, Any]:
                 raise zipfile.BadZipFile(f"wrong check sum in {damaged}")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise CheckpointError(
-            "A checkpoint is a file that a run has written.",
-            expected=f"a file {path}",
-            got="none",
-            remedy="Check the path, or start a new run.",
-        ) from None
+        raise CheckpointError(f"There is no checkpoint {path}. Check the path, or start a new run.") from None
     except PermissionError as error:
         raise CheckpointError(
-            "A checkpoint is a file that a run has written.",
-            expected=f"a file {path} that this user may read",
-            got=error.strerror,
-            remedy="Ask its owner for permission to read it.",
+            f"The checkpoint {path} can't be read: {error.strerror}. Ask its owner for permission to read it."
         ) from None
     except Exception as error:  # torch raises half a dozen unrelated types for damaged files
         reason = " ".join(str(error).split())[:120] or type(error).__name__
@@ -76,10 +68,8 @@ def load(path: Path) -> dict[str, Any]:
         raise _foreign(path, "a file of tensors from another program")
     if content.get("format") != FORMAT_VERSION:
         raise CheckpointError(
-            "A checkpoint has a format version.",
-            expected=f"version {FORMAT_VERSION} in {path}",
-            got=f"version {content.get('format')}",
-            remedy="Use the version of rayvec that wrote it.",
+            f"The checkpoint {path} has format version {content.get('format')}. This version of rayvec reads "
+            f"version {FORMAT_VERSION}: use the one that wrote it."
         )
     state: dict[str, Any] = content["state"]
     return state
@@ -88,21 +78,19 @@ def load(path: Path) -> dict[str, Any]:
 def incomplete(problem: str) -> CheckpointError:
     """Returns the error of a checkpoint that is whole, but not the state of this run."""
     return CheckpointError(
-        "A checkpoint holds the whole state of a run.",
-        expected="a checkpoint that this version of rayvec wrote with these settings",
-        got=f"an incomplete one ({problem})",
-        remedy="Use the version and the config.yaml that it was written with, or start a new run.",
+        f"The checkpoint is not the whole state of this run ({problem}). Use the version of rayvec and the "
+        "config.yaml that it was written with, or start a new run."
     )
 
 
 def _foreign(path: Path, got: str) -> CheckpointError:
     return CheckpointError(
-        "A checkpoint must be complete and undamaged.",
-        expected=f"a complete checkpoint of rayvec in {path}",
-        got=got,
-        remedy=f"Copy the newest intact file of checkpoints/ to {path.name}, or start a new run."
-        if path.name == "checkpoint.pt" and any(path.parent.glob("checkpoints/*.pt"))
-        else "Restore the file from a copy, or start a new run.",
+        f"{path} is no undamaged checkpoint: it is {got}. "
+        + (
+            f"Copy the newest intact file of checkpoints/ to {path.name}, or start a new run."
+            if path.name == "checkpoint.pt" and any(path.parent.glob("checkpoints/*.pt"))
+            else "Restore the file from a copy, or start a new run."
+        )
     )
 
 
@@ -116,8 +104,6 @@ def _refuse_objects(value: object, place: str) -> None:
             _refuse_objects(item, f"{place}[{index}]")
     elif value is not None and type(value) not in (bool, int, float, str, bytes, torch.Tensor):
         raise CheckpointError(
-            "A checkpoint holds tensors and plain values only.",
-            expected=f"a tensor, str, bytes, number, bool, None, list, tuple or dict at {place}",
-            got=type(value).__qualname__,
-            remedy="Convert it, for example an array by torch.from_numpy.",
+            f"{place} is a {type(value).__qualname__}. A checkpoint holds tensors and plain values only: convert "
+            "it, for example an array by torch.from_numpy."
         )

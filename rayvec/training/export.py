@@ -59,10 +59,8 @@ class GreedyModule(nn.Module):
         is_known = isinstance(distribution, Categorical | Gaussian | TanhGaussian)
         if isinstance(net, RecurrentActorCritic) or not isinstance(encoder, Encoder) or not is_known:
             raise ConfigError(
-                "A network is exported together with its encoder and its distribution of actions.",
-                expected="a network of PPO, IMPALA or SAC without memory",
-                got=type(module).__name__,
-                remedy="Export the torch module itself: agent.module",
+                f"{type(module).__name__} can't be exported. That is for networks of PPO, IMPALA and SAC without "
+                "memory: export the torch module itself, agent.module."
             )
         self.module = net
         self._encoder, self._distribution = encoder, distribution
@@ -139,12 +137,7 @@ def _encoded(array: Tensor, space: spaces.Space[Any], scale: Any) -> Tensor:
 def export(module: Any, observation_space: spaces.Space[Any], path: Path) -> Path:
     """Writes a network to a file; see :meth:`rayvec.training.agent.Agent.export`."""
     if path.suffix != ".onnx":
-        raise ConfigError(
-            "A policy is exported to ONNX.",
-            expected="a path that ends with .onnx",
-            got=str(path),
-            remedy='Pass for example "policy.onnx".',
-        )
+        raise ConfigError(f"The path {path} does not end with .onnx. Policies are exported to ONNX.")
     leaves = dict(leaf_spaces(observation_space))
     greedy = GreedyModule(module, observation_space).eval().requires_grad_(False)
     with written_whole(path) as file, warnings.catch_warnings(), torch.no_grad():
@@ -173,10 +166,9 @@ def _onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: Sequence[str
             raise ValueError(f"{fixed}: read the number of rows from obs.shape[0] in forward, not from len()")
     except Exception as error:  # torch gives no class for all of them
         raise ConfigError(
-            "The network could not be exported to ONNX.",
-            expected="the extra rayvec[onnx], and a network that torch can trace for any number of observations",
-            got=f"{type(error).__name__}: {first_line(error)}"[:300],
-            remedy="Install the extra, or change the network; the cause says where it fails.",
+            f"The network could not be exported to ONNX: {type(error).__name__}: {first_line(error)[:200]}. "
+            "Install rayvec[onnx], or change the network so that torch can trace it for any number of "
+            "observations."
         ) from error
     for value in [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]:
         if value.name in names:  # of an observation called "linear" or "low"

@@ -42,10 +42,8 @@ def initial_state(config: TrainConfig, own: dict[str, Any], own_spaces: Sequence
     learner: Any = LEARNERS[type(config)]
     if not hasattr(learner, "with_network"):
         raise ConfigError(
-            "A learner begins with the network of another run by its method with_network.",
-            expected="a learner of PPO, IMPALA or SAC, or one that has this method",
-            got=f"init_from={config.init_from} with {getattr(learner, '__name__', learner)}",
-            remedy="Leave init_from out, or add the method.",
+            f"init_from={config.init_from} was passed, and {getattr(learner, '__name__', learner)} has no method "
+            "with_network. Leave init_from out, or add the method."
         )
     name = getattr(other_config, "network", None)
     if name is not None and is_unnamed(name):  # the layers are compared below
@@ -70,10 +68,8 @@ def initial_state(config: TrainConfig, own: dict[str, Any], own_spaces: Sequence
 
 def _another(run_dir: Path, expected: str, got: str) -> ConfigError:
     return ConfigError(
-        "A run begins with the weights of a run that has the same network.",
-        expected=expected,
-        got=f"{got} in {run_dir}",
-        remedy="Use the spaces and the settings of the network of that run, or leave init_from out.",
+        f"The run {run_dir} has another network: it has {got}, and this run needs {expected}. Use the spaces and "
+        "the settings of the network of that run, or leave init_from out."
     )
 
 

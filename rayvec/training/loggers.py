@@ -138,10 +138,7 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
         except RuntimeError as error:  # of Thread.start
             self._metrics.close()
             raise ConfigError(
-                "TensorBoard could not start the thread that writes its file.",
-                expected="another thread",
-                got=error,
-                remedy=LIMITS_REMEDY,
+                f"TensorBoard could not start the thread that writes its file: {error}. {LIMITS_REMEDY}"
             ) from error
         self._display = ProgressDisplay(config.num_iterations * config.steps_per_iteration, progress.steps)
         self._line = _Line()
@@ -197,10 +194,8 @@ class RunLogger(contextlib.AbstractContextManager["RunLogger"]):
     def _write(self) -> None:
         if not self._run_dir.is_dir():
             raise ConfigError(
-                "The directory of the run is gone: it was removed or renamed.",
-                expected=f"the directory {self._run_dir}",
-                got="none",
-                remedy="Resume the run from where its directory is now, or start it again.",
+                f"The directory of the run, {self._run_dir}, is gone: it was removed or renamed. Resume the run "
+                "from where it is now, or start it again."
             )
         metrics = self._measured() | self._logged
         counts, self._line = self._line.staleness_counts, _Line()

@@ -41,10 +41,9 @@ def with_own_parts(
         import_plugins(config.plugin)  # which may register the class; and who reads the run's directory imports them
     if not isinstance(config, TrainConfig) or CONFIGS.get(config.algorithm) is not type(config):
         raise ConfigError(
-            "The class of the settings decides which learner trains.",
-            expected=f"an object of {', '.join(each.__name__ for each in CONFIGS.values())}",
-            got=repr(config)[:200],
-            remedy='Pass rayvec.PPOConfig(env_id="CartPole-v1"); rayvec.training.runs.register adds a class.',
+            f"The settings are {repr(config)[:200]}. They must be an object of "
+            f"{', '.join(each.__name__ for each in CONFIGS.values())}, or of a class that "
+            "rayvec.training.runs.register adds."
         )
     parts: dict[str, str] = {}
     if env is not None:
@@ -53,35 +52,27 @@ def with_own_parts(
         is_module = hasattr(network, "parameters") and not isinstance(network, type)
         if not callable(network) or is_module:  # a module can be called, too
             raise ConfigError(
-                "network makes the module to train.",
-                expected="a function or class, called with (observation space, action space, settings)",
-                got=repr(network)[:200],
-                remedy="Pass what makes the module; its name, 'module:name', belongs in the settings.",
+                f"network is {repr(network)[:200]}. It must be a function or class that makes the module from "
+                "(observation space, action space, settings); a name, 'module:name', belongs in the settings."
             )
         if "network" not in field_names(type(config)):
             raise ConfigError(
-                f"{type(config).__name__} has no setting `network`: its learner makes its own network.",
-                expected="settings derived from NetworkConfig, such as PPOConfig, IMPALAConfig or SACConfig",
-                got=f"network with {type(config).__name__}",
-                remedy="Leave network out, and change the learner.",
+                f"{type(config).__name__} has no setting `network`: its learner makes its own network. Leave "
+                "network out, and change the learner."
             )
         parts["network"] = refer(network)
     for name, part in parts.items() if begun else ():
         before = getattr(config, name)
         if part != before and not (before is not None and is_unnamed(before)):
             raise ConfigError(
-                f"A resumed run has the {name} that it began with.",
-                expected=str(before),
-                got=str(part),
-                remedy=f"Leave {name.removesuffix('_id')}= out, or start a new run.",
+                f"The {name} is {part}, and the run began with {before}. Leave {name.removesuffix('_id')}= out, "
+                "or start a new run."
             )
     if "env_id" in parts and not begun:
         if getattr(config, "native", None) is not None:
             raise ConfigError(
-                "native makes the environments of a run, in the place of env.",
-                expected="env or native, not both",
-                got=f"native={config.native!r} and env",
-                remedy="Leave one of them out.",
+                f"env was passed with native={config.native!r}, which makes the environments too. Leave one of "
+                "them out."
             )
         config = with_env_id(config, parts["env_id"])
     config = replace(config, **parts)  # type: ignore[arg-type]
@@ -98,10 +89,8 @@ def _named_env(env: Any) -> str:
     if callable(env):
         return refer(env)
     raise ConfigError(
-        "env says which environment to make.",
-        expected="an id, an EnvSpec, or a class or function that makes an environment",
-        got=repr(env)[:200],
-        remedy='Pass "CartPole-v1", MyEnv, or make_env; a list of environments is for RayVecEnv.',
+        f"env is {repr(env)[:200]}. It must be an id, an EnvSpec, or a class or function that makes one "
+        "environment. A list of environments is for RayVecEnv."
     )
 
 

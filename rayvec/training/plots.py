@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rayvec.config import ADJUSTABLE, TrainConfig
 from rayvec.config.references import is_unnamed
 from rayvec.config.schema import describe
-from rayvec.errors import ConfigError, without_remedy
+from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_config, load_result
@@ -133,9 +133,11 @@ def read_runs(run_dirs: Sequence[Path | str]) -> list[Curves]:
                 raise
             errors[run_dir] = error
     if not runs:
-        raise next(iter(errors.values()), None) or _not_plotted("There is no run to plot", "a directory of a run")
+        raise next(iter(errors.values()), None) or ConfigError(
+            "There is no run to plot. Pass directories of runs, such as runs/*."
+        )
     for run_dir, problem in errors.items():
-        print(f"rayvec: left out {run_dir}: {without_remedy(problem)}", file=sys.stderr)
+        print(f"rayvec: left out {run_dir}: {problem}", file=sys.stderr)
     configs = [run.config for run in runs.values()]
     groups: dict[tuple[str, str], list[_Run]] = {}
     for run_dir, run in runs.items():
@@ -167,14 +169,10 @@ def _read(run_dir: Path) -> _Run:
     config, lines = load_config(run_dir), list(read_metrics(run_dir / "metrics.jsonl"))
     training = _training_points(lines)[:2]
     if not training.size:
-        raise _not_plotted("A run without episodes has no curve", f"ended episodes in {run_dir / 'metrics.jsonl'}")
+        raise ConfigError(f"{run_dir / 'metrics.jsonl'} has no ended episodes, of which a curve is made.")
     return _Run(
         config, training, _metric_points(lines, "eval/return_mean"), load_result(run_dir).get("eval_return_mean")
     )
-
-
-def _not_plotted(news: str, expected: str) -> ConfigError:
-    return ConfigError(f"{news}.", expected=expected, got="none", remedy="Pass directories of runs, such as runs/*.")
 
 
 def _has_unnamed(config: TrainConfig) -> bool:
@@ -238,7 +236,7 @@ def plot_runs(groups: Sequence[Curves], path: Path | str) -> None:
         try:
             figure.savefig(file, format=path.suffix[1:].lower() or "png")
         except ValueError as error:
-            raise _not_plotted(f"{path} is no picture: {error}", "a name such as curves.png") from None
+            raise ConfigError(f"{path} is no picture: {error}. Pass a name such as curves.png.") from None
 
 
 def plot_and_list(groups: Sequence[Curves], path: Path) -> None:

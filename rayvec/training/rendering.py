@@ -49,13 +49,13 @@ def render_episode(
     config = config if seed is None else replace(config, seed=seed)
     mode = "human" if video is None else "rgb_array"
     if video is None and not any(map(os.environ.get, _SCREENS)):
-        raise _refused("There is no screen", f"one that {', '.join(_SCREENS[:-1])} or {_SCREENS[-1]} names", "none")
+        raise _refused(f"There is no screen that {', '.join(_SCREENS[:-1])} or {_SCREENS[-1]} names")
     if config.native is not None:
-        raise _refused("The run has no single environment to show", "an env_id", f"native={config.native!r}")
+        raise _refused(f"The run has no single environment to show, but native={config.native!r}")
     with make_one_env(config) as plain:
         modes = plain.metadata.get("render_modes") or []
     if mode not in modes:
-        raise _refused("The environment lacks the render mode", repr(mode), f"{modes} of {config.env_id}")
+        raise _refused(f"{config.env_id} has the render modes {modes}, not {mode!r}")
     agent, episode_return, is_done, state = load(run_dir, checkpoint), 0.0, False, None
     try:
         with make_one_env(config, render_mode=mode) as env, _frames(video, env) as frames:
@@ -68,7 +68,7 @@ def render_episode(
                 _show(env, frames)
                 episode_return, is_done = episode_return + float(reward[0]), bool(terminated[0] or truncated[0])
     except gymnasium.error.DependencyNotInstalled as error:
-        raise _refused("A package that the environment draws with is missing", "it installed", str(error)) from error
+        raise _refused(f"A package that the environment draws with is missing: {error}") from error
     return episode_return
 
 
@@ -77,12 +77,12 @@ def _frames(video: Path | None, env: RayVecEnv) -> contextlib.AbstractContextMan
     if video is None:
         return contextlib.nullcontext()
     if video.suffix != ".mp4" or not video.parent.is_dir():
-        raise _refused("The video has no place", "a path that ends with .mp4, in a folder that exists", str(video))
+        raise _refused(f"The video can't be {video}: its path must end with .mp4, in a folder that exists")
     try:
         importlib.import_module("imageio_ffmpeg")
         imageio: Any = importlib.import_module("imageio.v2")
     except ImportError as error:
-        raise _refused("The package that writes videos is missing", "rayvec[video] installed", str(error)) from error
+        raise _refused(f"The package that writes videos, rayvec[video], is missing: {error}") from error
     fps = env.metadata.get("render_fps", 30)
     writer: contextlib.AbstractContextManager[Any] = imageio.get_writer(video, fps=fps, macro_block_size=2)
     return writer
@@ -95,9 +95,8 @@ def _show(env: RayVecEnv, frames: Any) -> None:
     try:
         frames.append_data(np.asarray(env.render()[0], np.uint8))
     except (OSError, RuntimeError, ValueError) as error:
-        expected = "pictures of one size, and a folder that you may write to, with free space"
-        raise _refused("ffmpeg could not write the video", expected, first_line(error)) from error
+        raise _refused(f"ffmpeg could not write the video: {first_line(error)}") from error
 
 
-def _refused(news: str, expected: str, got: str) -> ConfigError:
-    return ConfigError(f"{news}.", expected=expected, got=got, remedy="Correct it, or leave --video and --render out.")
+def _refused(news: str) -> ConfigError:
+    return ConfigError(f"{news}. Correct it, or leave --video and --render out.")

@@ -73,10 +73,8 @@ def free_run_dir(config: TrainConfig) -> Path:
         os.path.abspath(run_dir).encode()
     except UnicodeEncodeError as error:  # TensorBoard could not write there
         raise ConfigError(
-            "The path of a run's directory is UTF-8, and Python reads it as such.",
-            expected="a path in UTF-8, and a locale with UTF-8",
-            got=f"{os.fsencode(error.object)!r}, read as {sys.getfilesystemencoding()}",
-            remedy="Pass another run_dir, or set PYTHONUTF8=1.",
+            f"The path {os.fsencode(error.object)!r} of the run's directory is no UTF-8, read as "
+            f"{sys.getfilesystemencoding()}. Pass another run_dir, or set PYTHONUTF8=1."
         ) from None
     return run_dir
 
@@ -84,12 +82,12 @@ def free_run_dir(config: TrainConfig) -> Path:
 def _taken(run_dir: Path, config: TrainConfig) -> ConfigError:
     is_run = (run_dir / "config.yaml").exists()
     return ConfigError(
-        "A run has a directory of its own.",
-        expected="a path where there is nothing yet",
-        got=f"{run_dir}, which exists",
-        remedy=f"Resume that run ({resume_command(config, run_dir)}), or pass another run_dir."
-        if is_run
-        else "Pass another run_dir.",
+        f"The directory of the run can't be {run_dir}, which exists. "
+        + (
+            f"Resume that run ({resume_command(config, run_dir)}), or pass another run_dir."
+            if is_run
+            else "Pass another run_dir."
+        )
     )
 
 
@@ -111,10 +109,8 @@ def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> 
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR) and run_dir.exists():
             raise _taken(run_dir, config) from error
         raise ConfigError(
-            "A run writes into a directory of its own.",
-            expected="a path where a directory can be made",
-            got=f"{run_dir} ({error.strerror})",
-            remedy="Pass another run_dir, on a disk with free space that you may write to.",
+            f"The directory {run_dir} can't be made: {error.strerror}. Pass another run_dir, on a disk with free "
+            "space that you may write to."
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -138,10 +134,8 @@ def locked(run_dir: Path) -> Iterator[None]:
                 fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
-                    "One process at a time trains in the directory of a run.",
-                    expected=f"no other process that trains in {run_dir}",
-                    got="one that does",
-                    remedy="Wait until it has ended, or stop it with Ctrl-C; then resume.",
+                    f"Another process trains in {run_dir}. Wait until it has ended, or stop it with Ctrl-C; then "
+                    "resume."
                 ) from None
         yield
     finally:
@@ -223,12 +217,12 @@ def load_config(run_dir: Path) -> TrainConfig:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            "The directory of a run holds its settings and its checkpoint.",
-            expected=f"a readable file {path}",
-            got=error.strerror if isinstance(error, OSError) else error,
-            remedy="Ask its owner for permission to read it."
-            if isinstance(error, PermissionError)
-            else _directory_advice(run_dir),
+            f"{path} can't be read: {error.strerror if isinstance(error, OSError) else error}. "
+            + (
+                "Ask its owner for permission to read it."
+                if isinstance(error, PermissionError)
+                else _directory_advice(run_dir)
+            )
         ) from None
     try:
         return TrainConfig.from_yaml(text)
@@ -251,12 +245,7 @@ def load_result(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         result = error
     if not isinstance(result, dict):
-        raise ConfigError(
-            "The result of a run can't be read.",
-            expected=f"a JSON object in {path}, or no file",
-            got=result,
-            remedy="Restore the file from a copy, or remove it.",
-        )
+        raise ConfigError(f"{path} can't be read: {result}. Restore the file from a copy, or remove it.")
     return result
 
 

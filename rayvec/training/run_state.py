@@ -160,10 +160,9 @@ def _acting_device(config: TrainConfig, env: RayVecEnv) -> str:
         return "cpu"
     if config.learner_device != "cpu" and "tcp" in env.transports:
         raise ConfigError(
-            "inference='node' acts on learner_device in the process that owns the workers of each node.",
-            expected="learner_device='cpu', num_nodes=0, or learners='decentralized', where each rank claims a GPU",
-            got=f"learner_device={config.learner_device!r} with environments on other nodes",
-            remedy="Pass learners='decentralized', or inference='worker'.",
+            f"inference='node' was passed with learner_device={config.learner_device!r} and environments on other "
+            "nodes. Pass learners='decentralized', where each rank claims a GPU, num_nodes=0, or "
+            "inference='worker'."
         )
     return config.learner_device
 

@@ -170,10 +170,8 @@ def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
     if config.native is not None:  # ActionMask wraps single environments only
         if mask_space is None and MASK_KEY in env.reset(seed=config.train_seed(0) + first_id)[1]:
             raise ConfigError(
-                "The action mask of native sub-batches is a part of their observations.",
-                expected=f"a Dict observation with {MASK_KEY!r}, or action_masks=False",
-                got=f"{MASK_KEY!r} in the infos",
-                remedy="Return the mask as a part of the observation, or pass action_masks=False to ignore it.",
+                f"The infos of native sub-batches have {MASK_KEY!r}. Return the mask as a part of a Dict "
+                "observation, or pass action_masks=False to ignore it."
             )
         return False
     if mask_space is not None:
@@ -237,10 +235,8 @@ def open_learner(config: TrainConfig, env: RayVecEnv, *, fewer: bool = False) ->
         is_dedicated = config.learner_mode == "dedicated"
         if config.num_nodes == 0 and is_dedicated:
             raise ConfigError(
-                "Dedicated ranks are on nodes of Ray where no environments step.",
-                expected="environments on nodes of Ray with learners='dedicated'",
-                got="num_nodes=0, which is this machine without Ray",
-                remedy="Pass num_nodes=1 or more, or learners='shared'.",
+                "learners='dedicated' was passed with num_nodes=0, which is this machine without Ray. Pass "
+                "num_nodes=1 or more, or learners='shared'."
             )
         if is_dedicated:
             _check_nodes_are_left(env)
@@ -276,10 +272,8 @@ def _check_nodes_are_left(env: RayVecEnv) -> None:
     if used.issuperset(node.node_id for node in nodes):
         other = f"num_nodes={len(nodes) - 1} or less" if len(nodes) > 1 else "learners='shared'"
         raise ConfigError(
-            "Dedicated ranks are on nodes of Ray where no environments step.",
-            expected="a node without environments with learners='dedicated'",
-            got=f"a cluster of {counted(len(nodes), 'node')}, all with environments",
-            remedy=f"Pass {other}, or add nodes.",
+            f"All of {counted(len(nodes), 'node')} of the cluster hold environments. learners='dedicated' needs a "
+            f"node without: pass {other}, or add nodes."
         )
 
 

@@ -51,10 +51,9 @@ def check_same_spaces(found: Sequence[tuple[spaces.Space[Any], spaces.Space[Any]
     for rank, (observation, action) in enumerate(found):
         if (observation, action) != found[0]:
             raise ConfigError(
-                "All environments of a run have the same spaces.",
-                expected=f"observations {found[0][0]} and actions {found[0][1]}, as on rank 0",
-                got=f"observations {observation} and actions {action} on rank {rank}",
-                remedy="Let the class or function that makes environments return the same spaces at every call.",
+                f"Rank {rank} has observations {observation} and actions {action}, and rank 0 has {found[0][0]} "
+                f"and {found[0][1]}. Let the class or function that makes environments return the same spaces at "
+                "every call."
             )
 
 
@@ -65,10 +64,8 @@ def check_kept_spaces(found: Sequence[spaces.Space[Any]], state: Mapping[str, An
     for name, ours, theirs in zip(("observations", "actions"), found, kept, strict=False):
         if parts_of(ours) != parts_of(theirs):
             raise ConfigError(
-                "A run is resumed and evaluated with the spaces that it began with.",
-                expected=f"{name} of {theirs}",
-                got=f"{name} of {ours}",
-                remedy="Undo the change of the environment, or start a new run.",
+                f"The environments have {name} of {ours}, and the run began with {theirs}. Undo the change of the "
+                "environment, or start a new run."
             )
 
 

@@ -52,10 +52,8 @@ def wandb_run(config: TrainConfig, run_dir: Path, run_id: str | None) -> Iterato
         )
     except (wandb.errors.Error, OSError) as error:
         raise ConfigError(
-            "Weights & Biases can't be reached.",
-            expected="an answer",
-            got=" ".join(str(error).split())[:300],
-            remedy="Run `wandb login`, set WANDB_MODE=offline, or leave track out.",
+            f"Weights & Biases can't be reached: {' '.join(str(error).split())[:300]}. Run `wandb login`, set "
+            "WANDB_MODE=offline, or leave track out."
         ) from error
     with run:
         yield run.id
@@ -71,8 +69,5 @@ def import_wandb() -> Any:
         return importlib.import_module("wandb")
     except ImportError as error:
         raise ConfigError(
-            "track='wandb' needs the package wandb.",
-            expected="the package wandb",
-            got=str(error),
-            remedy="Install rayvec[wandb], or leave track out.",
+            f"track='wandb' needs the package wandb: {error}. Install rayvec[wandb], or leave track out."
         ) from error

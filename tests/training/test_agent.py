@@ -284,7 +284,7 @@ def test_numbers_that_no_observation_has_are_refused(space: Any, good: Any, bad:
     for obs in good:
         agent.predict(obs)
     for obs in bad:
-        with pytest.raises(ConfigError, match=r"^An agent acts on numbers"):
+        with pytest.raises(ConfigError, match=r"^The observation contains"):
             agent.predict(obs)
 
 
@@ -327,7 +327,7 @@ def test_an_export_is_a_file_in_a_directory_that_exists(tmp_path: Path) -> None:
     agent = make_agent(rayvec.PPOConfig, VECTOR, FEW, {})
     (tmp_path / "policy.onnx").mkdir()
     for place in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ConfigError, match=r"a file .*, or none, in a directory that exists"):
+        with pytest.raises(ConfigError, match=r"policy\.onnx can't be written"):
             agent.export(place / "policy.onnx")
 
 

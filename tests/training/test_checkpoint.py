@@ -39,13 +39,13 @@ def test_state_comes_back_equal(tmp_path: Path) -> None:
 def test_objects_are_refused_and_the_old_checkpoint_stays(tmp_path: Path, value: object) -> None:
     path = tmp_path / "checkpoint.pt"
     checkpoint.save(path, {"step": 1})
-    with pytest.raises(CheckpointError, match=r"tensors and plain values only.*state\['deep'\]\[0\].*Remedy"):
+    with pytest.raises(CheckpointError, match=r"state\['deep'\]\[0\] is a .*tensors and plain values only"):
         checkpoint.save(path, {"deep": [value]})
     assert checkpoint.load(path) == {"step": 1}
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"Expected: a file .*absent\.pt\. Got: none\. Remedy"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*absent\.pt"):
         checkpoint.load(tmp_path / "absent.pt")
 
 
@@ -55,7 +55,7 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for size in [0, 1, *range(7, len(whole), len(whole) // 40), len(whole) - 1]:
         path.write_bytes(whole[:size])
-        with pytest.raises(CheckpointError, match="complete and undamaged"):
+        with pytest.raises(CheckpointError, match="no undamaged checkpoint"):
             checkpoint.load(path)
 
 
@@ -96,7 +96,7 @@ def test_foreign_files_are_refused_and_nothing_in_them_runs(tmp_path: Path, monk
 def test_later_format(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save({"kind": "rayvec checkpoint", "format": 99, "state": {}}, path)
-    with pytest.raises(CheckpointError, match=r"Expected: version 2 .* Got: version 99\."):
+    with pytest.raises(CheckpointError, match=r"format version 99\. .* version 2"):
         checkpoint.load(path)
 
 

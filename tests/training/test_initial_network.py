@@ -86,7 +86,7 @@ def test_weights_of_another_network(tmp_path: Path, changes: dict[str, Any], wor
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
     with pytest.raises(ConfigError, match=words) as caught:
         rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a", **changes))
-    assert "same network" in str(caught.value)
+    assert "another network" in str(caught.value)
     assert not (tmp_path / "b").exists()
 
 
@@ -129,14 +129,14 @@ def test_weights_for_other_spaces(tmp_path: Path, env: Any, words: str | None) -
 
 def test_statistics_that_the_run_does_not_have(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, normalize_obs=True))
-    with pytest.raises(ConfigError, match=r"Expected: no obs_moments\.mean\. Got: obs_moments\.mean \(4,\) in"):
+    with pytest.raises(ConfigError, match=r"has obs_moments\.mean \(4,\), and this run needs no obs_moments"):
         rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a"))
 
 
 def test_weights_of_another_algorithm_or_of_nothing(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
     settings = {"env_id": "CartPole-v1", "init_from": tmp_path / "a", "learning_starts": 10, "total_steps": 64, **HERE}
-    with pytest.raises(ConfigError, match="same network"):
+    with pytest.raises(ConfigError, match="another network"):
         rayvec.train(rayvec.SACConfig(run_dir=tmp_path / "b", **settings))
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "nowhere"))

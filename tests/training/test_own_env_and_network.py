@@ -88,9 +88,9 @@ def test_what_has_no_name_is_passed_again(tmp_path: Path) -> None:
 def test_a_run_keeps_the_parts_that_have_a_name(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64), env=Line, network=two_heads)
     rayvec.resume(tmp_path / "a", env=Line, network=two_heads)
-    with pytest.raises(ConfigError, match=r"env_id.*it began with.*make_line"):
+    with pytest.raises(ConfigError, match=r"env_id.*make_line.*began with"):
         rayvec.resume(tmp_path / "a", env=make_line)
-    with pytest.raises(ConfigError, match=r"network.*it began with.*two_heads.*local_heads"):
+    with pytest.raises(ConfigError, match=r"network.*local_heads.*began with.*two_heads"):
         rayvec.resume(tmp_path / "a", network=local_heads)
 
 
@@ -215,13 +215,13 @@ class NotRegistered(PPOConfig):
     "config", ["CartPole-v1", {"env_id": "CartPole-v1"}, None, PPOConfig, TrainConfig(), NotRegistered()]
 )
 def test_what_is_no_settings_of_a_learner(config: Any) -> None:
-    with pytest.raises(ConfigError, match="object of PPOConfig"):
+    with pytest.raises(ConfigError, match="must be an object of PPOConfig"):
         rayvec.train(config)
 
 
 @pytest.mark.parametrize("env", [["CartPole-v1"], 7])
 def test_what_is_no_environment(env: Any) -> None:
-    with pytest.raises(ConfigError, match="env says which environment"):
+    with pytest.raises(ConfigError, match="env is"):
         rayvec.train(PPOConfig(), env=env)
 
 
@@ -234,7 +234,7 @@ def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"Environment 1 has the observation space"):
         rayvec.train(tiny(tmp_path / "a"), env=own_envs.Changing())
     ranks = {"num_learners": 2, "learners": "decentralized", "num_envs": 2, "num_steps": 32}
-    with pytest.raises(ConfigError, match=r"same spaces.*rank 0.*rank 1"):
+    with pytest.raises(ConfigError, match=r"Rank 1 .*rank 0.*same spaces"):
         rayvec.train(tiny(tmp_path / "a", **ranks), env=own_envs.ByProcess(tmp_path / "first"))
     assert not (tmp_path / "a").exists()
 
@@ -242,14 +242,14 @@ def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
 def test_a_run_whose_environment_has_changed(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=128, eval_interval_steps=64, eval_episodes=2), env=LOCAL_LINE)
     for env in (lambda: Line(width=5), lambda: ReshapeObservation(Line(), (2, 1))):
-        with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
+        with pytest.raises(ConfigError, match=r"began with.*\(2,\).*Undo the change"):
             rayvec.resume(tmp_path / "a", env=env)
-        with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
+        with pytest.raises(ConfigError, match=r"began with.*\(2,\).*Undo the change"):
             evaluate_run(tmp_path / "a", env=env)
-        with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
+        with pytest.raises(ConfigError, match=r"began with.*\(2,\).*Undo the change"):
             evaluate_run(tmp_path / "a", checkpoint="best.pt", env=env)
     ranks = {"num_learners": 2, "learners": "decentralized"}
-    with pytest.raises(ConfigError, match=r"spaces that it began with.*\(2,\).*Undo the change"):
+    with pytest.raises(ConfigError, match=r"began with.*\(2,\).*Undo the change"):
         rayvec.resume(tmp_path / "a", env=lambda: ReshapeObservation(Line(), (2, 1)), **ranks)
 
 

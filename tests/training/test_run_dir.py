@@ -27,7 +27,7 @@ from rayvec.training.runs import make_env, make_learner
 
 def test_one_process_at_a_time_trains_in_a_directory(tmp_path: Path) -> None:
     run_dir = rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0)).run_dir
-    with locked(run_dir), pytest.raises(ConfigError, match=r"One process at a time.*Remedy: Wait"):
+    with locked(run_dir), pytest.raises(ConfigError, match="Another process trains in"):
         rayvec.resume(run_dir)
     rayvec.resume(run_dir)
 
@@ -54,7 +54,7 @@ def test_a_run_directory_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.
 def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path, lost: str) -> None:
     state = {"weights": torch.zeros(1), "learner": {}, "collector": {}, "progress": asdict(Progress())}
     begin_run_dir(tmp_path / "a", tiny(tmp_path / "a"), {name: part for name, part in state.items() if name != lost})
-    with pytest.raises(CheckpointError, match=rf"whole state.*no {lost}.*Remedy"):
+    with pytest.raises(CheckpointError, match=rf"whole state.*no {lost}"):
         load_run(tmp_path / "a")
 
 
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path, part: str) -> N
     run_dir = rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0)).run_dir
     state = load_run(run_dir)[1]
     save_checkpoint(run_dir, {**state, part: {"something": 1}})
-    with pytest.raises(CheckpointError, match=r"Expected: .*Got: .*something|first_step|noise_seed"):
+    with pytest.raises(CheckpointError, match=r"something|first_step|noise_seed"):
         rayvec.resume(run_dir)
 
 
@@ -88,7 +88,7 @@ def test_parts_that_acting_needs_are_checked(whole: Path, tmp_path: Path, part: 
     run_dir = Path(shutil.copytree(whole, tmp_path / "a"))
     save_checkpoint(run_dir, {**load_run(run_dir)[1], part: value})
     for act in (rayvec.load, rayvec.resume):
-        with pytest.raises(CheckpointError, match=rf"{part}.*Remedy"):
+        with pytest.raises(CheckpointError, match=part):
             act(run_dir)
 
 
@@ -114,7 +114,7 @@ def test_parts_that_resuming_needs_are_checked(whole: Path, tmp_path: Path, plac
     assert place[-1] in part
     part[place[-1]] = value
     save_checkpoint(run_dir, state)
-    with pytest.raises(CheckpointError, match=r"Expected: .*Got: .*Remedy"):
+    with pytest.raises(CheckpointError, match=r"[Cc]heckpoint|state"):
         rayvec.resume(run_dir)
 
 
@@ -126,23 +126,25 @@ def test_a_directory_with_the_longest_name(tmp_path: Path) -> None:
 
 def test_a_directory_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     run_dir = tmp_path / os.fsdecode(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"Expected: a path in UTF-8, and a locale .*Got: b'.*xff"):
+    with pytest.raises(ConfigError, match=r"path b'.*xff.* UTF-8"):
         rayvec.train(tiny(run_dir))
     assert not any(tmp_path.iterdir())
 
 
 def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    with pytest.raises(ConfigError, match=r"which exists.*Remedy: Pass another run_dir\.$"):
+    with pytest.raises(ConfigError, match=r"which exists\. Pass another run_dir\.$"):
         rayvec.train(tiny(tmp_path / "a"))
     assert not list((tmp_path / "a").iterdir())
     (tmp_path / "a" / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=r"Remedy: Resume that run \(.*--resume .*\), or pass another run_dir\.$"):
+    with pytest.raises(
+        ConfigError, match=r"which exists\. Resume that run \(.*--resume .*\), or pass another run_dir\.$"
+    ):
         rayvec.train(tiny(tmp_path / "a"))
 
 
 def test_a_path_that_can_not_be_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"can be made.*name too long.*Remedy"):
+    with pytest.raises(ConfigError, match=r"can't be made: .*name too long"):
         rayvec.train(tiny(tmp_path / ("a" * 300)))
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="which exists"):
@@ -150,16 +152,16 @@ def test_a_path_that_can_not_be_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_run_that_cannot_begin_leaves_no_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Got: .*NoSuchEnvironment-v0.*Remedy"):
+    with pytest.raises(ConfigError, match="NoSuchEnvironment-v0"):
         rayvec.train(tiny(tmp_path / "runs" / "a", env_id="NoSuchEnvironment-v0"))
     assert not (tmp_path / "runs").exists()
 
 
 def test_resuming_needs_a_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.yaml.*No such file.*Remedy"):
+    with pytest.raises(ConfigError, match=r"config\.yaml can't be read: No such file"):
         rayvec.resume(tmp_path)
     (tmp_path / "config.yaml").write_text(PPOConfig().to_yaml())
-    with pytest.raises(CheckpointError, match="Got: none"):
+    with pytest.raises(CheckpointError, match="There is no checkpoint"):
         rayvec.resume(tmp_path)
     (tmp_path / "checkpoint.pt").write_bytes(b"PK\x03\x04 half a")
     with pytest.raises(CheckpointError, match=r"truncated.*Restore the file from a copy, or start"):
