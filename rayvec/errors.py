@@ -14,7 +14,7 @@ Wrong use of a vector environment raises Gymnasium's own errors (`ClosedEnvironm
 an environment raises is raised again with its own type and message; its ``__cause__`` is an
 :class:`EnvError` that says where it happened.
 
-Every message states a rule, what it expects, what rayvec got, and a remedy.
+A message says what happened, then what was expected, then what to do.
 """
 
 from __future__ import annotations
