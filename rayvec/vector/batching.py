@@ -136,8 +136,9 @@ def check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
     elif found.observations:
         differ = next(i for i, space in enumerate(found.observations) if space != single)
         raise SpacesError(
-            f"Environment {differ} has the observation space {found.observations[differ]}, and environment 0 has "
-            f"{single}. Make them equal by a wrapper, or pass observation_mode='different'."
+            "With observation_mode='same' the sub-environments observation spaces are not equivalent: environment "
+            f"{differ} has {found.observations[differ]}, and environment 0 has {single}. If this is intentional, use "
+            "`observation_mode='different'` instead."
         )
     if found.actions_differ is not None:
         differ, other = found.actions_differ

@@ -73,9 +73,9 @@ def test_assigned_parts_are_balanced_and_stay_where_they_can(current: list[Any],
     [
         ((2, 1), "1 <= min <= max"),
         ((0, 2), "1 <= min <= max"),
-        ((1, 2, 3), "two whole numbers"),
-        ((1.0, 2), "two whole numbers"),
-        ((True, 2), "two whole numbers"),
+        ((1, 2, 3), "with whole numbers"),
+        ((1.0, 2), "with whole numbers"),
+        ((True, 2), "with whole numbers"),
         ((1, 5), "max at most 4"),
     ],
 )

@@ -423,7 +423,7 @@ class TestInput:
                 partial(collector.set_weights, np.ones(128, np.float32)),
                 collector.reset,
             ):
-                with pytest.raises(ConfigError, match="one after close"):
+                with pytest.raises(ConfigError, match="after close"):
                     call()
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
@@ -504,7 +504,7 @@ class TestPoliciesThatFail:
         policy = Policy(make_actor_critic(env.single_observation_space, env.single_action_space))
         collector = Collector(env, policy)
         collector.set_weights(np.zeros(3, np.float32))
-        with pytest.raises(ConfigError, match="Weights are one flat vector") as caught:
+        with pytest.raises(ConfigError, match=r"weights have shape \(3,\)") as caught:
             collector.collect(n_step=2)
         assert "worker 0" in str(caught.value.__cause__)
 
@@ -533,7 +533,7 @@ def test_an_episode_that_a_fault_cut_does_not_count_as_one_that_never_ends() -> 
         collector = Collector(env, lambda obs: np.zeros(len(obs), int), seed=1)
         assert collector.play(2, max_len=80).lens.tolist() == [70, 70]
         assert collector.collect(n_step=5).stats.n_restarts == 0
-        with pytest.raises(ConfigError, match="within max_len steps"):
+        with pytest.raises(ConfigError, match="not end within 40 steps"):
             collector.play(1, max_len=40)
 
 

@@ -336,7 +336,7 @@ def test_a_box_without_bounds_has_no_uniform_actions() -> None:
 
 
 def test_a_random_start_is_not_deterministic() -> None:
-    with pytest.raises(ConfigError, match="deterministic or random_start, not both"):
+    with pytest.raises(ConfigError, match="deterministic=True and random_start=True"):
         Policy(make_actor_critic(BOX, spaces.Discrete(2)), deterministic=True, random_start=True)
 
 

@@ -233,7 +233,7 @@ class TestBadInput:
             RayVecEnv([lambda: shared] * 2, num_nodes=0, workers_per_node=0)
 
     def test_observations_that_no_array_holds(self) -> None:
-        with pytest.raises(ConfigError, match="stores observations in arrays"):
+        with pytest.raises(ConfigError, match="The observation space is Text"):
             RayVecEnv(env_fns(2, spaces.Text(3)), num_nodes=0, workers_per_node=0)
 
     @pytest.mark.parametrize("kind", ["observation", "action"])

@@ -231,7 +231,7 @@ def test_an_environment_that_is_none(tmp_path: Path) -> None:
 
 
 def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"Environment 1 has the observation space"):
+    with pytest.raises(RuntimeError, match=r"observation spaces are not equivalent: environment 1"):
         rayvec.train(tiny(tmp_path / "a"), env=own_envs.Changing())
     ranks = {"num_learners": 2, "learners": "decentralized", "num_envs": 2, "num_steps": 32}
     with pytest.raises(ConfigError, match=r"Rank 1 .*rank 0.*same spaces"):

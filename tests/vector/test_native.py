@@ -504,7 +504,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "modes": ({"env": [partial(counting, 2), partial(counting, 2, "SameStep")]}, "at the same time"),
     "another mode": ({"env": [partial(counting, 2)], "autoreset_mode": "SameStep"}, "reset environments themselves"),
     "no mode": ({"env": [partial(Odd, "mode")]}, "autoreset_mode"),
-    "groups": ({"env": [partial(counting, 2)], "groups": 2}, "in one group"),
+    "groups": ({"env": [partial(counting, 2)], "groups": 2}, "groups=2 was passed with 1 native"),
 }
 
 
