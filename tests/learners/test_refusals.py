@@ -19,16 +19,20 @@ GRU = {"recurrent": "gru"}
 @pytest.mark.parametrize(
     ("kind", "settings", "expected"),
     [
-        (PPOConfig, {"minibatch_size": 9, "num_envs": 2, "num_steps": 4}, r"num_envs \* num_steps = 8. Got: 9"),
-        (PPOConfig, {"compile": "maybe"}, r"'auto' \| True \| False. Got: 'maybe'"),
-        (IMPALAConfig, {"num_envs": 4, "num_minibatches": 5}, "num_minibatches at most num_envs = 4"),
-        (SACConfig, {"replay_size": 100, "batch_size": 101}, "batch_size at most replay_size = 100.*Got: 101"),
-        (SACConfig, {"total_steps": 16, "learning_starts": 16}, "learning_starts below total_steps = 16"),
-        (PPOConfig, {**GRU, "num_steps": 64, "sequence_length": 65}, "sequence_length at most num_steps = 64"),
-        (IMPALAConfig, {**GRU, "num_steps": 32, "sequence_length": 33}, "sequence_length at most num_steps = 32"),
-        (IMPALAConfig, {**GRU, "burn_in": 16}, "burn_in below sequence_length = 16"),
-        (PPOConfig, {**GRU, "minibatch_size": 15}, "minibatch_size at least .* = 16"),
-        (PPOConfig, {**GRU, "minibatch_size": 31, "num_learners": 2}, "minibatch_size at least .* = 32"),
+        (
+            PPOConfig,
+            {"minibatch_size": 9, "num_envs": 2, "num_steps": 4},
+            r"minibatch_size is 9\. .* num_envs \* num_steps = 8",
+        ),
+        (PPOConfig, {"compile": "maybe"}, r"compile is 'maybe'\. .* 'auto' \| True \| False"),
+        (IMPALAConfig, {"num_envs": 4, "num_minibatches": 5}, r"num_minibatches is 5\. .* at most num_envs = 4"),
+        (SACConfig, {"replay_size": 100, "batch_size": 101}, r"batch_size is 101\. .* at most replay_size = 100"),
+        (SACConfig, {"total_steps": 16, "learning_starts": 16}, "below total_steps = 16"),
+        (PPOConfig, {**GRU, "num_steps": 64, "sequence_length": 65}, "at most num_steps = 64"),
+        (IMPALAConfig, {**GRU, "num_steps": 32, "sequence_length": 33}, "at most num_steps = 32"),
+        (IMPALAConfig, {**GRU, "burn_in": 16}, "below sequence_length = 16"),
+        (PPOConfig, {**GRU, "minibatch_size": 15}, "minibatch_size is 15.* at least .* = 16"),
+        (PPOConfig, {**GRU, "minibatch_size": 31, "num_learners": 2}, "minibatch_size is 31.* at least .* = 32"),
         (PPOConfig, {"recurrent": "rnn"}, "'gru' | 'lstm' | None"),
         (PPOConfig, {**GRU, "recurrent_size": 0}, "at least 1"),
         (IMPALAConfig, {**GRU, "burn_in": -1}, "at least 0"),
@@ -43,8 +47,8 @@ def test_settings(kind: Any, settings: dict[str, Any], expected: str) -> None:
 @pytest.mark.parametrize(
     ("space", "remedy"),
     [
-        (spaces.Box(-np.inf, np.inf, (2,), np.float32), "Bound the actions"),
-        (spaces.Box(0, 5, (2,), np.int64), "floating-point dtype"),
+        (spaces.Box(-np.inf, np.inf, (2,), np.float32), "finite bounds"),
+        (spaces.Box(0, 5, (2,), np.int64), "floating-point Box"),
         (spaces.Box(0, 5, (0,), np.float32), "at least one number"),
         (spaces.MultiDiscrete([2, 2]), r"gymnasium\.wrappers\.TransformAction"),
         (spaces.MultiBinary(2), r"gymnasium\.wrappers\.TransformAction"),
@@ -52,5 +56,5 @@ def test_settings(kind: Any, settings: dict[str, Any], expected: str) -> None:
     ids=["unbounded", "integers", "empty", "multi-discrete", "multi-binary"],
 )
 def test_action_spaces_of_sac(space: spaces.Space[Any], remedy: str) -> None:
-    with pytest.raises(ConfigError, match=f"Remedy: .*{remedy}"):
+    with pytest.raises(ConfigError, match=remedy):
         make_learner(space, dtype=torch.float32)
