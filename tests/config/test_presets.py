@@ -121,7 +121,7 @@ def test_an_algorithm_of_ones_own_has_no_presets(monkeypatch: pytest.MonkeyPatch
         (PPOConfig, "mujoko", "'classic' | 'box2d' | 'mujoco'"),
         (PPOConfig, None, "'classic' | 'box2d' | 'mujoco'"),
         (PPOConfig, [], "'classic' | 'box2d' | 'mujoco'"),
-        (SACConfig, "atari", "none, classic, box2d, mujoco for sac"),
+        (SACConfig, "atari", "sac has the presets none, classic, box2d, mujoco"),
     ],
 )
 def test_an_unknown_preset_is_refused(kind: Any, preset: Any, error: str) -> None:

@@ -137,8 +137,8 @@ class Detached(own_parts.TwoHeads):
     ("function", "text"),
     [
         (own_parts.too_many_outputs, r"shape \(3, 7\) .*shape \(3, 2\)"),
-        (own_parts.no_parameters, "with 0 parameters"),
-        (own_parts.not_picklable, "can be pickled.*lock"),
+        (own_parts.no_parameters, "None of the 0 parameters"),
+        (own_parts.not_picklable, "can't be pickled.*lock"),
         (lambda o, a, c: torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(3, 3)), "Do in forward"),
         (lambda: torch.nn.Linear(3, 2), "raised TypeError.*observation space, action space, settings"),
         (own_parts.no_module, "returned function.*torch.nn.Module"),

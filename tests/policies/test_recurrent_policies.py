@@ -166,7 +166,7 @@ def test_weights_are_loaded_and_states_stay() -> None:
     ):
         with pytest.raises(ConfigError, match=r"weights have shape .*the same kind of module"):
             policy.load_weights(wrong)
-    with pytest.raises(ConfigError, match="one flat vector"):
+    with pytest.raises(ConfigError, match="weights have shape"):
         Policy(make(obs=SIGHT)).load_weights(flat_weights(module))
 
 

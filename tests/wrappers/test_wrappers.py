@@ -36,7 +36,7 @@ def test_four_grey_frames_as_bytes() -> None:
 
 
 def test_frames_are_skipped_once() -> None:
-    with pytest.raises(ConfigError, match=r"frameskip=4.*--env-kwargs frameskip 1"):
+    with pytest.raises(ConfigError, match=r"frameskip is 4.*--env-kwargs frameskip 1"):
         atari(gymnasium.make("ale_py:ALE/Breakout-v5"))
 
 
