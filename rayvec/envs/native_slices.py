@@ -52,6 +52,7 @@ class NativeSlice(Slice):
         """Attaches the arrays. A replacement begins with cut episodes."""
         super().open(layout, arrays)
         self._leaves = list(tree_leaves(self._obs))
+        self._waiting = np.zeros(self.num_envs, bool)  # for a reset by the caller, after their episode has ended
         for unit in range(len(self._envs)):
             states = arrays["episode"][self._rows(unit)]
             states[:] = NEW if (states == NEW).all() else CUT
@@ -87,6 +88,7 @@ class NativeSlice(Slice):
             done = terminated | truncated
             # now, since a reset may write into these arrays
             self._rew[rows], self._terminated[rows], self._truncated[rows] = rew, terminated, truncated
+            self._waiting[rows] = done & (mode == Autoreset.DISABLED)
             if mode == Autoreset.SAME_STEP and done.any():
                 if self.native_mode == Autoreset.DISABLED:
                     obs, info = self._reset_within(unit, obs, info, done)
@@ -186,6 +188,7 @@ class NativeSlice(Slice):
         obs, info = self._reset_some(unit, seeds, options, mask)
         self._write(unit, obs)
         self._clear(np.flatnonzero(mask) + rows.start)
+        self._waiting[rows] &= ~mask
         self.arrays["episode"][rows] = RUNNING
         self._say(unit, {**info, **(mark or {})})
 
@@ -210,10 +213,10 @@ class NativeSlice(Slice):
     def _begin_unit(self, unit: int) -> None:
         rows = self._rows(unit)
         state = self._episode[rows.start]
-        waiting = self._terminated[rows] | self._truncated[rows]
+        waiting = self._waiting[rows].copy()
         if state != RUNNING:
             self._reset_whole(unit, mark=self._mark(unit) if state == CUT else None)
-        elif self.native_mode == Autoreset.DISABLED and waiting.any():
+        elif waiting.any():
             self._reset_unit(unit, None, None, waiting)
 
     def _write(self, unit: int, obs: Any) -> None:

@@ -159,7 +159,7 @@ class LocalWorker:
         self._pending.popleft()
         self._taken = (slot + 1) % len(ring.has_rest)
         self._since = time.monotonic()
-        if self._objects and answer.value is not None and command.op in STEPPING:
+        if self._objects and answer.value is not None and command.op in STEPPING and command.op != Op.ROLLOUT:
             for leaf, values in zip(self._objects, answer.value, strict=True):
                 leaf[command.rows] = np.fromiter(values, object, len(values))
             answer = answer._replace(value=None)
@@ -188,10 +188,15 @@ class LocalWorker:
             raise self._hangs(name, limit_s * times, waited_s)
 
     def _limit(self) -> tuple[str, float | None, int]:
-        """Returns the name and the seconds of the present limit, and how many such limits may pass."""
+        """Returns the name and the seconds of the present limit, and how many such limits may pass.
+
+        While a policy acts, these are as many as its chunk has steps: its first call may compile it.
+        """
         if self._is_starting or (self._pending and self._pending[0].op == Op.LOAD):
             return "start_timeout_s", self._policy.start_timeout_s, 1
-        return "step_timeout_s", self._policy.step_timeout_s, 1
+        command, policy_acts = self._pending[0] if self._pending else None, self._progress % 2 == 0
+        steps = command.rest.request.num_steps if command and command.op == Op.ROLLOUT and policy_acts else 1
+        return "step_timeout_s", self._policy.step_timeout_s, steps
 
     def _died(self) -> ChildLost:
         self._process.wait(_END_S)

@@ -163,6 +163,9 @@ class Ring:
         addresses = [block.block.address(name, index) for name in ("go", "done")]
         self.go, self.done = (Semaphore(address, initialise=initialise) for address in addresses)
         self._next = 0
+        self._known_rows, self._is_all = self._all_rows, True
+        self._known_actions: tuple[Any, Any] = (None, None)
+        self._heads: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
     def next_slot(self) -> int:
         """Returns the slot of the next command."""
@@ -175,16 +178,35 @@ class Ring:
         leaves: Sequence[NDArray[Any]] = ()
         rest, count = command.rest, len(command.rows)
         if command.op == Op.STEP:
-            fitting = action_leaves(command.actions, self._layout, count)
+            fitting = self._fitting(command.actions, count)
             rest, leaves = (command.actions, ()) if fitting is None else (None, fitting)
-        row, is_all = self._ring[slot], count == len(self._all_rows) and (command.rows == self._all_rows).all()
+        if command.rows is not self._known_rows:  # a fleet passes the same array again
+            self._known_rows = command.rows
+            self._is_all = np.array_equal(command.rows, self._all_rows)
         for actions, leaf in zip(self._actions, leaves, strict=False):
-            actions.view(leaf.dtype.char)[slice(None) if is_all else command.rows] = leaf
+            actions.view(leaf.dtype.char)[slice(None) if self._is_all else command.rows] = leaf
         codes = [ord(leaf.dtype.char) for leaf in leaves]
-        row[: _CODES + len(codes)] = [command.op, command.mode, _ALL if is_all else count, rest is not None, *codes]
-        if not is_all:
+        head = command.op, command.mode, _ALL if self._is_all else count, rest is not None, *codes
+        row = self._ring[slot]
+        row[: len(head)] = self._head(head)
+        if not self._is_all:
             row[self._rows_at : self._rows_at + count] = command.rows
         return rest
+
+    def _head(self, head: tuple[int, ...]) -> NDArray[np.int64]:
+        known = self._heads.get(head)
+        if known is None:
+            known = self._heads[head] = np.array(head, np.int64)
+        return known
+
+    def _fitting(self, actions: Tree, count: int) -> list[NDArray[Any]] | None:
+        """Returns the leaves of actions that their rows can hold; None if they can't."""
+        if type(actions) is np.ndarray and (actions.dtype, actions.shape) == self._known_actions:
+            return [actions]
+        leaves = action_leaves(actions, self._layout, count)
+        if leaves is not None and type(actions) is np.ndarray:
+            self._known_actions = actions.dtype, actions.shape
+        return leaves
 
     def read(self, slot: int, pipe: Connection) -> Command:
         """Reads a command. Actions are copied: environments may keep a reference to them."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rayvec.data.global_random import seed_globals
-from rayvec.data.layouts import index_tree
+from rayvec.data.layouts import ArrayLayout, index_tree
 from rayvec.data.trees import tree_leaves
 from rayvec.envs.failures import FAILURES, captured, end_if_forked
 from rayvec.envs.native_slices import NativeSlice
@@ -27,6 +27,8 @@ from rayvec.node.chunk_memory import dumps
 from rayvec.node.memory import BlockSpec, MachineBlock, receive, send
 from rayvec.node.preloaded import check_threads
 from rayvec.pools.shared_memory import keep_freed_memory
+from rayvec.rollout.policy_host import PolicyHost
+from rayvec.rollout.stepper import Here, Stepper
 
 __all__ = ["CLOSE", "WorkerSpec", "worker_main"]
 
@@ -172,7 +174,7 @@ def _pickled(answer: Answer, name: str) -> bytes:
 
 
 class _Worker:
-    """What a worker does beside its slice: global random generators, and observations that are objects.
+    """What a worker does beside its slice: policies, global random generators, and observations that are objects.
 
     Args:
         spec: What it started with.
@@ -182,16 +184,40 @@ class _Worker:
 
     def __init__(self, spec: WorkerSpec, slice_: Slice, objects: list[Any]) -> None:
         self._spec, self._slice, self._objects = spec, slice_, objects
+        layout = ArrayLayout.of(slice_.spaces.action)
+        self._stepper = Stepper(Here(slice_), layout, slice_.first_id, slice_.native_mode)
+        self._host = PolicyHost(self._stepper)
 
     def execute(self, command: Command) -> Answer:
         """Executes a command."""
+        if command.op in (Op.LOAD, Op.DROP, Op.ROLLOUT):
+            return self._act(command)
+        if command.op == Op.STEP:
+            self._host.note_absence()
         if command.op == Op.RESET:
+            self._host.note_reset(command.rows)
             seeds = dict(zip(command.rows.tolist(), command.rest[0], strict=True))
             _seed(seeds.get(0), self._spec.first_id)
         answer = self._slice.execute(command)
         if self._objects and command.op in STEPPING:
             answer = answer._replace(value=[leaf[command.rows].tolist() for leaf in self._objects])
         return answer
+
+    def _act(self, command: Command) -> Answer:
+        """Executes a command for policies."""
+        value = None
+        try:
+            if command.op == Op.LOAD:
+                self._host.load(*command.rest)
+            elif command.op == Op.DROP:
+                self._host.drop(*command.rest)
+            else:
+                value = self._host.take(command.rest)
+        except FAILURES as error:
+            return Answer(failure=captured(error, self._spec.name))
+        notes = tuple(self._stepper.notes)
+        self._stepper.notes.clear()
+        return Answer(value=value, notes=notes)
 
     def close(self) -> None:
         """Closes the environments."""

@@ -11,6 +11,7 @@ from rayvec.data import Chunk, ChunkRequest, RolloutTimes
 from rayvec.pools.base import Cut, EnvPool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, rollout
 from rayvec.rollout.recorder import Empty
+from rayvec.rollout.stepper import Stepper
 
 __all__ = ["Inference"]
 
@@ -43,7 +44,7 @@ class Inference:
 
     def take(
         self,
-        pool: EnvPool,
+        pool: EnvPool | Stepper,
         policy: ActingPolicy,
         request: ChunkRequest,
         weights_version: int,

@@ -21,7 +21,9 @@ from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.pools.base import Autoreset, Cut, EnvPool
 from rayvec.pools.restart_state import are_restarted, is_restarted
 from rayvec.pools.shared_memory import ArrayLayout
+from rayvec.rollout.column_recorder import ColumnRecorder, restarted_in
 from rayvec.rollout.recorder import Empty, Recorder
+from rayvec.rollout.stepper import Stepper
 from rayvec.rollout.sub_batch_recorder import NativeRecorder
 
 __all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "rollout"]
@@ -124,7 +126,7 @@ class Stopwatch:
 
 
 def rollout(
-    pool: EnvPool,
+    pool: EnvPool | Stepper,
     policy: ActingPolicy,
     num_steps: int,
     *,
@@ -173,8 +175,7 @@ def rollout(
     batches = [pool.recv(ids) for ids in groups]
     next_step = pool.native_mode == Autoreset.NEXT_STEP
     autoreset = Autoreset.NEXT_STEP if next_step else Autoreset.SAME_STEP
-    kind = Recorder if pool.native_mode is None else partial(NativeRecorder, next_step=next_step)
-    recorder = kind(num_steps, env_ids, groups, batches, pool.action_layout, empty)
+    recorder = _recorder_kind(pool, next_step=next_step)(num_steps, env_ids, groups, batches, pool.action_layout, empty)
     if begin_episodes is not None:
         begun = groups[0] if begun is None else begun
         begin_episodes(_begun_before(pool.first_id, batches[0], begun))
@@ -207,6 +208,12 @@ def rollout(
     return recorder.chunk(first_step, weights_version)
 
 
+def _recorder_kind(pool: EnvPool | Stepper, *, next_step: bool) -> Callable[..., Recorder]:
+    if isinstance(pool, Stepper):
+        return partial(ColumnRecorder, next_step=next_step)
+    return Recorder if pool.native_mode is None else partial(NativeRecorder, next_step=next_step)
+
+
 def _two_results(results: Any) -> tuple[Tree, dict[str, NDArray[Any]]]:
     if type(results) is tuple and len(results) == 2 and isinstance(results[1], dict):
         return results
@@ -231,7 +238,9 @@ def _stacked(actions: Any, layout: ArrayLayout | None) -> Tree:
 def _begun_before(first_id: int, batch: StepBatch, begun: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns which environments are, before the first step, in an episode whose beginning the policy has not seen."""
     ids = set(begun.tolist())
-    for info in batch.info:
+    if isinstance(batch.info, dict):
+        ids.update(np.flatnonzero(restarted_in(batch.info, len(batch.env_ids))).tolist())
+    for info in batch.info if isinstance(batch.info, tuple) else ():
         if isinstance(info, SubBatchInfo):
             first = info.env_id - first_id
             ids.update(range(first, first + info.num_envs) if are_restarted(info.columns) else ())

@@ -1,0 +1,179 @@
+"""Policies over slices and fleets take the chunks that they take over the environments of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
+from helpers.fleet_kit import RESTART, Steps, fleet_of, slice_of
+from helpers.testing import assert_identical
+
+from rayvec.data import Chunk, ChunkRequest
+from rayvec.data.chunk import AXES
+from rayvec.data.join_chunks import join_chunks
+from rayvec.data.layouts import ArrayLayout
+from rayvec.envs.factory import EnvFactory
+from rayvec.envs.slices import own_arrays
+from rayvec.fleet.commands import Command, Op
+from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
+from rayvec.node.machine import Machine
+from rayvec.rollout.policy_host import ChunkOrder, PolicyHost
+from rayvec.rollout.stepper import Here, Stepper
+from rayvec.vector.ray_vec_env import RayVecEnv
+
+SEED, STEPS = 5, 9
+DRIFT = [DriftEnv] * 5
+SPACE = [partial(SpaceEnv, gymnasium.spaces.Box(-1, 1, (2,), np.float32))] * 3
+
+
+def run(target: Any, command: Command) -> Any:
+    ticket = target.post(command)
+    target.wait(ticket)
+    answer = target.take(ticket)
+    assert answer.failure is None, answer.failure
+    return answer.value
+
+
+def reset(target: Any) -> None:
+    rows = np.arange(target.num_envs)
+    run(target, Command(Op.RESET, rows, rest=([SEED + row for row in rows.tolist()], None)))
+
+
+def host_over(target: Any, spaces: Any, groups: Any = None) -> PolicyHost:
+    return PolicyHost(Stepper(target, ArrayLayout.of(spaces.action), 0, spaces.native_mode), groups)
+
+
+def slice_host(fns: Sequence[Callable[[], Any]], policy: RestartPolicy = NO_RESTARTS, native: bool = False) -> Any:
+    slice_ = slice_of(fns, policy, native=native)
+    layout = ArrayLayout.with_objects(slice_.spaces.observation)
+    slice_.open(layout, own_arrays(layout, slice_.num_envs))
+    here = Here(slice_)
+    reset(here)
+    return host_over(here, slice_.spaces)
+
+
+def order(k: int, version: int = 0, weights: Any = None) -> ChunkOrder:
+    return ChunkOrder(1, ChunkRequest(STEPS, STEPS * k, SEED), version, weights)
+
+
+def chunks_of(host: PolicyHost, policy: Any) -> list[Chunk]:
+    host.load(1, cloudpickle.dumps(policy))
+    return [host.take(order(k)).chunk for k in range(3)]
+
+
+def reference(fns: Sequence[Callable[[], Any]], policy: Any, **settings: Any) -> list[Chunk]:
+    """Returns the chunks that a vector environment takes in this process."""
+    with closing(RayVecEnv(list(fns), num_nodes=0, workers_per_node=0, **settings)) as env:
+        return [env.rollout(policy, STEPS, seed=SEED if k == 0 else None, inference="driver") for k in range(3)]
+
+
+def is_equal(mine: Any, yours: Any) -> bool:
+    """Numbers and arrays of one number count as equal, whatever their types."""
+    if isinstance(mine, dict):
+        return set(mine) == set(yours) and all(is_equal(mine[key], yours[key]) for key in mine)
+    return bool(np.array_equal(mine, yours)) if isinstance(mine, np.ndarray | np.generic) else bool(mine == yours)
+
+
+def assert_same(ours: Sequence[Chunk], theirs: Sequence[Chunk]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        for name in AXES:
+            got, expected = getattr(one, name), getattr(other, name)
+            if name in ("infos", "reset_infos"):
+                assert [info[:2] for info in got] == [info[:2] for info in expected], name
+                for (_, _, mine), (_, _, yours) in zip(got, expected, strict=True):
+                    assert set(mine) == set(yours)
+                    assert all(is_equal(mine[key], yours[key]) for key in mine), (mine, yours)
+            else:
+                assert_identical(got, expected, name)
+
+
+class TestSlices:
+    @pytest.mark.parametrize("fns", [DRIFT, SPACE], ids=["no infos", "infos"])
+    def test_ordinary_environments(self, fns: Any) -> None:
+        ours = chunks_of(slice_host(fns), TablePolicy(2))
+        assert ours[2].final_index.size and ours[0].valid.all()
+        assert_same(ours, reference(fns, TablePolicy(2)))
+
+    def test_environments_that_are_restarted(self) -> None:
+        def fns() -> Any:
+            return [partial(Steps, 4, {3, 11}), partial(Steps, 4, {4, 5}), Steps]
+
+        ours = chunks_of(slice_host(fns(), RESTART), TablePolicy(2))
+        assert len(ours[0].restarts) > 2 and not ours[0].valid.all() and ours[0].cuts.size
+        assert_same(ours, reference(fns(), TablePolicy(2), on_env_error="restart"))
+
+    @pytest.mark.parametrize("mode", AutoresetMode)
+    def test_native_sub_batches(self, mode: AutoresetMode) -> None:
+        native = [partial(SyncVectorEnv, SPACE, autoreset_mode=mode)] * 2
+        ours = chunks_of(slice_host(native, native=True), TablePolicy(2))
+        assert_same(ours, reference(native, TablePolicy(2), native=True))
+
+    @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+    def test_native_sub_batches_that_are_restarted(self, mode: AutoresetMode) -> None:
+        def native() -> Any:
+            return [partial(SyncVectorEnv, [Steps, partial(Steps, 4, {3, 9})], autoreset_mode=mode)] * 2
+
+        ours = chunks_of(slice_host(native(), RESTART, native=True), TablePolicy(2))
+        assert ours[0].restarts.size
+        assert_same(ours, reference(native(), TablePolicy(2), native=True, on_env_error="restart"))
+
+
+class TestFleets:
+    def test_two_groups_take_the_same(self) -> None:
+        fleet = fleet_of(DRIFT, 2)
+        reset(fleet)
+        groups = [np.array([0, 2]), np.array([1, 3, 4])]
+        ours = chunks_of(host_over(fleet, fleet.children[0].slice.spaces, groups), TablePolicy(2))
+        assert_same(ours, chunks_of(slice_host(DRIFT), TablePolicy(2)))
+
+    def test_workers_take_the_same_with_the_weights_of_the_request(self) -> None:
+        machine = Machine(EnvFactory.build(DRIFT), 2, restart_policy=RESTART)
+        with closing(machine):
+            machine.allocate(machine.spaces.observation, machine.spaces.action)
+            reset(machine)
+            everyone, policies = np.arange(5), [TablePolicy(2, seed=seed) for seed in range(3)]
+            run(machine, Command(Op.LOAD, everyone, rest=(1, cloudpickle.dumps(policies[0]))))
+            orders = [order(k, k, policies[k].weights()) for k in range(3)]
+            tickets = [machine.post(Command(Op.ROLLOUT, everyone, rest=each)) for each in orders]
+            host = slice_host(DRIFT)
+            host.load(1, cloudpickle.dumps(policies[0]))
+            for ticket, each in zip(tickets, orders, strict=True):
+                assert machine.wait(ticket, 30.0)
+                taken = machine.take(ticket).value
+                assert_same([join_chunks([part.chunk for part in taken])], [host.take(each).chunk])
+
+    def test_a_killed_worker_loses_no_pending_chunk(self) -> None:
+        machine = Machine(EnvFactory.build([Steps] * 4), 2, restart_policy=RESTART)
+        with closing(machine):
+            machine.allocate(machine.spaces.observation, machine.spaces.action)
+            reset(machine)
+            everyone = np.arange(4)
+            run(machine, Command(Op.LOAD, everyone, rest=(1, cloudpickle.dumps(TablePolicy(2)))))
+            first = run(machine, Command(Op.ROLLOUT, everyone, rest=order(0)))
+            os.kill(machine.worker_pids()[1], signal.SIGKILL)
+            second, third = (run(machine, Command(Op.ROLLOUT, everyone, rest=order(k))) for k in (1, 2))
+            assert second[1].chunk.restarts.tolist() == [[-1, 0], [-1, 1]] and machine.num_replaced == 1
+            assert_identical(second[0].chunk.obs[0], first[0].chunk.last_obs)
+            assert third[1].chunk.restarts.size == 0
+
+    def test_a_policy_that_raises(self) -> None:
+        def refuses(obs: Any) -> Any:
+            raise ArithmeticError("no action")
+
+        machine = Machine(EnvFactory.build([Steps] * 2), 2)
+        with closing(machine):
+            machine.allocate(machine.spaces.observation, machine.spaces.action)
+            machine.run(Command(Op.LOAD, np.arange(2), rest=(1, cloudpickle.dumps(refuses))))
+            with pytest.raises(ArithmeticError, match="no action") as caught:
+                machine.run(Command(Op.ROLLOUT, np.arange(2), rest=order(0)))
+            assert "worker 0" in str(caught.value.__cause__)
