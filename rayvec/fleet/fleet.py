@@ -83,8 +83,8 @@ class Fleet:
         plan = self._plan(command.rows)
         ticket = Ticket(command, plan, {k: command.of_child(share) for k, share in plan.items()})
         for k, of_child in ticket.commands.items():
-            self._pending[k].append(ticket)
             self.children[k].post(of_child)
+            self._pending[k].append(ticket)
         return ticket
 
     def _plan(self, rows: NDArray[np.int64]) -> Plan:

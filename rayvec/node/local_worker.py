@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import pickle
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,7 +18,8 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import RemoteFailure, WorkerLostError
 from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, ChildLost, Command, Op
 from rayvec.node.chunk_memory import packed
-from rayvec.node.memory import MachineBlock, Ring, receive, send
+from rayvec.node.memory import MachineBlock, Ring
+from rayvec.node.messages import Message, pack, receive, send
 from rayvec.node.processes import Inherited, OwnedProcess
 from rayvec.node.serve import CLOSE, Attachment, WorkerSpec, worker_main
 
@@ -93,7 +93,7 @@ class LocalWorker:
     def _started(self) -> PoolSpaces:
         """Reads the first message of the worker."""
         try:
-            said = pickle.loads(receive(self._pipe))
+            said = receive(self._pipe).load()
         except (EOFError, OSError) as error:
             raise self._died() from error
         if isinstance(said, RemoteFailure):
@@ -114,14 +114,15 @@ class LocalWorker:
         self._ring = Ring(block, self._index, initialise=True)
         objects = [leaf.tolist() for leaf in self._objects]
         with suppress(OSError):  # it has died: wait() says so
-            send(self._pipe, packed(Attachment(block.spec, self._index, self._first_id, objects)))
+            send(self._pipe, pack(Attachment(block.spec, self._index, self._first_id, objects)))
             reduction.send_handle(self._pipe, block.block.fd, self.pid)
 
     def post(self, command: Command) -> None:
         """Starts a command."""
         assert self._ring is not None
-        rest = self._ring.write(self._ring.next_slot(), command)
-        message = None if rest is None else packed(rest)
+        rest = self._ring.write(command)
+        message = None if rest is None else _packed(rest)
+        self._ring.advance()
         if not self._pending:
             self._since = time.monotonic()
         self._pending.append(command)
@@ -148,11 +149,11 @@ class LocalWorker:
         answer = NO_NEWS
         if ring.has_rest[slot]:
             try:
-                data = receive(self._pipe)
+                message = receive(self._pipe)
             except (EOFError, OSError) as error:
                 raise self._died() from error
             try:
-                answer = Answer(*pickle.loads(data))
+                answer = Answer(*message.load())
             except Exception as error:  # a class that this process can't import
                 where = f"the process that unpickles an answer of {self.name}"
                 answer = Answer(failure=RemoteFailure.capture(error, where))
@@ -235,3 +236,15 @@ class LocalWorker:
         has_ended = self._process.wait(timeout_s)
         self.kill()
         return has_ended
+
+
+def _packed(value: Any) -> Message:
+    """Pickles what a worker gets.
+
+    Raises:
+        TypeError: A part of it can't be pickled.
+    """
+    try:
+        return pack(value)
+    except Exception:
+        return Message(packed(value), [])  # which raises an error that explains it

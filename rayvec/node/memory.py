@@ -7,12 +7,8 @@ actions and results have rows in the block. What has no fixed size goes through 
 from __future__ import annotations
 
 import math
-import mmap
-import os
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,10 +20,10 @@ from rayvec.data.layouts import ArrayLayout, Field
 from rayvec.data.trees import Tree
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import ENV_ARRAYS
-from rayvec.pools.anonymous_file import anonymous_file
+from rayvec.node.messages import receive
 from rayvec.pools.shared_memory import Semaphore, SharedBlock
 
-__all__ = ["ActionRows", "BlockSpec", "MachineBlock", "Ring", "action_leaves", "receive", "send"]
+__all__ = ["ActionRows", "BlockSpec", "MachineBlock", "Ring", "action_leaves"]
 
 _ITEM_BYTES = 8
 _OP, _MODE, _COUNT, _HAS_REST, _CODES = range(5)
@@ -36,8 +32,6 @@ _ALL = -1
 """In place of a number of rows: all of them, in their order."""
 _MIN_SLOTS = 4
 """Two groups or two chunks, a call, and the end may be pending, or each environment by itself."""
-_MESSAGE_BYTES = 1 << 14
-"""Larger messages go through a file of their own, so that no pipe is ever full while both ends write."""
 
 
 class ActionRows:
@@ -148,6 +142,9 @@ class Ring:
         block: The block.
         index: Index of the worker.
         initialise: Whether this end initialises the semaphores.
+
+    Attributes:
+        slot: The place in the ring where this end writes or reads a command next.
     """
 
     def __init__(self, block: MachineBlock, index: int, *, initialise: bool) -> None:
@@ -162,19 +159,17 @@ class Ring:
         self._actions = [ActionRows(arrays[f"act.{i}"][self.rows], shape) for i, shape in enumerate(shapes)]
         addresses = [block.block.address(name, index) for name in ("go", "done")]
         self.go, self.done = (Semaphore(address, initialise=initialise) for address in addresses)
-        self._next = 0
+        self.slot = 0
         self._known_rows, self._is_all = self._all_rows, True
         self._known_actions: tuple[Any, Any] = (None, None)
         self._heads: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
-    def next_slot(self) -> int:
-        """Returns the slot of the next command."""
-        slot = self._next
-        self._next = (slot + 1) % self._num_slots
-        return slot
+    def advance(self) -> None:
+        """Goes on to the slot of the next command."""
+        self.slot = (self.slot + 1) % self._num_slots
 
-    def write(self, slot: int, command: Command) -> Any:
-        """Writes a command. Returns what goes through the pipe; None, if nothing does."""
+    def write(self, command: Command) -> Any:
+        """Writes a command into the present slot. Returns what goes through the pipe; None, if nothing does."""
         leaves: Sequence[NDArray[Any]] = ()
         rest, count = command.rest, len(command.rows)
         if command.op == Op.STEP:
@@ -187,7 +182,7 @@ class Ring:
             actions.view(leaf.dtype.char)[slice(None) if self._is_all else command.rows] = leaf
         codes = [ord(leaf.dtype.char) for leaf in leaves]
         head = command.op, command.mode, _ALL if self._is_all else count, rest is not None, *codes
-        row = self._ring[slot]
+        row = self._ring[self.slot]
         row[: len(head)] = self._head(head)
         if not self._is_all:
             row[self._rows_at : self._rows_at + count] = command.rows
@@ -208,12 +203,12 @@ class Ring:
             self._known_actions = actions.dtype, actions.shape
         return leaves
 
-    def read(self, slot: int, pipe: Connection) -> Command:
-        """Reads a command. Actions are copied: environments may keep a reference to them."""
-        row = self._ring[slot]
+    def read(self, pipe: Connection) -> Command:
+        """Reads the command of the present slot. Actions are copied: environments may keep a reference to them."""
+        row = self._ring[self.slot]
         op, mode, count, has_rest, *codes = row[: self._rows_at].tolist()
         rows = self._all_rows if count == _ALL else row[self._rows_at : self._rows_at + count].copy()
-        rest = pickle.loads(receive(pipe)) if has_rest else None
+        rest = receive(pipe).load() if has_rest else None
         actions: Tree = None
         if op == Op.STEP and has_rest:
             actions, rest = rest, None
@@ -222,35 +217,3 @@ class Ring:
             select = slice(None) if count == _ALL else rows
             actions = self._layout.tree([each.view(chr(code))[select].copy() for each, code in pairs])
         return Command(Op(op), rows, actions, Autoreset(mode), rest)
-
-
-def send(pipe: Connection, data: bytes) -> None:
-    """Sends a message."""
-    if len(data) <= _MESSAGE_BYTES:
-        pipe.send_bytes(b"\0" + data)
-        return
-    fd = anonymous_file("rayvec-message", len(data))
-    try:
-        with mmap.mmap(fd, len(data)) as memory:
-            memory[:] = data
-        pipe.send_bytes(b"\1")
-        reduction.send_handle(pipe, fd, 0)
-    finally:
-        os.close(fd)
-
-
-def receive(pipe: Connection) -> bytes:
-    """Receives a message.
-
-    Raises:
-        EOFError, OSError: The other end is closed.
-    """
-    data = pipe.recv_bytes()
-    if data[0] == 0:
-        return data[1:]
-    fd = reduction.recv_handle(pipe)
-    try:
-        with mmap.mmap(fd, 0) as memory:
-            return memory[:]
-    finally:
-        os.close(fd)

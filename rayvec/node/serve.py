@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import pickle
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import reduction
@@ -23,8 +22,8 @@ from rayvec.envs.pickled_parts import Places, load_part
 from rayvec.envs.slices import Slice
 from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, Command, Op
 from rayvec.fleet.restarts import RestartPolicy, seed_of
-from rayvec.node.chunk_memory import dumps
-from rayvec.node.memory import BlockSpec, MachineBlock, receive, send
+from rayvec.node.memory import BlockSpec, MachineBlock
+from rayvec.node.messages import Message, pack, receive, send
 from rayvec.node.preloaded import check_threads
 from rayvec.pools.shared_memory import keep_freed_memory
 from rayvec.rollout.policy_host import PolicyHost
@@ -109,9 +108,9 @@ def _made(spec: WorkerSpec, pipe: Connection, factories: int) -> Slice | None:
             keep_freed_memory(_KEPT_BYTES)
         kind = NativeSlice if factory.native else Slice
         slice_: Slice = kind(factory, spec.first_id, spec.name, spec.restart_policy)
-        spaces = dumps(slice_.spaces)
+        spaces = pack(slice_.spaces)
     except FAILURES as error:
-        send(pipe, dumps(captured(error, spec.name)))
+        send(pipe, pack(captured(error, spec.name)))
         return None
     send(pipe, spaces)
     return slice_
@@ -125,7 +124,7 @@ def _seed(seed: int | None, *key: int) -> None:
 
 def _serve(spec: WorkerSpec, slice_: Slice, pipe: Connection) -> None:
     """Executes commands until one ends the worker, or the owner closes the pipe."""
-    attachment: Attachment = pickle.loads(receive(pipe))
+    attachment: Attachment = receive(pipe).load()
     block = MachineBlock(attachment.spec, reduction.recv_handle(pipe))
     os.set_inheritable(block.block.fd, False)
     ring, slice_.first_id = block.ring(attachment.index), attachment.first_id
@@ -145,9 +144,8 @@ def _serve(spec: WorkerSpec, slice_: Slice, pipe: Connection) -> None:
                 if ring.go.try_acquire():
                     break
                 return
-        slot = ring.next_slot()
         try:
-            command = ring.read(slot, pipe)
+            command = ring.read(pipe)
         except (EOFError, OSError):
             return
         except FAILURES as error:  # such as a class of a module that this process can't import
@@ -158,19 +156,20 @@ def _serve(spec: WorkerSpec, slice_: Slice, pipe: Connection) -> None:
                 return
             answer = worker.execute(command)
             end_if_forked(pid)
-        ring.has_rest[slot] = answer is not NO_NEWS
+        ring.has_rest[ring.slot] = answer is not NO_NEWS
+        ring.advance()
         ring.done.post()
         if answer is not NO_NEWS:
-            send(pipe, _pickled(answer, spec.name))
+            send(pipe, _packed(answer, spec.name))
 
 
-def _pickled(answer: Answer, name: str) -> bytes:
+def _packed(answer: Answer, name: str) -> Message:
     """Returns an answer. If it can't be pickled, it returns that failure instead."""
     try:
-        return dumps(tuple(answer))
+        return pack(tuple(answer))
     except FAILURES as error:
         where = f"{name}, in what an environment returned (infos, observations or results)"
-        return dumps(tuple(Answer(failure=captured(error, where))))
+        return pack(tuple(Answer(failure=captured(error, where))))
 
 
 class _Worker:

@@ -284,6 +284,13 @@ class TestFaults:
                 call(fleet, "raise_", SystemExit(1))
             assert len(call(fleet, "where")) == 2
 
+    def test_an_argument_that_can_not_be_pickled(self) -> None:
+        with machine([Odd] * 2) as fleet:
+            with pytest.raises(TypeError, match="Workers get actions, options and arguments by pickling"):
+                call(fleet, "big", sys._getframe())
+            reset(fleet)
+            assert [len(value) for value in call(fleet, "big", b"x")] == [2, 2]
+
     def test_an_answer_that_can_not_be_pickled(self) -> None:
         class Locked(Odd):
             def lock(self) -> Any:

@@ -1,0 +1,90 @@
+"""Messages between a machine's fleet and its workers: what has no fixed size, through a pipe or a file of their own."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import pickle
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rayvec.node.chunk_memory import dumps
+from rayvec.pools.anonymous_file import anonymous_file
+from rayvec.pools.shared_memory import aligned
+
+__all__ = ["Message", "pack", "receive", "send"]
+
+_IN_PIPE_BYTES = 1 << 14
+"""Larger messages go through a file of their own, so that no pipe is ever full while both ends write."""
+
+
+class Message(NamedTuple):
+    """A pickled value.
+
+    Attributes:
+        head: The pickle, without its large arrays.
+        arrays: The bytes of these.
+    """
+
+    head: Any
+    arrays: list[Any]
+
+    def load(self) -> Any:
+        """Returns the value. Its large arrays are views of the message, which may be written."""
+        return pickle.loads(self.head, buffers=self.arrays)
+
+
+def pack(value: Any) -> Message:
+    """Pickles a value; functions and classes of the script by value."""
+    large: list[Any] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes > _IN_PIPE_BYTES:
+            large.append(raw)
+        return raw.nbytes <= _IN_PIPE_BYTES
+
+    return Message(dumps(value, is_small, large.clear), large)
+
+
+def send(pipe: Connection, message: Message) -> None:
+    """Sends a message."""
+    head, arrays = message
+    if not arrays and len(head) <= _IN_PIPE_BYTES:
+        pipe.send_bytes(b"\0" + head)
+        return
+    parts = [head, *arrays]
+    sizes = [memoryview(part).nbytes for part in parts]
+    *starts, total = itertools.accumulate(map(aligned, sizes), initial=0)
+    fd = anonymous_file("rayvec-message", total)
+    try:
+        content = np.frombuffer(mmap.mmap(fd, total), np.uint8)
+        for start, size, part in zip(starts, sizes, parts, strict=True):
+            content[start : start + size] = np.frombuffer(part, np.uint8)
+        pipe.send_bytes(b"\1" + pickle.dumps((starts, sizes)))
+        reduction.send_handle(pipe, fd, 0)
+    finally:
+        os.close(fd)
+
+
+def receive(pipe: Connection) -> Message:
+    """Receives a message.
+
+    Raises:
+        EOFError, OSError: The other end is closed.
+    """
+    data = pipe.recv_bytes()
+    if data[0] == 0:
+        return Message(data[1:], [])
+    starts, sizes = pickle.loads(data[1:])
+    fd = reduction.recv_handle(pipe)
+    try:
+        content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+    finally:
+        os.close(fd)
+    head, *arrays = (content[start : start + size] for start, size in zip(starts, sizes, strict=True))
+    return Message(head, arrays)
