@@ -283,7 +283,7 @@ def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.
     ("name", "words"),
     [
         ("breaks", ["RuntimeError: the", "wears out", ", environment ", 'helpers/wrap.py", line ', ", in reward"]),
-        ("goes_blind", ["finite numbers", "nan"]),
+        ("goes_blind", ["must be finite", "nan"]),
     ],
 )
 def test_a_run_that_fails_says_how_to_resume(

@@ -91,10 +91,9 @@ def place_ranks(
     """
     if sum(node.capacity for node in nodes) < num_ranks:
         raise ConfigError(
-            "Every rank claims free cores, and with CUDA a free GPU.",
-            expected=f"room for {counted(num_ranks, 'rank')}",
-            got=", ".join(f"{node.host}: room for {node.capacity}" for node in nodes) or "no node that may be used",
-            remedy=remedy,
+            f"There is no room for {counted(num_ranks, 'rank')}: "
+            f"{', '.join(f'{node.host}: room for {node.capacity}' for node in nodes) or 'no node that may be used'}. "
+            f"Each needs free cores, and with CUDA a free GPU. {remedy}."
         )
     chosen = _spread(nodes, num_ranks, num_nodes) if num_nodes else []
     unused = list(nodes)
@@ -150,10 +149,8 @@ def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = F
         except ConfigError:
             if request.num_gpus and not ray.cluster_resources().get("GPU"):
                 raise ConfigError(
-                    "device='cuda' needs a GPU for each rank.",
-                    expected=f"{num_ranks} GPU(s) in the cluster",
-                    got="none",
-                    remedy="Pass device='cpu', or add nodes with GPUs",
+                    "The cluster has no GPU, and device='cuda' needs one for each of "
+                    f"{counted(num_ranks, 'rank')}. Pass device='cpu', or add nodes with GPUs."
                 ) from None
             is_late, room = time.monotonic() >= deadline, sum(node.capacity for node in nodes)
             if fewer and room and (is_late or all(node.cpus == node.all_cpus for node in nodes)):
@@ -188,10 +185,8 @@ def rank_share(
     count = min(num_ranks, num_nodes or len(free), len(free))
     if len(free) < needed:
         raise ConfigError(
-            "Decentralized ranks are spread over nodes with free cores.",
-            expected=counted(needed, "such node"),
-            got=len(free),
-            remedy="Lower num_nodes, or add nodes.",
+            f"{counted(len(free), 'node')} of {needed} for decentralized ranks have free cores. Lower num_nodes, "
+            "or add nodes."
         )
     per_node = -(-num_ranks // count)
     return count, divided_workers(workers_per_node, free[count - 1], per_node)
@@ -248,10 +243,9 @@ class RankNodes:
         chosen = self._choose(found)
         if len(chosen) < self._low:
             raise ConfigError(
-                "num_nodes=(min, max) needs at least min nodes that have free cores, and with CUDA a free GPU.",
-                expected=f"{counted(self._low, 'node')} with {counted(request.num_cpus, 'core')} in {timeout_s:g} s",
-                got=", ".join(f"{node.host}: {node.cpus} free" for node in found) or "none",
-                remedy="Start more nodes, or lower min.",
+                f"There are fewer than {counted(self._low, 'node')} with {counted(request.num_cpus, 'core')} in "
+                f"{timeout_s:g} s: {', '.join(f'{node.host}: {node.cpus} free' for node in found) or 'none'}. "
+                "Start more nodes, or lower the minimum of num_nodes=(min, max)."
             )
         self._cores.update((node.node_id, node.cpus) for node in chosen if node.node_id not in self._cores)
         self.node_ids = tuple(node.node_id for node in chosen)

@@ -79,10 +79,8 @@ class ActorCriticLearner:
         self._recurrent = self.module if isinstance(self.module, RecurrentActorCritic) else None
         if (self._recurrent is None) != (config.recurrent is None):
             raise ConfigError(
-                "The setting `recurrent` says what network there is.",
-                expected=f"a network that fits recurrent={config.recurrent!r}",
-                got=type(self.module).__name__,
-                remedy="Change the setting, or pass another module.",
+                f"The module is a {type(self.module).__name__}, which does not fit "
+                f"recurrent={config.recurrent!r}. Change the setting, or pass another module."
             )
         self._network = self.module if self._recurrent is None else OverSequences(self._recurrent)
         self._device = torch_device(device or config.learner_device)
@@ -105,10 +103,8 @@ class ActorCriticLearner:
         """Raises a LearnerError where a chunk lacks the probabilities of its actions."""
         if "logp" not in chunk.extras:
             raise LearnerError(
-                f"{self.config.algorithm.upper()} weighs actions by the probability with which they were chosen.",
-                expected='extras["logp"] in every chunk',
-                got=sorted(chunk.extras),
-                remedy="Collect with rayvec.Policy(learner.module)",
+                f"A chunk has the extras {sorted(chunk.extras)} without 'logp', the probabilities of its actions. "
+                "Collect with rayvec.Policy(learner.module)."
             )
 
     def _learn(self, fields: Tree, minibatches: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
@@ -168,11 +164,9 @@ class ActorCriticLearner:
         if stats and self._optimizer.failed.item():
             failed = next(each for each in stats if not math.isfinite(each[-1]))  # the same on all ranks
             raise LearnerError(
-                f"A loss and its gradient are finite numbers (update {self._num_updates}).",
-                expected="finite numbers",
-                got=self._metrics([failed]),
-                remedy="Look for NaN, and for numbers beyond float32, in observations and rewards, and lower "
-                "learning_rate or max_grad_norm",
+                f"A loss or its gradient is not finite (update {self._num_updates}): {self._metrics([failed])}. "
+                "Look for NaN, and for numbers beyond float32, in observations and rewards, or lower "
+                "learning_rate or max_grad_norm."
             )
 
     def _metrics(self, stats: list[Tensor]) -> dict[str, float]:
@@ -247,10 +241,8 @@ class ActorCriticLearner:
         expected, got = (_shape(each) for each in (self.state_dict(), state))
         if got != expected:
             raise CheckpointError(
-                "A learner continues from the state of one with the same network and the same statistics.",
-                expected=expected,
-                got=got,
-                remedy="Use the configuration that the checkpoint was written with",
+                f"The state is of another learner: {got}, and this one has {expected}. Use the configuration that "
+                "the checkpoint was written with."
             )
         check_buffers(self.module, state)
         self._gradient.flat.copy_(state["parameters"])

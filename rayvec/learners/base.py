@@ -103,10 +103,8 @@ def torch_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:  # an AssertionError where torch was built without CUDA
         reason = f"none (torch {torch.__version__}: {first_line(error)})"
     raise ConfigError(
-        "learner_device says where updates are computed.",
-        expected=f"{'a GPU' if name.startswith('cuda') else 'a device'} that torch can use, for {name!r}",
-        got=reason,
-        remedy="Pass learner_device='cpu', or install torch for CUDA on a machine with a GPU.",
+        f"learner_device is {name!r}, which torch can't use: {reason}. Pass learner_device='cpu', or install "
+        "torch for CUDA on a machine with a GPU."
     )
 
 
@@ -133,10 +131,8 @@ def explains_memory(remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     raise
                 asked = " ".join(str(error).split())[:300]
                 raise LearnerError(
-                    "What a learner needs fits into the memory of its device.",
-                    expected="enough free memory",
-                    got=asked or type(error).__name__,
-                    remedy=f"{remedy}, or end other programs that use the memory",
+                    f"Out of memory on the device of the learner: {asked or type(error).__name__}. {remedy}, or "
+                    "end other programs that use the memory."
                 ) from error
 
         return explained
@@ -160,10 +156,8 @@ def check_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
     saved = {name: list(buffer.shape) for name, buffer in (state.get("buffers") or {}).items()}
     if saved != own:
         raise CheckpointError(
-            "A learner continues from the state of one whose network has the same buffers.",
-            expected=f"buffers of shapes {own}",
-            got=f"buffers of shapes {saved}",
-            remedy="Use the network that the checkpoint was written with",
+            f"The state has buffers of shapes {saved}, and the network has {own}. Use the network that the "
+            "checkpoint was written with."
         )
 
 

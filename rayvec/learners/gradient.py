@@ -99,8 +99,6 @@ def flat_parameters(parameters: Iterable[Tensor]) -> Tensor:
 
 def _several_kinds(leaves: list[nn.Parameter]) -> ConfigError:
     return ConfigError(
-        "A flat vector has one dtype and lies on one device.",
-        expected="parameters of one dtype on one device",
-        got=sorted({f"{leaf.dtype} on {leaf.device}" for leaf in leaves}),
-        remedy="Convert the module with module.to(device, dtype) first",
+        f"The parameters are {sorted({f'{leaf.dtype} on {leaf.device}' for leaf in leaves})}. They must have one "
+        "dtype and device: convert the module with module.to(device, dtype)."
     )

@@ -15,10 +15,8 @@ def check_minibatch(ranks: Ranks, minibatch_size: int) -> None:
     """Raises a ConfigError where there are more ranks than samples in a minibatch."""
     if ranks.size > minibatch_size:
         raise ConfigError(
-            "Every rank computes on samples of each minibatch.",
-            expected=f"at most {minibatch_size} ranks, as minibatch_size",
-            got=f"{ranks.size} ranks",
-            remedy="Lower num_learners, or raise minibatch_size",
+            f"{ranks.size} ranks can't share a minibatch of {minibatch_size} samples. Lower num_learners, or "
+            "raise minibatch_size."
         )
 
 

@@ -151,17 +151,13 @@ def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
 
 def _other_environments(known: NDArray[np.int64], got: NDArray[np.int64]) -> ConfigError:
     return ConfigError(
-        "A replay holds the steps of one set of environments.",
-        expected=f"environments {known.tolist()}",
-        got=got.tolist(),
-        remedy="Use one replay for each set of environments.",
+        f"A chunk is of the environments {got.tolist()}, and the replay holds those of {known.tolist()}. Use one "
+        "replay for each set of environments."
     )
 
 
 def _other_capacity(capacity_steps: int, got: int) -> CheckpointError:
     return CheckpointError(
-        "A replay is restored into one of the same capacity.",
-        expected=f"{capacity_steps} steps of each environment",
-        got=got,
-        remedy="Use the configuration that the checkpoint was written with.",
+        f"The replay of the state has {got} steps of each environment, and this one {capacity_steps}. Use the "
+        "configuration that the checkpoint was written with."
     )

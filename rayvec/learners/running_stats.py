@@ -92,10 +92,9 @@ def _refuse(rew: NDArray[np.float64], valid: NDArray[np.bool_], rows: NDArray[np
     """Raises a LearnerError about the first reward that is not finite, which is the same on all ranks."""
     found = ((rows[n], t, rew[t, n]) for t, n in np.argwhere(valid & ~np.isfinite(rew)))
     raise LearnerError(
-        "normalize_reward scales rewards by the spread of returns, which are finite numbers.",
-        expected="finite rewards, and finite sums of them",
-        got=first_bad_reward(ranks, next(found, None)) or "a sum of rewards that is too large",
-        remedy="Correct the environment's reward, or wrap it in one that replaces such rewards",
+        "Rewards can't be normalized: "
+        f"{first_bad_reward(ranks, next(found, None)) or 'a sum of rewards is too large'}. Correct the "
+        "environment's reward, or wrap it in one that replaces such rewards."
     )
 
 

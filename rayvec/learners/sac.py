@@ -278,10 +278,8 @@ class SACLearner:
         num_steps, num_foreign, num_bad = self.ranks.sum_(news).tolist()
         if num_bad:
             raise LearnerError(
-                "A replay holds finite rewards, or updates would fail at some later time.",
-                expected="rewards that are finite in float32",
-                got=first_bad_reward(self.ranks, bad),
-                remedy="Correct the environment's reward, or wrap it in one that replaces such rewards",
+                f"A reward is not finite in float32: {first_bad_reward(self.ranks, bad)}. Correct the "
+                "environment's reward, or wrap it in one that replaces such rewards."
             )
         if num_foreign:
             self._refill("it holds steps of other environments than this rank's")
@@ -348,11 +346,10 @@ class SACLearner:
             rows = [dict(zip(_OF_CRITICS, row, strict=True)) for row in critics.tolist()]
             rows += [dict(zip(_OF_ACTOR, row, strict=True)) for row in actor.tolist()]
             raise LearnerError(
-                f"A loss and its gradient are finite numbers (one of the {len(critics)} updates up to number "
-                f"{self._num_updates}).",
-                expected="finite numbers",
-                got=next((row for row in rows if not all(map(math.isfinite, row.values()))), rows[-1]),
-                remedy="Look for NaN, and for numbers beyond float32, in observations, and lower policy_lr or q_lr",
+                f"A loss or its gradient is not finite (one of the {len(critics)} updates up to number "
+                f"{self._num_updates}): "
+                f"{next((row for row in rows if not all(map(math.isfinite, row.values()))), rows[-1])}. Look for "
+                "NaN, and for numbers beyond float32, in observations, or lower policy_lr or q_lr."
             )
         means = dict(zip(_OF_CRITICS, critics.mean(0).tolist(), strict=True))
         if of_actor:
@@ -422,10 +419,8 @@ class SACLearner:
         expected, got = _described(self.shared_state()), _described(state)
         if any(got.get(name) != shape for name, shape in expected.items()):
             raise CheckpointError(
-                "A learner continues from the state of one with the same networks.",
-                expected=expected,
-                got=got,
-                remedy="Use the configuration that the checkpoint was written with",
+                f"The state is of other networks: {got}, and this learner has {expected}. Use the configuration "
+                "that the checkpoint was written with."
             )
         check_buffers(self._with_buffers, state)
         for name, tensor in self._flat.items():

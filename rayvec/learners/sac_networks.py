@@ -211,10 +211,8 @@ def make_sac_distribution(space: spaces.Space[Any]) -> TanhGaussian | Categorica
         case spaces.Box():
             return make_tanh_gaussian(space)
     raise ConfigError(
-        "Soft actor-critic acts on numbers between bounds, or chooses one of a few actions.",
-        expected="a bounded floating-point Box, or a Discrete action space",
-        got=space,
-        remedy="Map a Discrete to the combinations with gymnasium.wrappers.TransformAction, or use PPO",
+        f"The action space is {space}. SAC needs a bounded floating-point Box, or Discrete: map a Discrete to the "
+        "combinations with gymnasium.wrappers.TransformAction, or use PPO."
     )
 
 
@@ -300,19 +298,17 @@ def _actor_and_critics(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
     actor, critics = getattr(module, "actor", None), list(getattr(module, "critics", None) or ())
     if not isinstance(actor, nn.Module) or not critics or not all(isinstance(each, nn.Module) for each in critics):
         raise ConfigError(
-            "SAC trains an actor and critics.",
-            expected="a module with an attribute `actor`, a module, and `critics`, a torch.nn.ModuleList",
-            got=f"{type(module).__name__} with {', '.join(name for name, _ in module.named_children()) or 'neither'}",
-            remedy="Assign both in the module that network returns.",
+            f"{type(module).__name__} has the modules "
+            f"{', '.join(name for name, _ in module.named_children()) or 'none'}. SAC trains an attribute "
+            "`actor`, a module, and `critics`, a torch.nn.ModuleList: assign both in the module that network "
+            "returns."
         )
     for net in (actor, *critics):
         check_module(net.eval())
     counts = Counter(id(each) for net in (actor, *critics) for each in net.parameters())
     if (num_shared := sum(count > 1 for count in counts.values())) > 0:
         raise ConfigError(
-            "The actor and each critic of SAC are trained apart.",
-            expected="parameters that belong to one of them",
-            got=f"{num_shared} parameters that several of them have",
-            remedy="Make new layers for each, for example torch.nn.ModuleList(make_critic() for _ in range(2)).",
+            f"{num_shared} parameters belong to several of the actor and the critics, which SAC trains apart. "
+            "Make new layers for each, for example torch.nn.ModuleList(make_critic() for _ in range(2))."
         )
     return actor, critics

@@ -137,10 +137,8 @@ def cut(
     count = -(-num_steps // length)
     if len(states) < count or states.shape[2] != module.cell.state_size:
         raise LearnerError(
-            "A recurrent network learns from the hidden states that its policy records where sequences begin.",
-            expected=f"states [{count}, {num_envs}, {module.cell.state_size}] in a chunk of {num_steps} steps",
-            got=states.shape,
-            remedy="Collect with rayvec.Policy(learner.module)",
+            f"A chunk has hidden states of shape {states.shape}. A chunk of {num_steps} steps needs states "
+            f"[{count}, {num_envs}, {module.cell.state_size}]: collect with rayvec.Policy(learner.module)."
         )
     t = np.arange(-burn_in, length) + length * np.arange(count)[:, None]  # [K, B + L]
     place = t.clip(0, num_steps - 1)

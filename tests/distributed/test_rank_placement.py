@@ -32,7 +32,7 @@ def two_nodes() -> tuple[str, str]:
 
 def test_too_many_ranks_are_refused(ray_cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
-    with pytest.raises(ConfigError, match=r"room for 33 ranks\. Got: .*room for \d+, .*room for \d"):
+    with pytest.raises(ConfigError, match=r"no room for 33 ranks: .*room for \d+, .*room for \d"):
         RankGroup(Adder, 33, open_host())
 
 
@@ -43,7 +43,7 @@ def test_the_remedy_for_too_little_room_applies(
     """Dedicated ranks may not use the nodes on which environments step."""
     monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
     monkeypatch.setattr("rayvec.distributed.rank_placement.capacities", lambda request: [])
-    with pytest.raises(ConfigError, match=f"Got: no node that may be used. Remedy: .*{remedy}"):
+    with pytest.raises(ConfigError, match=rf"no node that may be used\..*{remedy}"):
         find_placements(1, ResourceRequest(1, 0, avoid_nodes=avoided))
 
 
@@ -91,7 +91,7 @@ def test_a_number_of_nodes_is_waited_for(
     monkeypatch.setattr("rayvec.cluster.placement._LOOK_AGAIN_S", 0.0)
     assert rank_share(2, num_nodes, None, is_restart=is_restart) == expected
     monkeypatch.setattr("rayvec.distributed.rank_placement._JOIN_TIMEOUT_S", 0.0)
-    with pytest.raises(ConfigError, match=r"free cores. Expected: 3 such nodes. Got: 2"):
+    with pytest.raises(ConfigError, match="2 nodes of 3 for decentralized ranks"):
         rank_share(3, 3, None)
 
 

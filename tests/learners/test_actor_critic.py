@@ -102,7 +102,7 @@ def test_state_and_weights_are_copies(make: MakeLearner) -> None:
 def test_a_foreign_state_is_refused(make: MakeLearner, change: dict[str, Any]) -> None:
     learner = make()
     before = learner.weights()
-    with pytest.raises(CheckpointError, match=r"Expected: .*parameters.* Got: .* Remedy"):
+    with pytest.raises(CheckpointError, match=r"of another learner: .*parameters"):
         learner.load_state_dict(learner.state_dict() | change)
     np.testing.assert_array_equal(learner.weights(), before)
 
@@ -117,7 +117,7 @@ def test_what_is_not_finite_is_an_error_and_leaves_the_weights(
     [chunk] = batch.chunks
     (chunk.rew if name == "rew" else chunk.extras["logp"])[3, 1] = np.nan
     before = learner.weights()
-    with pytest.raises(LearnerError, match=r"Got: .*policy_loss.: nan"):
+    with pytest.raises(LearnerError, match=r"not finite .*policy_loss.: nan"):
         learner.update(batch)
     np.testing.assert_array_equal(learner.weights(), before)
 
@@ -191,5 +191,5 @@ def test_a_module_of_ones_own_is_trained_in_place(make: MakeLearner) -> None:
 def test_a_gpu_that_is_not_there(make: MakeLearner) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(ConfigError, match=r"learner_device.*Got: none.*Remedy"):
+    with pytest.raises(ConfigError, match=r"learner_device is .*: none"):
         make(BOX, learner_device="cuda")

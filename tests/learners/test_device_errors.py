@@ -16,16 +16,14 @@ FIRST = [next(each for each in CASES if each.algorithm == name) for name in ("pp
 
 @pytest.mark.parametrize("name", ["cuda:99", "xpu", "gpu"])
 def test_a_device_that_is_not_there(name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"learner_device.*Expected: .*'{name}'.*Got: none \(torch .*Remedy: .*'cpu'"
-    ):
+    with pytest.raises(ConfigError, match=rf"learner_device is '{name}'.*none \(torch .*'cpu'"):
         torch_device(name)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_a_learner_without_its_gpu(case: Case) -> None:
-    with pytest.raises(ConfigError, match=r"learner_device.*Expected: a GPU.*'cuda'.*Got: none"):
+    with pytest.raises(ConfigError, match=r"learner_device is 'cuda.*none"):
         case.learner("cuda")
 
 
@@ -50,7 +48,7 @@ def test_memory_that_runs_out(allocate: Any, asked: str, case: Case, monkeypatch
     learner = case.learner("cpu")
     (batch,) = case.batches(1)
     monkeypatch.setattr("rayvec.learners.ranks.Alone.sum_", allocate)
-    with pytest.raises(LearnerError, match=rf"memory of its device.*Got: .*{asked}.*Remedy: Lower .*(num_|batch_)"):
+    with pytest.raises(LearnerError, match=rf"Out of memory on the device.*{asked}.*Lower .*(num_|batch_)"):
         learner.update(batch)
     monkeypatch.undo()
     assert learner.update(batch)

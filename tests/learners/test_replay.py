@@ -191,13 +191,13 @@ def test_what_can_not_work_is_refused() -> None:
         ReplayBuffer(0)
     replay = ReplayBuffer(8)
     replay.add(World(1).chunk(8, np.zeros((8, 1), np.int64)))
-    with pytest.raises(ConfigError, match=r"environments \[0\].*Got: \[0, 1\]"):
+    with pytest.raises(ConfigError, match=r"environments \[0, 1\].*\[0\]"):
         replay.add(World(2).chunk(1, np.zeros((1, 2), np.int64)))
-    with pytest.raises(CheckpointError, match=r"4 steps of each environment. Got: 8"):
+    with pytest.raises(CheckpointError, match="has 8 steps of each environment, and this one 4"):
         ReplayBuffer(4).load_state_dict(replay.state_dict())
     ReplayBuffer(16).load_state_dict(replay.state_dict())
     replay.add(World(1).chunk(1, np.zeros((1, 1), np.int64)))
-    with pytest.raises(CheckpointError, match=r"16 steps of each environment. Got: 8"):
+    with pytest.raises(CheckpointError, match="has 8 steps of each environment, and this one 16"):
         ReplayBuffer(16).load_state_dict(replay.state_dict())
 
 

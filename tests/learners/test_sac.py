@@ -129,7 +129,7 @@ def test_a_state_for_whose_replay_there_is_no_memory_is_one_without_it(monkeypat
         return zeros(shape, *args)
 
     monkeypatch.setattr("numpy.zeros", runs_out)
-    with pytest.raises(LearnerError, match=r"Got: no memory.*replay_on_device=False"):
+    with pytest.raises(LearnerError, match=r"no memory.*replay_on_device=False"):
         learner.load_state_dict(state)
     monkeypatch.setattr("numpy.zeros", zeros)
     assert learner.update(make_batch(seed=2)) == {}  # 16 steps that refill
@@ -141,7 +141,7 @@ def test_the_state_of_another_net_or_form_is_refused() -> None:
     state = learner.state_dict()
     three = {name: torch.stack([state[name]] * 3) for name in ("critic", "actor")}  # with the moments of Adam
     for other in (make_learner(hidden_sizes=(4,)).state_dict(), {}, {**state, **three}, {**state, "optimizers": None}):
-        with pytest.raises(CheckpointError, match=r"same networks.*Expected: .*Remedy"):
+        with pytest.raises(CheckpointError, match="of other networks"):
             learner.load_state_dict(other)
     assert torch.equal(networks(learner), networks(make_learner()))
 
@@ -153,7 +153,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(action_space: spaces.Spac
         learner.update(make_batch(action_space, seed))
     before, chunk = networks(learner), make_chunk(action_space, 2)
     chunk.obs[:], chunk.last_obs[:], chunk.final_obs[:] = np.nan, np.nan, np.nan
-    with pytest.raises(LearnerError, match=r"finite.*critic_grad_norm': nan.*Remedy"):
+    with pytest.raises(LearnerError, match=r"not finite.*critic_grad_norm': nan"):
         for _ in range(9):  # until a row of it is drawn first
             learner.update(Batch((chunk,), STATS))
     after = networks(learner)
@@ -169,7 +169,7 @@ def test_a_reward_that_is_not_finite_is_refused_before_it_is_stored(reward: floa
     before, sizes = networks(learner), lambda: learner.state_dict()["replay"]["sizes"].tolist()
     chunks = [make_chunk(BOX, seed) for seed in (1, 2)]
     chunks[1].rew[3, 2] = reward
-    text = rf"Got: {re.escape(str(reward))} from environment 2 at step 7 of the batch.*Remedy"
+    text = f"{re.escape(str(reward))} from environment 2 at step 7 of the batch"
     with pytest.raises(LearnerError, match=text):
         learner.update(Batch(tuple(chunks), STATS))
     assert torch.equal(networks(learner), before) and sizes() == [4] * N
@@ -189,7 +189,7 @@ def test_a_reward_that_is_not_finite_is_refused_on_all_ranks() -> None:
         return str(caught.value), learner.state_dict()["replay"]
 
     (first, *others) = on_ranks(2, work)
-    assert "Got: inf from environment 3 at step 1" in first[0] and first[1] == {}
+    assert "inf from environment 3 at step 1" in first[0] and first[1] == {}
     assert others == [first]
 
 

@@ -71,7 +71,7 @@ def test_a_node_on_which_no_rank_fits_is_none(monkeypatch: pytest.MonkeyPatch) -
     assert nodes.node_ids == (here,) and nodes.num_ranks == 1
     assert not nodes.has_changed([here])
     monkeypatch.setattr(rank_placement, "_WAIT_S", 0.1)
-    with pytest.raises(ConfigError, match=r"2 nodes with 9 cores in 0.1 s\. Got: .*: 8 free"):
+    with pytest.raises(ConfigError, match=r"2 nodes with 9 cores in 0.1 s: .*: 8 free"):
         RankNodes((2, 2), 2, {}, ResourceRequest(9, 0))
 
 
