@@ -215,7 +215,7 @@ def test_critics_of_sac_can_read_images() -> None:
 @pytest.mark.parametrize(
     ("function", "text"),
     [
-        (own_parts.two_heads, "actor.*critics.*body, policy, value"),
+        (own_parts.two_heads, "modules body, policy, value.*actor.*critics"),
         (lambda o, a, c: own_parts.ActorAndCritics(o, spaces.Discrete(2)), r"shape \(3, 2\).*distribution.*\(3, 4\)"),
         (lambda o, a, c: _with_critic(o, a, nn.Linear(3, 1)), "raised TypeError"),
         (lambda o, a, c: _with_critic(o, a, own_parts._Critic(4)), "raised RuntimeError"),

@@ -163,7 +163,7 @@ def test_a_class_makes_the_network(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), env=Line, network=TwoHeadsOfARun)
     agent = rayvec.load(tmp_path / "a")
     assert agent.predict(Line().observation_space.sample()) in Line().action_space
-    with pytest.raises(ConfigError, match="Got: TwoHeads"):
+    with pytest.raises(ConfigError, match="network is TwoHeads"):
         rayvec.train(tiny(tmp_path / "b"), env=Line, network=TwoHeads(Line().observation_space, Line().action_space))
 
 
