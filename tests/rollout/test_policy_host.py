@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -27,6 +30,7 @@ from rayvec.envs.slices import own_arrays
 from rayvec.fleet.commands import Command, Op
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.machine import Machine
+from rayvec.policies.noise import NO_NOISE
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost
 from rayvec.rollout.stepper import Here, Stepper
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -97,6 +101,40 @@ def assert_same(ours: Sequence[Chunk], theirs: Sequence[Chunk]) -> None:
                 assert_identical(got, expected, name)
 
 
+class Ages:
+    """A recurrent policy: its state counts the steps of the episode, and its action follows from that."""
+
+    noise = NO_NOISE
+
+    def __init__(self) -> None:
+        self.age = np.zeros(0, np.int64)
+
+    def begin_episodes(self, rows: Any) -> None:
+        if len(rows):
+            self.age = np.pad(self.age, (0, max(0, int(rows.max()) + 1 - len(self.age))))
+            self.age[rows] = 0
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        self.age = self.age[: len(obs)] + 1
+        return self.age % 2, {"age": self.age.copy()}
+
+    def load_weights(self, weights: Any) -> None:
+        raise AssertionError
+
+
+class Waits(Steps):
+    """Its steps wait until a file exists."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def step(self, action: Any) -> Any:
+        while not self.path.exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
 class TestSlices:
     @pytest.mark.parametrize("fns", [DRIFT, SPACE], ids=["no infos", "infos"])
     def test_ordinary_environments(self, fns: Any) -> None:
@@ -111,6 +149,14 @@ class TestSlices:
         ours = chunks_of(slice_host(fns(), RESTART), TablePolicy(2))
         assert len(ours[0].restarts) > 2 and not ours[0].valid.all() and ours[0].cuts.size
         assert_same(ours, reference(fns(), TablePolicy(2), on_env_error="restart"))
+
+    def test_recurrent_policies(self) -> None:
+        def fns() -> Any:
+            return [partial(Steps, 4, {3, 9, 10}), partial(Steps, 3), Steps]
+
+        ours = chunks_of(slice_host(fns(), RESTART), Ages())
+        assert ours[0].extras["age"][:4, 1].tolist() == [1, 2, 3, 1]
+        assert_same(ours, reference(fns(), Ages(), on_env_error="restart"))
 
     @pytest.mark.parametrize("mode", AutoresetMode)
     def test_native_sub_batches(self, mode: AutoresetMode) -> None:
@@ -165,6 +211,23 @@ class TestFleets:
             assert second[1].chunk.restarts.tolist() == [[-1, 0], [-1, 1]] and machine.num_replaced == 1
             assert_identical(second[0].chunk.obs[0], first[0].chunk.last_obs)
             assert third[1].chunk.restarts.size == 0
+
+    def test_ctrl_c_in_a_wait_loses_no_chunk(self, tmp_path: Path) -> None:
+        machine = Machine(EnvFactory.build([partial(Waits, tmp_path / "go")] * 4), 2)
+        with closing(machine):
+            machine.allocate(machine.spaces.observation, machine.spaces.action)
+            reset(machine)
+            everyone = np.arange(4)
+            run(machine, Command(Op.LOAD, everyone, rest=(1, cloudpickle.dumps(TablePolicy(2)))))
+            tickets = [machine.post(Command(Op.ROLLOUT, everyone, rest=order(k))) for k in range(2)]
+            for _ in range(3):
+                threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+                with pytest.raises(KeyboardInterrupt):
+                    machine.wait(tickets[1])
+            (tmp_path / "go").touch()
+            for k, ticket in enumerate(tickets):
+                assert machine.wait(ticket, 30.0)
+                assert [part.chunk.first_step for part in machine.take(ticket).value] == [STEPS * k] * 2
 
     def test_a_policy_that_raises(self) -> None:
         def refuses(obs: Any) -> Any:
