@@ -24,7 +24,7 @@ from helpers.kinds import ALL_SPACES, MODES, env_fns, in_lockstep
 
 from rayvec.data import tree_map
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import EnvError, WorkerLostError
+from rayvec.errors import ConfigError, EnvError, WorkerLostError
 from rayvec.fleet.commands import Answer, Autoreset, Command, Op
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.machine import Machine
@@ -173,6 +173,23 @@ class TestStart:
             assert call(fleet, "has", "wave") == [True] * 2
             assert {folder for _, folder in call(fleet, "where")} == {str(tmp_path)}
         assert os.environ["RAY_AUTH_TOKEN"] == "secret" and "RAYVEC_PRELOAD" not in os.environ
+
+    def test_a_preloaded_module_of_the_scripts_folder_that_starts_a_thread_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        code = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        (tmp_path / "starts_a_thread.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        with (
+            pytest.raises(ConfigError, match="'starts_a_thread' starts a thread"),
+            machine([Odd] * 2, preload=["starts_a_thread"]),
+        ):
+            pass
+
+    def test_a_preloaded_module_that_is_missing(self, capfd: pytest.CaptureFixture[str]) -> None:
+        with machine([Odd] * 2, preload=["not_there"]) as fleet:
+            assert len(call(fleet, "where")) == 2
+        assert "preload can't import 'not_there'" in capfd.readouterr().err
 
     def test_workers_have_neither_torch_nor_ray(self) -> None:
         with machine([Odd] * 2) as fleet:
