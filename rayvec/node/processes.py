@@ -73,7 +73,8 @@ class _Servers:
                 server = cls._servers[key] = forkserver.ForkServer()
                 server.set_forkserver_preload([_SERVER_MODULE])
             before = dict(os.environ)
-            os.environ.update(_environment())  # what the server imports reads them
+            variables = _environment()
+            os.environ.update({name: variables[name] for name in _THREADS})  # what the server imports reads them
             os.environ[PRELOAD] = json.dumps([[str(path) for path in sys.path], list(preload)])
             for name in _SECRETS:
                 os.environ.pop(name, None)
