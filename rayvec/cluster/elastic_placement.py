@@ -313,7 +313,7 @@ class ElasticPlacement:
             if node.node_id in lost:
                 return lost_too
             failed = any(_is_barred(until, node.node_id) for until in (self._distrusted, self._failed_starts))
-            return node.node_id in held or (not failed and node.cpus >= wanted)
+            return node.node_id in held or (not failed and node.cpus >= min(wanted, node.total_cpus))
 
         nodes = choose_nodes([node for node in listed if may_hold(node)], held, self._leaving, self._high)
         silent = unreachable({node.node_id: node.raylet for node in nodes if node.node_id not in held})

@@ -14,9 +14,8 @@ def restore_variables(*names: str) -> None:
     Ray sets ``OMP_NUM_THREADS`` to the cores that an actor claims, and hides the GPUs of one that claims none, where
     its version or ``RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO`` says so.
     """
-    started_with = dict(
-        each.split("=", 1) for each in Path("/proc/self/environ").read_text().split("\0") if "=" in each
-    )
+    lines = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
+    started_with = dict(line.split("=", 1) for line in lines if "=" in line)
     for name in names:
         os.environ.pop(name, None)
         if name in started_with:

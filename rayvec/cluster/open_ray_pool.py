@@ -13,7 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.cluster.elastic_placement import ElasticPlacement
 from rayvec.cluster.node_supervisor import NodeSupervisor
-from rayvec.cluster.placement import free_nodes, look_until, plan_topology, wait_for_topology
+from rayvec.cluster.node_variables import restore_variables
+from rayvec.cluster.placement import FreeNode, free_nodes, look_until, plan_topology, wait_for_topology
 from rayvec.cluster.ray_pool import RayPool
 from rayvec.cluster.ray_session import RaySession
 from rayvec.data import NodeSlice, Topology
@@ -73,19 +74,24 @@ def open_ray_pool(
     session = RaySession(address)
     try:
         sizes: dict[str, Any] = {"worker_per_env": worker_per_env}
-        if probe and not (workers_per_node or worker_per_env or factory.native):
-            sizes |= _sizes_for(_probe(factory, num_nodes, preload, restart_policy))
         elastic = None
-        if isinstance(num_nodes, tuple | list):
-            elastic = ElasticPlacement(num_nodes, factory.num_envs, workers_per_node, claim_cpus=claim_cpus, **sizes)
 
         def plan() -> Topology:
             assert not isinstance(num_nodes, tuple)
             find = partial(free_nodes, claimed_too=not claim_cpus)
-            nodes = look_until(find, lambda found: any(node.cpus for node in found), _FREED_S)
+            nodes = look_until(find, lambda found: _num_free(found) >= (num_nodes or len(found)), _FREED_S)
             topology = plan_topology(nodes, factory.num_envs, num_nodes, workers_per_node, **sizes)
             return topology if claim_cpus else topology.without_claims()
 
+        if probe and not (workers_per_node or worker_per_env or factory.native):
+            if isinstance(num_nodes, tuple | list):
+                num_workers = sum(node.cpus for node in free_nodes()[: num_nodes[1]])
+            else:
+                num_workers = sum(node.num_workers for node in wait_for_topology(plan).nodes)
+            if num_workers < factory.num_envs:
+                sizes |= _sizes_for(_probe(factory, preload, restart_policy))
+        if isinstance(num_nodes, tuple | list):
+            elastic = ElasticPlacement(num_nodes, factory.num_envs, workers_per_node, claim_cpus=claim_cpus, **sizes)
         for attempt in range(_START_ATTEMPTS):
             topology = elastic.first_topology(restart_policy.start_timeout_s) if elastic else wait_for_topology(plan)
             if unclaimed := [node.name for node in topology.nodes if claim_cpus and not node.num_cpus]:
@@ -121,16 +127,14 @@ def _sizes_for(step: StepTime | None) -> dict[str, Any]:
     return {"worker_per_env": True, "max_workers": MAX_WAITING_WORKERS, "cores_per_worker": cores}
 
 
-def _probe(
-    factory: EnvFactory, num_nodes: int | tuple[int, int] | None, preload: Sequence[str], restart_policy: RestartPolicy
-) -> StepTime | None:
-    """Measures steps of one environment, where workers for each core would have more than one; None otherwise.
+def _num_free(nodes: Sequence[FreeNode]) -> int:
+    return sum(node.cpus > 0 for node in nodes)
 
-    It runs on the driver's node if that has cores for environments, else on the first node that has.
-    """
+
+def _probe(factory: EnvFactory, preload: Sequence[str], restart_policy: RestartPolicy) -> StepTime | None:
+    """Measures steps of one environment: on the driver's node if that has cores, else on the first node that has."""
     nodes = free_nodes()
-    most = num_nodes[1] if isinstance(num_nodes, tuple | list) else num_nodes
-    if not nodes or factory.num_envs <= sum(node.cpus for node in nodes[:most]):
+    if not nodes:
         return None
     node_id, name = nodes[0].node_id, NodeSlice(nodes[0].node_id, nodes[0].address, (0,), 0).name
     if node_id == ray.get_runtime_context().get_node_id():
@@ -138,19 +142,27 @@ def _probe(
     affinity: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=affinity)(_probe_on_node)
     pickled = factory.to_bytes()
-    return log_probe(lambda: _raised(ray.get(task.remote(pickled, name, preload, restart_policy))))
+    return log_probe(lambda: _result(task.remote(pickled, name, preload, restart_policy)))
 
 
 def _probe_on_node(
     factory: bytes, name: str, preload: Sequence[str], restart_policy: RestartPolicy
 ) -> StepTime | str | RemoteFailure:
+    restore_variables("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
     try:
         return probe_step(pickle.loads(factory), name, preload, restart_policy)
     except FAILURES as error:
         return captured(error, f"node {name}")
 
 
-def _raised(found: StepTime | str | RemoteFailure) -> StepTime | str:
+def _result(task: Any) -> StepTime | str:
+    """Waits for a probe on another node, and ends it where this is interrupted."""
+    try:
+        found: StepTime | str | RemoteFailure = ray.get(task)
+    except ray.exceptions.RayError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        ray.cancel(task, force=True)
     if isinstance(found, RemoteFailure):
         raise found.rebuild()
     return found

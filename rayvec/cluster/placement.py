@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -148,7 +147,8 @@ def plan_topology(
     if len(usable) < count:
         raise _too_few_nodes(nodes, count, workers_per_node)
     chosen = usable[:count]
-    weights = [workers_per_node or node.cpus or node.total_cpus for node in chosen]
+    are_all_busy = not any(node.cpus for node in chosen)
+    weights = [workers_per_node or node.cpus or (node.total_cpus if are_all_busy else 1) for node in chosen]
     while sum(weights) > num_envs:  # every worker has an environment
         weights[weights.index(max(weights))] -= 1
     ends = np.cumsum([0, *weights])
@@ -162,7 +162,7 @@ def plan_topology(
     slices = []
     for node, worker_bounds, weight in zip(chosen, bounds, weights, strict=True):
         claimed = min(node.cpus, weight, cores_per_worker * (len(worker_bounds) - 1))
-        slices.append(NodeSlice(node.node_id, node.address, worker_bounds, math.floor(100 * claimed) / 100))
+        slices.append(NodeSlice(node.node_id, node.address, worker_bounds, round(claimed, 4)))
     return Topology(tuple(each for each in slices if each.env_range))
 
 

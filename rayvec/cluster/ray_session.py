@@ -29,6 +29,7 @@ from typing import Any, ClassVar, NamedTuple
 import ray
 
 from rayvec.cluster.reachability import can_call_ray
+from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError
 
 __all__ = ["RaySession"]
@@ -260,6 +261,7 @@ def _start_private() -> _Private:
             _forget_token()
             ray.init(
                 address="local",
+                num_cpus=usable_cores(),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

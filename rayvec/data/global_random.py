@@ -56,17 +56,22 @@ class _SeedsTorch(MetaPathFinder):
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        self._is_searching = False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != "torch":
+        if fullname != "torch" or self._is_searching:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        self._is_searching = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._is_searching = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_seed(module: Any) -> None:
                 execute(module)
+                sys.meta_path.remove(self)
                 module.manual_seed(self._seed)
 
             spec.loader.exec_module = execute_and_seed  # type: ignore[method-assign]

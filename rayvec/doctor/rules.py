@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -85,7 +86,7 @@ def resources(
         driver_niceness: Of the driver's process.
     """
     cores, quota = int(in_ray.get("CPU", 0)), facts["quota_cores"]
-    usable = max(1, int(min(facts["cores"], quota or facts["cores"])))
+    usable = max(1, math.ceil(min(facts["cores"], quota or facts["cores"])))
     found = f"{cores} in Ray, {facts['cores']} usable" + ("" if quota is None else f", a quota of {quota:g}")
     remedy = f"Workers share the usable cores. Start Ray with --num-cpus={usable}, or raise the container's limit."
     yield _judged(node, "cores", found, (cores > usable, "warning", remedy))

@@ -14,14 +14,16 @@ import numpy as np
 import psutil
 from gymnasium import spaces
 
+from rayvec.envs.failures import FAILURES
+
 __all__ = ["StepTime", "StepTimer", "measure_step"]
 
 _MAX_S = 0.3
 _ENOUGH_S, _ENOUGH_STEPS = 0.05, 100
 _MAX_BUSY = 0.75
-"""With a larger busy share, workers that take turns on a core gain less than their hand-overs cost."""
+"""With a larger busy share, more workers than cores gain less than the switches between them cost."""
 _MIN_WAIT_S = 3e-4
-"""Waits that are shorter cost less than the hand-over to one more process."""
+"""Shorter waits cost less than one more process."""
 
 
 class StepTime(NamedTuple):
@@ -62,7 +64,7 @@ class StepTimer(gymnasium.Env[Any, Any]):
         """Returns what :func:`measure_step` does, or what the environment raised."""
         try:
             return measure_step(self._env)
-        except Exception as error:
+        except FAILURES as error:
             return f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
@@ -73,16 +75,17 @@ class StepTimer(gymnasium.Env[Any, Any]):
 def measure_step(env: gymnasium.Env[Any, Any]) -> StepTime:
     """Steps an environment with random actions, at least once and otherwise for at most 0.3 s.
 
-    Resets are not measured, but count toward the 0.3 s. A step has waited only if this thread gave up its core by
-    itself: what other programs take from a busy machine is no wait.
+    Resets are not measured; all but the first count toward the 0.3 s. A step has waited only if this thread gave up its
+    core by itself: what other programs take from a busy machine is no wait.
     """
     env.reset()
     env.action_space.seed(0)
     deadline = time.perf_counter() + _MAX_S
     steps, wall_s, busy_s, blocked_s = 0, 0.0, 0.0, 0.0
     while True:
-        began_s = now_s = time.perf_counter()
-        busy_before_s, blocks = _busy_s(), _blocks()
+        busy_before_s = _children_busy_s() + _own_busy_s()
+        blocks, began_s = _blocks(), time.perf_counter()
+        now_s = began_s
         is_over = is_enough = False
         while not is_over:
             _, _, terminated, truncated, _ = env.step(env.action_space.sample())
@@ -92,7 +95,7 @@ def measure_step(env: gymnasium.Env[Any, Any]) -> StepTime:
             blocked_s += now_s - step_began_s if blocks > blocks_before else 0.0
             is_enough = (steps >= _ENOUGH_STEPS and wall_s + now_s - began_s >= _ENOUGH_S) or now_s >= deadline
             is_over = bool(terminated or truncated) or is_enough
-        busy_s += _busy_s() - busy_before_s
+        busy_s += _own_busy_s() + _children_busy_s() - busy_before_s
         wall_s += now_s - began_s
         if is_enough:
             waited_s = max(0.0, min(wall_s - busy_s, blocked_s))
@@ -105,13 +108,20 @@ def _blocks() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
-def _busy_s() -> float:
-    """Returns for how many seconds this process and those that it started have used a core, or queued for one."""
+def _own_busy_s() -> float:
+    """Returns for how many seconds this process has used a core, or queued for one."""
+    return time.process_time() + _queued_s("self")
+
+
+def _children_busy_s() -> float:
+    """Returns the same of the processes that this one has started, and that they have."""
     reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
-    busy_s = time.process_time() + _queued_s("self") + reaped.ru_utime + reaped.ru_stime
+    busy_s = reaped.ru_utime + reaped.ru_stime
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(OSError):  # it has ended, and counts as reaped
+        with contextlib.suppress(OSError, psutil.Error):  # it has ended, and counts as reaped
+            times = child.cpu_times()
             busy_s += time.clock_gettime(_processor_clock(child.pid)) + _queued_s(str(child.pid))
+            busy_s += times.children_user + times.children_system
     return busy_s
 
 

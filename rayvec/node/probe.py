@@ -45,7 +45,7 @@ def probe_step(factory: EnvFactory, node: str, preload: Sequence[str], restart_p
     """
     timer = replace(factory, env_fns=(partial(StepTimer, factory.env_fns[0]),))
     limit_s = restart_policy.step_timeout_s
-    limits = replace(restart_policy, restart=False, step_timeout_s=limit_s and limit_s + _MEASURING_S)
+    limits = replace(restart_policy, restart=False, step_timeout_s=limit_s and 3 * limit_s + _MEASURING_S)
     pool = ProcessPool.of(timer, 1, node=node, preload=preload, restart_policy=limits)
     try:
         pool.allocate(pool.spaces.observation, pool.spaces.action)

@@ -207,7 +207,7 @@ class Worker:
     def _seed_globals(self, seed: int | None, *key: int) -> None:
         """Seeds the generators that environments and policies may share in this process, if there is a seed."""
         if seed is not None:
-            seed_globals(seed, self._spec.first_id, *key)
+            seed_globals(seed % (1 << 64), self._spec.first_id, *(key or (2,)))
 
     def _serve(self, command: list[int]) -> Reply | None:
         content: Any = None
@@ -243,7 +243,7 @@ class Worker:
             return pool.step_rows(rows, actions, Autoreset(command[AUTORESET]))
         if op == Op.RESET:
             seed = dict(zip(*content[:2], strict=True)).get(0)
-            self._seed_globals(None if seed is None else seed % (1 << 64))
+            self._seed_globals(seed)
             self._inference.note_reset(content[0])
             return pool.reset_rows(*content)
         return pool.begin_rows(rows) if op == Op.BEGIN else []

@@ -69,7 +69,7 @@ class RankTrainer:
         ranks: ClosableRanks,
     ) -> None:
         self._log = LogLines()
-        seed_globals(config.seed, ranks.rank, 1)
+        seed_globals(config.seed, ranks.rank, 3)
         register_specs(specs)
         first, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
         if probe and config.workers_per_node:

@@ -132,7 +132,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
 
 
 def probed_workers(config: TrainConfig, num_envs: int, cores: int) -> int:
-    """Returns how many workers step `num_envs` of the environments: `cores`, or one for each if their steps wait."""
+    """Returns the number of workers for `num_envs` environments: `cores`, or `num_envs` if their steps wait."""
     if config.native is not None:
         return cores
     factory = EnvFactory.build(environment_of(config), num_envs, config.env_kwargs, _wrappers(config))
@@ -259,8 +259,8 @@ def open_learner(config: TrainConfig, env: RayVecEnv, *, fewer: bool = False) ->
 
 
 def _seeded(seed: int, build: Callable[[], Learner]) -> Learner:
-    """Makes the learner of a rank, whose global random generators are those of all ranks."""
-    seed_globals(seed, 0, 1)
+    """Makes the learner of a rank. All ranks seed the global generators alike."""
+    seed_globals(seed, 0, 3)
     return build()
 
 

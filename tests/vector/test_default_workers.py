@@ -159,7 +159,7 @@ class TestOnRay:
         with rayvec.RayVecEnv(make_sleeping, 6) as env:
             nodes = env.topology.nodes
             assert len(nodes) == 2 and [node.num_workers for node in nodes] == [3, 3]
-            assert all(3 * 0.05 <= node.num_cpus < 2 for node in nodes)
+            assert all(0.15 <= node.num_cpus < 2 for node in nodes)
             env.reset(seed=0)
 
     def test_explicit_workers_claim_at_most_the_cores_of_a_node(self) -> None:
