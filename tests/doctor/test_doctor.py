@@ -29,7 +29,7 @@ def test_a_node_in_order() -> None:
 @pytest.mark.parametrize(
     ("changes", "in_ray", "level", "check", "words"),
     [
-        ({"quota_cores": 1.5}, {}, "warning", "cores", ["8 in Ray", "quota of 1.5", "--num-cpus=1"]),
+        ({"quota_cores": 1.5}, {}, "warning", "cores", ["8 in Ray", "quota of 1.5", "--num-cpus=2"]),
         ({"cores": 4}, {}, "warning", "cores", ["4 usable", "--num-cpus=4"]),
         ({"niceness": 15}, {}, "warning", "niceness", ["nice 15", "RAY_worker_niceness=0"]),
         ({"files": 100}, {}, "error", "open files", ["need 104", "ulimit -n"]),
