@@ -179,6 +179,33 @@ class Slice:
 
     def _step_row(self, row: int, action: Any, mode: Autoreset) -> None:
         """Steps one environment, or does in place of the step what the state of its episode asks for."""
+        if self._episode[row] != RUNNING and self._step_is_replaced(row, mode):
+            return
+        result = self._envs[row].step(action)
+        try:
+            obs, reward, terminated, truncated, info = result
+        except (TypeError, ValueError) as error:
+            raise _not_api("step", "obs, reward, terminated, truncated, info", result) from error
+        try:
+            self._rew[row] = reward
+        except (TypeError, ValueError) as error:
+            raise _no_number(reward) from error
+        self._terminated[row], self._truncated[row] = terminated, truncated
+        is_over = terminated or truncated
+        if is_over and mode == Autoreset.SAME_STEP:
+            final = {"final_obs": copied_value(obs), "final_info": self._copied(info)}
+            self._episode[row] = ENDED
+            self._infos.append((row, final))
+            self._reset_row(row)
+            return
+        self._write_obs(row, obs)
+        if is_over:
+            self._episode[row] = ENDED
+        if info or not isinstance(info, dict):
+            self._infos.append((row, self._copied(info)))
+
+    def _step_is_replaced(self, row: int, mode: Autoreset) -> bool:
+        """Ends a cut episode, or begins the next one. Returns False if neither is due: the episode begins to run."""
         state = self._episode[row]
         if state == CUT:
             self._end_cut(row, mode)
@@ -189,24 +216,8 @@ class Slice:
             self._reset_row(row)
         else:
             self._episode[row] = RUNNING
-            obs, reward, terminated, truncated, info = _step_result(self._envs[row].step(action))
-            try:
-                self._rew[row] = reward
-            except (TypeError, ValueError) as error:
-                raise _no_number(reward) from error
-            self._terminated[row], self._truncated[row] = terminated, truncated
-            if not (terminated or truncated):
-                self._write_obs(row, obs)
-                self._add_info(row, info)
-            elif mode == Autoreset.SAME_STEP:
-                final = {"final_obs": copied_value(obs), "final_info": self._copied(info)}
-                self._episode[row] = ENDED
-                self._infos.append((row, final))
-                self._reset_row(row)
-            else:
-                self._write_obs(row, obs)
-                self._episode[row] = ENDED
-                self._add_info(row, info)
+            return False
+        return True
 
     def _end_cut(self, row: int, mode: Autoreset) -> None:
         """Ends an interrupted episode without a step: the last true observation, reward 0, truncated."""
@@ -229,7 +240,8 @@ class Slice:
         obs, info = _reset_result(self._envs[row].reset(**kwargs))
         self._write_obs(row, obs)
         self._episode[row] = RUNNING
-        self._add_info(row, info)
+        if info or not isinstance(info, dict):
+            self._infos.append((row, self._copied(info)))
 
     def _clear(self, row: Any) -> None:
         self._rew[row] = 0.0
@@ -310,10 +322,6 @@ class Slice:
         )
         return RemoteFailure.capture(error, failure.where)
 
-    def _add_info(self, row: int, info: Any) -> None:
-        if info or not isinstance(info, dict):
-            self._infos.append((row, self._copied(info)))
-
     def _copied(self, info: Any) -> dict[Any, Any]:
         """Copies an info: environments may modify it after they return it."""
         if not hasattr(info, "items"):
@@ -370,14 +378,6 @@ class Slice:
                 errors.append(error)
         if errors:
             raise errors[0]
-
-
-def _step_result(result: Any) -> Any:
-    try:
-        obs, reward, terminated, truncated, info = result
-    except (TypeError, ValueError) as error:
-        raise _not_api("step", "obs, reward, terminated, truncated, info", result) from error
-    return obs, reward, terminated, truncated, info
 
 
 def _reset_result(result: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import StepBatch, tree_map
+from rayvec.data import StepBatch, Tree, tree_map
 from rayvec.data.columns import mask_of
+from rayvec.data.layouts import index_tree
 from rayvec.data.sub_batch_infos import info_blocks
 from rayvec.fleet.restarts import RESTARTED
 from rayvec.rollout.sub_batch_recorder import NativeRecorder
@@ -38,36 +39,61 @@ class ColumnRecorder(NativeRecorder):
         final_obs, final_info = columns.pop("final_obs", None), columns.pop("final_info", None)
         ends = columns.pop("_final_obs", done)
         columns.pop("_final_info", None)
-        restarted = restarted_in(columns, num_envs) & asked
         if t < 0:
             of_reset = asked
+            restarted = restarted_in(columns, num_envs) & asked
             self._restarts += [(-1, n) for n in np.flatnonzero(restarted).tolist()]
         elif self._next_step or final_obs is None:
             of_reset = self._ended[t] if self._next_step else np.zeros(num_envs, bool)
-            self._take_back_rows(t, np.flatnonzero(restarted & self._chunk.truncated[t]))
+            self._take_back_rows(t, columns, asked)
         else:
             of_reset = asked & np.asarray(ends, bool)
-            failed = of_reset & restarted_in(final_info, num_envs) & self._chunk.truncated[t]
-            self._take_back_rows(t, np.flatnonzero(failed))
-            last = np.flatnonzero(of_reset & ~failed)
-            if len(last):
-                self._add_finals(t, last, self._stacked(final_obs, last))
-            self._add_final_info(t, 0, final_info, of_reset & ~failed)
-        self._infos.blocks += info_blocks(t, 0, columns, asked & ~of_reset)
-        self._reset_infos.blocks += info_blocks(t, 0, columns, asked & of_reset)
+            last = of_reset & ~self._take_back_rows(t, final_info, of_reset)
+            self._add_final_obs(t, np.flatnonzero(last), final_obs)
+            if final_info:
+                self._add_final_info(t, 0, final_info, last)
+        if columns:
+            self._infos.blocks += info_blocks(t, 0, columns, asked & ~of_reset)
+            self._reset_infos.blocks += info_blocks(t, 0, columns, asked & of_reset)
 
-    def _take_back_rows(self, t: int, rows: NDArray[np.int64]) -> None:
-        """Marks steps that failed: their episodes were cut after the step before, at the observation before step t."""
+    def _add_final_obs(self, t: int, rows: NDArray[np.int64], final_obs: Any) -> None:
+        if isinstance(final_obs, np.ndarray) and final_obs.dtype.hasobject:
+            self._finals += [(t, row, final_obs[row]) for row in rows.tolist()]
+        elif len(rows):
+            self._add_finals(t, rows, self._stacked(final_obs, rows))
+
+    def _take_back_rows(self, t: int, columns: Any, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Marks steps that failed: their episodes were cut after the step before, at the observation before step t.
+
+        Args:
+            t: The step.
+            columns: Infos that say which environments were restarted.
+            among: Whose infos count, ``bool [N]``.
+
+        Returns:
+            Whose step failed, ``bool [N]``.
+        """
+        if not isinstance(columns, Mapping) or RESTARTED not in columns:
+            return np.zeros_like(among)
         chunk = self._chunk
+        failed: NDArray[np.bool_] = among & restarted_in(columns, len(among)) & chunk.truncated[t]
+        rows = np.flatnonzero(failed)
         self._restarts += [(t, n) for n in rows.tolist()]
         chunk.valid[t, rows] = chunk.truncated[t, rows] = False
-        if t == 0:
-            return
-        running = chunk.valid[t - 1, rows] & ~chunk.terminated[t - 1, rows] & ~chunk.truncated[t - 1, rows]
-        if self._next_step:
-            running &= ~self._ended[t - 1, rows]
-        cut = rows[running]
-        chunk.truncated[t - 1, cut] = True
-        self._cuts += [(t - 1, n) for n in cut.tolist()]
-        if len(cut) and not self._next_step:
-            self._add_finals(t - 1, cut, tree_map(lambda leaf: leaf[t][cut], chunk.obs))
+        if t > 0:
+            running = chunk.valid[t - 1, rows] & ~chunk.terminated[t - 1, rows] & ~chunk.truncated[t - 1, rows]
+            if self._next_step:
+                running &= ~self._ended[t - 1, rows]
+            cut = rows[running]
+            chunk.truncated[t - 1, cut] = True
+            self._cuts += [(t - 1, n) for n in cut.tolist()]
+            if len(cut) and not self._next_step:
+                self._add_finals(t - 1, cut, tree_map(lambda leaf: leaf[t][cut], chunk.obs))
+        return failed
+
+    def _final_arrays(self) -> tuple[NDArray[np.int64], Tree]:
+        if self._finals:
+            for places, obs in self._final_parts:
+                self._finals += [(t, n, index_tree(obs, row)) for row, (t, n) in enumerate(places.tolist())]
+            self._final_parts = []
+        return super()._final_arrays()
