@@ -135,7 +135,7 @@ def _serve(spec: WorkerSpec, slice_: Slice, pipe: Connection) -> None:
         leaf[:] = np.fromiter(values, object, len(values))
     slice_.open(block.layout, arrays)
     slice_.progress = ring.progress.data
-    _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id)
+    _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id, 2)
     worker = _Worker(spec, slice_, objects)
     pid = os.getpid()
     while True:
@@ -196,7 +196,7 @@ class _Worker:
         if command.op == Op.RESET:
             self._host.note_reset(command.rows)
             seeds = dict(zip(command.rows.tolist(), command.rest[0], strict=True))
-            _seed(seeds.get(0), self._spec.first_id)
+            _seed(seeds.get(0), self._spec.first_id, 2)
         answer = self._slice.execute(command)
         if self._objects and command.op in STEPPING:
             answer = answer._replace(value=[leaf[command.rows].tolist() for leaf in self._objects])
