@@ -31,7 +31,12 @@ def test_a_table_and_a_picture_of_runs(learning: Any, tmp_path: Path, capsys: py
         run_dir = tmp_path / f"seed{seed}"
         run_dir.mkdir()
         lines = [
-            {"steps": 10 * k, "episodes": k % 2, "return_mean": float(seed * k) if k % 2 else None}
+            {
+                "steps": 10 * k,
+                "episodes": k % 2,
+                "return_mean": float(seed * k) if k % 2 else None,
+                "return_sum": seed * k,
+            }
             for k in range(1, 41)
         ]
         (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -24,7 +24,6 @@ import torch
 from conftest import MakeVec
 from helpers.exact import SpaceEnv, TablePolicy
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical
-from helpers.vector_kit import assert_explained
 from numpy.typing import NDArray
 
 import rayvec
@@ -89,9 +88,8 @@ def test_it_needs_no_ray_and_starts_no_process() -> None:
 
 @pytest.mark.parametrize("settings", [{"step_timeout_s": 1.0}, {"address": "auto"}], ids=str)
 def test_what_has_no_meaning_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"(num_nodes|workers_per_node)=0 steps") as caught:
+    with pytest.raises(ConfigError, match=f"{next(iter(settings))}=.*(num_nodes|workers_per_node)=0"):
         make([CountingEnv], **settings)
-    assert_explained(caught.value)
 
 
 def test_what_a_constructor_raises_is_raised() -> None:
@@ -322,13 +320,12 @@ def test_the_command_line_does_without_ray(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
     ("num_nodes", "text"),
-    [(0, "num_nodes=0, which is this machine"), (None, "2 nodes, all with environments. Remedy: Pass num_nodes=1 or")],
+    [(0, "num_nodes=0, which is this machine"), (None, "All of 2 nodes .*pass num_nodes=1 or less")],
 )
 def test_ranks_are_apart_from_environments_on_nodes(tmp_path: Path, num_nodes: int | None, text: str) -> None:
     config = rayvec.PPOConfig(run_dir=tmp_path / "a", num_nodes=num_nodes, workers_per_node=1, learners="dedicated")
-    with pytest.raises(ConfigError, match=text) as caught:
+    with pytest.raises(ConfigError, match=text):
         rayvec.train(config)
-    assert_explained(caught.value)
 
 
 @pytest.mark.parametrize("nodes", [0, 1])
