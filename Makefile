@@ -41,9 +41,9 @@ test-all: $(STAMP) ## Run the slow tests too, before a release, in two processes
 test-hosts: $(STAMP) ## Run the tests on a cluster of hosts in network namespaces (needs root)
 	RAYVEC_TEST_HOSTS=all $(BIN)/python -m pytest --all -rsP tests/hosts -n 2 --dist loadfile
 
-coverage: $(STAMP) ## Run the tests, apart from compiled updates, and print which lines they reach, in workers too
+coverage: $(STAMP) ## Run the tests and print which lines they reach, in workers too
 	rm -f .coverage .coverage.*
-	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile --ignore tests/learners/test_ppo_compiled.py --ignore tests/learners/test_impala_compiled.py
+	$(BIN)/python -m coverage run -m pytest -n 2 --dist loadfile
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report --skip-covered
 

@@ -4,7 +4,7 @@
     python tests/outside.py --run      # and runs those that are there
     PYTHONPATH=CHECKOUT python tests/outside.py --write    # runs them against another checkout: outside.txt anew
 
-`outside.txt` has the ids that pass on the code before the third edition. A line of `outside_gone.txt` is a pattern of
+`outside.txt` has the ids that pass on commit 76ee18f5. A line of `outside_gone.txt` is a pattern of
 ids, and why these tests are gone or where the behaviour is tested now.
 """
 
