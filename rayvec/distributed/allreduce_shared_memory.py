@@ -122,6 +122,8 @@ class SharedMemoryRanks:
         Raises:
             RankLostError: A rank exited, has left, or did not call `sum_` in time.
         """
+        if self._fd is None:
+            raise _lost(self.rank, "has left the group")
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             return tensor.copy_(self.sum_(tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)))
         flat = tensor.detach().view(-1)

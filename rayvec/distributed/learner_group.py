@@ -202,7 +202,7 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         It is the state that all ranks share; one learner can continue from it, too. With several ranks, the
         rank-local parts are in the list ``rank_local``, if the learner has such parts.
         """
-        parts = self.group.ask("parts")
+        parts = self.group.run("parts")
         self._keep(parts[0][0])
         return join_state(unpack(parts[0][0]), [unpack(local) for _, local in parts])
 

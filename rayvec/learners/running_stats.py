@@ -147,7 +147,7 @@ class ReturnScale:
         before = np.concatenate([self._returns.numpy(), np.zeros(missing)])
         everyone = before.copy() if ranks.size == 1 else np.zeros_like(before)
         returns = np.zeros(rew.shape)
-        num_steps = len(rew) - valid[::-1].argmax(0)  # after them nothing happened: the chunk was cut
+        num_steps = (len(rew) - valid[::-1].argmax(0)) * valid.any(0)  # after them nothing happened: the chunk was cut
         for columns in _occurrences(rows):
             running = np.where(lost[columns], 0.0, before[rows[columns]])
             for t in range(len(rew)):

@@ -149,6 +149,7 @@ class SACLearner:
                 the weights are those before the failed step; or memory has run out.
         """
         check_minibatch(self.ranks, self.config.batch_size)
+        self._failed.zero_()
         self._store(batch)
         owed = math.floor(self._rate * self._num_credited) - self._num_updates
         stats: list[tuple[Tensor, Tensor]] = []

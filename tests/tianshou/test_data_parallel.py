@@ -218,6 +218,12 @@ class TestRefused:
         with pytest.raises(ConfigError, match=error):
             data_parallel(make(), **settings)
 
+    def test_returns_that_each_rank_would_scale_by_its_own(self) -> None:
+        algorithm = kit.make("ppo_recomputing")
+        algorithm.return_scaling = True
+        with pytest.raises(ConfigError, match="return_scaling=True can't be computed on several ranks"):
+            parallel(algorithm)
+
     def test_what_cannot_be_pickled(self) -> None:
         algorithm = kit.make("dqn")
         algorithm.lock = threading.Lock()

@@ -19,6 +19,7 @@ from tianshou.algorithm.algorithm_base import (
     OnPolicyAlgorithm,
     TrainingStats,
 )
+from tianshou.algorithm.modelfree.ppo import PPO
 from tianshou.data import ReplayBuffer
 
 from rayvec.data.partition import even_bounds
@@ -87,6 +88,11 @@ def data_parallel(
         raise ConfigError(
             f"{type(algorithm).__qualname__} can't be computed on several ranks. Pass an on-policy, off-policy or "
             "offline algorithm of Tianshou 2, and not its policy."
+        )
+    if isinstance(algorithm, PPO) and algorithm.recompute_adv and algorithm.return_scaling:
+        raise ConfigError(
+            "recompute_advantage=True with return_scaling=True can't be computed on several ranks: each rank would "
+            "scale returns by its own samples. Switch off one of them."
         )
     host = functools.partial(
         open_host,
