@@ -139,5 +139,5 @@ def test_what_does_not_go_together(wide: RayVecEnv) -> None:
         partial(Collector, wide, TablePolicy(), "driver", by_reference=True),
         partial(Collector(wide, TablePolicy(), by_reference=True).collect, n_episode=3),
     ):
-        with pytest.raises(ConfigError, match="Remedy"):
+        with pytest.raises(ConfigError, match="by_reference"):
             mistake()

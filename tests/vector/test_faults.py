@@ -48,7 +48,7 @@ from helpers.waiting import DEADLINE_S, alive, wait_until
 from rayvec.collect.collector import Collector
 from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import EnvError, NodeLostError, WorkerLostError
-from rayvec.pools import restart_state
+from rayvec.fleet import restarts
 from rayvec.pools.base import Autoreset
 from rayvec.pools.restart_state import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -231,7 +231,7 @@ def test_a_crash_loop_ends(make_vec: Any) -> None:
 
 def test_hangs_that_take_long_to_notice_are_a_crash_loop_too(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(restart_state.time, "monotonic", lambda: now)
+    monkeypatch.setattr(restarts.time, "monotonic", lambda: now)
     allowed = {"hangs": RestartBudget(), "ends": RestartBudget()}
     spent: dict[str, list[bool]] = {"hangs": [], "ends": []}
     for _ in range(8):
