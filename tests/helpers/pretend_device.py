@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+
+import rayvec
 
 __all__ = ["PretendDevice", "pretended"]
 
@@ -153,13 +156,16 @@ class _FromPython(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+_PACKAGE = f"{Path(rayvec.__file__).parent}/"
+
+
 def _line() -> str:
     """Returns file, line and function of the package, or else of the test, that runs."""
     frame = sys._getframe(1)
     found = None
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/rayvec/" in name and "/tests/" not in name:
+        if name.startswith(_PACKAGE):
             return f"{name.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
         if found is None and "/tests/" in name and "pretend_device" not in name:
             found = f"{name.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}"
