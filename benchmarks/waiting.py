@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -74,7 +75,7 @@ def sb3_env(env_fns: Sequence[Any]) -> Any:
     """Makes that of Stable-Baselines3."""
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
-    return SubprocVecEnv(env_fns)
+    return SubprocVecEnv(env_fns, start_method="fork")  # its own default imports torch in every process
 
 
 def measured(make: Callable[[Sequence[Any]], Any], env_fns: Sequence[Any], seconds: float) -> tuple[float, float]:
@@ -158,11 +159,11 @@ def main() -> None:
         with ExitStack() as stack:
             if where == "ray":
                 stack.enter_context(simulated_cluster(usable_cores(), usable_cores()))
-            rows = [
-                compare(kind, num_envs, where == "ray", args.repeats, args.seconds)
-                for kind in args.kinds
-                for num_envs in args.envs
-            ]
+            rows = []
+            for kind in args.kinds:
+                for num_envs in args.envs:
+                    rows.append(compare(kind, num_envs, where == "ray", args.repeats, args.seconds))
+                    print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
         place = "on two simulated nodes of Ray" if where == "ray" else "without Ray"
         show_table(f"Environments that wait, {place}, steps/s", columns, rows)
 
