@@ -125,18 +125,22 @@ def compare(kind: str, num_envs: int, on_ray: bool, repeats: int, seconds: float
         _best(speeds, others),
         f"{_median_ratio(speeds, own):.2f}",
         f"{_median_ratio(speeds, others):.2f}",
-        f"{starts['rayvec']:.2f} / {min(starts[name] for name in own):.2f}",
+        f"{starts['rayvec']:.2f} / {starts[_fastest(speeds, own)]:.2f}",
     ]
 
 
+def _fastest(speeds: Mapping[str, list[float]], names: Sequence[str]) -> str:
+    return max(names, key=lambda each: statistics.median(speeds[each]))
+
+
 def _best(speeds: Mapping[str, list[float]], names: Sequence[str]) -> str:
-    name = max(names, key=lambda each: statistics.median(speeds[each]))
+    name = _fastest(speeds, names)
     return f"{name.removeprefix('rayvec, ')}: {spread(speeds[name], ',.0f')}"
 
 
 def _median_ratio(speeds: Mapping[str, list[float]], names: Sequence[str]) -> float:
     """Returns rayvec's speed over that of the best, of the same turn, as the median of all turns."""
-    name = max(names, key=lambda each: statistics.median(speeds[each]))
+    name = _fastest(speeds, names)
     return statistics.median(a / b for a, b in zip(speeds["rayvec"], speeds[name], strict=True))
 
 

@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "stable_baselines3":
             raise
         raise MissingPackage(
-            "The package stable-baselines3 is not installed. Install rayvec[sb3] (stable-baselines3>=2.6)."
+            "The package stable-baselines3 is not installed. Install it: pip install stable-baselines3."
         ) from error
     from rayvec.stable_baselines3.vec_env import RayVecEnv
 

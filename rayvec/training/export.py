@@ -167,8 +167,8 @@ def _onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: Sequence[str
     except Exception as error:  # torch gives no class for all of them
         raise ConfigError(
             f"The network could not be exported to ONNX: {type(error).__name__}: {first_line(error)[:200]}. "
-            "Install rayvec[onnx], or change the network so that torch can trace it for any number of "
-            "observations."
+            "Change the network so that torch can trace it for any number of observations, or, if a package is "
+            "missing: pip install onnx onnxruntime onnxscript."
         ) from error
     for value in [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]:
         if value.name in names:  # of an observation called "linear" or "low"

@@ -82,7 +82,9 @@ def _frames(video: Path | None, env: RayVecEnv) -> contextlib.AbstractContextMan
         importlib.import_module("imageio_ffmpeg")
         imageio: Any = importlib.import_module("imageio.v2")
     except ImportError as error:
-        raise _refused(f"The package that writes videos, rayvec[video], is missing: {error}") from error
+        raise _refused(
+            f"A video needs a package that is not installed ({error}). Install it: pip install 'imageio[ffmpeg]'"
+        ) from error
     fps = env.metadata.get("render_fps", 30)
     writer: contextlib.AbstractContextManager[Any] = imageio.get_writer(video, fps=fps, macro_block_size=2)
     return writer

@@ -69,5 +69,5 @@ def import_wandb() -> Any:
         return importlib.import_module("wandb")
     except ImportError as error:
         raise ConfigError(
-            f"track='wandb' needs the package wandb: {error}. Install rayvec[wandb], or leave track out."
+            f"track='wandb' needs the package wandb: {error}. Install it: pip install wandb. Or leave track out."
         ) from error

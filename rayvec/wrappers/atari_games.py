@@ -70,7 +70,8 @@ def atari(env: Env) -> Env:
     try:
         env = AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
     except gymnasium.error.DependencyNotInstalled as error:
-        raise ConfigError("OpenCV, which resizes frames, is not installed. Install rayvec[atari].") from error
+        message = "OpenCV, which resizes frames, is not installed. Install it: pip install opencv-python-headless."
+        raise ConfigError(message) from error
     get_meanings = getattr(env.unwrapped, "get_action_meanings", None)
     if get_meanings is not None and get_meanings()[1:2] == ["FIRE"]:
         env = FireToServe(env)

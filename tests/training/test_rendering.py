@@ -91,7 +91,7 @@ def test_what_cannot_be_shown(
 
 def test_without_the_package(run_dirs: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: AssertRefused) -> None:
     monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
-    assert_refused(["eval", str(run_dirs / "pictured"), "--video", "out.mp4"], "rayvec[video]")
+    assert_refused(["eval", str(run_dirs / "pictured"), "--video", "out.mp4"], "imageio[ffmpeg]")
 
 
 @pytest.mark.slow
