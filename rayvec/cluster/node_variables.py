@@ -5,7 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["restore_variables"]
+__all__ = ["restore_variables", "started_with"]
+
+
+def started_with() -> dict[str, str]:
+    """Returns the environment variables with which this process was started."""
+    lines = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def restore_variables(*names: str) -> None:
@@ -14,9 +20,8 @@ def restore_variables(*names: str) -> None:
     Ray sets ``OMP_NUM_THREADS`` to the cores that an actor claims, and hides the GPUs of one that claims none, where
     its version or ``RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO`` says so.
     """
-    lines = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
-    started_with = dict(line.split("=", 1) for line in lines if "=" in line)
+    of_the_node = started_with()
     for name in names:
         os.environ.pop(name, None)
-        if name in started_with:
-            os.environ[name] = started_with[name]
+        if name in of_the_node:
+            os.environ[name] = of_the_node[name]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rayvec import __version__
+from rayvec.cluster.node_variables import started_with
 from rayvec.data.cores import quota_cores
 from rayvec.envs.step_time import StepTime, measure_step
 
@@ -32,7 +33,8 @@ def read_facts() -> dict[str, Any]:
     Returns:
         ``versions`` by package, "missing" where it is; ``cores`` that the process may use, and ``quota_cores`` of its
         container; ``niceness``; ``files``, the most that it may open, -1 without a limit; ``shm_free`` and
-        ``shm_total`` in bytes; ``gpus``.
+        ``shm_total`` in bytes; ``gpus`` of the machine, and ``visible_gpus``, the value of ``CUDA_VISIBLE_DEVICES``
+        with which Ray has started this process, None where it is unset.
     """
     versions = {"python": platform.python_version(), "rayvec": __version__} | dict.fromkeys(_PACKAGES, "missing")
     for package in _PACKAGES:
@@ -48,6 +50,7 @@ def read_facts() -> dict[str, Any]:
         "shm_free": shm_free,
         "shm_total": shm_total,
         "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        "visible_gpus": started_with().get("CUDA_VISIBLE_DEVICES"),
     }
 
 

@@ -111,12 +111,18 @@ def resources(
         (facts["shm_free"] < _LEAST_SHM_BYTES, "error", f"Chunks and weights have no room: a run fails. {_ENLARGE}"),
         (total < store, "warning", f"Chunks and weights go to the disk or fail. {_ENLARGE}"),
     )
-    gpus, claimed = facts["gpus"], int(in_ray.get("GPU", 0))
+    gpus, claimed, visible = facts["gpus"], int(in_ray.get("GPU", 0)), facts["visible_gpus"]
+    shown = "all" if visible is None else visible or "none"
     yield _judged(
         node,
         "GPU",
-        f"{gpus} on the machine, {claimed} in Ray",
+        f"{gpus} on the machine, {claimed} in Ray; environments see {shown}",
         (claimed > gpus, "error", "learner_device='cuda' fails there. Start Ray with --num-gpus=0."),
+        (
+            gpus > 0 and visible == "",
+            "warning",
+            "Start Ray there with CUDA_VISIBLE_DEVICES unset, or with their numbers.",
+        ),
         (gpus > claimed, "warning", f"Ray does not give all of them to learners. Start Ray with --num-gpus={gpus}."),
     )
 

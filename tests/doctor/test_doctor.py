@@ -17,6 +17,7 @@ GIB = 1 << 30
 FACTS: dict[str, Any] = {
     **{"versions": {"python": "3.11.7", "rayvec": "0.1.0", "ray": "2.60.0", "numpy": "2.4.6", "torch": "2.13.0"}},
     **{"cores": 8, "quota_cores": None, "niceness": 0, "files": 65536, "shm_free": GIB, "shm_total": GIB, "gpus": 0},
+    "visible_gpus": None,
 }
 IN_RAY = {"CPU": 8, "object_store_memory": GIB / 2}
 
@@ -37,6 +38,7 @@ def test_a_node_in_order() -> None:
         ({"shm_free": 1 << 20}, {}, "error", "/dev/shm", ["1 MiB free", "--shm-size"]),
         ({"shm_total": GIB // 16, "shm_free": GIB // 16}, {}, "warning", "/dev/shm", ["64 MiB", "--shm-size"]),
         ({}, {"GPU": 1}, "error", "GPU", ["1 in Ray", "--num-gpus=0"]),
+        ({"gpus": 1, "visible_gpus": ""}, {"GPU": 1}, "warning", "GPU", ["see none", "CUDA_VISIBLE_DEVICES unset"]),
         ({"gpus": 1}, {}, "warning", "GPU", ["0 in Ray", "--num-gpus=1"]),
     ],
 )
