@@ -162,8 +162,10 @@ def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = F
 
 def rank_share(
     num_ranks: int, num_nodes: int | None, workers_per_node: int | None, *, is_restart: bool = False
-) -> tuple[int, int]:
-    """Returns over how many nodes decentralized ranks are spread, and how many workers each rank has.
+) -> tuple[int, int, int]:
+    """Returns over how many nodes decentralized ranks are spread, how many workers each has, and how many cores.
+
+    A rank claims a core for each worker, or its share of the smallest node where it has more workers than that.
 
     Args:
         num_ranks: Number of ranks.
@@ -178,8 +180,8 @@ def rank_share(
     request = ResourceRequest(0 if is_restart else 1, 0)  # with 0, all cores of a node count
     needed = 1 if is_restart else num_nodes or 1
 
-    def look() -> list[int]:
-        return sorted((node.capacity for node in capacities(request) if node.capacity), reverse=True)
+    def look() -> list[NodeCapacity]:
+        return sorted((node for node in capacities(request) if node.capacity), key=lambda node: -node.capacity)
 
     free = look_until(look, lambda free: len(free) >= needed, _JOIN_TIMEOUT_S)
     count = min(num_ranks, num_nodes or len(free), len(free))
@@ -189,7 +191,9 @@ def rank_share(
             "or add nodes."
         )
     per_node = -(-num_ranks // count)
-    return count, divided_workers(workers_per_node, free[count - 1], per_node)
+    workers = divided_workers(workers_per_node, free[count - 1].capacity, per_node)
+    largest_claim = max(1, min(node.all_cpus for node in free[:count]) // per_node)
+    return count, workers, min(workers, largest_claim)
 
 
 def capacities(request: ResourceRequest) -> list[NodeCapacity]:

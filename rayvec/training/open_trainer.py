@@ -135,6 +135,6 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
             workers, ids = nodes.workers_per_rank(config.workers_per_node), nodes.node_ids
             request = ResourceRequest(max(workers, threads), num_gpus, nodes=ids, num_nodes=len(ids))
             return _Places(RayHost(request, config.address), nodes.num_ranks, workers, nodes.has_changed)
-        num_nodes, workers = rank_share(count, config.num_nodes, config.workers_per_node, is_restart=fewer)
-        request = ResourceRequest(max(workers, threads), num_gpus, num_nodes=num_nodes)
+        num_nodes, workers, cores = rank_share(count, config.num_nodes, config.workers_per_node, is_restart=fewer)
+        request = ResourceRequest(max(cores, threads), num_gpus, num_nodes=num_nodes)
         return _Places(RayHost(request, config.address), count, workers)

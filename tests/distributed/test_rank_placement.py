@@ -73,14 +73,14 @@ def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without
 
 @pytest.mark.parametrize(
     ("num_nodes", "is_restart", "expected"),
-    [(None, False, (1, 2)), (2, False, (2, 4)), (2, True, (1, 2))],
+    [(None, False, (1, 2, 2)), (2, False, (2, 4, 4)), (2, True, (1, 2, 2))],
     ids=["nodes with free cores", "a number of nodes", "restart"],
 )
 def test_a_number_of_nodes_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, num_nodes: int | None, is_restart: bool, expected: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int | None, is_restart: bool, expected: tuple[int, int, int]
 ) -> None:
     """The second node joins after the first look."""
-    nodes = [NodeCapacity("a", "10.0.0.1", 4), NodeCapacity("b", "10.0.0.2", 4)]
+    nodes = [NodeCapacity("a", "10.0.0.1", 4, all_cpus=4), NodeCapacity("b", "10.0.0.2", 4, all_cpus=4)]
     looks: list[ResourceRequest] = []
 
     def look(request: ResourceRequest) -> list[NodeCapacity]:
@@ -93,6 +93,12 @@ def test_a_number_of_nodes_is_waited_for(
     monkeypatch.setattr("rayvec.distributed.rank_placement._JOIN_TIMEOUT_S", 0.0)
     with pytest.raises(ConfigError, match="2 nodes of 3 for decentralized ranks"):
         rank_share(3, 3, None)
+
+
+def test_ranks_with_more_workers_than_cores_claim_their_share_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = NodeCapacity("a", "10.0.0.1", 4, all_cpus=4)
+    monkeypatch.setattr("rayvec.distributed.rank_placement.capacities", lambda request: [node])
+    assert rank_share(2, 1, 16) == (1, 8, 2)
 
 
 def test_ranks_can_be_kept_off_nodes(ray_cluster: object) -> None:
