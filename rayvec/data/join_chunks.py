@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -22,10 +23,15 @@ _SORTED = "final_index"  # the field whose order others follow
 _SUMMARY = [field.name for field in fields(ChunkSummary) if field.name in AXES]
 
 
-def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
-    """Joins chunks of different environments, side by side, in newly allocated memory.
+def join_chunks(chunks: Sequence[Chunk], *, copy: bool = True) -> Chunk:
+    """Joins chunks of different environments, side by side.
 
     Where their numbers of steps differ, the shorter ones are padded: see :func:`pad_chunk`.
+
+    Args:
+        chunks: The chunks.
+        copy: Whether the result has memory of its own. Otherwise arrays of steps whose columns lie side by side already
+            are not copied.
 
     Raises:
         ConfigError: The policy returned different extras in them.
@@ -35,7 +41,7 @@ def join_chunks(chunks: Sequence[Chunk]) -> Chunk:
     for found, chunk in zip(following, chunks[1:], strict=True):
         where, there = (" ".join(map(str, each.env_ids[:1])) for each in (chunks[0], chunk))
         check_extras(first, found, f"for environment {where}", f" for environment {there}")
-    return Chunk(**_joined([pad_chunk(chunk, num_steps) for chunk in chunks], AXES))
+    return Chunk(**_joined([pad_chunk(chunk, num_steps) for chunk in chunks], AXES, copy=copy))
 
 
 def check_extras(
@@ -82,12 +88,14 @@ def join_summaries(parts: Sequence[ChunkSummary]) -> ChunkSummary:
     return ChunkSummary(**_joined(parts, _SUMMARY), bad_obs=next(found, None))
 
 
-def _joined(parts: Sequence[Chunk] | Sequence[ChunkSummary], names: Iterable[str]) -> dict[str, Any]:
+def _joined(
+    parts: Sequence[Chunk] | Sequence[ChunkSummary], names: Iterable[str], *, copy: bool = True
+) -> dict[str, Any]:
     """Joins fields of chunks, each along its axes."""
     offsets = [0, *accumulate(len(part.env_ids) for part in parts)]
     finals, order = _in_order([part.final_index for part in parts], offsets)
     join: dict[str, Callable[[list[Any]], Any]] = {
-        "T, N": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves, axis=1), *trees),
+        "T, N": lambda trees: tree_map(partial(_beside, copy=copy), *trees),
         "K, N": _join_states,
         "N": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves), *trees),
         "(t, n)": lambda places: _in_order(places, offsets)[0],
@@ -97,6 +105,20 @@ def _joined(parts: Sequence[Chunk] | Sequence[ChunkSummary], names: Iterable[str
     }
     joined = {name: join[AXES[name]]([getattr(part, name) for part in parts]) for name in names if name != _SORTED}
     return {**joined, _SORTED: finals}
+
+
+def _beside(*leaves: NDArray[Any], copy: bool) -> NDArray[Any]:
+    """Joins arrays ``[T, n, ...]``. Columns of one array that lie side by side are a view of it, unless `copy`."""
+    first, row_bytes = leaves[0], leaves[0].strides[1]
+    starts = accumulate((leaf.shape[1] * row_bytes for leaf in leaves), initial=first.ctypes.data)
+    width = sum(leaf.shape[1] for leaf in leaves)
+    is_whole = first.strides[0] == width * row_bytes and all(
+        (leaf.ctypes.data, leaf.strides, leaf.dtype) == (start, first.strides, first.dtype)
+        for leaf, start in zip(leaves, starts, strict=False)
+    )
+    if copy or not is_whole:
+        return np.concatenate(leaves, axis=1)
+    return np.lib.stride_tricks.as_strided(first, (len(first), width, *first.shape[2:]), first.strides)
 
 
 def _join_states(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:

@@ -73,6 +73,7 @@ class LocalWorker:
         self._progress = 0
         self._pending = deque[Command]()
         self._ring: Ring | None = None
+        self._shared: set[int] = set()
 
     @property
     def pid(self) -> int:
@@ -130,6 +131,14 @@ class LocalWorker:
         if message is not None:
             with suppress(OSError):  # it has died: wait() says so
                 send(self._pipe, message)
+                if command.op == Op.ROLLOUT:
+                    self._share(command.rest.place.slot)
+
+    def _share(self, slot: int) -> None:
+        """Shares the memory of a chunk with the worker, once."""
+        if slot not in self._shared:
+            self._shared.add(slot)
+            reduction.send_handle(self._pipe, self._block.slots[slot].fd, self.pid)
 
     def wait(self, timeout_s: float) -> Answer | None:
         """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`."""
@@ -164,6 +173,11 @@ class LocalWorker:
             for leaf, values in zip(self._objects, answer.value, strict=True):
                 leaf[command.rows] = np.fromiter(values, object, len(values))
             answer = answer._replace(value=None)
+        elif command.op == Op.ROLLOUT and answer.value is not None:
+            taken, num_bytes = answer.value
+            memory = self._block.slots[command.rest.place.slot]
+            memory.num_bytes = max(memory.num_bytes, num_bytes)
+            answer = answer._replace(value=taken._replace(chunk=memory.unpack(taken.chunk)))
         return answer
 
     _taken = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -11,17 +12,20 @@ from typing import Any
 
 import numpy as np
 from gymnasium import Space
+from numpy.typing import NDArray
 
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import duration
-from rayvec.fleet.commands import ChildLost
+from rayvec.fleet.commands import ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy, seed_of
+from rayvec.node.chunk_slots import ChunkSlot
 from rayvec.node.local_worker import LocalWorker
-from rayvec.node.memory import BlockSpec, MachineBlock
+from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, MachineBlock
 from rayvec.node.serve import WorkerSpec
+from rayvec.rollout.policy_host import ChunkOrder, ChunkPlace
 
 __all__ = ["Machine"]
 
@@ -62,6 +66,8 @@ class Machine(Fleet):
         self.first_id, self._preload = first_id, tuple(preload)
         units = even_bounds(factory.num_envs, num_workers)
         self._block: MachineBlock | None = None
+        self._slots: dict[tuple[int, int], deque[int]] = {}
+        self._num_chunks = 0
         self._factories = factory.in_parts(units)
         names = [f"node {node}, worker {k}" for k in range(num_workers)]
         self._specs = [
@@ -92,6 +98,41 @@ class Machine(Fleet):
         for k, worker in enumerate(self._workers):
             worker.attach(block, self.first_id + int(self.bounds[k]))
         self.open(block.arrays)
+
+    def post(self, command: Command) -> Ticket:
+        """Starts a command. Of each environment at most two chunks may be pending, or not yet copied."""
+        if command.op == Op.ROLLOUT:
+            command = command._replace(rest=self._placed(command.rest, command.rows))
+        return super().post(command)
+
+    def _placed(self, order: ChunkOrder, rows: NDArray[np.int64]) -> ChunkOrder:
+        """Chooses where workers write a chunk, and puts its weights there: two slots alternate for each set of rows."""
+        assert self._block is not None
+        self._num_chunks += 1
+        key = int(rows[0]), len(rows)
+        numbers = self._slots.setdefault(key, deque(range(2 * len(self._slots), 2 * len(self._slots) + 2)))
+        numbers.rotate()
+        slot = self._block.slots.get(numbers[0])
+        if slot is None:
+            slot = self._block.slots[numbers[0]] = ChunkSlot()
+        num_weights = slot.prepare(order.weights, order.request.num_steps * len(rows) * self._block.row_bytes)
+        return order._replace(weights=None, place=ChunkPlace(self._num_chunks, numbers[0], *key, num_weights))
+
+    def steps_in(self, ticket: Ticket) -> NDArray[np.int64]:
+        """Returns how many steps the environments of each worker have taken in a pending chunk, ``int64 [W]`` each."""
+        order, owners = ticket.command.rest, list(ticket.shares)
+        numbers, steps = np.divmod(self._shared("chunk_step")[owners], 1 << CHUNK_STEP_BITS)
+        steps //= np.diff(self.bounds)[owners]
+        has_taken_all = numbers > order.place.number
+        return np.where(numbers == order.place.number, steps, has_taken_all * order.request.num_steps)
+
+    def cut(self, ticket: Ticket, which: Any = slice(None)) -> None:
+        """Ends a pending chunk after the step that a worker is taking, in those that a mask ``bool [W]`` names."""
+        self._shared("cut_chunk")[np.array(list(ticket.shares))[which]] = ticket.command.rest.place.number
+
+    def _shared(self, name: str) -> NDArray[np.int64]:
+        assert self._block is not None
+        return self._block.block.arrays[name]
 
     def _replacement(self, k: int) -> LocalWorker:
         assert self._block is not None

@@ -20,16 +20,21 @@ from rayvec.data.layouts import ArrayLayout, Field
 from rayvec.data.trees import Tree
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import ENV_ARRAYS
+from rayvec.node.chunk_slots import ChunkSlot
 from rayvec.node.messages import receive
 from rayvec.pools.shared_memory import Semaphore, SharedBlock
 
-__all__ = ["ActionRows", "BlockSpec", "MachineBlock", "Ring", "action_leaves"]
+__all__ = ["CHUNK_STEP_BITS", "ActionRows", "BlockSpec", "MachineBlock", "Ring", "action_leaves"]
+
+CHUNK_STEP_BITS = 32
+"""``chunk_step`` holds the number of a worker's chunk and, in this many low bits, the steps that it has taken."""
 
 _ITEM_BYTES = 8
 _OP, _MODE, _COUNT, _HAS_REST, _CODES = range(5)
 """Places in a slot of the ring. The codes of the actions' data types follow, then the rows."""
 _ALL = -1
 """In place of a number of rows: all of them, in their order."""
+_EXTRA_BYTES = 64
 _MIN_SLOTS = 4
 """Two groups or two chunks, a call, and the end may be pending, or each environment by itself."""
 
@@ -98,6 +103,8 @@ class MachineBlock:
 
     Attributes:
         arrays: ``obs`` and those of `ENV_ARRAYS`. Leaves of the observations that are objects belong to this process.
+        slots: Memory for chunks, by the numbers of the slots.
+        row_bytes: What one step of one environment takes in a chunk, with room for what a policy records.
     """
 
     def __init__(self, spec: BlockSpec, fd: int | None = None) -> None:
@@ -108,12 +115,18 @@ class MachineBlock:
         max_rows = int(np.diff(spec.bounds).max())
         self.num_slots = max_rows + _MIN_SLOTS
         leaves = self.action_layout.leaves
+        of_obs = [field for place, field in enumerate(self.layout.leaves) if place not in self.layout.objects]
+        items = sum(math.prod(shape) for _, shape in leaves)
+        self.row_bytes = _EXTRA_BYTES + items * _ITEM_BYTES
+        self.row_bytes += sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in of_obs)
         fields: dict[str, Field] = {
             "go": (np.uint8, (num_workers, Semaphore.SIZE)),
             "done": (np.uint8, (num_workers, Semaphore.SIZE)),
             "ring": (np.int64, (num_workers, self.num_slots, _CODES + len(leaves) + max_rows)),
             "has_rest": (np.bool_, (num_workers, self.num_slots)),
             "progress": (np.int64, (num_workers,)),
+            "chunk_step": (np.int64, (num_workers,)),
+            "cut_chunk": (np.int64, (num_workers,)),
             **{name: (dtype, (num_envs,)) for name, dtype in ENV_ARRAYS.items()},
             **self.layout.fields("obs", (num_envs,)),
         }
@@ -124,6 +137,7 @@ class MachineBlock:
         objects = {f"obs.{i}": np.full(num_envs, None) for i in self.layout.objects}
         self.arrays: dict[str, Any] = {name: found[name] for name in ENV_ARRAYS}
         self.arrays["obs"] = self.layout.select({**found, **objects}, "obs")
+        self.slots: dict[int, ChunkSlot] = {}
 
     def ring(self, index: int) -> Ring:
         """Returns one end of a worker's ring."""
@@ -131,8 +145,10 @@ class MachineBlock:
 
     def close(self) -> None:
         """Closes the file descriptor. The memory is freed once no array refers to it."""
+        for slot in self.slots.values():
+            slot.close()
         self.block.close()
-        self.arrays = {}
+        self.arrays, self.slots = {}, {}
 
 
 class Ring:

@@ -7,6 +7,7 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,11 +23,12 @@ from rayvec.envs.pickled_parts import Places, load_part
 from rayvec.envs.slices import Slice
 from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, Command, Op
 from rayvec.fleet.restarts import RestartPolicy, seed_of
-from rayvec.node.memory import BlockSpec, MachineBlock
+from rayvec.node.chunk_slots import ChunkColumns, ChunkSlot
+from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, MachineBlock
 from rayvec.node.messages import Message, pack, receive, send
 from rayvec.node.preloaded import check_threads
 from rayvec.pools.shared_memory import keep_freed_memory
-from rayvec.rollout.policy_host import PolicyHost
+from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
 from rayvec.rollout.stepper import Here, Stepper
 
 __all__ = ["CLOSE", "WorkerSpec", "worker_main"]
@@ -125,8 +127,7 @@ def _seed(seed: int | None, *key: int) -> None:
 def _serve(spec: WorkerSpec, slice_: Slice, pipe: Connection) -> None:
     """Executes commands until one ends the worker, or the owner closes the pipe."""
     attachment: Attachment = receive(pipe).load()
-    block = MachineBlock(attachment.spec, reduction.recv_handle(pipe))
-    os.set_inheritable(block.block.fd, False)
+    block = MachineBlock(attachment.spec, _received_fd(pipe))
     ring, slice_.first_id = block.ring(attachment.index), attachment.first_id
     arrays = {name: index_tree(array, ring.rows) for name, array in block.arrays.items()}
     leaves = list(tree_leaves(arrays["obs"]))
@@ -136,7 +137,7 @@ def _serve(spec: WorkerSpec, slice_: Slice, pipe: Connection) -> None:
     slice_.open(block.layout, arrays)
     slice_.progress = ring.progress.data
     _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id, 2)
-    worker = _Worker(spec, slice_, objects)
+    worker = _Worker(spec, slice_, objects, block, attachment.index)
     pid = os.getpid()
     while True:
         while not ring.go.acquire(_POLL_S):
@@ -154,6 +155,8 @@ def _serve(spec: WorkerSpec, slice_: Slice, pipe: Connection) -> None:
             if command.op == CLOSE and command.rest is None:
                 worker.close()
                 return
+            if command.op == Op.ROLLOUT and command.rest.place.slot not in block.slots:
+                block.slots[command.rest.place.slot] = ChunkSlot(_received_fd(pipe))
             answer = worker.execute(command)
             end_if_forked(pid)
         ring.has_rest[ring.slot] = answer is not NO_NEWS
@@ -161,6 +164,12 @@ def _serve(spec: WorkerSpec, slice_: Slice, pipe: Connection) -> None:
         ring.done.post()
         if answer is not NO_NEWS:
             send(pipe, _packed(answer, spec.name))
+
+
+def _received_fd(pipe: Connection) -> int:
+    fd = reduction.recv_handle(pipe)
+    os.set_inheritable(fd, False)
+    return fd
 
 
 def _packed(answer: Answer, name: str) -> Message:
@@ -179,10 +188,15 @@ class _Worker:
         spec: What it started with.
         slice_: The environments.
         objects: The leaves of the observations that are objects.
+        block: The shared block.
+        index: Index of the worker.
     """
 
-    def __init__(self, spec: WorkerSpec, slice_: Slice, objects: list[Any]) -> None:
+    def __init__(self, spec: WorkerSpec, slice_: Slice, objects: list[Any], block: MachineBlock, index: int) -> None:
         self._spec, self._slice, self._objects = spec, slice_, objects
+        self._slots, self._rows = block.slots, slice(*block.spec.bounds[index : index + 2])
+        arrays = block.block.arrays
+        self._chunk_step, self._cut_chunk = (arrays[name][index : index + 1] for name in ("chunk_step", "cut_chunk"))
         layout = ArrayLayout.of(slice_.spaces.action)
         self._stepper = Stepper(Here(slice_), layout, slice_.first_id, slice_.native_mode)
         self._host = PolicyHost(self._stepper)
@@ -211,12 +225,29 @@ class _Worker:
             elif command.op == Op.DROP:
                 self._host.drop(*command.rest)
             else:
-                value = self._host.take(command.rest)
+                value = self._take(command.rest)
         except FAILURES as error:
             return Answer(failure=captured(error, self._spec.name))
         notes = tuple(self._stepper.notes)
         self._stepper.notes.clear()
         return Answer(value=value, notes=notes)
+
+    def _take(self, order: ChunkOrder) -> tuple[TakenChunk, int]:
+        """Takes a chunk. Returns it as it lies in its slot, and the bytes that it needs there."""
+        place = order.place
+        assert place is not None
+        slot = self._slots[place.slot]
+        slot.map()
+        if place.num_weights:
+            order = order._replace(weights=slot.weights(place.num_weights))
+        columns = ChunkColumns(slot, place, self._rows)
+        taken = self._host.take(order, partial(self._is_cut, place.number), columns.empty)
+        return taken._replace(chunk=slot.pack(taken.chunk)), columns.num_bytes
+
+    def _is_cut(self, number: int, num_steps: int) -> bool:
+        """Reports the steps that were taken in a chunk. Returns whether the owner has cut that chunk."""
+        self._chunk_step[0] = (number << CHUNK_STEP_BITS) + num_steps
+        return bool(self._cut_chunk[0] == number)
 
     def close(self) -> None:
         """Closes the environments."""

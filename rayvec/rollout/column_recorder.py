@@ -1,19 +1,23 @@
-"""Writes what happens in a rollout into a chunk, with infos as columns: of ordinary environments and of native ones."""
+"""Writes what happens in a rollout into a chunk: of ordinary environments and of native ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import StepBatch, Tree, tree_map
-from rayvec.data.columns import mask_of
-from rayvec.data.layouts import index_tree
+from rayvec.data import Chunk, StepBatch, Tree, as_slice, tree_map
+from rayvec.data.columns import Columns, columns_of, mask_of
+from rayvec.data.infos import ChunkInfos, InfoBlock
+from rayvec.data.join_chunks import check_extras
+from rayvec.data.layouts import ArrayLayout, tree_writer
 from rayvec.data.sub_batch_infos import info_blocks
 from rayvec.fleet.restarts import RESTARTED
-from rayvec.rollout.sub_batch_recorder import NativeRecorder
+from rayvec.rollout.recorder import Empty, assign, check_rows, empty_like, form, places_of
+from rayvec.wrappers import MASK_KEY
 
 __all__ = ["ColumnRecorder", "restarted_in"]
 
@@ -27,42 +31,173 @@ def restarted_in(columns: Any, num_envs: int) -> NDArray[np.bool_]:
     return restarted
 
 
-class ColumnRecorder(NativeRecorder):
-    """A recorder of environments whose infos are columns, with a row for each environment of the chunk."""
+class ColumnRecorder:
+    """Writes what happens in a rollout into the arrays of a chunk.
+
+    Args:
+        num_steps: T.
+        env_ids: Global index of the environment in each column, ``int64 [N]``.
+        groups: The columns of each group.
+        batches: What the environments of each group have shown before the first step.
+        action_layout: How actions lie in arrays; None where they are objects.
+        empty: Allocates the arrays ``[T, N, ...]``.
+        next_step: Whether environments are reset in the step after the one that ended their episode. That step is not
+            `valid`, and its info is that of a reset.
+
+    Attributes:
+        columns: Index of each group's columns.
+        num_steps: T; it may be lowered to end the rollout early.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        env_ids: NDArray[np.int64],
+        groups: Sequence[NDArray[np.int64]],
+        batches: Sequence[StepBatch],
+        action_layout: ArrayLayout | None,
+        empty: Empty,
+        *,
+        next_step: bool,
+    ) -> None:
+        self.columns, self.num_steps = [as_slice(ids) for ids in groups], num_steps
+        self._sizes, self._action_layout, self._empty = [len(ids) for ids in groups], action_layout, empty
+        lead = num_steps, len(env_ids)
+        obs = batches[0].obs
+        self._chunk = Chunk(
+            env_ids=env_ids,
+            obs=empty_like(obs, lead, empty),
+            act=None,
+            rew=empty(lead, np.float64),
+            terminated=empty(lead, np.bool_),
+            truncated=empty(lead, np.bool_),
+            valid=empty(lead, np.bool_),
+            last_obs=empty_like(obs, lead[1:]),
+            final_index=places_of(()),
+            final_obs=None,
+        )
+        self._chunk.valid[:] = True
+        self._act: Tree = None
+        self._extras: dict[str, NDArray[Any]] = {}
+        self._forms: dict[int, list[Any] | None] = {}
+        self._states: list[NDArray[np.float32]] = []
+        self._finals: list[tuple[int, NDArray[np.int64], Tree]] = []
+        self._infos: list[InfoBlock] = []
+        self._reset_infos: list[InfoBlock] = []
+        self._restarts: list[tuple[int, int]] = []
+        self._cuts: list[tuple[int, int]] = []
+        self._next_step = next_step
+        self._ended = np.zeros((num_steps + 1, len(env_ids)), bool)  # before step t; only where the next step resets
+        for group, batch in enumerate(batches):
+            self._ended[0, self.columns[group]] = next_step & (batch.terminated | batch.truncated)
+            self._add_infos(-1, batch)
+
+    def add_obs(self, t: int, group: int, obs: Tree) -> None:
+        """Records what the policy sees before step t; after the last step, what it would see next."""
+        if t < self.num_steps:
+            assign(self._chunk.obs, (t, self.columns[group]), obs)
+        else:
+            assign(self._chunk.last_obs, self.columns[group], obs)
+
+    def to_act_on(self, t: int, group: int, obs: Tree) -> Tree:
+        """Returns what the policy is given of the observations before step t.
+
+        The action mask of environments that step t resets allows everything: their actions have no effect, and the mask
+        of an episode's last observation may allow nothing.
+        """
+        if not self._next_step or not isinstance(obs, dict) or MASK_KEY not in obs:
+            return obs
+        mask = np.array(obs[MASK_KEY])
+        mask[self._ended[t, self.columns[group]]] = 1
+        return {**obs, MASK_KEY: mask}
+
+    def begun_in(self, t: int, batch: StepBatch) -> NDArray[np.int64]:
+        """Returns the columns of the environments that step t has reset. `batch` has its results."""
+        if self._next_step:
+            return np.flatnonzero(self._ended[t])
+        return batch.env_ids[batch.terminated | batch.truncated]
+
+    def add_actions(self, t: int, group: int, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
+        """Records what the policy returned at step t.
+
+        Raises:
+            ConfigError: It has not one action of the right shape, and one row of each extra, for each environment, or
+                the extras are others than at the first step.
+        """
+        extras = {name: np.asarray(extra) for name, extra in extras.items()}
+        forms = [actions.shape, actions.dtype, *map(form, extras.items())] if type(actions) is np.ndarray else None
+        if forms is None or forms != self._forms.get(group):
+            check_rows(actions, extras, self._sizes[group], self._action_layout)
+            self._make_room(actions, extras)
+            self._forms[group] = forms
+        assign(self._act, (t, self.columns[group]), actions)
+        for name, extra in extras.items():
+            self._extras[name][t, self.columns[group]] = extra
+
+    def _make_room(self, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
+        """Allocates arrays for what the policy returns, in a data type that holds what it has returned so far too."""
+        lead = self._chunk.rew.shape
+        if self._act is None:
+            self._act = empty_like(actions, lead, self._empty)
+            self._extras = empty_like(extras, lead, self._empty)
+            return
+        found = {name: extra.shape[1:] for name, extra in extras.items()}
+        check_extras({name: array.shape[2:] for name, array in self._extras.items()}, found, "at the first step")
+        self._act = tree_map(self._widened, self._act, actions)
+        self._extras = {name: self._widened(array, extras[name]) for name, array in self._extras.items()}
+
+    def _widened(self, array: NDArray[Any], rows: Any) -> NDArray[Any]:
+        """Returns `array` in a data type that holds `rows` too."""
+        dtype = np.promote_types(array.dtype, np.asarray(rows).dtype)
+        if dtype == array.dtype:
+            return array
+        wide = self._empty(array.shape, dtype)
+        with np.errstate(invalid="ignore"):  # rows of later steps hold anything
+            wide[:] = array
+        return wide
+
+    def add_state(self, state: NDArray[np.float32]) -> None:
+        """Records the hidden state of every environment, ``float32 [N, D]``, before a step that begins a sequence."""
+        self._states.append(state.copy())
+
+    def add_results(self, t: int, group: int, batch: StepBatch) -> None:
+        """Records rewards, ends of episodes and infos of step t."""
+        columns, chunk = self.columns[group], self._chunk
+        chunk.rew[t, columns] = batch.rew
+        chunk.terminated[t, columns] = batch.terminated
+        chunk.truncated[t, columns] = batch.truncated
+        if batch.info:
+            self._add_infos(t, batch)
+        if self._next_step:
+            done = self._ended[t + 1, columns] = batch.terminated | batch.truncated
+            last = np.flatnonzero(done & chunk.valid[t, columns] & ~self._ended[t, columns])
+            if len(last):
+                self._finals.append((t, batch.env_ids[last], tree_map(lambda leaf: leaf[last], batch.obs)))
 
     def _add_infos(self, t: int, batch: StepBatch) -> None:
-        columns = dict(batch.info)
-        num_envs = self._ended.shape[1]
+        columns, num_envs = dict(batch.info), self._chunk.num_envs
         asked, done = np.zeros((2, num_envs), bool)
-        asked[batch.env_ids] = True
-        done[batch.env_ids] = batch.terminated | batch.truncated
+        asked[batch.env_ids], done[batch.env_ids] = True, batch.terminated | batch.truncated
         final_obs, final_info = columns.pop("final_obs", None), columns.pop("final_info", None)
-        ends = columns.pop("_final_obs", done)
+        ended = columns.pop("_final_obs", done)
         columns.pop("_final_info", None)
+        of_reset = asked & (self._ended[t] if t >= 0 else True)
         if t < 0:
-            of_reset = asked
             restarted = restarted_in(columns, num_envs) & asked
             self._restarts += [(-1, n) for n in np.flatnonzero(restarted).tolist()]
         elif self._next_step or final_obs is None:
-            of_reset = self._ended[t] if self._next_step else np.zeros(num_envs, bool)
-            self._take_back_rows(t, columns, asked)
+            self._take_back(t, columns, asked)
         else:
-            of_reset = asked & np.asarray(ends, bool)
-            last = of_reset & ~self._take_back_rows(t, final_info, of_reset)
-            self._add_final_obs(t, np.flatnonzero(last), final_obs)
-            if final_info:
-                self._add_final_info(t, 0, final_info, last)
+            of_reset = asked & np.asarray(ended, bool)
+            last = of_reset & ~self._take_back(t, final_info, of_reset)
+            rows = np.flatnonzero(last)
+            self._finals.append((t, rows, tree_map(lambda leaf: np.asarray(leaf)[rows], final_obs)))
+            self._infos += info_blocks(t, 0, _as_columns(final_info, rows, num_envs), last)
         if columns:
-            self._infos.blocks += info_blocks(t, 0, columns, asked & ~of_reset)
-            self._reset_infos.blocks += info_blocks(t, 0, columns, asked & of_reset)
+            self._infos += info_blocks(t, 0, columns, asked & ~of_reset)
+            self._reset_infos += info_blocks(t, 0, columns, of_reset)
 
-    def _add_final_obs(self, t: int, rows: NDArray[np.int64], final_obs: Any) -> None:
-        if isinstance(final_obs, np.ndarray) and final_obs.dtype.hasobject:
-            self._finals += [(t, row, final_obs[row]) for row in rows.tolist()]
-        elif len(rows):
-            self._add_finals(t, rows, self._stacked(final_obs, rows))
-
-    def _take_back_rows(self, t: int, columns: Any, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _take_back(self, t: int, columns: Any, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Marks steps that failed: their episodes were cut after the step before, at the observation before step t.
 
         Args:
@@ -73,27 +208,61 @@ class ColumnRecorder(NativeRecorder):
         Returns:
             Whose step failed, ``bool [N]``.
         """
-        if not isinstance(columns, Mapping) or RESTARTED not in columns:
-            return np.zeros_like(among)
         chunk = self._chunk
         failed: NDArray[np.bool_] = among & restarted_in(columns, len(among)) & chunk.truncated[t]
         rows = np.flatnonzero(failed)
         self._restarts += [(t, n) for n in rows.tolist()]
         chunk.valid[t, rows] = chunk.truncated[t, rows] = False
-        if t > 0:
-            running = chunk.valid[t - 1, rows] & ~chunk.terminated[t - 1, rows] & ~chunk.truncated[t - 1, rows]
-            if self._next_step:
-                running &= ~self._ended[t - 1, rows]
-            cut = rows[running]
+        if t > 0 and len(rows):
+            ended = ~chunk.valid[t - 1] | chunk.terminated[t - 1] | chunk.truncated[t - 1] | self._ended[t - 1]
+            cut = rows[~ended[rows]]
             chunk.truncated[t - 1, cut] = True
             self._cuts += [(t - 1, n) for n in cut.tolist()]
-            if len(cut) and not self._next_step:
-                self._add_finals(t - 1, cut, tree_map(lambda leaf: leaf[t][cut], chunk.obs))
+            self._finals.append((t - 1, cut, tree_map(lambda leaf: leaf[t][cut], chunk.obs)))
         return failed
 
+    def chunk(self, first_step: int, weights_version: int) -> Chunk:
+        """Returns the chunk."""
+        final_index, final_obs = self._final_arrays()
+        chunk, num_steps = self._chunk, self.num_steps
+        reset = self._ended[:-1]  # steps that reset an environment: no transition, no reward, no end of an episode
+        for flags in (chunk.valid, chunk.terminated, chunk.truncated):
+            flags[reset] = False
+        chunk.rew[reset] = 0.0
+        steps = {"act": self._act, "extras": self._extras}
+        steps |= {name: getattr(chunk, name) for name in ("obs", "rew", "terminated", "truncated", "valid")}
+        return replace(
+            chunk,
+            **{name: tree_map(lambda leaf: leaf[:num_steps], tree) for name, tree in steps.items()},
+            final_index=final_index,
+            final_obs=final_obs,
+            states=np.stack(self._states) if self._states else chunk.states,
+            infos=ChunkInfos(self._infos),
+            reset_infos=ChunkInfos(self._reset_infos),
+            restarts=places_of(sorted(self._restarts)),
+            cuts=places_of(sorted(self._cuts)),
+            weights_version=weights_version,
+            first_step=first_step,
+        )
+
     def _final_arrays(self) -> tuple[NDArray[np.int64], Tree]:
-        if self._finals:
-            for places, obs in self._final_parts:
-                self._finals += [(t, n, index_tree(obs, row)) for row, (t, n) in enumerate(places.tolist())]
-            self._final_parts = []
-        return super()._final_arrays()
+        """Returns the places ``(t, n)`` of ends of episodes, in order, and the observations there."""
+        places = places_of([(t, n) for t, rows, _ in self._finals for n in rows.tolist()])
+        final_obs = empty_like(self._chunk.last_obs, (len(places),))
+        write, start = tree_writer(final_obs), 0
+        for _, rows, obs in self._finals:
+            if isinstance(obs, np.ndarray) and obs.dtype.hasobject:  # an observation in each row
+                for row, each in enumerate(obs, start):
+                    write(row, each)
+            else:
+                assign(final_obs, slice(start, start + len(rows)), obs)
+            start += len(rows)
+        order = np.lexsort(places.T[::-1])
+        return places[order], tree_map(lambda leaf: leaf[order], final_obs)
+
+
+def _as_columns(final_info: Any, rows: NDArray[np.int64], num_envs: int) -> Columns:
+    """Returns the last infos of episodes as columns; some vector environments give an array of dicts."""
+    if final_info is None or isinstance(final_info, Mapping):
+        return dict(final_info or {})
+    return columns_of([(n, final_info[n]) for n in rows.tolist() if final_info[n]], num_envs)

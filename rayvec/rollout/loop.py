@@ -208,7 +208,7 @@ def rollout(
     return recorder.chunk(first_step, weights_version)
 
 
-def _recorder_kind(pool: EnvPool | Stepper, *, next_step: bool) -> Callable[..., Recorder]:
+def _recorder_kind(pool: EnvPool | Stepper, *, next_step: bool) -> Callable[..., Recorder | ColumnRecorder]:
     if isinstance(pool, Stepper):
         return partial(ColumnRecorder, next_step=next_step)
     return Recorder if pool.native_mode is None else partial(NativeRecorder, next_step=next_step)

@@ -11,12 +11,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, RolloutTimes, Tree
+from rayvec.pools.base import Cut
 from rayvec.rollout.inference import Inference
 from rayvec.rollout.loop import ActingPolicy, as_policy
 from rayvec.rollout.recorder import Empty
 from rayvec.rollout.stepper import Stepper
 
-__all__ = ["ChunkOrder", "PolicyHost", "TakenChunk"]
+__all__ = ["ChunkOrder", "ChunkPlace", "PolicyHost", "TakenChunk"]
+
+
+class ChunkPlace(NamedTuple):
+    """Where the workers of a machine write a chunk.
+
+    Attributes:
+        number: Number of the chunk, from 1.
+        slot: Number of the slot.
+        first_row: The machine's row of the chunk's first column.
+        num_envs: N, of all workers that take the chunk.
+        num_weights: P; 0 for a policy that keeps its weights.
+    """
+
+    number: int
+    slot: int
+    first_row: int
+    num_envs: int
+    num_weights: int
 
 
 class ChunkOrder(NamedTuple):
@@ -27,12 +46,14 @@ class ChunkOrder(NamedTuple):
         request: How many steps, and which noise.
         version: Version of the weights.
         weights: The weights to act with, ``float32 [P]``; None for those that the policy has.
+        place: Where workers of a machine write the chunk, and read the weights; the machine's fleet says so.
     """
 
     key: int
     request: ChunkRequest
     version: int = 0
     weights: NDArray[np.float32] | None = None
+    place: ChunkPlace | None = None
 
 
 class TakenChunk(NamedTuple):
@@ -84,10 +105,10 @@ class PolicyHost:
         """Records steps outside of chunks: the policy that acts next has not seen them."""
         self._inference.note_absence()
 
-    def take(self, order: ChunkOrder, empty: Empty = np.empty) -> TakenChunk:
-        """Takes a chunk. `empty` allocates its large arrays."""
+    def take(self, order: ChunkOrder, cut: Cut | None = None, empty: Empty = np.empty) -> TakenChunk:
+        """Takes a chunk. The arguments are those of :func:`rayvec.rollout.loop.rollout`."""
         held = self._held[order.key]
         if order.weights is not None and order.version != held.version:
             held.policy.load_weights(order.weights)
             held.version = order.version
-        return TakenChunk(*self._inference.take(self._stepper, held.policy, order.request, order.version, empty=empty))
+        return TakenChunk(*self._inference.take(self._stepper, held.policy, order.request, order.version, cut, empty))

@@ -18,7 +18,7 @@ from rayvec.errors import ConfigError
 from rayvec.pools.restart_state import is_restarted
 from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
-__all__ = ["Empty", "Recorder"]
+__all__ = ["Empty", "Recorder", "assign", "check_rows", "empty_like", "form", "places_of"]
 
 Empty = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 """Allocates an array of a shape and data type, as ``np.empty`` does."""
@@ -77,14 +77,14 @@ class Recorder:
         obs = batches[0].obs
         self._chunk = Chunk(
             env_ids=env_ids,
-            obs=_empty_like(obs, lead, empty),
+            obs=empty_like(obs, lead, empty),
             act=None,
             rew=empty(lead, np.float64),
             terminated=empty(lead, np.bool_),
             truncated=empty(lead, np.bool_),
             valid=empty(lead, np.bool_),
-            last_obs=_empty_like(obs, lead[1:], empty),
-            final_index=_places(()),
+            last_obs=empty_like(obs, lead[1:], np.empty),
+            final_index=places_of(()),
             final_obs=None,
         )
         self._chunk.valid[:] = True
@@ -103,9 +103,9 @@ class Recorder:
     def add_obs(self, t: int, group: int, obs: Tree) -> None:
         """Records what the policy sees before step t; after the last step, what it would see next."""
         if t < self.num_steps:
-            _assign(self._chunk.obs, (t, self.columns[group]), obs)
+            assign(self._chunk.obs, (t, self.columns[group]), obs)
         else:
-            _assign(self._chunk.last_obs, self.columns[group], obs)
+            assign(self._chunk.last_obs, self.columns[group], obs)
 
     def to_act_on(self, t: int, group: int, obs: Tree) -> Tree:
         """Returns what the policy is given of the observations before step t."""
@@ -123,20 +123,20 @@ class Recorder:
                 the extras are others than at the first step.
         """
         extras = {name: np.asarray(extra) for name, extra in extras.items()}
-        forms = [actions.shape, actions.dtype, *map(_form, extras.items())] if type(actions) is np.ndarray else None
+        forms = [actions.shape, actions.dtype, *map(form, extras.items())] if type(actions) is np.ndarray else None
         if forms is None or forms != self._forms.get(group):
-            _check_rows(actions, extras, self._sizes[group], self._action_layout)
+            check_rows(actions, extras, self._sizes[group], self._action_layout)
             self._make_room(actions, extras)
             self._forms[group] = forms
-        _assign(self._act, (t, self.columns[group]), actions)
+        assign(self._act, (t, self.columns[group]), actions)
         for name, extra in extras.items():
             self._extras[name][t, self.columns[group]] = extra
 
     def _make_room(self, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
         """Allocates arrays for what the policy returns, in a data type that holds what it has returned so far too."""
         if self._act is None:
-            self._act = _empty_like(actions, self._lead, self._empty)
-            self._extras = _empty_like(extras, self._lead, self._empty)
+            self._act = empty_like(actions, self._lead, self._empty)
+            self._extras = empty_like(extras, self._lead, self._empty)
             return
         found = {name: extra.shape[1:] for name, extra in extras.items()}
         expected = {name: array.shape[2:] for name, array in self._extras.items()}
@@ -221,8 +221,8 @@ class Recorder:
             states=np.stack(self._states) if self._states else chunk.states,
             infos=self._infos.joined(),
             reset_infos=self._reset_infos.joined(),
-            restarts=_places(sorted(self._restarts)),
-            cuts=_places(sorted(self._cuts)),
+            restarts=places_of(sorted(self._restarts)),
+            cuts=places_of(sorted(self._cuts)),
             weights_version=weights_version,
             first_step=first_step,
         )
@@ -234,22 +234,24 @@ class Recorder:
         write = tree_writer(final_obs)
         for row, (_, _, obs) in enumerate(finals):
             write(row, obs)
-        return _places([final[:2] for final in finals]), final_obs
+        return places_of([final[:2] for final in finals]), final_obs
 
     def empty_rows(self, count: int) -> Tree:
         """Allocates observations, tree of ``[count, *obs_shape]``."""
-        return _empty_like(self._chunk.last_obs, (count,), self._empty)
+        return empty_like(self._chunk.last_obs, (count,), np.empty)
 
 
-def _places(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+def places_of(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """Returns steps of environments as an array ``[k, 2]``."""
     return np.array(places, np.int64).reshape(-1, 2)
 
 
-def _form(extra: tuple[str, NDArray[Any]]) -> tuple[str, tuple[int, ...], np.dtype[Any]]:
+def form(extra: tuple[str, NDArray[Any]]) -> tuple[str, tuple[int, ...], np.dtype[Any]]:
+    """Returns what of an extra is the same at every step."""
     return extra[0], extra[1].shape, extra[1].dtype
 
 
-def _check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, action_layout: ArrayLayout | None) -> None:
+def check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, action_layout: ArrayLayout | None) -> None:
     """Raises ``ConfigError`` unless a policy returned one action of the right shape for each environment."""
     if action_layout is None:
         fits = not isinstance(actions, dict) and len(actions) == count
@@ -272,18 +274,18 @@ def _check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, acti
         )
 
 
-def _empty_like(tree: Tree, leading: tuple[int, ...], empty: Empty) -> Tree:
+def empty_like(tree: Tree, leading: tuple[int, ...], empty: Empty = np.empty) -> Tree:
     """Allocates arrays shaped like a batch, its one leading axis replaced by others."""
     return tree_map(lambda leaf: empty((*leading, *np.shape(leaf)[1:]), np.asarray(leaf).dtype), tree)
 
 
-def _assign(target: Tree, index: Any, source: Tree) -> None:
+def assign(target: Tree, index: Any, source: Tree) -> None:
     """Writes a batch into some rows of a tree, whatever the order of its keys."""
     if isinstance(target, dict):
         for key, part in target.items():
-            _assign(part, index, source[key])
+            assign(part, index, source[key])
     elif isinstance(target, tuple):
         for part, value in zip(target, source, strict=True):
-            _assign(part, index, value)
+            assign(part, index, value)
     else:
         target[index] = source

@@ -163,8 +163,9 @@ class NativeRecorder(Recorder):
         at = np.flatnonzero(done[:num_steps])
         inner = int(np.searchsorted(at, (num_steps - 1) * num_envs))
 
-        def following(obs: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
-            flat = obs.reshape(-1, *obs.shape[2:])
-            return np.concatenate([flat.take(at[:inner] + num_envs, axis=0), last[at[inner:] % num_envs]])
+        t, n = np.divmod(at, num_envs)
 
-        return np.stack(np.divmod(at, num_envs), axis=1), tree_map(following, self._chunk.obs, self._chunk.last_obs)
+        def following(obs: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
+            return np.concatenate([obs[t[:inner] + 1, n[:inner]], last[n[inner:]]])
+
+        return np.stack([t, n], axis=1), tree_map(following, self._chunk.obs, self._chunk.last_obs)

@@ -6,8 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,44 @@ class Waits(Steps):
         return super().step(action)
 
 
+class Records:
+    """Records more than it has seen."""
+
+    noise = NO_NOISE
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        return np.zeros(len(obs), np.int64), {"seen": np.repeat(obs.mean(-1, keepdims=True), 300, axis=1)}
+
+    def load_weights(self, weights: Any) -> None:
+        raise AssertionError
+
+
+def first_action(obs: Any) -> Any:
+    count = len(obs["image"]) if isinstance(obs, dict) else len(obs)
+    return np.zeros(count, np.int64)
+
+
+@contextmanager
+def loaded(fns: Sequence[Callable[[], Any]], policy: Any, native: bool = False) -> Iterator[Machine]:
+    """Yields a machine with two workers that have reset their environments and loaded a policy."""
+    with closing(Machine(EnvFactory.build(list(fns), native=native), 2, restart_policy=RESTART)) as machine:
+        machine.allocate(machine.spaces.observation, machine.spaces.action)
+        reset(machine)
+        run(machine, Command(Op.LOAD, np.arange(machine.num_envs), rest=(1, cloudpickle.dumps(policy))))
+        yield machine
+
+
+def ask(machine: Machine, each: ChunkOrder, rows: Any = None) -> Any:
+    return machine.post(Command(Op.ROLLOUT, np.arange(machine.num_envs) if rows is None else rows, rest=each))
+
+
+def taken(machine: Machine, ticket: Any) -> Chunk:
+    assert machine.wait(ticket, 30.0)
+    answer = machine.take(ticket)
+    assert answer.failure is None, answer.failure
+    return join_chunks([part.chunk for part in answer.value])
+
+
 class TestSlices:
     @pytest.mark.parametrize("fns", [DRIFT, SPACE], ids=["no infos", "infos"])
     def test_ordinary_environments(self, fns: Any) -> None:
@@ -183,20 +221,77 @@ class TestFleets:
         assert_same(ours, chunks_of(slice_host(DRIFT), TablePolicy(2)))
 
     def test_workers_take_the_same_with_the_weights_of_the_request(self) -> None:
-        machine = Machine(EnvFactory.build(DRIFT), 2, restart_policy=RESTART)
-        with closing(machine):
-            machine.allocate(machine.spaces.observation, machine.spaces.action)
-            reset(machine)
-            everyone, policies = np.arange(5), [TablePolicy(2, seed=seed) for seed in range(3)]
-            run(machine, Command(Op.LOAD, everyone, rest=(1, cloudpickle.dumps(policies[0]))))
-            orders = [order(k, k, policies[k].weights()) for k in range(3)]
-            tickets = [machine.post(Command(Op.ROLLOUT, everyone, rest=each)) for each in orders]
-            host = slice_host(DRIFT)
-            host.load(1, cloudpickle.dumps(policies[0]))
-            for ticket, each in zip(tickets, orders, strict=True):
+        """Two chunks are pending at a time, and none of them overwrites the other."""
+        policies = [TablePolicy(2, seed=seed) for seed in range(5)]
+        orders = [order(k, k, policies[k].weights()) for k in range(5)]
+        host = slice_host(DRIFT)
+        host.load(1, cloudpickle.dumps(policies[0]))
+        with loaded(DRIFT, policies[0]) as machine:
+            tickets = [ask(machine, each) for each in orders[:2]]
+            for k, each in enumerate(orders):
+                ours = taken(machine, tickets[k])
+                assert_same([ours], [host.take(each).chunk])
+                tickets += [ask(machine, later) for later in orders[k + 2 : k + 3]]
+
+    @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+    def test_workers_with_native_sub_batches(self, mode: AutoresetMode) -> None:
+        native = [partial(SyncVectorEnv, SPACE, autoreset_mode=mode)] * 3
+        with loaded(native, TablePolicy(2), native=True) as machine:
+            ours = [taken(machine, ask(machine, order(k))) for k in range(3)]
+        assert_same(ours, chunks_of(slice_host(native, native=True), TablePolicy(2)))
+
+    def test_observations_that_are_objects(self) -> None:
+        space = gymnasium.spaces.Dict(
+            image=gymnasium.spaces.Box(0, 255, (3,), np.uint8), mission=gymnasium.spaces.Text(5)
+        )
+        fns = [partial(SpaceEnv, space)] * 3
+        with loaded(fns, first_action) as machine:
+            ours = [taken(machine, ask(machine, order(k))) for k in range(3)]
+        assert ours[0].obs["image"].dtype == np.uint8 and isinstance(ours[2].obs["mission"][3, 1], str)
+        assert_same(ours, chunks_of(slice_host(fns), first_action))
+
+    def test_large_extras_and_longer_chunks(self) -> None:
+        with loaded(DRIFT, Records()) as machine:
+            for num_steps in (4, 4, 4, 4, 50, 50, 50, 50):
+                chunk = taken(machine, ask(machine, ChunkOrder(1, ChunkRequest(num_steps, 0, SEED))))
+                assert chunk.extras["seen"].shape == (num_steps, 5, 300)
+                assert (chunk.extras["seen"] == chunk.obs.mean(-1, keepdims=True)).all()
+
+    def test_each_worker_by_itself(self) -> None:
+        with loaded(DRIFT, TablePolicy(2)) as machine:
+            rows = [np.arange(*machine.bounds[k : k + 2]) for k in range(2)]
+            tickets = {(k, worker): ask(machine, order(k), rows[worker]) for k in range(2) for worker in (1, 0)}
+            ours = [join_chunks([taken(machine, tickets[k, worker]) for worker in range(2)]) for k in range(2)]
+            ours.append(taken(machine, ask(machine, order(2))))
+        assert_same(ours, chunks_of(slice_host(DRIFT), TablePolicy(2)))
+
+    def test_columns_of_workers_lie_side_by_side(self) -> None:
+        with loaded(DRIFT, TablePolicy(2)) as machine:
+            for k in range(4):
+                ticket = ask(machine, order(k))
                 assert machine.wait(ticket, 30.0)
-                taken = machine.take(ticket).value
-                assert_same([join_chunks([part.chunk for part in taken])], [host.take(each).chunk])
+                parts = [part.chunk for part in machine.take(ticket).value]
+                whole, own = join_chunks(parts, copy=False), join_chunks(parts)
+                assert_same([whole], [own])
+                assert np.shares_memory(whole.obs, parts[1].obs) and not np.shares_memory(own.obs, parts[1].obs)
+
+    def test_a_chunk_that_is_cut(self, tmp_path: Path) -> None:
+        fns = [Steps, Steps, partial(Waits, tmp_path / "go"), Steps]
+        with loaded(fns, first_action) as machine:
+            ticket = ask(machine, ChunkOrder(1, ChunkRequest(1 << 20, 0, SEED)))
+            deadline = time.monotonic() + 30.0
+            while not (steps := machine.steps_in(ticket))[0] and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert steps[0] and not steps[1]
+            machine.cut(ticket, np.array([True, False]))
+            while 0 not in ticket.answers:
+                assert time.monotonic() < deadline and not machine.wait(ticket, 0.2)
+            (tmp_path / "go").touch()
+            machine.cut(ticket)
+            assert machine.wait(ticket, 30.0)
+            first, second = (part.chunk for part in machine.take(ticket).value)
+            assert first.num_steps and second.num_steps
+            assert taken(machine, ask(machine, order(0))).num_steps == STEPS
 
     def test_a_killed_worker_loses_no_pending_chunk(self) -> None:
         machine = Machine(EnvFactory.build([Steps] * 4), 2, restart_policy=RESTART)
