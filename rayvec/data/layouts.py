@@ -13,7 +13,6 @@ from gymnasium import Space, spaces
 from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data.trees import Tree, tree_leaves, tree_map
-from rayvec.errors import message
 
 __all__ = ["ArrayLayout", "Field", "as_batch", "index_tree", "split_actions", "tree_writer"]
 
@@ -191,12 +190,8 @@ def _fitter(tree: Tree) -> Callable[[Any], Sequence[Any]]:
 
 def _other_parts(expected: str, value: Any) -> ValueError:
     return ValueError(
-        message(
-            "An observation of a Dict or Tuple space has the parts of its space.",
-            expected=expected,
-            got=repr(value)[:500],
-            remedy="Correct the environment or its observation_space.",
-        )
+        f"An observation is {value!r:.500}. Its space asks for {expected}. Correct the environment or its "
+        "observation_space."
     )
 
 
@@ -210,21 +205,13 @@ def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray
     fitted = np.asarray(value)
     if fitted.shape != shape:
         raise ValueError(
-            message(
-                "An observation has the shape of its space.",
-                expected=shape,
-                got=fitted.shape,
-                remedy="Correct the environment or its observation_space.",
-            )
+            f"An observation has the shape {fitted.shape}, its space {shape}. Correct the environment or its "
+            "observation_space."
         )
     if not np.can_cast(fitted.dtype, dtype, "same_kind"):
         raise TypeError(
-            message(
-                "An observation has a data type that its space's can hold.",
-                expected=dtype,
-                got=fitted.dtype,
-                remedy="Correct the environment or its observation_space.",
-            )
+            f"An observation is {fitted.dtype}, which does not fit into {dtype}, the type of its space. Correct the "
+            "environment or its observation_space."
         )
     return fitted
 

@@ -21,7 +21,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec
 
 from rayvec.envs.pickled_parts import PickledParts, carrying_sys, is_small, pickled_for_workers
-from rayvec.errors import ConfigError, check_count, check_flag, message
+from rayvec.errors import ConfigError, check_count, check_flag
 
 __all__ = [
     "EnvFactory",
@@ -65,22 +65,13 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int) -> list[in
         return [int(seed) + i for i in range(num_envs)]
     if len(seed) != num_envs:
         raise ValueError(
-            message(
-                "A list of seeds names one seed for each environment.",
-                expected=f"{num_envs} seeds",
-                got=f"{len(seed)}",
-                remedy="Pass one int to have consecutive seeds, or a list of the right length.",
-            )
+            f"seed lists {len(seed)} seeds for {num_envs} environments. Pass one for each of them, or one int to have "
+            "consecutive seeds."
         )
     for each in cast("Sequence[Any]", seed):
         if each is not None and not isinstance(each, Integral):
             raise gymnasium.error.Error(
-                message(
-                    "A seed is a whole number.",
-                    expected="an int or None for each environment",
-                    got=repr(each),
-                    remedy="Pass one int, or a list of ints.",
-                )
+                f"seed has {each!r} for an environment. Pass one int, or a list with an int or None for each."
             )
     return [None if s is None else int(s) for s in seed]
 
@@ -109,10 +100,8 @@ def check_env(env: Any) -> gymnasium.Env[Any, Any]:
     else:
         return cast("gymnasium.Env[Any, Any]", env)
     raise ConfigError(
-        "Each callable makes one environment.",
-        expected="a gymnasium.Env with an observation_space and an action_space",
-        got=got,
-        remedy=remedy,
+        f"A callable has made {got}. It must make a gymnasium.Env with an observation_space and an action_space. "
+        f"{remedy}"
     )
 
 
@@ -205,17 +194,13 @@ class EnvFactory:
         """
         if check_flag("native", native) and isinstance(env, str | EnvSpec):
             raise ConfigError(
-                "native=True takes callables that make vector environments.",
-                expected="a list of callables",
-                got=repr(env),
-                remedy='Pass [make_vector_env] * 4, or use rayvec.make_vec(vectorization_mode="vector_entry_point").',
+                f"native=True was passed with {env!r}. It needs a list of callables that make vector environments: "
+                'pass [make_vector_env] * 4, or use rayvec.make_vec(vectorization_mode="vector_entry_point").'
             )
         if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
             raise ConfigError(
-                "env_kwargs are the arguments with which each environment is made, by name.",
-                expected="a dict",
-                got=repr(env_kwargs),
-                remedy='Pass env_kwargs={"name": value}.',
+                f"env_kwargs is {env_kwargs!r}. It must be a dict of the arguments of each environment: "
+                'env_kwargs={"name": value}.'
             )
         spec: EnvSpec | None
         if isinstance(env, str | EnvSpec) or (callable(env) and num_envs is not None and not native):
@@ -277,10 +262,8 @@ def check_env_fns(env_fns: Any) -> tuple[EnvFn, ...]:
     callables = tuple(env_fns) if isinstance(env_fns, Iterable) else ()
     if not callables or not all(map(callable, callables)):
         raise ConfigError(
-            "env_fns are functions that the workers call to make the environments.",
-            expected="a list of callables, one for each environment",
-            got=repr(env_fns)[:200],
-            remedy='Pass [make_env] * 8, for example [lambda: gymnasium.make("CartPole-v1")] * 8.',
+            f"env_fns is {env_fns!r:.200}. It must be a list of callables, one for each environment, for example "
+            '[lambda: gymnasium.make("CartPole-v1")] * 8.'
         )
     return callables
 
@@ -294,24 +277,18 @@ def _checked_env_fns(
         env_fns = ()
     if not env_fns or not all(callable(env_fn) for env_fn in env_fns):
         raise ConfigError(
-            "env says which environments to make.",
-            expected="an id, an EnvSpec, a callable that returns an environment with num_envs=, or a list of callables",
-            got=repr(env)[:200],
-            remedy='Pass "CartPole-v1", or [make_env] * 8.',
+            f"env is {env!r:.200}. It must be an id, an EnvSpec, a callable (with num_envs), or a list of callables: "
+            '"CartPole-v1", or [make_env] * 8.'
         )
     if num_envs is not None and num_envs != len(env_fns):
         raise ConfigError(
-            "A list of callables makes one environment each.",
-            expected=f"num_envs={len(env_fns)}, or no num_envs",
-            got=num_envs,
-            remedy="Leave num_envs out, or pass [make_env] * num_envs.",
+            f"num_envs={num_envs} was passed with a list of {len(env_fns)} callables, each of which makes one "
+            "environment. Leave num_envs out, or pass [make_env] * num_envs."
         )
     if env_kwargs:
         raise ConfigError(
-            "env_kwargs are passed to gymnasium.make, which makes environments from an id.",
-            expected="no env_kwargs beside callables",
-            got=sorted(env_kwargs),
-            remedy="Bind them in the callable: lambda: MyEnv(**kwargs).",
+            f"env_kwargs={dict(env_kwargs)!r} was passed with callables. Only gymnasium.make takes it, for an id: "
+            "bind them in the callable (lambda: MyEnv(**kwargs))."
         )
     return env_fns
 
@@ -320,10 +297,8 @@ def _checked_wrappers(wrappers: Any) -> tuple[Wrapper, ...]:
     if isinstance(wrappers, Sequence) and all(map(callable, wrappers)):
         return tuple(wrappers)
     raise ConfigError(
-        "wrappers are applied to each environment, in order.",
-        expected="a list of classes or functions",
-        got=repr(wrappers)[:200],
-        remedy="Pass wrappers=[MyWrapper], or functools.partial(MyWrapper, x=1) for one with arguments.",
+        f"wrappers is {wrappers!r:.200}. It must be a list of classes or functions: wrappers=[MyWrapper], or "
+        "functools.partial(MyWrapper, x=1) for one with arguments."
     )
 
 
@@ -338,10 +313,8 @@ def _named(name: str) -> EnvSpec | EnvFn:
         if module == name or module not in sys.modules or re.search(r"-v\d+$", name):
             raise
         raise EnvIdError(
-            "'module:name' must name a registered id, or a class or function in the module.",
-            expected=f"one of them in {module!r}",
-            got=repr(name),
-            remedy="Check the spelling, or let the module register the id when it is imported.",
+            f"{name!r} names neither a registered id nor a class or function in {module!r}. Check the spelling, or let "
+            "the module register the id when it is imported."
         ) from None
 
 
@@ -375,18 +348,15 @@ def spec_of(env_id: str) -> EnvSpec:
         return _find_spec(env_id)  # what gymnasium.make calls
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise EnvIdError(
-            "An environment id must be registered with Gymnasium.",
-            expected="a registered id, 'module:Id-v0' with the module that registers it, or 'module:Class'",
-            got=f"{env_id!r} ({error})",
-            remedy=_remedy(env_id, "Check the spelling, or set PYTHONPATH to the directory of the module."),
+            f"No environment {env_id!r} is registered with Gymnasium ({error}). Pass a registered id, 'module:Id-v0' "
+            "with the module that registers it, or 'module:Class'. "
+            + _remedy(env_id, "Check the spelling, or set PYTHONPATH to the directory of the module.")
         ) from error
     except (Exception, SystemExit) as error:
         module = env_id.partition(":")[0]
         raise ConfigError(
-            f"The environment id {env_id!r} imports the module {module!r}, which registers the environment.",
-            expected="a module that can be imported",
-            got=f"{type(error).__name__}: {error}",
-            remedy=_remedy(env_id, f"Fix the module; `python -c 'import {module}'` shows where it raises."),
+            f"The module {module!r}, which {env_id!r} imports, has raised {type(error).__name__}: {error}. "
+            + _remedy(env_id, f"Fix the module; `python -c 'import {module}'` shows where it raises.")
         ) from error
 
 

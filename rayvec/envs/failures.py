@@ -42,11 +42,10 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
     if not isinstance(error, Exception):
         exits = isinstance(error, SystemExit)
         failure = EnvError(
-            "Environments and policies report failures by exceptions.",
-            expected="an exception such as RuntimeError",
-            got=f"{error!r}, " + ("the exception of sys.exit()" if exits else "which is not derived from Exception"),
-            remedy="Raise another exception in place of "
-            + ("the call of sys.exit()." if exits else "it, or catch it in the environment or the policy."),
+            f"An environment or a policy has raised {error!r}, "
+            + ("the exception of sys.exit()" if exits else "which is not derived from Exception")
+            + ". Raise another, such as RuntimeError, in place of "
+            + ("the call of sys.exit()." if exits else "it, or catch it there.")
         )
         failure.__cause__ = error
         return RemoteFailure.capture(failure, where)

@@ -35,10 +35,8 @@ class NativeSlice(Slice):
         env = SubBatch(self._factory.make(unit))
         if len(self.unit_bounds) and env.num_envs != self._envs[unit].num_envs:
             raise EnvError(
-                "A native sub-batch that is restarted has as many environments as before.",
-                expected=self._envs[unit].num_envs,
-                got=env.num_envs,
-                remedy="Let the callable return the same vector environment every time.",
+                f"A restarted native sub-batch has {env.num_envs} environments, not {self._envs[unit].num_envs}. "
+                "Let the callable return the same vector environment every time."
             )
         return env
 
@@ -140,10 +138,8 @@ class NativeSlice(Slice):
         for kept, new in zip(self._leaves, self._checked_leaves(unit, obs), strict=True):
             if not np.array_equal(kept[rows][~mask], new[~mask], equal_nan=new.dtype.kind == "f"):
                 raise EnvError(
-                    "A reset of some environments of a native sub-batch needs its support of options['reset_mask'].",
-                    expected="the observations of the other environments to stay as they are",
-                    got="new ones: the sub-batch ignores the mask",
-                    remedy="Reset whole sub-batches, or let them reset by themselves.",
+                    "A native sub-batch has ignored options['reset_mask']: its other environments have new "
+                    "observations too. Reset whole sub-batches, or let them reset by themselves."
                 )
         return obs, info
 
@@ -174,10 +170,8 @@ class NativeSlice(Slice):
         state = self._episode[rows.start]
         if state == NEW and not mask.all():
             raise ConfigError(
-                "The first reset of a native sub-batch resets all its environments.",
-                expected="no reset_mask before the first reset",
-                got=f"a mask of some environments of {self._name(unit)}",
-                remedy="Call reset() once without a mask.",
+                f"The first reset of {self._name(unit)} has a mask for some of its environments. Call reset() once "
+                "without a mask: the first reset of a native sub-batch resets all of them."
             )
         if state in (CUT, ENDED):  # a restarted sub-batch has no episode to continue
             mask = np.ones(env.num_envs, bool)
@@ -234,10 +228,7 @@ class NativeSlice(Slice):
             leaves = self.layout.flatten(obs)
         except ValueError as error:
             raise EnvError(
-                "A native sub-batch returns observations in the structure of its space.",
-                expected=f"{name} of {self.layout.space}",
-                got=error,
-                remedy="Correct the vector environment, or its spaces.",
+                f"A native sub-batch has returned {name} that are not those of {self.layout.space}: {error}"
             ) from error
         return [env.leaf(leaf, *field, name) for leaf, field in zip(leaves, self.layout.leaves, strict=True)]
 
@@ -289,10 +280,9 @@ def _spaces_of(env: SubBatch) -> PoolSpaces:
     for name, space in (("observation", env.observation_space), ("action", env.action_space)):
         if ArrayLayout.of(space) is None:
             raise ConfigError(
-                f"A native sub-batch has {name}s in arrays.",
-                expected="a Box, Discrete, MultiDiscrete or MultiBinary space, or a Dict or Tuple of them",
-                got=space,
-                remedy="Make it an ordinary environment, or convert it by a wrapper.",
+                f"The {name}s of a native sub-batch are {space}. They must be a Box, Discrete, MultiDiscrete or "
+                "MultiBinary space, or a Dict or Tuple of them: make it an ordinary environment, or convert it by a "
+                "wrapper."
             )
     return PoolSpaces(
         env.observation_space, env.action_space, env.metadata, env.render_mode, sub_batches=(env.num_envs,)

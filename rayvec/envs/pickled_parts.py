@@ -15,8 +15,6 @@ import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.errors import message
-
 __all__ = ["PickledParts", "Places", "carrying_sys", "is_small", "load_part", "pickled_for_workers"]
 
 _ALIGNMENT = 64
@@ -115,12 +113,7 @@ def pickled_for_workers(
         if _INHERITED in str(error):
             remedy = "Use the Value, Lock or Queue of a multiprocessing.Manager(), which workers can share."
         raise TypeError(
-            message(
-                f"Workers get {what} by pickling.",
-                expected="objects that can be pickled",
-                got=f"{type(error).__name__}: {error}",
-                remedy=remedy,
-            )
+            f"Workers get {what} by pickling, which failed: {type(error).__name__}: {error}. {remedy}"
         ) from error
     return data
 

@@ -118,10 +118,8 @@ class Slice:
         made = [getattr(env, "unwrapped", env) for env in self._envs]
         if len(set(map(id, made))) < len(made):
             raise ConfigError(
-                "Each callable makes an environment of its own.",
-                expected=f"{len(made)} environments in one process",
-                got="the same environment more than once",
-                remedy="Make the environment inside the callable: lambda: gymnasium.make(...).",
+                f"The callables have made the same environment more than once, among {len(made)} of a process. "
+                "Make it inside the callable: lambda: gymnasium.make(...)."
             )
 
     def _set_up(self) -> None:
@@ -313,12 +311,9 @@ class Slice:
                 self._episode[row] = CUT
 
     def _too_often(self, failure: RemoteFailure) -> RemoteFailure:
-        text = f"The same {self._unit_kind} raised again and again: {failure.type_name}: {failure.text}"
         error = EnvError(
-            text,
-            expected=RestartBudget.rule(),
-            got="one more",
-            remedy=f"Correct the environment; its traceback stands below.\n\n{failure.remote_traceback}",
+            f"The same {self._unit_kind} raised again and again: {failure.type_name}: {failure.text}. The limit is "
+            f"{RestartBudget.rule()}. Correct the environment. Its traceback:\n\n{failure.remote_traceback}"
         )
         return RemoteFailure.capture(error, failure.where)
 
@@ -394,21 +389,15 @@ def _not_api(method: str, expected: str, got: Any) -> EnvError:
     """Returns the error for a result that is not that of a Gymnasium environment."""
     described = f"{len(got)} values" if isinstance(got, tuple | list) else type(got).__name__
     return EnvError(
-        "Environments have the API of gymnasium.Env.",
-        expected=f"{method}() to return {expected}",
-        got=described,
-        remedy="Correct the environment, or wrap one of the old gym library, for example with shimmy.",
+        f"{method}() of an environment has returned {described}. gymnasium.Env returns {expected}. Correct the "
+        "environment, or wrap one of the old gym library, for example with shimmy."
     )
 
 
 def _no_number(reward: Any) -> EnvError:
     """Returns the error for a reward that is no number."""
     size = reward.size if isinstance(reward, np.ndarray) else len(reward) if isinstance(reward, list | tuple) else 1
-    return EnvError(
-        "The reward of a step is one number.",
-        expected="a float",
-        got=f"an array of shape {reward.shape}" if isinstance(reward, np.ndarray) else f"{reward!r:.80}",
-        remedy="Combine its numbers into one, for example with mo_gymnasium.wrappers.LinearReward."
-        if size > 1
-        else "Let step() return float(reward).",
-    )
+    got = f"an array of shape {reward.shape}" if isinstance(reward, np.ndarray) else f"{reward!r:.80}"
+    combine = "Combine its numbers into one, for example with mo_gymnasium.wrappers.LinearReward."
+    remedy = combine if size > 1 else "Let step() return float(reward)."
+    return EnvError(f"The reward of a step is {got}. It must be one number. {remedy}")

@@ -63,10 +63,8 @@ class PoolSpaces:
         for mode in (part.metadata.get("autoreset_mode") for _, part in parts if part.sub_batches):
             if mode != first.metadata.get("autoreset_mode"):
                 raise ConfigError(
-                    "All native sub-batches reset their environments at the same time.",
-                    expected=f"the mode of the first sub-batch, {first.metadata.get('autoreset_mode')}",
-                    got=mode,
-                    remedy="Make them with one autoreset_mode.",
+                    f"Native sub-batches have different autoreset modes: {first.metadata.get('autoreset_mode')} and "
+                    f"{mode}. Make them with one autoreset_mode."
                 )
         every = [space for count, part in parts for space in (part.observations or (part.observation,) * count)]
         starts = accumulate((count for count, _ in parts[:-1]), initial=0)
@@ -91,20 +89,16 @@ class PoolSpaces:
         """
         if self.sub_batches and num_envs not in (None, self.num_envs):
             raise ConfigError(
-                "With native=True, num_envs is the number of environments of all sub-batches together.",
-                expected=f"num_envs={self.num_envs}, for sub-batches of {list(self.sub_batches)[:8]}, or no num_envs",
-                got=num_envs,
-                remedy="With a list of callables, leave num_envs out. Otherwise let num_envs and workers_per_node give "
-                "each worker as many rows as its vector environment can have: for games, a multiple of the number of "
-                "agents. Where that number is fixed, pass workers_per_node=1.",
+                f"num_envs={num_envs} was passed, but the native sub-batches have {self.num_envs} environments "
+                f"together ({list(self.sub_batches)[:8]}). With a list of callables, leave num_envs out. Otherwise let "
+                "num_envs and workers_per_node give each worker as many rows as its vector environment can have (for "
+                "games, a multiple of the number of agents); where that number is fixed, pass workers_per_node=1."
             )
         if self.sub_batches and mode not in (None, self.metadata["autoreset_mode"]):
             raise ConfigError(
-                "Native sub-batches reset environments themselves, whose episode has ended.",
-                expected=f"autoreset_mode={self.metadata['autoreset_mode']}, or no autoreset_mode",
-                got=mode,
-                remedy="Leave autoreset_mode out, or make the sub-batches with another; make_vec passes "
-                "env_kwargs={'autoreset_mode': ...} to the vector entry point.",
+                f"autoreset_mode={mode} was passed, but the native sub-batches, which reset by themselves, have "
+                f"{self.metadata['autoreset_mode']}. Leave autoreset_mode out, or make the sub-batches with another; "
+                "make_vec passes env_kwargs={'autoreset_mode': ...} to the vector entry point."
             )
 
     def misfit(self, space: Space[Any]) -> int | None:

@@ -146,17 +146,13 @@ class RestartPolicy:
         check_choice("on_env_error", on_env_error, ("raise", "restart"))
         if step_timeout_s is not None and not _is_time(step_timeout_s):
             raise ConfigError(
-                "step_timeout_s is how long a worker may take for a step of its environments.",
-                expected="seconds, more than 0, or None for no limit",
-                got=repr(step_timeout_s),
-                remedy="Leave it out, or pass several times what the slowest step takes.",
+                f"step_timeout_s is {step_timeout_s!r}. It must be more than 0 seconds, or None for no limit: pass "
+                "several times what the slowest step takes."
             )
         if not _is_time(start_timeout_s):
             raise ConfigError(
-                "start_timeout_s is how long a worker may take to make its environments, or to load a policy.",
-                expected="seconds, more than 0",
-                got=repr(start_timeout_s),
-                remedy="Leave it out for 300 s, or pass several times what the slowest constructor or import takes.",
+                f"start_timeout_s is {start_timeout_s!r}. It must be more than 0 seconds: pass several times what the "
+                "slowest constructor or import takes. The default is 300."
             )
         return cls(on_env_error == "restart", step_timeout_s, start_timeout_s)
 

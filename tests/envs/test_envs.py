@@ -68,7 +68,7 @@ class TestSeeds:
 
     @pytest.mark.parametrize("seeds", [[], [1], [1, 2, 3]])
     def test_a_wrong_number_is_explained(self, seeds: list[int | None]) -> None:
-        with pytest.raises(ValueError, match=r"Expected: 2 seeds\. Got: .* Remedy: "):
+        with pytest.raises(ValueError, match="seeds for 2 environments"):
             env_seeds(seeds, 2)
 
     def test_they_are_those_of_gymnasium(self) -> None:
@@ -221,14 +221,14 @@ class TestFactory:
         monkeypatch.syspath_prepend(tmp_path)
         with pytest.raises(ConfigError, match="RuntimeError: no licence") as caught:
             EnvFactory.build("rv_raises:Some-v0")
-        for word in ("'rv_raises:Some-v0'", "'rv_raises'", "Expected:", "Got:", "Remedy:"):
+        for word in ("'rv_raises:Some-v0'", "'rv_raises'"):
             assert word in str(caught.value)
         assert type(caught.value.__cause__) is RuntimeError
 
     def test_a_module_that_exits_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "rv_exits.py").write_text("import sys; sys.exit(3)")
         monkeypatch.syspath_prepend(tmp_path)
-        with pytest.raises(ConfigError, match=r"'rv_exits', which registers.*SystemExit: 3"):
+        with pytest.raises(ConfigError, match=r"'rv_exits', which .*SystemExit: 3"):
             EnvFactory.build("rv_exits:Some-v0")
         with pytest.raises(ConfigError, match="its module raises SystemExit: 3"):
             resolve("network", "rv_exits:net")
@@ -267,7 +267,6 @@ class TestFactory:
     def test_mistakes_are_explained(self, kwargs: dict[str, Any]) -> None:
         with pytest.raises(ConfigError) as caught:
             EnvFactory.build(**kwargs)
-        wrong = next((name for name in ("num_envs", "native") if f"{name} is" in str(caught.value)), "Remedy")
-        assert wrong in str(caught.value)
+        assert repr(next(reversed(kwargs.values()))) in str(caught.value)
         if isinstance(kwargs["env"], str) and "num_envs" not in kwargs:
             assert isinstance(caught.value, gymnasium.error.NameNotFound)

@@ -164,21 +164,21 @@ class TestLayout:
         tree = ArrayLayout.of(spaces.Box(-1.0, 1.0, (3,), np.float32)).empty((2,))  # type: ignore[union-attr]
         before = tree.copy()
         for value in (np.zeros(1), np.zeros((3, 1)), 0.5, np.zeros(4)):
-            with pytest.raises(ValueError, match="Remedy"):
+            with pytest.raises(ValueError, match="Correct the environment"):
                 tree_writer(tree)(0, value)
         counts = ArrayLayout.of(spaces.Discrete(5)).empty((2,))  # type: ignore[union-attr]
-        with pytest.raises(TypeError, match="Remedy"):
+        with pytest.raises(TypeError, match="Correct the environment"):
             tree_writer(counts)(0, 1.5)
         assert_identical(tree, before)
         places = {"a": tree, "b": (tree, tree)}
         for value in ({"b": (tree[0],) * 2}, (tree[0],), None, {"a": tree[0], "b": (tree[0],)}, {"a": tree[0], "b": 3}):
-            with pytest.raises(ValueError, match="Remedy"):
+            with pytest.raises(ValueError, match="Correct the environment"):
                 tree_writer(places)(0, value)
 
     def test_a_value_of_which_one_part_fits_changes_nothing(self) -> None:
         places = {"a": np.zeros((2, 1)), "b": (np.zeros((2, 1)), np.full(2, None, object))}
         for value in ({"a": np.ones(1), "b": (np.ones(5), "x")}, {"a": np.ones(1), "b": (np.ones(1),)}):
-            with pytest.raises(ValueError, match="Remedy"):
+            with pytest.raises(ValueError, match="Correct the environment"):
                 tree_writer(places)(0, value)
         assert_identical(places, {"a": np.zeros((2, 1)), "b": (np.zeros((2, 1)), np.full(2, None, object))})
 

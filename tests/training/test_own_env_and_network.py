@@ -226,7 +226,7 @@ def test_what_is_no_environment(env: Any) -> None:
 
 
 def test_an_environment_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gymnasium.Env.*Got: int without observation_space"):
+    with pytest.raises(ConfigError, match="A callable has made int without observation_space"):
         rayvec.train(tiny(tmp_path / "a"), env=lambda: 3)
 
 

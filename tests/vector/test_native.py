@@ -473,7 +473,7 @@ class TestMakeVec:
         settings = {"vectorization_mode": "vector_entry_point", "num_nodes": 0, "workers_per_node": 0}
         with closing(rayvec.make_vec(id, 3, **settings)) as env:
             assert env.get_attr("num_envs") == (3, 3, 3) and env.spec is not None and env.spec.id == "CartPole-v1"
-        with pytest.raises(EnvIdError, match="must be registered"):
+        with pytest.raises(EnvIdError, match=r"No environment .* is registered"):
             rayvec.make_vec(id.replace("Cart", "Card"), 3, **settings)
 
     def test_an_entry_point_may_fix_the_number_of_environments(self) -> None:
@@ -498,11 +498,11 @@ class TestMakeVec:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "ordinary": ({"env": [CountingEnv]}, "each callable makes a vector environment"),
-    "an id": ({"env": "CartPole-v1"}, "takes callables"),
+    "an id": ({"env": "CartPole-v1"}, "needs a list of callables"),
     "native is missing": ({"env": [partial(counting, 2)], "native": False}, "with native=True"),
-    "num_envs": ({"env": [partial(counting, 2)] * 2, "num_envs": 2}, "num_envs=4"),
-    "modes": ({"env": [partial(counting, 2), partial(counting, 2, "SameStep")]}, "at the same time"),
-    "another mode": ({"env": [partial(counting, 2)], "autoreset_mode": "SameStep"}, "reset environments themselves"),
+    "num_envs": ({"env": [partial(counting, 2)] * 2, "num_envs": 2}, "have 4 environments"),
+    "modes": ({"env": [partial(counting, 2), partial(counting, 2, "SameStep")]}, "different autoreset modes"),
+    "another mode": ({"env": [partial(counting, 2)], "autoreset_mode": "SameStep"}, "reset by themselves"),
     "no mode": ({"env": [partial(Odd, "mode")]}, "autoreset_mode"),
     "groups": ({"env": [partial(counting, 2)], "groups": 2}, "groups=2 was passed with 1 native"),
 }
@@ -520,13 +520,13 @@ class TestBadInput:
 
     def test_one_vector_environment_for_several_callables(self) -> None:
         shared = counting(2)
-        with pytest.raises(ConfigError, match="an environment of its own"):
+        with pytest.raises(ConfigError, match="same environment more than once"):
             local([lambda: shared] * 2, workers_per_node=0)
 
     def test_too_few_values(self) -> None:
         env = local([partial(FourValues, 2)], workers_per_node=0)
         env.reset(seed=1)
-        with pytest.raises(EnvError, match=r"Got: tuple of ndarray, ndarray, ndarray, ndarray\."):
+        with pytest.raises(EnvError, match=r"tuple of ndarray, ndarray, ndarray, ndarray\."):
             env.step(np.zeros(2, np.int64))
 
     @pytest.mark.parametrize("what", BAD)

@@ -284,7 +284,7 @@ def test_an_info_is_a_dict(mode: AutoresetMode, info: Any) -> None:
 @pytest.mark.parametrize("wrong", [1.5, "a", np.bool_(True)])
 def test_a_seed_is_a_whole_number(wrong: Any) -> None:
     with here([CountingEnv] * 2, 0) as env:
-        with pytest.raises(gymnasium.error.Error, match="whole number"):
+        with pytest.raises(gymnasium.error.Error, match=r"seed has .* for an environment"):
             env.reset(seed=[wrong, 1])
         assert env.reset(seed=[np.int64(7), 1])[0][:, 0].tolist() == [7, 1]
 

@@ -35,7 +35,7 @@ class TestEngines:
     def test_an_error_names_the_environment(self, make_vec: MakeVec, nodes: int, workers: int) -> None:
         env = make_vec([CountingEnv, exits("step"), CountingEnv], nodes, workers)
         env.reset(seed=4)
-        with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)") as caught:
+        with pytest.raises(EnvError, match=r"SystemExit\(3\)") as caught:
             env.step(np.zeros(3, int))
         assert "environment 1, seed 5" in str(caught.value.__cause__)
 
@@ -48,16 +48,16 @@ class TestEngines:
         assert info["env_restarted"].tolist() == [False, True, False]
 
     def test_a_constructor(self, make_vec: MakeVec, nodes: int, workers: int) -> None:
-        with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)") as caught:
+        with pytest.raises(EnvError, match=r"SystemExit\(3\)") as caught:
             make_vec([CountingEnv, exits("init")], nodes, workers)
         assert "environment 1" in str(caught.value.__cause__)
 
     def test_a_reset_and_a_method(self, make_vec: MakeVec, nodes: int, workers: int) -> None:
         env = make_vec([CountingEnv, exits("reset")], nodes, workers)
-        with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)"):
+        with pytest.raises(EnvError, match=r"SystemExit\(3\)"):
             env.reset(seed=4)
         env = make_vec([CountingEnv] * 2, nodes, workers, wrappers=[exits_when_called])
-        with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)") as caught:
+        with pytest.raises(EnvError, match=r"SystemExit\(3\)") as caught:
             env.call("leave")
         assert "environment 0" in str(caught.value.__cause__)
 
@@ -77,7 +77,7 @@ def test_an_exception_that_is_no_exception_of_python(make_vec: MakeVec, workers:
     env = make_vec([CountingEnv, panics], 0, workers)
     env.reset(seed=4)
     env.step(np.zeros(2, int))
-    with pytest.raises(EnvError, match=r"Got: Panic\('in native code'\)") as caught:
+    with pytest.raises(EnvError, match=r"Panic\('in native code'\)") as caught:
         env.step(np.zeros(2, int))
     assert "environment 1, seed 5" in str(caught.value.__cause__)
 
@@ -93,7 +93,7 @@ def test_ctrl_c_is_no_failure_of_an_environment(make_vec: MakeVec) -> None:
 def test_in_a_worker_which_ignores_ctrl_c_it_is_one(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv, partial(FaultyEnv, "raise", "step", 0, KeyboardInterrupt)], 0, 1)
     env.reset(seed=4)
-    with pytest.raises(EnvError, match=r"Got: KeyboardInterrupt\(\)") as caught:
+    with pytest.raises(EnvError, match=r"KeyboardInterrupt\(\)") as caught:
         env.step(np.zeros(2, int))
     assert "environment 1, seed 5" in str(caught.value.__cause__)
 
@@ -107,14 +107,14 @@ class ExitingBatch(gymnasium.vector.SyncVectorEnv):
 def test_a_native_sub_batch(make_vec: MakeVec, workers: int) -> None:
     env = make_vec([partial(ExitingBatch, [CountingEnv] * 2)], 0, workers, native=True)
     env.reset(seed=4)
-    with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)") as caught:
+    with pytest.raises(EnvError, match=r"SystemExit\(3\)") as caught:
         env.step(np.zeros(2, int))
     assert "native sub-batch of environments 0 to 1, seed 4" in str(caught.value.__cause__)
 
 
 def test_a_policy_in_a_worker(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv] * 2, 0, 1)
-    with pytest.raises(EnvError, match=r"Got: SystemExit\(3\)"):
+    with pytest.raises(EnvError, match=r"SystemExit\(3\)"):
         env.rollout(lambda obs: sys.exit(3), 4, seed=4)
 
 

@@ -452,7 +452,7 @@ class TestConstruction:
     def test_a_callable_that_returns_no_environment(self, env: Any, remedy: str, form: str) -> None:
         if isinstance(env, VectorEnv):
             env.num_envs = 2
-        with pytest.raises(ConfigError, match=f"observation_space and an action_space.*{remedy}"):
+        with pytest.raises(ConfigError, match=f"A callable has made .*{remedy}"):
             makes = {"env": [lambda: env]} if form == "list" else {"env": lambda: env, "num_envs": 1}
             RayVecEnv(**makes, num_nodes=0, workers_per_node=0)
 
@@ -460,7 +460,7 @@ class TestConstruction:
     def test_one_environment_for_several_callables(self, workers: int) -> None:
         shared = CountingEnv()
         for fns in ([lambda: shared] * 2, [lambda: shared, lambda: TimeLimit(shared, 5)]):
-            with pytest.raises(ConfigError, match="an environment of its own"):
+            with pytest.raises(ConfigError, match="same environment more than once"):
                 RayVecEnv(fns, num_nodes=0, workers_per_node=workers)
 
     def test_spaces_of_another_library_keep_gymnasiums_error(self) -> None:
