@@ -22,12 +22,14 @@ class CoreClaim:
 
     Args:
         node_id: The node, by Ray's id.
-        num_cpus: Number of cores.
+        num_cpus: Number of cores; 0 claims none.
     """
 
     def __init__(self, node_id: str, num_cpus: float) -> None:
         self._actor: Any = None
         self._group: Any = None
+        if num_cpus == 0:
+            return
         if ray.get_runtime_context().worker.mode == ray.WORKER_MODE:
             affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
             self._actor = ray.remote(_Holder).options(num_cpus=num_cpus, scheduling_strategy=affinity).remote()
@@ -40,9 +42,11 @@ class CoreClaim:
         Raises:
             RayError: The actor could not start.
         """
-        if self._actor is None:
+        if self._group is not None:
             return bool(self._group.wait(timeout_s))
         try:
+            if self._actor is None:
+                return True
             ray.get(self._actor.__ray_ready__.remote(), timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
             return False
@@ -50,11 +54,9 @@ class CoreClaim:
 
     def release(self) -> None:
         """Makes the cores free again."""
-        if not can_call_ray():
-            return
-        if self._actor is None:
+        if self._group is not None and can_call_ray():
             remove_placement_group(self._group)
-        else:
+        if self._actor is not None and can_call_ray():
             ray.kill(self._actor)
 
 

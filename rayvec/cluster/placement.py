@@ -24,6 +24,7 @@ __all__ = [
     "look_until",
     "place_again",
     "plan_topology",
+    "reserved_bundles",
     "wait_for_topology",
 ]
 
@@ -60,8 +61,24 @@ class FreeNode:
         return max(self.all_cpus, self.cpus)
 
 
+def reserved_bundles() -> tuple[Any, dict[str, list[tuple[int, float]]]]:
+    """Returns this process's placement group, and its bundles but the first by node: the index and cores of each.
+
+    A trial of Ray Tune, for example, runs in the first bundle and has the others reserved for its workers.
+    """
+    group = ray.util.get_current_placement_group()
+    bundles: dict[str, list[tuple[int, float]]] = {}
+    if group is not None and group.bundle_count > 1:
+        nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        for index, bundle in list(enumerate(group.bundle_specs))[1:]:
+            bundles.setdefault(nodes[index], []).append((index, bundle.get("CPU", 0.0)))
+    return group, bundles
+
+
 def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
     """Returns the connected cluster's live nodes that have cores. The driver's own node comes first.
+
+    In a placement group with bundles for workers, these are the nodes of the bundles, and their cores.
 
     Args:
         claimed_too: Whether to count cores that are already claimed in Ray, for pools that claim no cores.
@@ -73,10 +90,14 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
 
     found = alive_nodes()  # first, since it checks the head
     here = ray.get_runtime_context().get_node_id()
-    free = available_resources_per_node()
+    free, bundles = available_resources_per_node(), reserved_bundles()[1]
     nodes = []
     for node in found:
-        if all_cpus := int(node["Resources"].get("CPU", 0)):
+        all_cpus = int(node["Resources"].get("CPU", 0))
+        if bundles:
+            reserved = int(sum(cpus for _, cpus in bundles.get(node["NodeID"], ())))
+            free.setdefault(node["NodeID"], {})["CPU"] = all_cpus = reserved
+        if all_cpus:
             left, address = free.get(node["NodeID"], {}), node["NodeManagerAddress"]
             cpus = all_cpus if claimed_too else int(left.get("CPU", 0))
             raylet = address, node["NodeManagerPort"]

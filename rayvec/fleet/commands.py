@@ -33,7 +33,8 @@ class Op(IntEnum):
     SET = 5
     """A new value of an attribute of each environment (name, a list with the value of each)."""
     LOAD = 6
-    """A policy (its key, the pickled policy)."""
+    """A policy (its key, the pickled policy; nodes also get whether it acts in the node's process, and the version of
+    its weights)."""
     DROP = 7
     """The end of a policy (its key alone)."""
 
@@ -108,12 +109,16 @@ class Answer(NamedTuple):
             that no array in shared memory holds, a list for each.
         failure: The first exception of an environment that was not restarted.
         notes: What was restarted, for the log.
+        place: The place of its command among those that are pending in the child.
+        replaced: How many workers a node has replaced.
     """
 
     infos: Columns = {}  # noqa: RUF012  # never written
     value: Any = None
     failure: RemoteFailure | None = None
     notes: tuple[str, ...] = ()
+    place: int = 0
+    replaced: int = 0
 
 
 NO_NEWS = Answer()
@@ -151,7 +156,7 @@ class ChildLost(Exception):
 
 
 class Child(Protocol):
-    """Executes commands for some environments, in the order in which they are posted."""
+    """Executes commands, in the order in which they are posted to each environment."""
 
     name: str
     """What errors call it."""
@@ -165,7 +170,7 @@ class Child(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> Answer | None:
-        """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`.
+        """Returns the answer to a pending command, a worker to the oldest; None if there is none within `timeout_s`.
 
         Raises:
             ChildLost: The child has died, or takes longer than its limits allow.

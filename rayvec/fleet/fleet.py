@@ -143,7 +143,8 @@ class Fleet:
             return False
         if answer is None:
             return False
-        ticket = self._pending[k].popleft()
+        ticket = self._pending[k][answer.place]
+        del self._pending[k][answer.place]
         ticket.answers[k] = answer
         self._keep(k, ticket, answer)
         return True

@@ -17,9 +17,8 @@ from rayvec.data.trees import tree_leaves
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import RemoteFailure, WorkerLostError
 from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, ChildLost, Command, Op
-from rayvec.node.chunk_memory import packed
 from rayvec.node.memory import MachineBlock, Ring
-from rayvec.node.messages import Message, pack, receive, send
+from rayvec.node.messages import pack, packed_message, receive, send
 from rayvec.node.processes import Inherited, OwnedProcess
 from rayvec.node.serve import CLOSE, Attachment, WorkerSpec, worker_main
 
@@ -122,7 +121,7 @@ class LocalWorker:
         """Starts a command."""
         assert self._ring is not None
         rest = self._ring.write(command)
-        message = None if rest is None else _packed(rest)
+        message = None if rest is None else packed_message(rest)
         self._ring.advance()
         if not self._pending:
             self._since = time.monotonic()
@@ -250,15 +249,3 @@ class LocalWorker:
         has_ended = self._process.wait(timeout_s)
         self.kill()
         return has_ended
-
-
-def _packed(value: Any) -> Message:
-    """Pickles what a worker gets.
-
-    Raises:
-        TypeError: A part of it can't be pickled.
-    """
-    try:
-        return pack(value)
-    except Exception:
-        return Message(packed(value), [])  # which raises an error that explains it

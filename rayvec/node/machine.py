@@ -15,6 +15,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data.partition import even_bounds
+from rayvec.data.trees import tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import duration
@@ -91,12 +92,29 @@ class Machine(Fleet):
         bounds = np.cumsum([0, *counts]).tolist()
         super().__init__(self._workers, bounds, self._replacement if restart_policy.restart else None)
 
-    def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
-        """Allocates the shared arrays for these spaces, and attaches the workers to them."""
+    def allocate(
+        self,
+        observation: Space[Any],
+        action: Space[Any],
+        *,
+        first_id: int | None = None,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        """Allocates the shared arrays for these spaces, and attaches the workers to them.
+
+        Args:
+            observation: Observation space of one environment.
+            action: Action space of one environment.
+            first_id: Global index of the first environment, where that of the constructor counts native sub-batches.
+            state: What the arrays begin with, in place of another machine that was lost.
+        """
+        self.first_id = self.first_id if first_id is None else first_id
         block = self._block = MachineBlock(BlockSpec(observation, action, tuple(self.bounds.tolist())))
         self.layout, self.action_layout = block.layout, block.action_layout
         for k, worker in enumerate(self._workers):
             worker.attach(block, self.first_id + int(self.bounds[k]))
+        if state is not None:
+            tree_map(lambda array, given: array.__setitem__(slice(None), given), block.arrays, state)
         self.open(block.arrays)
 
     def post(self, command: Command) -> Ticket:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rayvec.node.chunk_memory import dumps
+from rayvec.node.chunk_memory import dumps, packed
 from rayvec.pools.anonymous_file import anonymous_file
 from rayvec.pools.shared_memory import aligned
 
-__all__ = ["Message", "pack", "receive", "send"]
+__all__ = ["Message", "pack", "packed_message", "receive", "send"]
 
 _IN_PIPE_BYTES = 1 << 14
 """Larger messages go through a file of their own, so that no pipe is ever full while both ends write."""
@@ -49,6 +49,18 @@ def pack(value: Any) -> Message:
         return raw.nbytes <= _IN_PIPE_BYTES
 
     return Message(dumps(value, is_small, large.clear), large)
+
+
+def packed_message(value: Any) -> Message:
+    """Pickles what a worker or a node gets.
+
+    Raises:
+        TypeError: A part of it can't be pickled.
+    """
+    try:
+        return pack(value)
+    except Exception:
+        return Message(packed(value), [])  # which raises an error that explains it
 
 
 def send(pipe: Connection, message: Message) -> None:

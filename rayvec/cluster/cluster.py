@@ -1,0 +1,222 @@
+"""The environments of a cluster: a fleet of nodes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from gymnasium import Space
+
+from rayvec.cluster.node import NodeChunk
+from rayvec.data import ChunkRef, Rollout
+from rayvec.data.join_chunks import join_chunks, join_summaries, summarize
+from rayvec.data.layouts import ArrayLayout
+from rayvec.data.topology import NodeSlice, Topology
+from rayvec.envs.slices import own_arrays
+from rayvec.envs.spaces import PoolSpaces
+from rayvec.errors import ConfigError
+from rayvec.fleet.commands import Answer, Child, ChildLost, Op, Ticket
+from rayvec.fleet.fleet import Fleet
+
+__all__ = ["Cluster", "NodeChild", "Places"]
+
+_CLOSE_S = 10.0
+_RESTARTS = 1 << 20
+"""How often the environments of a node that is replaced count as restarted: more often than they were on the node."""
+
+
+class NodeChild(Child, Protocol):
+    """A node of the cluster."""
+
+    transport: str
+
+    def spaces(self) -> PoolSpaces:
+        """Waits until its environments have been made. Returns their spaces.
+
+        Raises:
+            ChildLost: The node is lost.
+        """
+        ...
+
+    def attach(self, observation: Space[Any], action: Space[Any], first_id: int) -> None:
+        """Notes what ``open`` sends."""
+        ...
+
+    def worker_pids(self) -> list[int]:
+        """Returns the process ids of the owner of its workers, and of these."""
+        ...
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Asks it to close its environments within `timeout_s`."""
+        ...
+
+
+class Places(Protocol):
+    """Opens nodes, and finds other places for the environments of those that are lost."""
+
+    def open(self, places: Sequence[NodeSlice]) -> list[NodeChild]:
+        """Starts nodes.
+
+        Raises:
+            ChildLost: One of them does not start.
+        """
+        ...
+
+    def another(self, place: NodeSlice, error: Exception) -> NodeSlice:
+        """Returns where the environments of a lost node resume.
+
+        Raises:
+            NodeLostError: Nowhere.
+        """
+        ...
+
+
+class Cluster(Fleet):
+    """A fleet of nodes. The constructor starts them; :meth:`allocate` follows, once their spaces are known.
+
+    Args:
+        topology: Where they are, and how many workers each has.
+        places: Opens the nodes.
+        rehost: Whether the environments of lost nodes resume elsewhere.
+        release: Called once all nodes are closed.
+
+    Attributes:
+        spaces: The spaces and metadata of the environments.
+
+    Raises:
+        NodeLostError: A node ended meanwhile.
+        Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
+    """
+
+    first_id = 0
+    has_nodes = True
+    children: list[NodeChild]  # type: ignore[assignment]
+
+    def __init__(
+        self, topology: Topology, places: Places, *, rehost: bool = False, release: Callable[[], None] = lambda: None
+    ) -> None:
+        self._places, self._slices = places, list(topology.nodes)
+        self._replaced = Counter[str]()
+        self._release: Callable[[], None] = lambda: None  # where it can't start, the opener releases
+        nodes: list[NodeChild] = []
+        try:
+            nodes += places.open(self._slices)
+            found = [node.spaces() for node in nodes]
+            sizes = [each.num_envs or len(at.env_range) for each, at in zip(found, self._slices, strict=True)]
+            self.spaces = PoolSpaces.join(list(zip(sizes, found, strict=True)))
+        except BaseException as error:
+            for node in nodes:
+                with suppress(Exception):
+                    node.kill()
+            if isinstance(error, ChildLost):
+                raise error.error from error
+            raise
+        bounds = np.cumsum([0, *sizes]).tolist()
+        super().__init__(nodes, bounds, self._replacement if rehost else None, restarts=_RESTARTS)
+        self._release = release
+
+    def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
+        """Allocates the arrays of the driver and of all nodes for these spaces."""
+        self.layout, self.action_layout = ArrayLayout.with_objects(observation), ArrayLayout.of_actions(action)
+        self._spaces = observation, action
+        for k, node in enumerate(self.children):
+            node.attach(observation, action, int(self.bounds[k]))
+        self.open(own_arrays(self.layout, self.num_envs))
+
+    def replace(self, k: int, lost: ChildLost) -> None:
+        """Starts a node in place of one that is lost. Its environments resume from their last answers."""
+        self._loss: Exception = lost.error
+        super().replace(k, lost)
+
+    def _replacement(self, k: int) -> NodeChild:
+        while True:
+            place = self._places.another(self._slices[k], self._loss)
+            try:
+                (node,) = self._places.open([place])
+                self._check_sizes(self._slices[k], node.spaces())
+                break
+            except ChildLost as lost:
+                self._loss, self._slices[k] = lost.error, place
+        self._slices[k] = place
+        node.attach(*self._spaces, int(self.bounds[k]))
+        return node
+
+    def _check_sizes(self, place: NodeSlice, found: PoolSpaces) -> None:
+        expected = self.spaces.sub_batches[place.env_range.start : place.env_range.stop]
+        if found.sub_batches != expected:
+            raise ConfigError(
+                "A native sub-batch that is restarted has as many environments as before.",
+                expected=list(expected),
+                got=list(found.sub_batches),
+                remedy="Let each callable return the same vector environment every time.",
+            )
+
+    @property
+    def topology(self) -> Topology:
+        """Which node holds which environments."""
+        units = self.spaces.unit_bounds
+        if units is None:
+            return Topology(tuple(self._slices))
+        return Topology(
+            tuple(replace(each, worker_bounds=tuple(units[list(each.worker_bounds)].tolist())) for each in self._slices)
+        )
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """How each node is reached: ``"shm"`` or ``"tcp"``."""
+        return tuple(node.transport for node in self.children)
+
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """The environments of each node."""
+        return tuple(range(*pair) for pair in pairwise(self.bounds.tolist()))
+
+    def pids(self) -> dict[str, list[int]]:
+        """Returns process ids by the name of the node: of the owner of its workers, and of these."""
+        return {place.name: node.worker_pids() for place, node in zip(self._slices, self.children, strict=True)}
+
+    def take(self, ticket: Ticket) -> Answer:
+        """Returns what a command has brought. A chunk is a ``Rollout``."""
+        self._replaced["worker"] += sum(answer.replaced for answer in ticket.answers.values())
+        answer = super().take(ticket)
+        if answer.failure is not None or ticket.command.op != Op.ROLLOUT:
+            return answer
+        parts: list[NodeChunk] = answer.value
+        times = tuple(each for part in parts for each in part.times)
+        summaries = [part.summary for part in parts if part.summary is not None]
+        if summaries:
+            refs = [ChunkRef(e.env_ids, e.num_steps, part.kept) for e, part in zip(summaries, parts, strict=True)]
+            return answer._replace(value=Rollout(join_summaries(summaries), None, tuple(refs), times, 0.0))
+        chunks = [part.chunk for part in parts if part.chunk is not None]
+        is_view = len(chunks) > 1 or self.transports[0] == "shm"  # of memory that a later chunk overwrites
+        chunk = join_chunks(chunks) if is_view else chunks[0]
+        return answer._replace(value=Rollout(summarize(chunk), chunk, (), times, 0.0))
+
+    def take_replaced(self) -> dict[str, int]:
+        """Returns how many workers and nodes were replaced since the last call, by kind."""
+        self._replaced["node"] += self.num_replaced
+        replaced, self._replaced, self.num_replaced = self._replaced, Counter(), 0
+        return {kind: count for kind, count in replaced.items() if count}
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes the environments and ends the nodes. What runs after `timeout_s` (10 s) is killed."""
+        timeout_s = _CLOSE_S if timeout_s is None else timeout_s
+        self._start = None  # a wait of another thread replaces no node
+        deadline = time.monotonic() + timeout_s
+        with ExitStack() as stack:
+            stack.callback(self._release)
+            for node in self.children:
+                stack.callback(_join, node, deadline)
+            for node in sorted(self.children, key=lambda each: each.transport == "shm"):  # these close while it waits
+                node.close(timeout_s)
+        self.children, self._release = [], lambda: None
+
+
+def _join(node: NodeChild, deadline: float) -> None:
+    node.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,145 @@
+"""Opens the environments of a cluster: connects to Ray, finds nodes with free cores, and starts nodes there."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayvec.cluster.cluster import Cluster
+from rayvec.cluster.node_variables import restore_variables
+from rayvec.cluster.placement import FreeNode, free_nodes, look_until, plan_topology, wait_for_topology
+from rayvec.cluster.ray_places import RayPlaces
+from rayvec.cluster.ray_session import RaySession
+from rayvec.data import NodeSlice, Topology
+from rayvec.envs.factory import EnvFactory
+from rayvec.envs.failures import FAILURES, captured
+from rayvec.envs.step_time import StepTime
+from rayvec.errors import NodeLostError, RemoteFailure, check_count
+from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
+from rayvec.node.probe import MAX_WAITING_WORKERS, MIN_WAITING_CORES, log_probe, probe_step
+
+__all__ = ["open_cluster"]
+
+_START_ATTEMPTS = 3
+_FREED_S = 1.0
+"""For how long to look for a free core, in seconds: Ray frees the cores of closed environments with a delay."""
+
+logger = logging.getLogger(__name__)
+
+
+def open_cluster(
+    factory: EnvFactory,
+    *,
+    num_nodes: int | None = None,
+    workers_per_node: int | None = None,
+    worker_per_env: bool = False,
+    claim_cpus: bool = True,
+    probe: bool = True,
+    preload: Sequence[str] = (),
+    restart_policy: RestartPolicy = NO_RESTARTS,
+    rehost: bool = False,
+    address: str | None = None,
+) -> Cluster:
+    """Connects to Ray, finds nodes with free cores, and starts environments on them.
+
+    Args:
+        factory: Makes all environments.
+        num_nodes: How many nodes to use; by default all that have free cores.
+        workers_per_node: Worker processes on each; by default one for each free core.
+        worker_per_env: Whether each environment gets a worker of its own.
+        claim_cpus: Whether to claim the workers' cores from Ray, so that Ray gives them to no other task.
+        probe: Whether to measure steps of an environment where `workers_per_node` is None.
+        preload: Modules that the workers of a node import once.
+        restart_policy: Whether environments that raise, and workers that die or hang, are replaced.
+        rehost: Whether environments of a lost node resume on another.
+        address: Of a running Ray cluster.
+
+    Raises:
+        ConfigError: Settings that can't work, or a cluster without the cores for them.
+    """
+    for name, value, least in (("num_nodes", num_nodes, 0), ("workers_per_node", workers_per_node, 1)):
+        if value is not None:
+            check_count(name, value, least)  # num_nodes=0 does not come here, but is allowed
+    session = RaySession(address)
+    try:
+        sizes: dict[str, Any] = {"worker_per_env": worker_per_env}
+
+        def plan() -> Topology:
+            find = partial(free_nodes, claimed_too=not claim_cpus)
+            nodes = look_until(find, lambda found: _num_free(found) >= (num_nodes or len(found)), _FREED_S)
+            topology = plan_topology(nodes, factory.num_envs, num_nodes, workers_per_node, **sizes)
+            return topology if claim_cpus else topology.without_claims()
+
+        if probe and not (workers_per_node or worker_per_env or factory.native):
+            if sum(node.num_workers for node in wait_for_topology(plan).nodes) < factory.num_envs:
+                sizes |= _sizes_for(_probe(factory, preload, restart_policy))
+        for attempt in range(_START_ATTEMPTS):
+            topology = wait_for_topology(plan)
+            if unclaimed := [node.name for node in topology.nodes if claim_cpus and not node.num_cpus]:
+                logger.warning("no core is free on %s: workers run there without claiming any", ", ".join(unclaimed))
+            try:
+                places = RayPlaces(factory, preload, restart_policy)
+                return Cluster(topology, places, rehost=rehost, release=session.release)
+            except NodeLostError as error:  # a node that ended may be listed for some seconds
+                if attempt + 1 == _START_ATTEMPTS:
+                    raise
+                logger.warning("placing environments again: %s", error)
+        raise AssertionError("unreachable")
+    except BaseException:
+        session.release()
+        raise
+
+
+def _sizes_for(step: StepTime | None) -> dict[str, Any]:
+    """Returns the arguments of placement for environments of such a step."""
+    if step is None or not step.waits:
+        return {}
+    cores = max(MIN_WAITING_CORES, step.busy)
+    return {"worker_per_env": True, "max_workers": MAX_WAITING_WORKERS, "cores_per_worker": cores}
+
+
+def _num_free(nodes: Sequence[FreeNode]) -> int:
+    return sum(node.cpus > 0 for node in nodes)
+
+
+def _probe(factory: EnvFactory, preload: Sequence[str], restart_policy: RestartPolicy) -> StepTime | None:
+    """Measures steps of one environment: on the driver's node if that has cores, else on the first node that has."""
+    nodes = free_nodes()
+    if not nodes:
+        return None
+    node_id, name = nodes[0].node_id, NodeSlice(nodes[0].node_id, nodes[0].address, (0,), 0).name
+    if node_id == ray.get_runtime_context().get_node_id():
+        return log_probe(lambda: probe_step(factory, name, preload, restart_policy))
+    affinity: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=affinity)(_probe_on_node)
+    pickled = factory.to_bytes()
+    return log_probe(lambda: _result(task.remote(pickled, name, preload, restart_policy)))
+
+
+def _probe_on_node(
+    factory: bytes, name: str, preload: Sequence[str], restart_policy: RestartPolicy
+) -> StepTime | str | RemoteFailure:
+    restore_variables("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    try:
+        return probe_step(pickle.loads(factory), name, preload, restart_policy)
+    except FAILURES as error:
+        return captured(error, f"node {name}")
+
+
+def _result(task: Any) -> StepTime | str:
+    """Waits for a probe on another node, and ends it where this is interrupted."""
+    try:
+        found: StepTime | str | RemoteFailure = ray.get(task)
+    except ray.exceptions.RayError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        ray.cancel(task, force=True)
+    if isinstance(found, RemoteFailure):
+        raise found.rebuild()
+    return found

@@ -1,0 +1,216 @@
+"""A fleet of nodes: equal to ``SyncVectorEnv``, chunks, and what happens when nodes and their workers fail."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers.fleet_kit import RESTART, OverFleet, Steps
+from helpers.kinds import ALL_SPACES, MODES, env_fns, in_lockstep
+from helpers.node_kit import FAR, OWN, cluster_of
+
+from rayvec.data import ChunkRequest
+from rayvec.errors import EnvError, NodeLostError, WorkerLostError
+from rayvec.fleet.commands import Answer, Autoreset, Command, Op
+from rayvec.policies.noise import NO_NOISE
+from rayvec.rollout.policy_host import ChunkOrder
+
+
+def reset(fleet: Any) -> None:
+    seeds = list(range(5, 5 + fleet.num_envs))
+    fleet.run(Command(Op.RESET, np.arange(fleet.num_envs), rest=(seeds, None)))
+
+
+def step(fleet: Any, mode: Autoreset = Autoreset.NEXT_STEP) -> Answer:
+    answer: Answer = fleet.run(Command(Op.STEP, np.arange(fleet.num_envs), np.zeros(fleet.num_envs, np.int64), mode))
+    return answer
+
+
+class TestEquivalence:
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("nodes", [(OWN, FAR), (FAR, FAR)])
+    def test_every_space_and_info(self, nodes: tuple[str, ...], mode: AutoresetMode) -> None:
+        space = spaces.Dict(ALL_SPACES)
+        fns = env_fns(5, space, space)
+        with cluster_of(fns, nodes, 2) as fleet, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
+            assert in_lockstep(OverFleet(fleet, fleet.spaces, mode), sync, 12, options={"level": 2}) > 10
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_observations_in_arrays(self, mode: AutoresetMode) -> None:
+        fns = [partial(gymnasium.make, "CartPole-v1")] * 5
+        with cluster_of(fns) as fleet, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
+            assert in_lockstep(OverFleet(fleet, fleet.spaces, mode), sync, 60) > 5
+
+    @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+    def test_native_sub_batches(self, mode: str) -> None:
+        fns, mode_ = [partial(gymnasium.make, "CartPole-v1")], AutoresetMode(mode)
+        native = partial(SyncVectorEnv, fns * 2, autoreset_mode=mode_)
+        with (
+            cluster_of([native] * 3, native=True) as fleet,
+            closing(SyncVectorEnv(fns * 6, autoreset_mode=mode_)) as sync,
+        ):
+            assert in_lockstep(OverFleet(fleet, fleet.spaces, mode_), sync, 60) > 6
+
+    def test_large_observations_and_actions(self) -> None:
+        class Large(Steps):
+            observation_space = action_space = spaces.Box(0, 255, (300, 300), np.uint8)
+
+            def obs(self) -> Any:
+                return np.full((300, 300), self.steps, np.uint8)
+
+            def step(self, action: Any) -> Any:
+                return *super().step(action)[:4], {"sum": int(action.sum())}
+
+        with cluster_of([Large] * 3) as fleet:
+            reset(fleet)
+            for count in range(1, 4):
+                actions = np.full((3, 300, 300), count, np.uint8)
+                answer = fleet.run(Command(Op.STEP, np.arange(3), actions))
+                assert answer.infos["sum"].tolist() == [90000 * count] * 3
+                assert (fleet.arrays["obs"] == count).all()
+
+
+class Slow(Steps):
+    """Steps that wait for a file."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(99)
+        self.path = path
+
+    def step(self, action: Any) -> Any:
+        while action and not os.path.exists(self.path):
+            pass
+        return super().step(action)
+
+
+class TestTickets:
+    def test_environments_of_a_node_answer_in_any_order(self, tmp_path: Any) -> None:
+        path = str(tmp_path / "go")
+        with cluster_of([partial(Slow, path)] * 4, (FAR,), 4) as fleet:
+            reset(fleet)
+            first = fleet.post(Command(Op.STEP, np.array([2]), np.ones(1, np.int64)))
+            for row in (3, 0, 3):
+                fleet.run(Command(Op.STEP, np.array([row]), np.zeros(1, np.int64)))
+            assert not fleet.wait(first, 0.0) and fleet.arrays["obs"][:, 1].tolist() == [1, 0, 0, 2]
+            (tmp_path / "go").touch()
+            assert fleet.wait(first) and fleet.arrays["obs"][:, 1].tolist() == [1, 0, 1, 2]
+
+    def test_calls_answer_in_the_order_of_the_command(self) -> None:
+        with cluster_of([partial(Steps, length) for length in (3, 4, 5, 6)]) as fleet:
+            rows = np.array([3, 0, 2])
+            assert fleet.run(Command(Op.CALL, rows, rest=("length", (), {}))).value == [6, 3, 5]
+            fleet.run(Command(Op.SET, rows, rest=("length", [30, 10, 20])))
+            assert fleet.run(Command(Op.CALL, np.arange(4), rest=("length", (), {}))).value == [10, 4, 20, 30]
+
+
+class Moves:
+    """A policy whose weight is its action."""
+
+    noise = NO_NOISE
+
+    def __init__(self) -> None:
+        self.action = 0
+
+    def act(self, obs: Any, noise: Any) -> Any:
+        return np.full(len(obs), self.action), {}
+
+    def load_weights(self, weights: Any) -> None:
+        self.action = int(weights[0])
+
+
+class TestChunks:
+    @pytest.mark.parametrize("on_node", [False, True])
+    def test_two_chunks_with_weights_of_their_own(self, on_node: bool) -> None:
+        with cluster_of([partial(Steps, 3)] * 4, (OWN, FAR), 2) as fleet:
+            reset(fleet)
+            rows = np.arange(4)
+            fleet.run(Command(Op.LOAD, rows, rest=(7, cloudpickle.dumps(Moves()), on_node, 0)))
+            orders = [
+                ChunkOrder(7, ChunkRequest(5, 5 * k), k, np.array([k], np.float32) if k else None) for k in (0, 1, 1)
+            ]
+            tickets = [fleet.post(Command(Op.ROLLOUT, rows, rest=order)) for order in orders[:2]]
+            for k, order in enumerate([*orders[2:], None, None]):
+                assert fleet.wait(tickets[k])
+                chunk = fleet.take(tickets[k]).value.chunk
+                assert (chunk.act == orders[k].version).all() and chunk.env_ids.tolist() == [0, 1, 2, 3]
+                assert chunk.weights_version == orders[k].version
+                assert chunk.truncated.sum(0).tolist() == ([1] * 4 if k == 0 else [2] * 4)
+                if order is not None:
+                    tickets.append(fleet.post(Command(Op.ROLLOUT, rows, rest=order)))
+
+
+class TestFaults:
+    @pytest.mark.parametrize("mode", [Autoreset.NEXT_STEP, Autoreset.SAME_STEP])
+    def test_a_node_that_is_killed_is_replaced(self, mode: Autoreset) -> None:
+        with cluster_of([Steps] * 4, (OWN, FAR), policy=RESTART) as fleet:
+            reset(fleet)
+            for _ in range(2):
+                step(fleet, mode)
+            last = fleet.arrays["obs"].copy()
+            pid, *_ = fleet.pids()[fleet.topology.nodes[1].name]
+            os.kill(pid, signal.SIGKILL)
+            answer = step(fleet, mode)
+            assert fleet.arrays["truncated"].tolist() == [False, False, True, True]
+            assert answer.infos["env_restarted"].tolist() == [False, False, True, True]
+            shown = fleet.arrays["obs"] if mode == Autoreset.NEXT_STEP else answer.infos["final_obs"]
+            assert [shown[row].tolist() for row in (2, 3)] == last[2:].tolist()
+            if mode == Autoreset.NEXT_STEP:
+                step(fleet, mode)
+            seeds = fleet.arrays["obs"][2:, 2]
+            assert not set(seeds) & {7.0, 8.0} and len(set(seeds)) == 2
+            assert fleet.take_replaced() == {"node": 1}
+
+    def test_without_another_place_it_is_an_error(self) -> None:
+        with cluster_of([Steps] * 2, (FAR,), rehost=False) as fleet:
+            reset(fleet)
+            os.kill(fleet.pids()[fleet.topology.nodes[0].name][0], signal.SIGKILL)
+            with pytest.raises(NodeLostError, match="is lost"):
+                step(fleet)
+
+    def test_a_worker_of_a_node_that_is_killed(self) -> None:
+        with cluster_of([Steps] * 2, (FAR,), policy=RESTART) as fleet:
+            reset(fleet)
+            os.kill(fleet.pids()[fleet.topology.nodes[0].name][1], signal.SIGKILL)
+            answer = step(fleet)
+            assert fleet.arrays["truncated"].all() and "worker 0" in answer.notes[0]
+        with cluster_of([Steps] * 2, (FAR,)) as fleet:
+            reset(fleet)
+            os.kill(fleet.pids()[fleet.topology.nodes[0].name][1], signal.SIGKILL)
+            with pytest.raises(WorkerLostError, match="SIGKILL"):
+                step(fleet)
+
+    def test_a_failure_says_where_it_came_from(self) -> None:
+        with cluster_of([Steps, partial(Steps, 4, (2,))]) as fleet:
+            reset(fleet)
+            step(fleet)
+            with pytest.raises(RuntimeError, match="boom") as caught:
+                step(fleet)
+            cause = str(caught.value.__cause__)
+            assert isinstance(caught.value.__cause__, EnvError)
+            assert "environment 1, seed 6" in cause and "node-1" in cause
+
+    def test_a_constructor_that_raises(self) -> None:
+        def broken() -> Any:
+            raise ValueError("no such level")
+
+        with pytest.raises(ValueError, match="no such level"), cluster_of([Steps, broken]):
+            pass
+
+    def test_what_a_node_can_not_unpickle(self) -> None:
+        with cluster_of([Steps] * 2, (FAR,)) as fleet, pytest.raises(ModuleNotFoundError, match="nowhere"):
+            fleet.run(Command(Op.RESET, np.arange(2), rest=([None, None], {"x": _Unknown()})))
+
+
+class _Unknown:
+    def __reduce__(self) -> Any:
+        return pickle.loads, (b"cnowhere\nthing\n.",)
