@@ -27,8 +27,9 @@ if TYPE_CHECKING:
         CheckpointHistory as CheckpointHistory,
         RunContext as RunContext,
         StopAtReturn as StopAtReturn,
+        TrainResult as TrainResult,
     )
-    from rayvec.training.loop import TrainResult as TrainResult, resume as resume, train as train
+    from rayvec.training.loop import resume as resume, train as train
     from rayvec.vector.make_vec import make_vec as make_vec
     from rayvec.vector.ray_vec_env import RayVecEnv as RayVecEnv
 
@@ -51,7 +52,7 @@ _HOMES = {
     "RayVecEnv": "rayvec.vector.ray_vec_env",
     "StepBatch": "rayvec.data",
     "TrainConfig": "rayvec.config",
-    "TrainResult": "rayvec.training.loop",
+    "TrainResult": "rayvec.training.callbacks",
     "load": "rayvec.training.agent",
     "make_vec": "rayvec.vector.make_vec",
     "resume": "rayvec.training.loop",

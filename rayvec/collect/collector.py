@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -72,6 +72,8 @@ class Collector:
             together.
         on_bad_obs: What to do with an observation or a reward that is NaN or infinite. ``"raise"`` raises an
             ``EnvError`` that names environment, step and key. ``"keep"`` takes it as it is.
+        episode_metrics: Names of numbers in the info of an episode's last step, such as ``("is_success",)``, which
+            are in ``stats.metrics``.
 
     Raises:
         ConfigError: No :class:`rayvec.RayVecEnv`, or settings that can't be combined.
@@ -88,6 +90,7 @@ class Collector:
         by_reference: bool = False,
         max_staleness: int | None = None,
         on_bad_obs: Literal["raise", "keep"] = "raise",
+        episode_metrics: Sequence[str] = (),
     ) -> None:
         check_env(env)
         seed = check_seed(seed)
@@ -117,7 +120,7 @@ class Collector:
         self._counts = _Counts()
         self._version = 0
         self._closed = False
-        self._tracker = EpisodeTracker(env.num_envs)
+        self._tracker = EpisodeTracker(env.num_envs, tuple(episode_metrics))
         self._uses_seen: int | None = None  # `env.num_uses` after the last call; None: the next one resets
 
     def reset(self, seed: int | None = None) -> None:
@@ -218,10 +221,11 @@ class Collector:
 
         Args:
             n_episode: How many.
-            max_len: An episode that goes on after more steps, at the end of a chunk, is an error. Unset: no limit.
+            max_len: An episode that goes on after so many steps is cut: it counts with the rewards so far, and its
+                environment is reset. ``num_cut`` of the result says how many there were. Unset: no limit.
 
         Raises:
-            ConfigError: An episode does not end within `max_len` steps. Other errors are those of `collect`.
+            Exception: As of `collect`.
         """
         self._check_counts(None, n_episode)
         played: list[EpisodeStats] = []
@@ -236,12 +240,18 @@ class Collector:
         The environments are free after it, for example for an evaluation.
         """
         begin = time.monotonic()
+        self.wait_pending()
+        if self._parts is not None and self._store is not None and self._kept_parts:
+            return self._parts_batch(self._parts, self._store, 0, begin, ahead=False)
+        return self._kept_batch(begin) if self._kept else None
+
+    def wait_pending(self) -> None:
+        """Waits for the pending chunks, which the next ``collect`` returns; the environments are free after it."""
         if self._parts is not None and self._store is not None:
-            is_empty = not (self._kept_parts or self._parts.pending)
-            return None if is_empty else self._parts_batch(self._parts, self._store, 0, begin, ahead=False)
+            if self._parts.pending:
+                self._parts.collect(self._store, 0, self._kept_parts, ahead=False, checked=self._checked)
         while self._pipeline.pending:
             self._keep(self._checked(self._pipeline.finish()))
-        return self._kept_batch(begin) if self._kept else None
 
     def drop_pending(self) -> None:
         """Waits for the pending chunks and drops them, and those that an interrupted call has kept.
@@ -353,17 +363,30 @@ class Collector:
             self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
         quotas = EpisodeQuotas(n_episode, self._env.num_envs)
         while num_steps := quotas.next_steps():
+            if max_len is not None:
+                num_steps = min(num_steps, max_len - int(self._tracker.lens[quotas.unfinished].max()))
             rollout = self._rollout(num_steps)
             summary = rollout.summary
             stats, places = self._tracker.add(summary)
-            ends = counted_ends(summary)
-            valid = quotas.take(summary.valid, ends)
-            if max_len is not None and (quotas.unfinished & (self._tracker.lens > max_len)).any():
-                raise _endless_error(max_len)
+            valid = quotas.take(summary.valid, counted_ends(summary))
             counts = valid[tuple(places.T)]
+            if max_len is not None:
+                is_long = quotas.unfinished & (self._tracker.lens >= max_len)
+                stats = self._cut(is_long, quotas, stats.where(counts), summary.env_ids)
+                counts = np.ones(len(stats.lens), bool)
             assert rollout.chunk is not None
             rollout = replace(rollout, summary=replace(summary, valid=valid), chunk=replace(rollout.chunk, valid=valid))
-            take(rollout, EpisodeStats(stats.env_ids[counts], stats.returns[counts], stats.lens[counts]))
+            take(rollout, stats.where(counts))
+
+    def _cut(
+        self, is_long: NDArray[np.bool_], quotas: EpisodeQuotas, stats: EpisodeStats, env_ids: NDArray[np.int64]
+    ) -> EpisodeStats:
+        """Ends the episodes of some environments, ``bool [N]``, and begins others; returns them after `stats`."""
+        if not is_long.any():
+            return stats
+        quotas.cut(is_long)
+        self._env.reset(options={"reset_mask": is_long})
+        return join_episodes([stats, self._tracker.cut(np.flatnonzero(is_long), env_ids[is_long])])
 
     def _batch(self, collected: list[tuple[Rollout, EpisodeStats]], begin: float) -> Batch:
         rollouts = [rollout for rollout, _ in collected]
@@ -386,6 +409,7 @@ class Collector:
             staleness=self._version - min(versions),
             n_restarts=counts.restarts,
             n_replaced=self._env.take_replaced(),
+            metrics=episodes.metrics,
         )
         chunks = tuple(rollout.chunk for rollout in rollouts if rollout.chunk is not None)
         return Batch(chunks, stats, tuple(rollout.refs for rollout in rollouts) if self._by_reference else ())
@@ -432,10 +456,3 @@ class Collector:
         if self._store is not None:
             self._store.drop()
             self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
-
-
-def _endless_error(max_len: int) -> ConfigError:
-    return ConfigError(
-        f"An episode did not end within {max_len:,} steps. Wrap the environment in gymnasium.wrappers.TimeLimit, "
-        "or raise max_len. For a training run, raise eval_steps or pass eval_episodes=0."
-    )

@@ -36,6 +36,10 @@ class EpisodeQuotas:
         """Returns how many steps the next chunk has; 0 once every environment has ended its episodes."""
         return EPISODE_CHUNK_STEPS if self._left.any() else 0
 
+    def cut(self, ended: NDArray[np.bool_]) -> None:
+        """Counts one episode more of some environments, ``bool [N]``."""
+        self._left = np.maximum(self._left - ended, 0)
+
     def take(self, valid: NDArray[np.bool_], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Returns which steps of a chunk belong to the episodes that were assigned.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +22,22 @@ class EpisodeStats:
         env_ids: ``int64 [F]``.
         returns: Undiscounted sums of rewards, ``float64 [F]``.
         lens: Numbers of steps, ``int64 [F]``.
+        metrics: By name, numbers in the info of the last step, ``float64 [F]``; NaN where it has none.
+        num_cut: How many of them did not end, but were longer than a limit.
     """
 
     env_ids: NDArray[np.int64]
     returns: NDArray[np.float64]
     lens: NDArray[np.int64]
+    metrics: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    num_cut: int = 0
+
+    def where(self, kept: NDArray[np.bool_]) -> EpisodeStats:
+        """Returns some of the episodes; `kept` is ``bool [F]``."""
+        metrics = {name: values[kept] for name, values in self.metrics.items()}
+        return replace(
+            self, env_ids=self.env_ids[kept], returns=self.returns[kept], lens=self.lens[kept], metrics=metrics
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,8 @@ class CollectStats:
         n_restarts: How often an environment was restarted because it, its worker or its node had failed.
         staleness_counts: With `max_staleness`: how many columns of the chunk were 0, 1, 2, ... versions old.
         n_replaced: How many workers and nodes were replaced because they died or hung, by kind: ``worker``, ``node``.
+        metrics: By name, what `episode_metrics` of the collector names in the info of each episode's last step,
+            ``float64 [F]``; NaN where it has none.
     """
 
     returns: NDArray[np.float64]
@@ -66,12 +79,18 @@ class CollectStats:
     n_restarts: int = 0
     staleness_counts: tuple[int, ...] = ()
     n_replaced: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, NDArray[np.float64]] = field(default_factory=dict)
 
 
 def join_episodes(parts: Sequence[EpisodeStats]) -> EpisodeStats:
     """Returns episodes one after another."""
-    names = [item.name for item in fields(EpisodeStats)]
-    return EpisodeStats(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    return EpisodeStats(
+        np.concatenate([part.env_ids for part in parts]),
+        np.concatenate([part.returns for part in parts]),
+        np.concatenate([part.lens for part in parts]),
+        {name: np.concatenate([part.metrics[name] for part in parts]) for name in parts[0].metrics},
+        sum(part.num_cut for part in parts),
+    )
 
 
 def join_stats(parts: Sequence[CollectStats]) -> CollectStats:
@@ -101,6 +120,7 @@ def join_stats(parts: Sequence[CollectStats]) -> CollectStats:
         staleness=max(part.staleness for part in parts),
         n_restarts=total("n_restarts"),
         n_replaced=dict(sum((Counter(part.n_replaced) for part in parts), Counter())),
+        metrics={name: np.concatenate([part.metrics[name] for part in parts])[order] for name in first.metrics},
     )
 
 

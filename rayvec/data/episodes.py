@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,6 +14,21 @@ from rayvec.data.join_chunks import counted_ends
 __all__ = ["EpisodeTracker"]
 
 
+def _numbers_at(
+    chunk: Chunk | ChunkSummary, at: NDArray[np.int64], names: Sequence[str]
+) -> dict[str, NDArray[np.float64]]:
+    """Returns what the infos at some places ``[F, 2]`` have under each name; NaN for what is no number."""
+    row_of = {place: row for row, place in enumerate(map(tuple, at.tolist()))}
+    found = {name: np.full(len(at), np.nan) for name in names}
+    for block in chunk.infos.blocks:
+        for name in block.columns.keys() & found.keys():
+            for t, n, value in zip(block.t.tolist(), block.n.tolist(), block.columns[name].values, strict=True):
+                with contextlib.suppress(TypeError, ValueError):  # text, or an array of several numbers
+                    if (t, n) in row_of:
+                        found[name][row_of[t, n]] = value
+    return found
+
+
 class EpisodeTracker:
     """Sums rewards and steps of episodes that may span several chunks.
 
@@ -18,12 +36,14 @@ class EpisodeTracker:
 
     Args:
         num_envs: How many environments.
+        metrics: Names of numbers in the info of an episode's last step, of which statistics are kept.
 
     Attributes:
         lens: Number of steps of each environment's unfinished episode, ``int64 [N]``; do not modify it.
     """
 
-    def __init__(self, num_envs: int) -> None:
+    def __init__(self, num_envs: int, metrics: Sequence[str] = ()) -> None:
+        self._metrics = metrics
         self._returns = np.zeros(num_envs)
         self.lens = np.zeros(num_envs, np.int64)
         self._skipped = np.zeros(num_envs, bool)
@@ -67,8 +87,21 @@ class EpisodeTracker:
             chunk.env_ids[at[:, 1]],
             np.concatenate([np.zeros(0), *returns]),
             np.concatenate([np.zeros(0, np.int64), *lens]),
+            _numbers_at(chunk, at, self._metrics) if self._metrics else {},
         )
         return stats, at
+
+    def cut(self, envs: NDArray[np.int64], env_ids: NDArray[np.int64]) -> EpisodeStats:
+        """Returns the unfinished episodes of some environments as if they had ended, and drops them from the sums.
+
+        Args:
+            envs: Indices of the environments, ``int64 [F]``.
+            env_ids: Their global indices, ``int64 [F]``.
+        """
+        missing = {name: np.full(len(envs), np.nan) for name in self._metrics}
+        stats = EpisodeStats(env_ids, self._returns[envs], self.lens[envs], missing, len(envs))
+        self._returns[envs] = self.lens[envs] = 0
+        return stats
 
     @property
     def unfinished(self) -> NDArray[np.bool_]:

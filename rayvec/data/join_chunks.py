@@ -139,7 +139,10 @@ def _in_order(
 
 def summarize(chunk: Chunk) -> ChunkSummary:
     """Returns the summary of a chunk; arrays are shared with it."""
-    return ChunkSummary(**{name: getattr(chunk, name) for name in _SUMMARY}, bad_obs=find_bad_obs(chunk))
+    ends = chunk.terminated | chunk.truncated
+    infos = chunk.infos.where(lambda t, n: ends[t, n])
+    fields_of_both = {name: getattr(chunk, name) for name in _SUMMARY}
+    return ChunkSummary(**{**fields_of_both, "infos": infos}, bad_obs=find_bad_obs(chunk))
 
 
 def counted_ends(chunk: Chunk | ChunkSummary) -> NDArray[np.bool_]:

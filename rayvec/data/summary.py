@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.chunk import Chunk, ChunkRef
+from rayvec.data.infos import ChunkInfos
 from rayvec.data.trees import Tree
 
 __all__ = ["ChunkSummary", "Rollout", "RolloutTimes"]
@@ -27,6 +28,7 @@ class ChunkSummary:
         final_index: ``int64 [F, 2]``.
         restarts: ``int64 [R, 2]``.
         cuts: ``int64 [C, 2]``.
+        infos: Those of the steps that end an episode.
         last_obs: Tree of ``[N, *obs_shape]``; if a node is lost, its episodes end at these observations.
         weights_version: Version of the policy's weights.
         first_step: Number of steps that the environments took in earlier chunks.
@@ -45,6 +47,7 @@ class ChunkSummary:
     weights_version: int
     first_step: int
     bad_obs: str | None = None
+    infos: ChunkInfos = field(default_factory=ChunkInfos)
 
     @property
     def num_steps(self) -> int:

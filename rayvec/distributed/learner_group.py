@@ -20,7 +20,7 @@ from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.distributed.shards import RemoteShard, copy_batch, cut_batch, fetch_shard, rank_bounds, split_refs
 from rayvec.errors import LearnerError, check_count
-from rayvec.learners.base import Learner, MeasuresObservations
+from rayvec.learners.base import Learner, MeasuresObservations, set_learning_rate
 from rayvec.learners.ranks import Ranks
 from rayvec.node.object_store import room_for
 from rayvec.policies.networks import copy_to_cpu
@@ -223,6 +223,10 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         self._weights = None
         self._keep(packed)
 
+    def set_learning_rate(self, value: float | None) -> None:
+        """Lets all ranks use a learning rate from the next update on; None: the schedule of the learner."""
+        self.group.run("set_learning_rate", [(value,)] * self.num_learners)
+
     def close(self) -> None:
         """Ends the ranks. May be called again."""
         self._is_closed = True
@@ -272,6 +276,9 @@ class _RankLearner:
     def load_state_dict(self, shared: Any, rank_local: Any) -> None:
         """Continues from what all ranks share and what is rank-local, packed."""
         self._learner.load_state_dict({**unpack(shared), **unpack(rank_local)})
+
+    def set_learning_rate(self, value: float | None) -> None:
+        set_learning_rate(self._learner, value)
 
     def _shared(self) -> Any:
         return pack(shared_state(self._learner)) if self._is_first else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import pickle
 import re
 import sys
@@ -18,7 +19,7 @@ from typing import Any, cast
 
 import cloudpickle
 import gymnasium
-from gymnasium.envs.registration import EnvSpec, _find_spec
+from gymnasium.envs.registration import EnvSpec, _find_spec, load_env_creator
 
 from rayvec.envs.pickled_parts import PickledParts, carrying_sys, is_small, pickled_for_workers
 from rayvec.errors import ConfigError, check_count, check_flag
@@ -36,6 +37,8 @@ __all__ = [
 
 _ATTRIBUTES = ("observation_space", "action_space", "metadata", "render_mode", "reset", "step")
 """What an environment must have, the spaces first."""
+_INDEX = "{env_index}"
+"""Stands for the index of an environment in strings of its arguments."""
 _REGISTERED_AGAIN = ".*Overriding environment .* already in registry"
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 Wrapper = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
@@ -176,8 +179,12 @@ class EnvFactory:
         *,
         native: bool = False,
         seed: int | None = None,
+        first_id: int = 0,
     ) -> EnvFactory:
         """Builds a factory from what a user passes for `env`.
+
+        A class or function with a parameter ``env_index`` gets the global index of each environment. In strings of
+        `env_kwargs`, "{env_index}" stands for it.
 
         Args:
             env: An id (``"module:Id-v0"`` imports the module first), a spec, a class or function that makes an
@@ -187,6 +194,7 @@ class EnvFactory:
             wrappers: Applied to each environment in order.
             native: Whether each callable makes a vector environment. Their number is known when they are made.
             seed: Of the workers' global random generators while they make environments.
+            first_id: Global index of the first environment.
 
         Raises:
             EnvIdError: No environment of that id is registered.
@@ -203,12 +211,13 @@ class EnvFactory:
                 'env_kwargs={"name": value}.'
             )
         spec: EnvSpec | None
+        env_fns: tuple[EnvFn, ...]
         if isinstance(env, str | EnvSpec) or (callable(env) and num_envs is not None and not native):
             count = check_count("num_envs", 1 if num_envs is None else num_envs)
             made_by = _named(env) if isinstance(env, str) else env
             spec = made_by if isinstance(made_by, EnvSpec) else None
             make: EnvFn = _Registered(spec) if spec else _Made(made_by)  # type: ignore[arg-type]
-            env_fns: tuple[EnvFn, ...] = (partial(make, **env_kwargs) if env_kwargs else make,) * count
+            env_fns = _indexed(make, spec.entry_point if spec else made_by, dict(env_kwargs or {}), first_id, count)
         else:
             spec, env_fns = None, _checked_env_fns(env, None if native else num_envs, env_kwargs)
         if wrappers:
@@ -251,6 +260,36 @@ class EnvFactory:
         what = "what makes environments: their functions, wrappers and arguments"
         remedy = "Make the object inside the function, or step in this process: num_nodes=0, workers_per_node=0."
         return pickled_for_workers(replace(self, is_copy=True), what, remedy, buffer_callback)
+
+
+def _indexed(make: EnvFn, made_by: Any, env_kwargs: dict[str, Any], first_id: int, count: int) -> tuple[EnvFn, ...]:
+    """Returns one callable for each environment; they differ where the environment's index is asked for.
+
+    Args:
+        make: Makes an environment.
+        made_by: The user's class or function, or its name, whose parameters are looked at.
+        env_kwargs: Arguments for it.
+        first_id: Index of the first environment.
+        count: How many environments.
+    """
+    named = [name for name, value in env_kwargs.items() if isinstance(value, str) and _INDEX in value]
+    takes_index = "env_index" not in env_kwargs and _takes_index(made_by)
+    if not named and not takes_index:
+        return (partial(make, **env_kwargs) if env_kwargs else make,) * count
+    env_fns = []
+    for index in range(first_id, first_id + count):
+        own: dict[str, Any] = {name: env_kwargs[name].replace(_INDEX, str(index)) for name in named}
+        env_fns.append(partial(make, **{**env_kwargs, **own, **({"env_index": index} if takes_index else {})}))
+    return tuple(env_fns)
+
+
+def _takes_index(made_by: Any) -> bool:
+    """Whether a class or function, or the one that "module:name" names, has a parameter ``env_index``."""
+    try:
+        found = load_env_creator(made_by) if isinstance(made_by, str) else made_by
+        return "env_index" in inspect.signature(found).parameters
+    except (ValueError, TypeError, ImportError, AttributeError):  # making the environment says what is wrong
+        return False
 
 
 def check_env_fns(env_fns: Any) -> tuple[EnvFn, ...]:

@@ -59,6 +59,7 @@ class ActorCriticLearner:
     """
 
     config: ActorCriticConfig
+    reads_infos: ClassVar[bool] = False
     _are_even: ClassVar[bool] = False
     """Whether minibatches differ little in their lengths, so that one compiled call takes the steps of several."""
 
@@ -93,6 +94,7 @@ class ActorCriticLearner:
         self._gradient = Gradient(self._network, self._loss, self._is_compiled, varies=True, **_CHEAP_TANH)
         self._optimizer = Adam(self._gradient.flat, eps=1e-5)
         self._learning_rate: float = config.learning_rate
+        self._own_learning_rate: float | None = None
         parts = self._gradient, self._select, self._optimizer, config.max_grad_norm
         has_loop = self._is_compiled and self._are_even and self._recurrent is None
         self._compiled_steps = CompiledSteps(*parts, **_CHEAP_TANH) if has_loop else None
@@ -195,8 +197,13 @@ class ActorCriticLearner:
         """Sets the learning rate of an update, in proportion to the remaining steps, and returns it."""
         self._optimizer.failed.zero_()
         left = 1 - self._num_steps / self.config.total_steps if self.config.anneal_lr else 1.0
-        self._learning_rate = self.config.learning_rate * max(left, 0.0)
+        own = self._own_learning_rate
+        self._learning_rate = self.config.learning_rate * max(left, 0.0) if own is None else own
         return self._learning_rate
+
+    def set_learning_rate(self, value: float | None) -> None:
+        """Sets the learning rate of the next updates, in place of its schedule; None returns to the schedule."""
+        self._own_learning_rate = value
 
     def _normalize(self) -> None:
         """Sets the mean and scale with which the network and its actors normalise observations."""

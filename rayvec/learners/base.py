@@ -23,6 +23,7 @@ __all__ = [
     "check_gpu",
     "explains_memory",
     "load_buffers",
+    "set_learning_rate",
     "torch_device",
 ]
 
@@ -35,7 +36,8 @@ class Learner(Protocol):
 
     :func:`rayvec.train` builds one from the spaces of an environment and the settings of the run (see
     :func:`rayvec.training.runs.register`), lets ``rayvec.Policy(learner.module)`` act, and publishes
-    ``weights()`` after every update that learned something.
+    ``weights()`` after every update that learned something. A class with ``reads_infos = False`` gets chunks without
+    infos.
     """
 
     @property
@@ -87,6 +89,20 @@ class KeepsRankLocalState(Protocol):
 
     def rank_local_state(self) -> dict[str, Any]:
         """Returns a copy of the part that belongs to this rank, under the names that it has in ``state_dict()``."""
+
+
+def set_learning_rate(learner: Any, value: float | None) -> None:
+    """Lets a learner use a learning rate from its next update on; None: its own schedule.
+
+    Raises:
+        ConfigError: The learner has no method of this name.
+    """
+    if not hasattr(learner, "set_learning_rate"):
+        raise ConfigError(
+            f"{type(learner).__name__} has no method set_learning_rate, which context.set_learning_rate calls. Add it "
+            "to the learner, or leave the call out."
+        )
+    learner.set_learning_rate(value)
 
 
 def torch_device(name: str) -> torch.device:

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -96,6 +96,8 @@ class SACLearner:
     Raises:
         ConfigError: There is no soft actor-critic for these spaces, or no GPU that torch can use.
     """
+
+    reads_infos: ClassVar[bool] = False
 
     def __init__(
         self,

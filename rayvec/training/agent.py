@@ -17,6 +17,7 @@ from rayvec.policies.encoders import leaf_spaces
 from rayvec.policies.networks import load_flat_weights
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
+from rayvec.training.atomic_files import local_path
 from rayvec.training.export import export
 from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run_dir import load_checkpoint, load_config
@@ -50,7 +51,7 @@ def load(
         ConfigError: `run_dir` is not the directory of a run.
         CheckpointError: The file is missing or damaged, or holds something else than a run.
     """
-    run_dir = Path(run_dir)
+    run_dir = local_path(run_dir)
     config = with_own_parts(load_config(run_dir), env, network, begun=True)
     state = load_checkpoint(run_dir, checkpoint)
     observation_space, action_space = load_spaces(config, state["spaces"])
@@ -163,7 +164,7 @@ class Agent:
         Raises:
             ConfigError: The path has another ending, the network can't be exported, or ONNX is not installed.
         """
-        return export(self.module, self.observation_space, Path(path))
+        return export(self.module, self.observation_space, local_path(path))
 
     def _batched(self, obs: Any) -> tuple[Tree, bool]:
         """Returns observations as a batch, and whether they are of one environment."""

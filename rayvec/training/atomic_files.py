@@ -6,13 +6,14 @@ import contextlib
 import errno
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rayvec.errors import ConfigError
 
-__all__ = ["finite", "written_whole"]
+__all__ = ["finite", "local_path", "written_whole"]
 
 _UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 """What the system answers where a file can't be made, however much room there is."""
@@ -32,6 +33,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         ConfigError: `path` is a directory or a device, its directory does not exist, or no file can be made there.
         OSError: The disk is full, or fails. It names the file.
     """
+    path = local_path(path)
     is_other = os.path.exists(path) and not os.path.isfile(path)
     if is_other or not os.path.isdir(path.parent):
         other = "a directory" if os.path.isdir(path) else "a device or a pipe"
@@ -70,6 +72,20 @@ def _opened(partial: Path, path: Path) -> BinaryIO:
         raise ConfigError(
             f"{path} can't be written: {error.strerror}. Let this user write to {path.parent}, or pass another path."
         ) from error
+
+
+def local_path(path: Path | str) -> Path:
+    """Returns the path of a file or directory, "~" expanded.
+
+    Raises:
+        ConfigError: It is a URI.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
+        raise ConfigError(
+            f"The path {os.fspath(path)!r} is a URI. Files are written to and read from mounted file systems only: "
+            "pass a path of this machine, and copy the directory of the run afterwards."
+        )
+    return Path(path).expanduser()
 
 
 def finite(value: Any) -> Any:

@@ -1,12 +1,14 @@
-"""Callbacks: objects that see a run while it trains, and can end it.
+"""Callbacks: objects that see a run while it trains, act on it, and can end it.
 
-A callback has any of the methods `on_iteration`, `on_evaluation`, `on_checkpoint` and `on_end`. Each is called with
-the :class:`RunContext` of the run, in the process that called :func:`rayvec.train`.
+A callback has any of the methods in `HOOKS`. Each is called with the :class:`RunContext` of the run, in the process
+that called :func:`rayvec.train`. What writes metrics and checkpoints, evaluates and shows progress are callbacks too:
+see :func:`rayvec.training.default_callbacks.default_callbacks`.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 import reprlib
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,22 +26,52 @@ from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError, check_count
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.evaluation import Evaluation
+from rayvec.training.metrics_line import MetricsLine
 from rayvec.training.run_dir import save_best
 from rayvec.training.run_state import WINDOW, Progress
+from rayvec.training.trainer import Iteration, RunEnvs, RunTrainer
 
-if TYPE_CHECKING:
-    from rayvec.training.loop import TrainResult
-    from rayvec.training.trainer import Iteration
+logger = logging.getLogger(__name__)
 
-__all__ = ["HOOKS", "BestModel", "CheckpointHistory", "RunContext", "StopAtReturn", "call", "checked_callbacks"]
+__all__ = [
+    "HOOKS",
+    "BestModel",
+    "CheckpointHistory",
+    "RunContext",
+    "StopAtReturn",
+    "TrainResult",
+    "call",
+    "checked_callbacks",
+    "has_hooks",
+]
 
-HOOKS = ("on_iteration", "on_evaluation", "on_checkpoint", "on_end")
-"""The methods that a callback may have."""
+HOOKS = ("on_start", "on_iteration", "on_evaluation", "on_log", "on_checkpoint", "on_end", "on_close")
+"""The methods that a callback may have, in the order in which a run calls them; `on_close` of the last one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """Totals of a finished run.
+
+    Attributes:
+        run_dir: The directory of the run.
+        total_steps: Environment steps taken.
+        wall_s: Wall time in seconds, with the start of the environments and the evaluation; for a resumed run, the
+            time up to the checkpoint plus the time since. If the run had finished, it includes its earlier evaluation.
+        eval_return_mean: Mean return of the evaluation after training; NaN without one.
+        stop_reason: Why a callback ended the run; None if the run took all its steps.
+    """
+
+    run_dir: Path
+    total_steps: int
+    wall_s: float
+    eval_return_mean: float
+    stop_reason: str | None = None
 
 
 @dataclass
 class RunContext:
-    """What a callback sees of a run, and how it can end the run.
+    """What a callback sees of a run, and how it acts on it.
 
     Attributes:
         config: The settings.
@@ -48,26 +80,112 @@ class RunContext:
             100 episodes; mean returns of the latest and of the best evaluation.
         iteration: What the latest iteration did: ``stats`` of its steps, ``times_s``, and others.
         metrics: The metrics since the last line of ``metrics.jsonl``, by the names that they have there.
-        evaluation: The latest greedy evaluation; None before the first one.
+        evaluation: The latest evaluation; None before the first one.
         is_best: Whether its mean return is larger than that of every evaluation before.
         weights: The acting weights that were evaluated, ``float32 [P]``.
         stop_reason: Why the run ends early; None while it does not.
         result: The totals of the run; None until `on_end`.
+        error: In `on_close`, the exception that ends the run; None without one.
         logged: Numbers that callbacks have logged since the last line, by their names there; see :meth:`log`.
+        line: Sums since the last line.
+        state: In `on_checkpoint`, what the checkpoint holds.
+        trainer: Makes the iterations; None while the run has no environments.
     """
 
     config: TrainConfig
     run_dir: Path
     progress: Progress
     iteration: Iteration | None = None
-    metrics: dict[str, float | int | None] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
     evaluation: Evaluation | None = None
     is_best: bool = False
     weights: NDArray[np.float32] | None = None
     stop_reason: str | None = None
     result: TrainResult | None = None
+    error: BaseException | None = None
     logged: dict[str, float] = field(default_factory=dict)
+    line: MetricsLine = field(default_factory=MetricsLine)
+    state: dict[str, Any] = field(default_factory=dict)
+    trainer: RunTrainer | None = None
     _wants_checkpoint: bool = False
+
+    @property
+    def env(self) -> RunEnvs:
+        """The environments of the run: ``call``, ``get_attr`` and ``set_attr`` reach all of them.
+
+        Raises:
+            ConfigError: The run has not started, or training has ended.
+        """
+        return RunEnvs(self._running("env"), self.config.num_envs)
+
+    @property
+    def learner(self) -> Any:
+        """The learner, or the :class:`rayvec.LearnerGroup`; None with decentralized ranks, which have one each."""
+        return self._running("learner").learner
+
+    def set_learning_rate(self, value: float | None) -> None:
+        """Sets the learning rate of the next updates, in place of its schedule; None returns to the schedule.
+
+        It is a part of checkpoints. Where iterations are made ahead, as by decentralized ranks, it acts one later.
+
+        Raises:
+            ConfigError: The learner has no method ``set_learning_rate``.
+        """
+        self._running("set_learning_rate").set_learning_rate(value)
+        self.progress.learning_rate = value
+
+    def _running(self, name: str) -> RunTrainer:
+        if self.trainer is None:
+            raise ConfigError(
+                f"context.{name} was used while the run has no environments. Use it from on_start to on_checkpoint, "
+                "not in on_end or on_close."
+            )
+        return self.trainer
+
+    def go_back(self, progress: Progress) -> None:
+        """Takes the progress at the last checkpoint, where the run starts again, and forgets what was measured since.
+
+        The best return stays: it is that of the weights in ``best.pt``.
+        """
+        progress.best_return = self.progress.best_return
+        self.progress, self.line = progress, MetricsLine()
+        self.logged.clear()
+
+    def add(self, iteration: Iteration) -> None:
+        """Counts an iteration."""
+        self.progress.add(iteration.stats)
+        self.iteration = iteration
+        self.line.add(iteration)
+        self.metrics = self.line.metrics(self.progress)
+
+    def add_evaluation(self, evaluation: Evaluation, weights: NDArray[np.float32], seconds: float) -> None:
+        """Takes an evaluation of the present weights.
+
+        Args:
+            evaluation: The episodes.
+            weights: The acting weights, ``float32 [P]``.
+            seconds: How long it took.
+        """
+        if evaluation.num_cut and not self.progress.has_cut:
+            self.progress.has_cut = True
+            logger.warning(
+                "%d of %d episodes of an evaluation were cut: they did not end within %s steps. They count with the "
+                "rewards so far. Wrap the environment in gymnasium.wrappers.TimeLimit",
+                evaluation.num_cut,
+                len(evaluation.lens),
+                f"{evaluation.lens.max():,}",
+            )
+        self.evaluation, self.weights = evaluation, weights
+        self.is_best = self.progress.add_evaluation(evaluation.return_mean)
+        self.line.add_evaluation(evaluation, seconds)
+        self.metrics = self.line.metrics(self.progress)
+
+    def end_line(self, callbacks: Sequence[Any]) -> None:
+        """Lets callbacks write the metrics since the last line, with what they have logged."""
+        self.metrics |= self.logged
+        self.logged.clear()
+        call(callbacks, "on_log", self)
+        self.line = MetricsLine()
 
     def stop(self, reason: str) -> None:
         """Ends the run like one that has taken all its steps: with a checkpoint and the final evaluation.
@@ -125,7 +243,7 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
     """
     found = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for callback in found:
-        if isinstance(callback, type) or not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
+        if isinstance(callback, type) or not has_hooks(callback):
             is_class = isinstance(callback, type)
             raise ConfigError(
                 f"The callback {callback!r} is "
@@ -138,6 +256,11 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
                 "def in place of async def; asyncio.run in it runs a coroutine."
             )
     return found
+
+
+def has_hooks(value: Any) -> bool:
+    """Whether an object has a method of callbacks."""
+    return any(callable(getattr(value, hook, None)) for hook in HOOKS)
 
 
 def call(callbacks: Sequence[Any], hook: str, context: RunContext) -> None:

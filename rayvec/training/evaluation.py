@@ -10,20 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
+from rayvec.data.topology import Topology
+from rayvec.errors import RayvecError
 from rayvec.policies.policy import Policy
+from rayvec.pools.in_process_base import captured
+from rayvec.training.atomic_files import local_path
 from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.run_state import acting_weights
-from rayvec.training.runs import choose_engine, make_env, network_of, open_env
+from rayvec.training.runs import network_of, open_env
 from rayvec.training.space_checks import check_kept_spaces
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Evaluation", "Evaluator", "evaluate", "evaluate_run", "greedy_policy", "open_evaluator", "time_limit"]
+__all__ = ["Evaluation", "evaluate", "evaluate_run", "greedy_policy", "saying_where", "time_limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,12 @@ class Evaluation:
     Attributes:
         returns: Undiscounted sums of rewards, ``float64 [F]``.
         lens: Numbers of steps, ``int64 [F]``.
+        num_cut: How many episodes were cut, since they were longer than the limit.
     """
 
     returns: NDArray[np.float64]
     lens: NDArray[np.int64]
+    num_cut: int = 0
 
     @property
     def return_mean(self) -> float:
@@ -47,6 +52,12 @@ class Evaluation:
     def return_std(self) -> float:
         """Standard deviation of the returns over episodes; NaN without episodes."""
         return float(self.returns.std()) if len(self.returns) else math.nan
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What a line of metrics says of it."""
+        cut = {"eval/episodes_cut": self.num_cut} if self.num_cut else {}
+        return {"eval/return_mean": self.return_mean, "eval/return_std": self.return_std, **cut}
 
 
 def greedy_policy(module: Any, weights: NDArray[np.float32]) -> Policy:
@@ -78,7 +89,9 @@ def evaluate(
     """Plays greedy episodes in `env`.
 
     Each environment gets its quota of episodes beforehand, so that short episodes do not crowd out long ones. All
-    environments are reset first. A Ctrl-C closes them, and ends their workers at once.
+    environments are reset first. An episode that does not end is cut after
+    :meth:`rayvec.config.TrainConfig.longest_eval_episode` steps. A Ctrl-C closes the environments, and ends their
+    workers at once.
 
     Args:
         config: Settings of the run, which say where the policy acts and how long an episode may be.
@@ -88,9 +101,6 @@ def evaluate(
         num_episodes: F, the number of episodes; 0 plays none. By default as the settings say.
         seed: Environment i begins with `seed` + i; :meth:`rayvec.config.TrainConfig.eval_seed` gives a seed that
             training never uses.
-
-    Raises:
-        ConfigError: An episode has not ended after :meth:`rayvec.config.TrainConfig.longest_eval_episode` steps.
     """
     limit = time_limit(env)
     if num_episodes is None:
@@ -106,62 +116,22 @@ def evaluate(
         raise
     finally:
         collector.close()
-    return Evaluation(stats.returns, stats.lens)
-
-
-class Evaluator:
-    """Plays greedy episodes during training, on environments of its own, and does not affect training.
-
-    Args:
-        config: Settings of the run.
-        steps: Environment steps taken so far.
-        env: The environments.
-        interval_steps: Steps between two evaluations.
-    """
-
-    def __init__(self, config: TrainConfig, steps: int, env: RayVecEnv, interval_steps: int) -> None:
-        self._config, self._env, self._interval_steps = config, env, interval_steps
-        self._num_done = steps // interval_steps
-        with torch.random.fork_rng(devices=[]):  # an algorithm may draw its weights from the global generator
-            self._module = network_of(config, env.single_observation_space, env.single_action_space)
-
-    def is_due(self, steps: int) -> bool:
-        """Whether the weights after `steps` environment steps are to be evaluated."""
-        return steps // self._interval_steps > self._num_done
-
-    def evaluate(self, steps: int, weights: NDArray[np.float32]) -> Evaluation:
-        """Plays the episodes of an evaluation, which are the same every time.
-
-        Args:
-            steps: Environment steps taken so far.
-            weights: The acting weights, ``float32 [P]``.
-        """
-        self._num_done = steps // self._interval_steps
-        seed = self._config.eval_seed(is_final=False)
-        return evaluate(self._config, self._env, self._module, weights, seed=seed)
+    return Evaluation(stats.returns, stats.lens, stats.num_cut)
 
 
 @contextlib.contextmanager
-def open_evaluator(config: TrainConfig, steps: int) -> Iterator[Evaluator | None]:
-    """Yields what plays the greedy episodes during training, on this machine without Ray.
+def saying_where() -> Iterator[None]:
+    """Lets what a network raises in this process say so, as ranks and workers do: its ``__cause__`` is an `EnvError`.
 
-    Args:
-        config: Settings of the run; None is yielded without `eval_interval_steps`.
-        steps: Environment steps taken so far.
+    What says already where it was raised stays as it is, and so do ``sys.exit()``, which may be that of a signal
+    handler of the caller, and whatever else is no ``Exception``.
     """
-    if config.eval_interval_steps is None:
-        yield None
-        return
-    workers = config.workers_per_node if choose_engine(config).num_nodes == 0 else None
-    here = replace(config, num_nodes=0, workers_per_node=workers, address=None, stagger_starts=False)
-    # a sub-batch of games takes certain numbers of environments only: that of the run fits
-    num_envs = config.num_envs if config.native is not None else min(config.num_envs, config.eval_episodes)
-    with make_env(here, num_envs, seed=config.eval_seed(is_final=False)) as env:
-        try:
-            yield Evaluator(config, steps, env, config.eval_interval_steps)
-        except KeyboardInterrupt:
-            env.close(terminate=True)
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RayvecError) or isinstance(error.__cause__, RayvecError):
             raise
+        raise captured(error, Topology.this_process).rebuild()  # noqa: B904  # rebuild() sets the cause
 
 
 def evaluate_run(
@@ -189,7 +159,7 @@ def evaluate_run(
         ConfigError: `run_dir` is not the directory of a run, or the environments have other spaces than in training.
         CheckpointError: Its checkpoint is missing or damaged.
     """
-    run_dir = Path(run_dir)
+    run_dir = local_path(run_dir)
     config, state = load_config(run_dir), load_checkpoint(run_dir, checkpoint)
     config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
     config = config if seed is None else replace(config, seed=seed)

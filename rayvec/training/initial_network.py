@@ -15,6 +15,7 @@ from rayvec.config import TrainConfig
 from rayvec.config.references import is_unnamed
 from rayvec.errors import ConfigError
 from rayvec.training.agent import load_spaces
+from rayvec.training.atomic_files import local_path
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS, network_of
 from rayvec.training.space_checks import parts_of
@@ -38,7 +39,7 @@ def initial_state(config: TrainConfig, own: dict[str, Any], own_spaces: Sequence
     """
     if config.init_from is None:
         return own
-    other_config, other = load_run(config.init_from)
+    other_config, other = load_run(local_path(config.init_from))
     learner: Any = LEARNERS[type(config)]
     if not hasattr(learner, "with_network"):
         raise ConfigError(

@@ -29,7 +29,8 @@ def with_own_parts(
 
     Args:
         config: The settings.
-        env: An id, a spec, or a class or function that makes an environment; None keeps that of the settings.
+        env: An id, a spec, a class or function that makes an environment, or a list of one for each environment; None
+            keeps that of the settings.
         network: See :attr:`rayvec.config.network.NetworkConfig.network`; None keeps that of the settings.
         begun: Whether the run has begun. Then only what the settings could not name may be passed, or the same again.
 
@@ -86,11 +87,11 @@ def _named_env(env: Any) -> str:
         return env
     if isinstance(env, EnvSpec):
         return env.id if gymnasium.registry.get(env.id) == env else refer(env)
-    if callable(env):
+    if callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))):
         return refer(env)
     raise ConfigError(
-        f"env is {repr(env)[:200]}. It must be an id, an EnvSpec, or a class or function that makes one "
-        "environment. A list of environments is for RayVecEnv."
+        f"env is {repr(env)[:200]}. It must be an id, an EnvSpec, a class or function that makes one environment, "
+        "or a list of one such for each environment."
     )
 
 

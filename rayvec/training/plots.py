@@ -17,7 +17,7 @@ from rayvec.config import ADJUSTABLE, TrainConfig
 from rayvec.config.references import is_unnamed
 from rayvec.config.schema import describe
 from rayvec.errors import ConfigError
-from rayvec.training.atomic_files import written_whole
+from rayvec.training.atomic_files import local_path, written_whole
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_config, load_result
 
@@ -125,7 +125,7 @@ def read_runs(run_dirs: Sequence[Path | str]) -> list[Curves]:
     """
     runs: dict[Path, _Run] = {}
     errors: dict[Path, ConfigError] = {}
-    for run_dir in dict.fromkeys(Path(each) for each in run_dirs if not os.path.isfile(each)):
+    for run_dir in dict.fromkeys(local_path(each) for each in run_dirs if not os.path.isfile(each)):
         try:
             runs[run_dir] = _read(run_dir)
         except ConfigError as error:
@@ -214,7 +214,7 @@ def plot_runs(groups: Sequence[Curves], path: Path | str) -> None:
     Raises:
         ConfigError: matplotlib writes no such format.
     """
-    path = Path(path)
+    path = local_path(path)
     labels: dict[str, list[str]] = {}
     for each in groups:
         labels.setdefault(each.env_id, []).append(textwrap.fill(str(each), _LINE_CHARS))

@@ -51,6 +51,13 @@ class ProgressDisplay:
             self._task = self._bar.add_task("", total=total_steps, completed=min(steps, total_steps))
             self._bar.start()
 
+    def begin(self, text: str) -> None:
+        """Shows a text before the first steps are done."""
+        if self._bar:
+            self._bar.update(self._task, description=text)
+        else:
+            print(f"rayvec: {text}", file=self._file, flush=True)
+
     def show(self, steps: int, text: str) -> None:
         """Shows that `steps` are done, and `text` beside it."""
         if self._bar:
@@ -83,10 +90,11 @@ def progress_text(progress: Progress, metrics: Mapping[str, float | int | None],
         times_s: Wall time by activity.
     """
     mean_return = "none yet" if metrics["return_mean"] is None else f"{metrics['return_mean']:.2f}"
+    own = "".join(f" · {name} {mean:.2f}" for name, mean in progress.metric_means().items())
     greedy = ""
     if (evaluated := metrics.get("eval/return_mean", progress.eval_return)) is not None:
         best = max(evaluated, evaluated if progress.best_return is None else progress.best_return)
         greedy = f" · greedy {evaluated:.2f}, best {best:.2f}"
     whole_s = sum(times_s.values())
     split = ", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in times_s.items())
-    return f"{metrics['steps_per_s']:,.0f} steps/s · return {mean_return}{greedy} · {split}"
+    return f"{metrics['steps_per_s']:,.0f} steps/s · return {mean_return}{own}{greedy} · {split}"

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.envs.registration import EnvSpec
-from numpy.typing import NDArray
 
 from rayvec.collect.episode_quotas import episode_quotas
 from rayvec.config import TrainConfig
@@ -131,9 +130,13 @@ class RankTrainer:
         iteration.notes = self._log.take()
         return iteration
 
-    def weights(self) -> NDArray[np.float32] | None:
-        """Returns the acting weights, on rank 0."""
-        return self._learner.weights() if self._ranks.rank == 0 else None
+    def on_envs(self, method: str, name: str, args: Any, kwargs: Any) -> Any:
+        """Calls a method of the vector environment of this rank."""
+        return self._trainer.on_envs(method, name, *args, **kwargs)
+
+    def set_learning_rate(self, value: float | None) -> None:
+        """Lets the learner of this rank use a learning rate."""
+        self._trainer.set_learning_rate(value)
 
     def num_eval_episodes(self) -> int:
         """Returns how many episodes all ranks play in an evaluation."""
@@ -197,6 +200,8 @@ class DecentralizedTrainer:
         packed = pack(shared)
         group.run("begin", [(progress, (packed, pack(local)), collector_state) for local in rank_local])
 
+    learner = None  # each rank has one
+
     @property
     def has_pending(self) -> bool:
         """See :class:`~rayvec.training.trainer.RunTrainer`."""
@@ -209,12 +214,20 @@ class DecentralizedTrainer:
             return False
         return self._has_changed({placement.node_id for placement in self._group.placements})
 
-    def iterate(self, *, ahead: bool, keep: bool, evaluate: bool) -> Iteration:
+    def on_envs(self, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`~rayvec.training.trainer.RunTrainer`. It follows the iterations that have begun."""
+        answers = self._group.run("on_envs", [(method, name, args, kwargs)] * self._group.num_ranks)
+        return [each for answer in answers for each in answer or ()]
+
+    def set_learning_rate(self, value: float | None) -> None:
+        """See :class:`~rayvec.training.trainer.RunTrainer`."""
+        self._group.run("set_learning_rate", [(value,)] * self._group.num_ranks)
+
+    def iterate(self, *, ahead: bool, keep: bool) -> Iteration:
         """See :class:`~rayvec.training.trainer.RunTrainer`."""
         if not self._pending:
             self._pending.append(self._group.post("iterate"))
         parts = self._group.post("parts") if keep else None
-        weights = self._group.post("weights") if evaluate else None
         if ahead:
             self._pending.append(self._group.post("iterate"))
         iterations: list[Iteration] = self._group.gather(self._pending.popleft())
@@ -225,8 +238,6 @@ class DecentralizedTrainer:
         self._has_iterated = True
         if parts is not None:
             iteration.state = _joined_state(self._group.gather(parts))
-        if weights is not None:
-            iteration.weights = self._group.gather(weights)[0].copy()  # Ray's memory can't be written
         return iteration
 
     def state(self) -> dict[str, Any]:
@@ -240,7 +251,7 @@ class DecentralizedTrainer:
         shares = [int(quotas[low:high].sum()) for low, high in pairwise(bounds)]
         parts: list[Evaluation] = self._group.run("evaluate", [(share,) for share in shares])
         returns, lens = zip(*((each.returns, each.lens) for each in parts), strict=True)
-        return Evaluation(np.concatenate(returns), np.concatenate(lens))
+        return Evaluation(np.concatenate(returns), np.concatenate(lens), sum(each.num_cut for each in parts))
 
 
 def _joined(iterations: list[Iteration]) -> Iteration:

@@ -14,6 +14,7 @@ import numpy as np
 
 from rayvec.errors import ConfigError, first_line
 from rayvec.training.agent import load
+from rayvec.training.atomic_files import local_path
 from rayvec.training.run_dir import load_config
 from rayvec.training.runs import make_one_env
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -45,6 +46,7 @@ def render_episode(
         ConfigError: `run_dir` is not the directory of a run, the environment can't be rendered so, there is no screen,
             a package is missing, or the video can't be written.
     """
+    run_dir, video = local_path(run_dir), None if video is None else local_path(video)
     config = load_config(run_dir)
     config = config if seed is None else replace(config, seed=seed)
     mode = "human" if video is None else "rgb_array"

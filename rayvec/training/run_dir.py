@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from rayvec.config import TrainConfig
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training import checkpoint
-from rayvec.training.atomic_files import written_whole
+from rayvec.training.atomic_files import local_path, written_whole
 from rayvec.training.own_env_and_network import resume_command
 from rayvec.training.run_state import Progress, check_state
 from rayvec.training.versions import installed_versions
@@ -65,10 +65,10 @@ def free_run_dir(config: TrainConfig) -> Path:
     if config.run_dir is None:  # several runs may begin in one second, also on machines that share a disk
         began = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
         run_dir = Path("runs", f"{env_name}-{config.algorithm}-seed{config.seed}-{began}")
-    elif os.path.lexists(config.run_dir):
-        raise _taken(config.run_dir, config)
     else:
-        run_dir = config.run_dir
+        run_dir = local_path(config.run_dir)
+        if os.path.lexists(run_dir):
+            raise _taken(run_dir, config)
     try:
         os.path.abspath(run_dir).encode()
     except UnicodeEncodeError as error:  # TensorBoard could not write there
@@ -212,7 +212,7 @@ def load_config(run_dir: Path) -> TrainConfig:
     Raises:
         ConfigError: `run_dir` is not the directory of a run, or its settings can't be read.
     """
-    path = run_dir / "config.yaml"
+    path = local_path(run_dir) / "config.yaml"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -22,6 +22,7 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["WINDOW", "Progress", "acting_weights", "begin_collecting", "check_state", "restore"]
 
+EPISODE_METRICS = ("is_success",)
 WINDOW = 100
 """Returns and lengths in metrics are about this many last episodes."""
 
@@ -37,9 +38,12 @@ class Progress:
         wall_s: Wall time up to the last checkpoint, in seconds.
         recent_returns: Returns of the last `WINDOW` episodes.
         recent_lens: Their lengths in steps.
+        recent_metrics: By name, numbers in the info of their last steps; None where it had none.
         eval_return: Mean return of the latest greedy evaluation.
         best_return: Largest mean return of the greedy evaluations.
         tracker_run: Id of the run of Weights & Biases that belongs to it.
+        has_cut: Whether a warning has said that episodes of evaluations are cut.
+        learning_rate: The learning rate that a callback has set; None: the schedule holds.
     """
 
     steps: int = 0
@@ -48,9 +52,12 @@ class Progress:
     wall_s: float = 0.0
     recent_returns: list[float] = field(default_factory=list)
     recent_lens: list[int] = field(default_factory=list)
+    recent_metrics: dict[str, list[float | None]] = field(default_factory=dict)
     eval_return: float | None = None
     best_return: float | None = None
     tracker_run: str | None = None
+    has_cut: bool = False
+    learning_rate: float | None = None
 
     def add(self, stats: CollectStats) -> None:
         """Counts an iteration."""
@@ -59,6 +66,15 @@ class Progress:
         self.iterations += 1
         self.recent_returns = [*self.recent_returns, *stats.returns.tolist()][-WINDOW:]
         self.recent_lens = [*self.recent_lens, *stats.lens.tolist()][-WINDOW:]
+        for name, values in stats.metrics.items():
+            before = self.recent_metrics.get(name, [])
+            plain = [None if value != value else value for value in values.tolist()]
+            self.recent_metrics[name] = [*before, *plain][-WINDOW:]
+
+    def metric_means(self) -> dict[str, float]:
+        """Returns means over the last `WINDOW` episodes of what their last infos said, by name."""
+        found = {name: [value for value in values if value is not None] for name, values in self.recent_metrics.items()}
+        return {name: sum(values) / len(values) for name, values in found.items() if values}
 
     def add_evaluation(self, return_mean: float) -> bool:
         """Keeps the mean return of a greedy evaluation; returns whether it is the best so far."""
@@ -143,6 +159,7 @@ def begin_collecting(
         prefetch=in_workers and config.collects_ahead,
         by_reference=in_workers and outlives_update and config.learner_mode in ("shared", "dedicated"),
         max_staleness=getattr(config, "max_staleness", None) if in_workers else None,
+        episode_metrics=EPISODE_METRICS,
     )
     if state is not None:
         restore(collector, state)

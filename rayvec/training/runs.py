@@ -29,10 +29,11 @@ from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
 from rayvec.pools.base import RestartPolicy
 from rayvec.training.own_env_and_network import environment_of
+from rayvec.training.run_state import EPISODE_METRICS
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.open_pool import local_workers
 from rayvec.vector.ray_vec_env import RayVecEnv
-from rayvec.wrappers import MASK_KEY, ActionMask, StaggeredStart, num_choices
+from rayvec.wrappers import MASK_KEY, ActionMask, KeepInfos, StaggeredStart, num_choices
 
 __all__ = [
     "LEARNERS",
@@ -94,7 +95,11 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
     """
     num_envs = num_envs or config.num_envs
     wrappers = _wrappers(config)
-    makes: dict[str, Any] = {"env": environment_of(config), "env_kwargs": config.env_kwargs}
+    reads_infos = config.native is not None or getattr(LEARNERS[type(config)], "reads_infos", True)
+    env = environment_of(config)
+    if isinstance(env, list | tuple) and len(env) == config.num_envs:
+        env = env[first_id % len(env) :][:num_envs]  # of a rank; of an evaluation, the first ones
+    makes: dict[str, Any] = {"env": env, "env_kwargs": config.env_kwargs}
     if config.native is not None:
         make_native = functools.partial(resolve("native", config.native), **config.env_kwargs)
         sizes = sub_batch_sizes(num_envs, config.num_nodes, config.workers_per_node)
@@ -115,8 +120,9 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         seed=config.seed if seed is None else seed,
     )
 
-    def make(wrappers: Sequence[Any]) -> RayVecEnv:
-        env = RayVecEnv(wrappers=wrappers, **settings)
+    def make(wrappers: Sequence[Any], masks: bool = True) -> RayVecEnv:
+        keep = functools.partial(KeepInfos, names=EPISODE_METRICS, masks=masks)
+        env = RayVecEnv(wrappers=[*wrappers, *([] if reads_infos else [keep])], **settings)
         env.interrupted_close_s = 0.0
         return env
 
@@ -128,7 +134,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         env.close(terminate=True)
         raise
     env.close()
-    return make([*wrappers, ActionMask])
+    return make([*wrappers, ActionMask], masks=False)
 
 
 def probed_workers(config: TrainConfig, num_envs: int, cores: int) -> int:

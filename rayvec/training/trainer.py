@@ -11,20 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.data import CollectStats
 from rayvec.distributed.stragglers import Stragglers
-from rayvec.learners.base import Learner, MeasuresObservations
+from rayvec.learners.base import Learner, MeasuresObservations, set_learning_rate
 from rayvec.training.evaluation import Evaluation, evaluate
 from rayvec.training.run_state import Progress, begin_collecting
 from rayvec.training.saved_spaces import space_to_plain
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Iteration", "RunTrainer", "Trainer"]
+__all__ = ["Iteration", "RunEnvs", "RunTrainer", "Trainer"]
 
 
 @dataclass(slots=True)
@@ -39,8 +37,7 @@ class Iteration:
         sent_bytes: What ranks have sent over the network in sums.
         notes: Lines for the driver to log, where a rank made the iteration, such as which workers were restarted.
         state: The state of the run after the iteration, if it was asked for; see :meth:`RunTrainer.state`.
-        weights: The acting weights after the iteration, if they were asked for, ``float32 [P]``.
-        evaluation: The greedy evaluation of these weights, where there was one.
+        evaluation: The greedy evaluation of its weights, where there was one.
     """
 
     stats: CollectStats
@@ -50,7 +47,6 @@ class Iteration:
     sent_bytes: int = 0
     notes: list[str] = field(default_factory=list)
     state: dict[str, Any] | None = None
-    weights: NDArray[np.float32] | None = None
     evaluation: Evaluation | None = None
 
     @property
@@ -72,14 +68,26 @@ class RunTrainer(Protocol):
         """Whether the nodes of the cluster have changed, so that the run should continue with other ranks."""
         ...
 
-    def iterate(self, *, ahead: bool, keep: bool, evaluate: bool) -> Iteration:
+    @property
+    def learner(self) -> Any:
+        """The learner, or the :class:`rayvec.LearnerGroup`; None with decentralized ranks, which have one each."""
+        ...
+
+    def iterate(self, *, ahead: bool, keep: bool) -> Iteration:
         """Makes an iteration.
 
         Args:
             ahead: Whether the next one may begin.
             keep: Whether the result has the state after this iteration.
-            evaluate: Whether the result has the weights after this iteration, to be evaluated.
         """
+        ...
+
+    def on_envs(self, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the vector environment between two chunks: see :class:`RunEnvs`."""
+        ...
+
+    def set_learning_rate(self, value: float | None) -> None:
+        """Lets the learner use a learning rate from the next update on; None: its own schedule again."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -89,6 +97,33 @@ class RunTrainer(Protocol):
     def evaluate(self) -> Evaluation:
         """Plays the greedy episodes at the end of the run; no iteration may follow."""
         ...
+
+
+class RunEnvs:
+    """The environments of a run, as a callback reaches them: all of them, on whatever workers, nodes and ranks.
+
+    A call waits for the chunk that workers are taking, so it takes effect between two steps of each environment. The
+    environments of evaluations are others.
+
+    Args:
+        trainer: Makes the iterations.
+        num_envs: How many environments there are.
+    """
+
+    def __init__(self, trainer: RunTrainer, num_envs: int) -> None:
+        self._trainer, self.num_envs = trainer, num_envs
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Calls a method of each environment; returns the results in their order."""
+        return tuple(self._trainer.on_envs("call", name, *args, **kwargs))
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Returns an attribute of each environment."""
+        return tuple(self._trainer.on_envs("get_attr", name))
+
+    def set_attr(self, name: str, value: Any) -> None:
+        """Sets an attribute of all environments, where the wrappers find it, to one value."""
+        self._trainer.on_envs("set_attr", name, value)
 
 
 class Trainer:
@@ -137,7 +172,27 @@ class Trainer:
         learner.measure(batch)
         self.collector.set_weights(self._learner.weights())
 
-    def iterate(self, *, ahead: bool = False, keep: bool = False, evaluate: bool = False) -> Iteration:
+    @property
+    def learner(self) -> Any:
+        """See :class:`RunTrainer`."""
+        return self._learner
+
+    def on_envs(self, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`RunTrainer`."""
+        self.collector.wait_pending()
+        if method == "set_attr":
+            args = ([args[0]] * self._env.num_envs,)  # a list or tuple is one value, too
+        return getattr(self._env, method)(name, *args, **kwargs)
+
+    def set_learning_rate(self, value: float | None) -> None:
+        """See :class:`RunTrainer`.
+
+        Raises:
+            ConfigError: The learner has no method of this name.
+        """
+        set_learning_rate(self._learner, value)
+
+    def iterate(self, *, ahead: bool = False, keep: bool = False) -> Iteration:
         """See :class:`RunTrainer`."""
         laps, stragglers = Laps(), self._stragglers
         num_steps, cut = (self._num_steps, None) if stragglers is None else stragglers.begin(self._num_steps)
@@ -158,7 +213,6 @@ class Trainer:
             laps.times_s,
             num_cut,
             state=self.state() if keep else None,
-            weights=self._learner.weights() if evaluate else None,
         )
 
     def state(self) -> dict[str, Any]:

@@ -5,69 +5,68 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError
+from rayvec.training.callbacks import RunContext
 
-__all__ = ["import_wandb", "wandb_run"]
+__all__ = ["WeightsAndBiases"]
 
 
-@contextlib.contextmanager
-def wandb_run(config: TrainConfig, run_dir: Path, run_id: str | None) -> Iterator[str | None]:
-    """Lets Weights & Biases copy what TensorBoard gets within the block; yields the id of its run.
+class WeightsAndBiases:
+    """Lets Weights & Biases copy what TensorBoard gets; it stands before `TensorBoard` in the list of callbacks.
 
     A run of it that is open already is used, and stays open. Otherwise a run begins in the project ``WANDB_PROJECT``,
-    or else "rayvec", with its files beside the run's directory.
+    or else "rayvec", with its files beside the run's directory. A resumed run continues in the same one.
 
     Args:
-        config: Settings of the run; without `track` nothing happens.
-        run_dir: Its directory, which need not exist.
-        run_id: What this function yielded before, for a run that is resumed.
+        config: Settings of the run.
 
     Raises:
-        ConfigError: Weights & Biases can't be reached.
+        ConfigError: The package is not installed.
     """
-    if config.track is None:
-        yield run_id
-        return
-    wandb = import_wandb()
-    if wandb.run is not None:
-        with contextlib.suppress(ValueError):  # it copies already
-            wandb.tensorboard.patch()
-        yield run_id
-        return
-    try:
-        run_dir.parent.mkdir(parents=True, exist_ok=True)
-        run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "rayvec"),
-            name=run_dir.name,
-            id=run_id,
-            resume="allow",
-            dir=os.fspath(run_dir.parent),
-            config=config.to_plain(),
-            sync_tensorboard=True,
-        )
-    except (wandb.errors.Error, OSError) as error:
-        raise ConfigError(
-            f"Weights & Biases can't be reached: {' '.join(str(error).split())[:300]}. Run `wandb login`, set "
-            "WANDB_MODE=offline, or leave track out."
-        ) from error
-    with run:
-        yield run.id
 
+    def __init__(self, config: TrainConfig) -> None:
+        self._settings = config.to_plain()
+        self._run: Any = None
+        try:
+            self._wandb: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ConfigError(
+                f"track='wandb' needs the package wandb: {error}. Install it: pip install wandb. Or leave track out."
+            ) from error
 
-def import_wandb() -> Any:
-    """Returns the package.
+    def on_start(self, context: RunContext) -> None:
+        """Begins or continues a run of Weights & Biases.
 
-    Raises:
-        ConfigError: It is not installed.
-    """
-    try:
-        return importlib.import_module("wandb")
-    except ImportError as error:
-        raise ConfigError(
-            f"track='wandb' needs the package wandb: {error}. Install it: pip install wandb. Or leave track out."
-        ) from error
+        Raises:
+            ConfigError: The service can't be reached.
+        """
+        wandb, progress = self._wandb, context.progress
+        if self._run is None and wandb.run is not None:
+            with contextlib.suppress(ValueError):  # it copies already
+                wandb.tensorboard.patch()
+        elif self._run is None:
+            try:
+                self._run = wandb.init(
+                    project=os.environ.get("WANDB_PROJECT", "rayvec"),
+                    name=context.run_dir.name,
+                    id=progress.tracker_run,
+                    resume="allow",
+                    dir=os.fspath(context.run_dir.parent),
+                    config=self._settings,
+                    sync_tensorboard=True,
+                )
+            except (wandb.errors.Error, OSError) as error:
+                raise ConfigError(
+                    f"Weights & Biases can't be reached: {' '.join(str(error).split())[:300]}. Run `wandb login`, "
+                    "set WANDB_MODE=offline, or leave track out."
+                ) from error
+        if self._run is not None:
+            progress.tracker_run = self._run.id
+
+    def on_close(self, context: RunContext) -> None:
+        """Ends the run that was begun; TensorBoard must be closed before."""
+        if self._run is not None:
+            self._run.finish(exit_code=int(context.error is not None))

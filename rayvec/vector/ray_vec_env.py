@@ -53,10 +53,11 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
 
     Args:
         env: An id, a spec, a class or function that makes an environment (or its name, ``"module:Class"``), or a list
-            of one callable for each environment; they are called on the workers.
+            of one callable for each environment; they are called on the workers. If the class or function has a
+            parameter ``env_index``, it gets the index of the environment, for a port or a folder of its own.
         num_envs: How many environments; with a list it may be left out. It need not be divisible by
             the number of workers.
-        env_kwargs: Passed to ``gymnasium.make``, or to the class or function.
+        env_kwargs: Passed to ``gymnasium.make``, or to the class or function; "{env_index}" in a string is replaced.
         wrappers: Applied to each environment in order.
         copy: Whether observations are copies, or views that the next step overwrites.
         autoreset_mode: When an environment is reset whose episode has ended: by default in the next step, and with
@@ -117,7 +118,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     ) -> None:
         check_choice("groups", groups, (1, 2))
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
-        factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native, seed=seed)
+        factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native, seed=seed, first_id=first_id)
         self.spec = factory.spec
         self.copy = check_flag("copy", copy)
         mode = None if autoreset_mode is None else parse_autoreset_mode(autoreset_mode)

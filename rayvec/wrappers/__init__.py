@@ -1,7 +1,8 @@
-"""Wrappers of environments: Atari, starts at different times, action masks."""
+"""Wrappers of environments: Atari, starts at different times, action masks, infos that are read."""
 
 from rayvec.wrappers.action_mask import MASK_KEY, ActionMask, num_choices
 from rayvec.wrappers.atari_games import FireToServe, atari
+from rayvec.wrappers.keep_infos import KeepInfos
 from rayvec.wrappers.staggered_start import StaggeredStart
 
-__all__ = ["MASK_KEY", "ActionMask", "FireToServe", "StaggeredStart", "atari", "num_choices"]
+__all__ = ["MASK_KEY", "ActionMask", "FireToServe", "KeepInfos", "StaggeredStart", "atari", "num_choices"]

@@ -533,8 +533,36 @@ def test_an_episode_that_a_fault_cut_does_not_count_as_one_that_never_ends() -> 
         collector = Collector(env, lambda obs: np.zeros(len(obs), int), seed=1)
         assert collector.play(2, max_len=80).lens.tolist() == [70, 70]
         assert collector.collect(n_step=5).stats.n_restarts == 0
-        with pytest.raises(ConfigError, match="not end within 40 steps"):
-            collector.play(1, max_len=40)
+        played = collector.play(2, max_len=40)
+        assert played.lens.tolist() == [40, 40] and played.num_cut == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_episodes_that_are_too_long_are_cut_and_the_others_are_whole(workers: int) -> None:
+    fns = [partial(Lasts, length) for length in (30, 100, 70)]
+    with RayVecEnv(fns, num_nodes=0, workers_per_node=workers) as env:
+        played = Collector(env, lambda obs: np.zeros(len(obs), int), seed=1).play(6, max_len=80)
+    lens = {env_id: played.lens[played.env_ids == env_id].tolist() for env_id in range(3)}
+    assert lens == {0: [30, 30], 1: [80, 80], 2: [70, 70]} and played.num_cut == 2
+    assert played.returns.tolist() == played.lens.tolist()
+
+
+class Lasts(gymnasium.Env[Any, Any]):
+    """An episode of a number of steps, each with the reward 1."""
+
+    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def reset(self, **options: Any) -> Any:
+        super().reset(seed=options.get("seed"))
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        return np.zeros(1, np.float32), 1.0, self.steps == self.length, False, {}
 
 
 def test_a_tracker_does_not_count_what_is_not_valid() -> None:

@@ -184,14 +184,17 @@ class Endless(gymnasium.Env[np.ndarray, int]):
         return np.zeros(1, np.float32), 1.0, False, False, {}
 
 
-def test_episodes_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", [{}, pytest.param({"learners": "decentralized", "num_learners": 2}, marks=SLOW)])
+def test_episodes_without_an_end_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: dict[str, Any]
+) -> None:
     monkeypatch.setattr("rayvec.config.base._EVAL_STEPS", 200)
-    with pytest.raises(ConfigError, match=r"not end within 200 steps.*TimeLimit.*eval_episodes=0") as raised:
-        rayvec.train(tiny(tmp_path / "a", total_steps=64), env=Endless)
-    assert "resume" in raised.value.__notes__[0]
-    with pytest.raises(ConfigError, match="not end within 200 steps"):
-        evaluate_run(tmp_path / "a", env=Endless)
-    assert rayvec.resume(tmp_path / "a", env=Endless, eval_episodes=0).total_steps == 64
+    run = rayvec.train(tiny(tmp_path / "a", **EVALUATED, **where), env=Endless)
+    assert run.eval_return_mean == 200.0 and list(evaluations(run.run_dir)) == [128, 256, 384, 512]
+    assert caplog.text.count("3 of 3 episodes of an evaluation were cut: they did not end within 200 steps") == 1
+    assert list(read_metrics(run.run_dir / "metrics.jsonl"))[1]["eval/episodes_cut"] == 3
+    found = evaluate_run(tmp_path / "a", num_episodes=6, env=Endless)
+    assert found.num_cut == 6 and found.lens.tolist() == [200] * 6
 
 
 def test_the_longest_episode_of_an_evaluation() -> None:

@@ -14,7 +14,7 @@ from helpers.training_kit import HERE, tiny
 
 import rayvec
 from rayvec.errors import CheckpointError, ConfigError
-from rayvec.training import loop
+from rayvec.training import run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 
@@ -42,8 +42,8 @@ def test_a_run_begins_with_the_weights_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, settings: dict[str, Any], where: dict[str, Any]
 ) -> None:
     begun: list[dict[str, Any]] = []
-    begin = loop.begin_run_dir
-    monkeypatch.setattr("rayvec.training.loop.begin_run_dir", lambda *args: (begun.append(args[2]), begin(*args)))
+    begin = run.begin_run_dir
+    monkeypatch.setattr("rayvec.training.run.begin_run_dir", lambda *args: (begun.append(args[2]), begin(*args)))
     first = rayvec.train(kind(run_dir=tmp_path / "a", **COMMON, **settings))
     changes = {"seed": 9, "init_from": first.run_dir, **where}
     rayvec.train(kind(run_dir=tmp_path / "b", **COMMON, **{**settings, **changes}), callbacks=[First()])

@@ -25,7 +25,8 @@ from rayvec import PPOConfig
 from rayvec.data import CollectStats
 from rayvec.errors import ConfigError
 from rayvec.learners.ppo import PPOLearner
-from rayvec.training.loggers import MetricsFile, RunLogger, read_metrics
+from rayvec.training.callbacks import RunContext, call
+from rayvec.training.loggers import MetricsFile, TensorBoard, read_metrics
 from rayvec.training.plots import draw_learning_curve, smoothed
 from rayvec.training.progress_display import ProgressDisplay
 from rayvec.training.run_dir import load_result
@@ -52,14 +53,31 @@ def stats(*returns: float) -> CollectStats:
 
 
 def log(run_dir: Path, steps: list[int], resumed_at: int = 0, config: PPOConfig = CONFIG) -> None:
-    progress = Progress(steps=resumed_at)
-    with RunLogger(run_dir, config, progress) as logger:
-        for step in steps:
-            iteration = Iteration(stats(float(step), 0.0), {"loss": math.nan if step == 16 else 0.5}, TIMES_S)
-            progress.add(iteration.stats)
-            assert progress.steps == step
-            logger.add(iteration)
-            logger.end_line()
+    iterations = [
+        Iteration(stats(float(step), 0.0), {"loss": math.nan if step == 16 else 0.5}, dict(TIMES_S)) for step in steps
+    ]
+    assert log_iterations(run_dir, iterations, resumed_at, config) == steps
+
+
+def log_iterations(
+    run_dir: Path, iterations: list[Iteration], resumed_at: int = 0, config: PPOConfig = CONFIG
+) -> list[int]:
+    """Calls the callbacks that write metrics as a run does; returns the steps after each iteration."""
+    context, callbacks, steps = (
+        RunContext(config, run_dir, Progress(steps=resumed_at)),
+        [MetricsFile(), TensorBoard()],
+        [],
+    )
+    call(callbacks, "on_start", context)
+    for iteration in iterations:
+        context.add(iteration)
+        steps.append(context.progress.steps)
+        if context.line.is_complete(config.log_interval_steps):
+            context.end_line(callbacks)
+    if context.line.steps:
+        context.end_line(callbacks)
+    call(callbacks, "on_close", context)
+    return steps
 
 
 def test_a_line_for_each_iteration(tmp_path: Path) -> None:
@@ -83,13 +101,8 @@ def test_a_line_is_about_all_iterations_since_the_line_before(tmp_path: Path) ->
 
 
 def test_returns_are_of_the_last_hundred_episodes_and_never_missing_after_the_first(tmp_path: Path) -> None:
-    progress = Progress()
-    with RunLogger(tmp_path, CONFIG, progress) as logger:
-        for returns in [(), (5.0,), (), tuple(range(150)), ()]:
-            iteration = Iteration(stats(*returns), {}, TIMES_S)
-            progress.add(iteration.stats)
-            logger.add(iteration)
-            logger.end_line()
+    many = [(), (5.0,), (), tuple(range(150)), ()]
+    log_iterations(tmp_path, [Iteration(stats(*returns), {}, dict(TIMES_S)) for returns in many])
     means = [line["return_mean"] for line in read_metrics(tmp_path / "metrics.jsonl")]
     assert means == [None, 5.0, 5.0, np.arange(50, 150).mean(), np.arange(50, 150).mean()]
 
@@ -128,17 +141,10 @@ def test_tensorboard_shows_the_same_numbers(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl", steps=0)
-    file.write({"steps": 1, "nan": math.nan, "inf": math.inf, "none": None, "one": 1.0})
-    file.close()
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert json.loads(text, parse_constant=pytest.fail) == {
-        "steps": 1,
-        "nan": None,
-        "inf": None,
-        "none": None,
-        "one": 1,
-    }
+    numbers = {"nan": math.nan, "inf": math.inf, "one": 1.0}
+    log_iterations(tmp_path, [Iteration(stats(), numbers, dict(TIMES_S))])
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert [line[f"learner/{name}"] for name in numbers] == [None, None, 1]
 
 
 class _ReturnsArrays(PPOLearner):
@@ -156,20 +162,12 @@ def test_a_learner_of_your_own_may_return_numbers_of_numpy_and_torch(
 
 
 @pytest.mark.parametrize("how", ["removed", "renamed"])
-def test_a_run_whose_directory_is_gone_is_an_error(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
-    run_dir, progress = tmp_path / "run", Progress()
-    run_dir.mkdir()
-    with (
-        pytest.raises(ConfigError, match=f"{run_dir}, is gone"),
-        RunLogger(run_dir, CONFIG, progress) as logger,
-    ):
-        logger._tensorboard.flush()  # else its thread raises too
-        shutil.rmtree(run_dir) if how == "removed" else run_dir.rename(tmp_path / "other")
-        iteration = Iteration(stats(1.0), {}, TIMES_S)
-        progress.add(iteration.stats)
-        logger.add(iteration)
-        logger.end_line()
-    assert not caplog.records  # the error is enough
+def test_a_run_whose_directory_is_gone_is_an_error(tmp_path: Path, how: str) -> None:
+    def lose(context: rayvec.RunContext) -> None:
+        shutil.rmtree(context.run_dir) if how == "removed" else context.run_dir.rename(tmp_path / "other")
+
+    with pytest.raises(ConfigError, match=f"{tmp_path / 'a'}, is gone"):
+        rayvec.train(tiny(tmp_path / "a", checkpoint_interval_s=1e9), callbacks=[SimpleNamespace(on_iteration=lose)])
 
 
 def test_learning_curve_is_drawn_even_if_the_run_fails(tmp_path: Path) -> None:

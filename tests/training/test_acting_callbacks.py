@@ -1,0 +1,216 @@
+"""Callbacks act on a run: environments, learning rate, the list of callbacks; numbers of infos reach them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers.training_kit import HERE, tiny
+
+import rayvec
+from rayvec.errors import ConfigError
+from rayvec.training.default_callbacks import LearningCurve, ShowProgress
+from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import load_run
+
+SLOW = pytest.mark.slow
+WORKERS = {"num_nodes": 0, "workers_per_node": 2}
+RANKS = {**HERE, "learners": "decentralized", "num_learners": 2}
+RAY = {"num_nodes": 1, "workers_per_node": 1}
+TOPOLOGIES = [
+    pytest.param(HERE, id="here"),
+    pytest.param(WORKERS, id="workers"),
+    pytest.param(RANKS, id="ranks"),
+    pytest.param({**RAY, "learners": "shared", "num_learners": 2}, id="by reference", marks=SLOW),
+]
+
+
+class Levels(gymnasium.Env[Any, Any]):
+    """Episodes of 8 steps that succeed where the level is at most 2, with a frame in each info."""
+
+    observation_space, action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
+
+    def __init__(self, env_index: int = -1) -> None:
+        self.level, self.index = 1, env_index
+
+    def set_level(self, level: int) -> int:
+        self.level = level
+        return self.index
+
+    def _info(self, **last: Any) -> dict[str, Any]:
+        return {"frame": np.zeros((4, 4), np.uint8), **last}
+
+    def reset(self, **options: Any) -> Any:
+        super().reset(seed=options.get("seed"))
+        self.steps = 0
+        return np.zeros(2, np.float32), self._info()
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        last = {"is_success": self.level <= 2, "text": "no number"} if self.steps == 8 else {}
+        return np.zeros(2, np.float32), float(self.level), self.steps == 8, False, self._info(**last)
+
+
+class Curriculum:
+    """Raises the level after each third iteration."""
+
+    def __init__(self) -> None:
+        self.indices: list[tuple[Any, ...]] = []
+
+    def on_start(self, context: rayvec.RunContext) -> None:
+        self._set(context)
+
+    def on_iteration(self, context: rayvec.RunContext) -> None:
+        self._set(context)
+
+    def _set(self, context: rayvec.RunContext) -> None:
+        self.indices.append(context.env.call("set_level", 1 + context.progress.iterations // 3))
+        context.log("level", context.env.get_attr("level")[0])
+
+
+@pytest.mark.parametrize("where", TOPOLOGIES)
+def test_a_curriculum_and_the_share_of_successes(request: Any, tmp_path: Path, where: dict[str, Any]) -> None:
+    if where.get("num_nodes"):
+        request.getfixturevalue("ray_cluster")
+    curriculum, total = Curriculum(), 64 * 9
+    settings = {**where, "sync_fraction": 1.0, "total_steps": total, "eval_episodes": 0}
+    run = rayvec.train(tiny(tmp_path / "a", **settings), env=Levels, callbacks=curriculum)
+    assert all(indices == (0, 1, 2, 3) for indices in curriculum.indices), "in order, whatever holds them"
+    lines = list(read_metrics(run.run_dir / "metrics.jsonl"))
+    levels = [line["callback/level"] for line in lines]
+    assert levels == [1, 1, 2, 2, 2, 3, 3, 3, 4]
+    ahead = int(where is RANKS)  # they begin the next iteration while callbacks see this one
+    means = [line["return_sum"] / line["episodes"] / 8 for line in lines]
+    assert [round(mean) for mean in means] == [1] * (3 + ahead) + [2] * 3 + [3] * (3 - ahead)
+    successes = load_run(run.run_dir)[1]["progress"]["recent_metrics"]["is_success"]
+    assert len(successes) == 72 and sum(successes) == 8 * (6 + ahead)
+    assert lines[-1]["episode/is_success"] == pytest.approx(sum(successes) / 72)
+
+
+def test_chunks_that_are_taken_ahead_are_kept_while_callbacks_act(tmp_path: Path) -> None:
+    """Of IMPALA, whose workers each take chunks by themselves."""
+    settings = {"num_envs": 4, "num_steps": 16, "num_minibatches": 1, "total_steps": 640, "eval_episodes": 0}
+    curriculum = Curriculum()
+    config = rayvec.IMPALAConfig(**settings, **WORKERS, run_dir=tmp_path / "a")
+    run = rayvec.train(config, env=Levels, callbacks=curriculum)
+    lines = list(read_metrics(run.run_dir / "metrics.jsonl"))
+    assert run.total_steps == 640 and sum(line["episodes"] for line in lines) == 640 // 8
+    assert lines[-1]["callback/level"] == 4 and len(curriculum.indices) == 11
+
+
+class SetsRate:
+    def __init__(self) -> None:
+        self.learners: list[Any] = []
+
+    def on_iteration(self, context: rayvec.RunContext) -> None:
+        self.learners.append(context.learner)
+        if context.progress.iterations == 2:
+            context.set_learning_rate(1e-5)
+        if context.progress.iterations == 6:
+            context.set_learning_rate(None)
+
+
+@pytest.mark.parametrize("where", [HERE, RANKS, pytest.param({**HERE, "num_learners": 2}, marks=SLOW)], ids=str)
+def test_a_callback_sets_the_learning_rate(tmp_path: Path, where: dict[str, Any]) -> None:
+    class Stops:
+        def on_iteration(self, context: rayvec.RunContext) -> None:
+            if context.progress.iterations == 4:
+                context.stop("half")
+
+    sets = SetsRate()
+    rayvec.train(tiny(tmp_path / "a", **where, learning_rate=2.5e-4, anneal_lr=False), callbacks=[sets, Stops()])
+    assert (sets.learners[0] is None) == (where is RANKS)
+    rayvec.resume(tmp_path / "a", callbacks=sets)
+    rates = [line["learner/learning_rate"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")]
+    assert rates[:2] == [2.5e-4] * 2 and rates[3:6] == [1e-5] * 3 and rates[-2:] == [2.5e-4] * 2
+
+
+def test_a_learner_without_a_learning_rate(tmp_path: Path) -> None:
+    sets = SimpleNamespace(on_start=lambda context: context.set_learning_rate(1e-3))
+    config = rayvec.SACConfig(**HERE, num_envs=2, total_steps=2_000, run_dir=tmp_path / "a")
+    with pytest.raises(ConfigError, match="SACLearner has no method set_learning_rate"):
+        rayvec.train(config, callbacks=sets)
+    assert not (tmp_path / "a").exists(), "a callback that refuses to start leaves no directory"
+
+
+def test_the_list_of_callbacks_may_be_thinned_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[str] = []
+
+    def chosen(default: list[Any]) -> list[Any]:
+        kept = [each for each in default if not isinstance(each, ShowProgress | LearningCurve)]
+        hooks = ("on_start", "on_iteration", "on_log", "on_checkpoint", "on_end", "on_close")
+        return [*kept, SimpleNamespace(**{hook: lambda context, hook=hook: seen.append(hook) for hook in hooks})]
+
+    rayvec.train(tiny(tmp_path / "a", total_steps=128, log_interval_steps=1000, eval_episodes=0), callbacks=chosen)
+    assert seen == ["on_start", "on_iteration", "on_iteration", "on_log", "on_checkpoint", "on_end", "on_close"]
+    assert not (tmp_path / "a" / "learning_curve.png").exists() and "steps/s" not in capsys.readouterr().err
+
+
+def test_a_run_says_that_it_has_started_before_its_first_iteration_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    looks = SimpleNamespace(on_start=lambda context: said.append(capsys.readouterr().err))
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), callbacks=looks)
+    assert "taking the first 64 steps" in said[0]
+
+
+def test_environments_and_learner_are_out_of_reach_at_the_end(tmp_path: Path) -> None:
+    reach = SimpleNamespace(on_end=lambda context: context.env)
+    with pytest.raises(ConfigError, match=r"context\.env was used while the run has no environments"):
+        rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), callbacks=reach)
+
+
+def test_infos_that_training_does_not_read_are_not_carried(tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+
+    class Looks(rayvec.learners.ppo.PPOLearner):
+        def update(self, batch: rayvec.Batch) -> dict[str, float]:
+            seen.append({key for chunk in batch.chunks for info in chunk.infos for key in info.info})
+            return super().update(batch)
+
+    from rayvec.training.runs import LEARNERS
+
+    for reads, expected in ((False, {"is_success"}), (True, {"is_success", "frame", "text"})):
+        Looks.reads_infos = reads
+        before, LEARNERS[rayvec.PPOConfig] = LEARNERS[rayvec.PPOConfig], Looks
+        try:
+            rayvec.train(tiny(tmp_path / str(reads), total_steps=64, eval_episodes=0), env=Levels)
+        finally:
+            LEARNERS[rayvec.PPOConfig] = before
+        assert seen.pop() == expected
+
+
+@pytest.mark.parametrize("where", [HERE, pytest.param(RANKS, marks=SLOW)], ids=["here", "ranks"])
+def test_a_list_of_callables_and_their_indices(tmp_path: Path, where: dict[str, Any]) -> None:
+    curriculum = Curriculum()
+    fns = [lambda index=index: Levels(index) for index in (5, 6, 7, 8)]
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, **where), env=fns, callbacks=curriculum)
+    assert curriculum.indices[0] == (5, 6, 7, 8)
+    assert rayvec.resume(tmp_path / "a", env=fns, eval_episodes=2).total_steps == 64
+    with pytest.raises(ConfigError, match="num_envs"):
+        rayvec.train(tiny(tmp_path / "b"), env=fns[:3])
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/runs/a", "gs://bucket/a"])
+def test_paths_are_of_this_machine(tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = rayvec.train(tiny(Path("~/runs/a"), total_steps=64, eval_episodes=0))
+    assert run.run_dir == tmp_path / "runs" / "a" and rayvec.load("~/runs/a").steps == 64
+    assert rayvec.resume("~/runs/a").total_steps == 64
+    for refused in (lambda: rayvec.train(tiny(Path(uri))), lambda: rayvec.load(uri), lambda: rayvec.resume(uri)):
+        with pytest.raises(ConfigError, match="is a URI"):
+            refused()
+
+
+def test_weights_do_not_depend_on_callbacks_that_look_at_environments(tmp_path: Path) -> None:
+    plain = rayvec.train(tiny(tmp_path / "a", **WORKERS, eval_episodes=0), env=Levels)
+    looks = SimpleNamespace(on_iteration=lambda context: context.env.get_attr("level"))
+    looked = rayvec.train(tiny(tmp_path / "b", **WORKERS, eval_episodes=0), env=Levels, callbacks=looks)
+    assert torch.equal(*(load_run(run.run_dir)[1]["weights"] for run in (plain, looked)))
