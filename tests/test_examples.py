@@ -21,6 +21,7 @@ SMALL = {
     "cluster_cartpole.py": (1024, 2),
     "action_masks.py": (1024,),
     "cleanrl_ppo.py": (2048,),
+    "curriculum.py": (1024, 2),
     "own_algorithm.py": (2048,),
     "pettingzoo_agents.py": (2_400,),
     "recurrent_cartpole.py": (2048,),
@@ -35,7 +36,7 @@ SMALL = {
     "tianshou_sac_pendulum.py": (10, -1600.0),
     "tianshou_dqn_atari.py": (10, 1, 1),
 }
-SLOW = ("action_masks", "callbacks", "cleanrl", "cluster", "own_", "pettingzoo", "recurrent", "sb3")
+SLOW = ("action_masks", "callbacks", "cleanrl", "cluster", "curriculum", "own_", "pettingzoo", "recurrent", "sb3")
 SLOW += ("sweep", "tianshou")
 
 

@@ -76,8 +76,9 @@ class RunContext:
     Attributes:
         config: The settings.
         run_dir: The directory of the run.
-        progress: How far the run has come: ``steps``, ``episodes``, ``iterations``; returns and lengths of the last
-            100 episodes; mean returns of the latest and of the best evaluation.
+        progress: How far the run has come: ``steps``, ``episodes``, ``iterations``; returns, lengths and own metrics of
+            the last 100 episodes; mean returns of the latest and of the best evaluation; and in the dict ``own`` what
+            callbacks keep in checkpoints.
         iteration: What the latest iteration did: ``stats`` of its steps, ``times_s``, and others.
         metrics: The metrics since the last line of ``metrics.jsonl``, by the names that they have there.
         evaluation: The latest evaluation; None before the first one.

@@ -42,6 +42,7 @@ class Progress:
         eval_return: Mean return of the latest greedy evaluation.
         best_return: Largest mean return of the greedy evaluations.
         tracker_run: Id of the run of Weights & Biases that belongs to it.
+        own: What callbacks keep in checkpoints, by name: tensors and plain values.
         has_cut: Whether a warning has said that episodes of evaluations are cut.
         learning_rate: The learning rate that a callback has set; None: the schedule holds.
     """
@@ -56,6 +57,7 @@ class Progress:
     eval_return: float | None = None
     best_return: float | None = None
     tracker_run: str | None = None
+    own: dict[str, Any] = field(default_factory=dict)
     has_cut: bool = False
     learning_rate: float | None = None
 

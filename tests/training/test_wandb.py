@@ -77,6 +77,6 @@ def test_a_service_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"rayvec\[wandb\]"):
+    with pytest.raises(ConfigError, match="pip install wandb"):
         rayvec.train(tiny(tmp_path / "a", track="wandb"))
     assert not (tmp_path / "a").exists()
