@@ -5,26 +5,24 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.collect.asynchronous import PartChunk, PartsPipeline, join_parts
-from rayvec.collect.checks import check_env, check_open, check_seed, check_settings, check_state
+from rayvec.collect.checks import check_counts, check_env, check_seed, check_settings, check_state
 from rayvec.collect.episode_quotas import EpisodeQuotas
-from rayvec.collect.pipeline import ChunkPipeline
-from rayvec.collect.time_split import time_split_s
-from rayvec.data import Batch, CollectStats, EpisodeStats, Rollout
+from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, StopEarly, join_lanes
+from rayvec.data import Batch, ChunkSummary, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite_checks import bad_obs_error
 from rayvec.data.join_chunks import counted_ends
-from rayvec.errors import ConfigError, check_count
-from rayvec.pools.base import Cut
+from rayvec.errors import ConfigError
 from rayvec.pools.publish_weights import WeightStore
 from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -32,14 +30,6 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 __all__ = ["Collector", "EpisodeTracker"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Counts:
-    """What has happened since the last batch was returned, for the statistics of the next one."""
-
-    restarts: int = 0
-    dropped_steps: int = 0
 
 
 class Collector:
@@ -92,32 +82,24 @@ class Collector:
         on_bad_obs: Literal["raise", "keep"] = "raise",
         episode_metrics: Sequence[str] = (),
     ) -> None:
+        settings = {"inference": inference, "prefetch": prefetch, "by_reference": by_reference}
         check_env(env)
         seed = check_seed(seed)
-        check_settings(
-            inference=inference,
-            prefetch=prefetch,
-            by_reference=by_reference,
-            max_staleness=max_staleness,
-            on_bad_obs=on_bad_obs,
-        )
+        check_settings({**settings, "max_staleness": max_staleness, "on_bad_obs": on_bad_obs})
         self._env = env
         self._policy = as_policy(policy)
+        self._on_node = inference == "node"
         self._store: WeightStore | None = None
         if inference != "driver":
-            self._store = env.publish(self._policy, on_node=inference == "node")
-        self._on_node = inference == "node"
+            self._store = env.publish(self._policy, on_node=self._on_node)
         self._seed = seed
-        self._prefetch = prefetch
         self._by_reference = by_reference
         self._on_bad_obs = on_bad_obs
+        self._is_asynchronous = max_staleness is not None
+        self._goes_ahead = prefetch or self._is_asynchronous
         noise_seed = secrets.randbits(63) if seed is None else seed
-        self._pipeline = ChunkPipeline(env, noise_seed, by_reference=by_reference)
-        self._parts = None if max_staleness is None else PartsPipeline(env, noise_seed, max_staleness)
-        self._pipelines = self._parts.pipelines if self._parts else [self._pipeline]
-        self._kept_parts: list[PartChunk] = []  # finished chunks of parts for the next batch
-        self._kept: list[tuple[Rollout, EpisodeStats]] = []  # finished chunks for the next batch
-        self._counts = _Counts()
+        self._chunks = ChunkScheduler(env, noise_seed, by_reference=by_reference, max_staleness=max_staleness)
+        self._counts: Counter[str] = Counter()  # dropped steps and restarts, for the statistics of the next batch
         self._version = 0
         self._closed = False
         self._tracker = EpisodeTracker(env.num_envs, tuple(episode_metrics))
@@ -132,7 +114,7 @@ class Collector:
             seed: Seed of the environments, base + index. With None, the first reset takes the seed of the collector;
                 later, each environment continues with its own generator.
         """
-        check_open(self._closed)
+        self._check_open()
         self.drop_pending()
         of_collector, self._seed = self._seed, None
         self._env.reset(seed=of_collector if seed is None else seed)
@@ -147,7 +129,7 @@ class Collector:
         Returns:
             The version of the weights, which every chunk records that was taken with them.
         """
-        check_open(self._closed)
+        self._check_open()
         if self._store is None or isinstance(self._policy, CallablePolicy):  # which has no weights, and says so
             self._policy.load_weights(weights)
             self._version += 1
@@ -161,7 +143,7 @@ class Collector:
         n_episode: int | None = None,
         *,
         ahead: bool = True,
-        cut: Cut | None = None,
+        cut: StopEarly | None = None,
     ) -> Batch:
         """Collects steps or episodes; exactly one of the two counts is given.
 
@@ -186,35 +168,13 @@ class Collector:
             EnvError: An observation or a reward is not finite; the next call begins new episodes.
             Exception: What an environment or a policy raised, also in a pending chunk.
         """
-        self._check_counts(n_step, n_episode)
+        check_counts(n_step, n_episode, only_steps=self._goes_ahead or self._by_reference)
         begin = time.monotonic()
         with self._taking_steps():
-            if n_episode is not None:
-                collected: list[tuple[Rollout, EpisodeStats]] = []
-                self._take_episodes(n_episode, lambda *taken: collected.append(taken))
-                return self._batch(collected, begin)
-            assert n_step is not None
+            if n_step is None:
+                return self._batch(*self._play(n_episode or 0), begin)
             num_steps = -(-n_step // self._env.num_envs)
-            if self._parts is not None and self._store is not None:
-                self._parts.start(self._store, num_steps, ahead=ahead)
-                return self._parts_batch(self._parts, self._store, num_steps, begin, ahead=ahead)
-            self._collect_steps(num_steps, cut, ahead=ahead and self._prefetch)
-            return self._kept_batch(begin)
-
-    def _collect_steps(self, num_steps: int, cut: Cut | None, *, ahead: bool) -> None:
-        """Keeps chunks of `num_steps` steps or more, the pending ones first; with `ahead` starts the next chunk."""
-        num_pending = len(self._pipeline.pending)  # more than one after an interrupted wait in the call before
-        kept_steps = sum(rollout.summary.num_steps for rollout, _ in self._kept)
-        left = num_steps - self._pipeline.pending_steps - kept_steps
-        starts_first = ahead and num_pending == 1 and left <= 0
-        if starts_first:  # the workers need not wait until the pending chunk has been handed over
-            self._start(num_steps)
-        for _ in range(num_pending):
-            self._keep(self._checked(self._pipeline.finish(cut)))
-        if left > 0:
-            self._keep(self._rollout(left, cut))
-        if ahead and not starts_first:
-            self._start(num_steps)
+            return self._joined(self._take(num_steps, num_steps if ahead and self._goes_ahead else 0, cut), begin)
 
     def play(self, n_episode: int, *, max_len: int | None = None) -> EpisodeStats:
         """Plays whole episodes as ``collect(n_episode=...)`` does, and keeps only their returns and lengths.
@@ -227,12 +187,11 @@ class Collector:
         Raises:
             Exception: As of `collect`.
         """
-        self._check_counts(None, n_episode)
-        played: list[EpisodeStats] = []
+        check_counts(None, n_episode, only_steps=self._goes_ahead or self._by_reference)
         with self._taking_steps():
-            self._take_episodes(n_episode, lambda _, stats: played.append(stats), max_len)
-        self._counts = _Counts()
-        return join_episodes(played)
+            _, episodes = self._play(n_episode, max_len, keeps_chunks=False)
+        self._counts.clear()
+        return episodes
 
     def drain(self) -> Batch | None:
         """Returns the pending chunks as a batch, and starts none; None where none is pending.
@@ -240,18 +199,13 @@ class Collector:
         The environments are free after it, for example for an evaluation.
         """
         begin = time.monotonic()
-        self.wait_pending()
-        if self._parts is not None and self._store is not None and self._kept_parts:
-            return self._parts_batch(self._parts, self._store, 0, begin, ahead=False)
-        return self._kept_batch(begin) if self._kept else None
+        if self._store is None or self._chunks.is_idle:
+            return None
+        return self._joined(self._take(0), begin)
 
     def wait_pending(self) -> None:
         """Waits for the pending chunks, which the next ``collect`` returns; the environments are free after it."""
-        if self._parts is not None and self._store is not None:
-            if self._parts.pending:
-                self._parts.collect(self._store, 0, self._kept_parts, ahead=False, checked=self._checked)
-        while self._pipeline.pending:
-            self._keep(self._checked(self._pipeline.finish()))
+        self._chunks.wait()
 
     def drop_pending(self) -> None:
         """Waits for the pending chunks and drops them, and those that an interrupted call has kept.
@@ -261,47 +215,19 @@ class Collector:
         Raises:
             Exception: What an environment or a policy raised in one of them.
         """
-        for kept in [*(rollout for rollout, _ in self._kept), *(chunk.rollout for chunk in self._kept_parts)]:
+        for dropped in self._chunks.drop():
             self._tracker.skip_unfinished()
-            self._counts.dropped_steps += kept.summary.valid.size - kept.num_padded
-        self._kept.clear()
-        self._kept_parts.clear()
-        for pipeline in self._pipelines:
-            while pipeline.pending:
-                self._tracker.skip_unfinished()
-                rollout = pipeline.finish()
-                self._counts.dropped_steps += rollout.summary.valid.size - rollout.num_padded
-                self._counts.restarts += len(rollout.summary.restarts)
-
-    def _keep(self, rollout: Rollout) -> None:
-        """Keeps a chunk until it is handed over, by a later call if this one is interrupted."""
-        self._kept.append((rollout, self._tracker.add(rollout.summary)[0]))
-
-    def _kept_batch(self, begin: float) -> Batch:
-        kept, self._kept = self._kept, []
-        return self._batch(kept, begin)
-
-    def _parts_batch(
-        self, parts: PartsPipeline, store: WeightStore, num_steps: int, begin: float, *, ahead: bool
-    ) -> Batch:
-        """Waits for the chunks of a batch, and joins them."""
-        parts.collect(store, num_steps, self._kept_parts, ahead=ahead, checked=self._checked)
-        rollout, stats, versions = join_parts(self._kept_parts, self._tracker, time.monotonic() - begin)
-        self._kept_parts = []
-        batch = self._batch([(rollout, stats)], begin)
-        counts = tuple(np.bincount(self._version - versions).tolist())
-        spread = int(versions.min()), int(versions.max())
-        return replace(batch, stats=replace(batch.stats, weights_versions=spread, staleness_counts=counts))
+            summary = dropped.rollout.summary
+            self._counts.update(steps=summary.valid.size - dropped.rollout.num_padded, restarts=len(summary.restarts))
 
     @contextmanager
     def _taking_steps(self) -> Iterator[None]:
         """Continues from where the environments are; resets them if no episode has begun. The block takes the steps."""
-        check_open(self._closed)
-        if self._uses_seen is None:
-            self.reset()
-        elif self._env.num_uses != self._uses_seen:
-            if self._kept or self._kept_parts or any(pipeline.pending for pipeline in self._pipelines):
-                self.reset()  # else the next chunk would not continue those that are kept or pending
+        self._check_open()
+        is_elsewhere = self._env.num_uses != self._uses_seen
+        if self._uses_seen is None or (is_elsewhere and not self._chunks.is_idle):
+            self.reset()  # also where the next chunk would not continue those that are kept or pending
+        elif is_elsewhere:
             self._env._assert_idle("collect")  # else the pending chunk of another collector would be taken
             if self._env.num_uses == self._env.fresh_at:
                 self._tracker.clear()
@@ -313,101 +239,90 @@ class Collector:
             if self._uses_seen is not None:
                 self._uses_seen = self._env.num_uses
 
-    def _check_counts(self, n_step: Any, n_episode: Any) -> None:
-        if (n_step is None) == (n_episode is None):
+    def _check_open(self) -> None:
+        if self._closed:  # the workers do not have the policy and its weights
             raise ConfigError(
-                f"collect was called with n_step={n_step} and n_episode={n_episode}. Pass one of them, for "
-                "example n_step=4096 or n_episode=20."
-            )
-        check_count("n_step" if n_episode is None else "n_episode", n_step if n_episode is None else n_episode)
-        if n_episode is not None and (self._prefetch or self._by_reference or self._parts):
-            raise ConfigError(
-                f"n_episode={n_episode} was passed to a collector with prefetch, max_staleness or by_reference. "
-                "Pass n_step, or call drain() and use another Collector on these environments for episodes."
+                "collect was called after close(). Make another Collector of the same environments and policy."
             )
 
-    def _rollout(self, num_steps: int, cut: Cut | None = None) -> Rollout:
-        """Takes a chunk from start to end."""
+    def _take(self, num_steps: int, num_ahead: int = 0, cut: StopEarly | None = None) -> list[ScheduledChunk]:
+        """Takes the chunks of a batch, and applies `on_bad_obs` to them."""
+        chunks = self._chunks
         if self._store is not None:
-            self._start(num_steps)
-            return self._checked(self._pipeline.finish(cut))
-        pipeline = self._pipeline
-        rollout = self._env.rollout_driver(
-            self._policy, num_steps, pipeline.first_step, pipeline.noise_seed, self._version, cut
-        )
-        pipeline.first_step += num_steps
-        return self._checked(rollout)
+            finished = chunks.collect(self._store, num_steps, num_ahead=num_ahead, stop_early=cut)
+        else:
+            noise = chunks.first_step, chunks.noise_seed
+            taken = self._env.rollout_driver(self._policy, num_steps, *noise, self._version, cut)
+            finished = chunks.taken(taken, num_steps)
+        for rollout in (chunk.rollout for chunk in finished):
+            self._counts.update(restarts=len(rollout.summary.restarts))
+            bad = rollout.summary.bad_obs
+            if bad is not None and self._on_bad_obs == "raise":
+                self._uses_seen = None  # the unfinished episodes lose a part
+                self.drop_pending()
+                raise bad_obs_error(bad)
+        return finished
 
-    def _start(self, num_steps: int) -> None:
-        assert self._store is not None
-        self._pipeline.start(self._store, num_steps)
-
-    def _checked(self, rollout: Rollout) -> Rollout:
-        """Applies `on_bad_obs` to a finished chunk; returns it."""
-        self._counts.restarts += len(rollout.summary.restarts)
-        bad = rollout.summary.bad_obs
-        if bad is not None and self._on_bad_obs == "raise":
-            self._uses_seen = None  # the unfinished episodes lose a part
-            self.drop_pending()
-            raise bad_obs_error(bad)
-        return rollout
-
-    def _take_episodes(
-        self, n_episode: int, take: Callable[[Rollout, EpisodeStats], None], max_len: int | None = None
-    ) -> None:
-        """Collects chunks until every environment has ended its quota of episodes; calls `take` with each.
-
-        A generator would turn a ``StopIteration`` of an environment into a ``RuntimeError``.
-        """
-        if self._tracker.unfinished.any() or self._pipeline.pending or self._kept:
+    def _play(
+        self, n_episode: int, max_len: int | None = None, *, keeps_chunks: bool = True
+    ) -> tuple[list[Rollout], EpisodeStats]:
+        """Takes chunks until every environment has ended its quota of episodes; `valid` says which steps belong."""
+        if self._tracker.unfinished.any() or not self._chunks.is_idle:
             self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
         quotas = EpisodeQuotas(n_episode, self._env.num_envs)
+        rollouts, played = list[Rollout](), list[EpisodeStats]()
         while num_steps := quotas.next_steps():
             if max_len is not None:
                 num_steps = min(num_steps, max_len - int(self._tracker.lens[quotas.unfinished].max()))
-            rollout = self._rollout(num_steps)
-            summary = rollout.summary
-            stats, places = self._tracker.add(summary)
-            valid = quotas.take(summary.valid, counted_ends(summary))
-            counts = valid[tuple(places.T)]
+            [rollout] = [chunk.rollout for chunk in self._take(num_steps)]
+            stats, places = self._tracker.add(rollout.summary)
+            valid = quotas.take(rollout.summary.valid, counted_ends(rollout.summary))
+            played.append(stats.where(valid[tuple(places.T)]))
             if max_len is not None:
-                is_long = quotas.unfinished & (self._tracker.lens >= max_len)
-                stats = self._cut(is_long, quotas, stats.where(counts), summary.env_ids)
-                counts = np.ones(len(stats.lens), bool)
-            assert rollout.chunk is not None
-            rollout = replace(rollout, summary=replace(summary, valid=valid), chunk=replace(rollout.chunk, valid=valid))
-            take(rollout, stats.where(counts))
+                played.append(self._cut(quotas.unfinished & (self._tracker.lens >= max_len), quotas, rollout.summary))
+            if keeps_chunks:
+                assert rollout.chunk is not None
+                chunk, summary = replace(rollout.chunk, valid=valid), replace(rollout.summary, valid=valid)
+                rollouts.append(replace(rollout, chunk=chunk, summary=summary))
+        return rollouts, join_episodes(played)
 
-    def _cut(
-        self, is_long: NDArray[np.bool_], quotas: EpisodeQuotas, stats: EpisodeStats, env_ids: NDArray[np.int64]
-    ) -> EpisodeStats:
-        """Ends the episodes of some environments, ``bool [N]``, and begins others; returns them after `stats`."""
-        if not is_long.any():
-            return stats
-        quotas.cut(is_long)
-        self._env.reset(options={"reset_mask": is_long})
-        return join_episodes([stats, self._tracker.cut(np.flatnonzero(is_long), env_ids[is_long])])
+    def _cut(self, is_long: NDArray[np.bool_], quotas: EpisodeQuotas, summary: ChunkSummary) -> EpisodeStats:
+        """Ends the episodes of some environments, ``bool [N]``, and begins others; returns them."""
+        if is_long.any():
+            quotas.cut(is_long)
+            self._env.reset(options={"reset_mask": is_long})
+        return self._tracker.cut(np.flatnonzero(is_long), summary.env_ids[is_long])
 
-    def _batch(self, collected: list[tuple[Rollout, EpisodeStats]], begin: float) -> Batch:
-        rollouts = [rollout for rollout, _ in collected]
+    def _joined(self, finished: Sequence[ScheduledChunk], begin: float) -> Batch:
+        """Makes a batch of steps."""
+        rollouts = [chunk.rollout for chunk in finished]
+        if not self._is_asynchronous:
+            return self._batch(
+                rollouts, join_episodes([self._tracker.add(each.summary)[0] for each in rollouts]), begin
+            )
+        chunk, episodes = join_lanes(finished, self._tracker)
+        batch = self._batch(rollouts, episodes, begin)
+        ages = [self._version - each.rollout.summary.weights_version for each in finished for _ in each.envs]
+        return Batch((chunk,), replace(batch.stats, staleness_counts=tuple(np.bincount(ages).tolist())))
+
+    def _batch(self, rollouts: Sequence[Rollout], episodes: EpisodeStats, begin: float) -> Batch:
         taken = sum(rollout.summary.valid.size - rollout.num_padded for rollout in rollouts)
         valid = sum(int(rollout.summary.valid.sum()) for rollout in rollouts)
         versions = [rollout.summary.weights_version for rollout in rollouts]
-        episodes = join_episodes([stats for _, stats in collected])
-        counts, self._counts = self._counts, _Counts()
+        counts, self._counts = self._counts, Counter()
         elapsed_s = time.monotonic() - begin
         stats = CollectStats(
             returns=episodes.returns,
             lens=episodes.lens,
             n_collected_steps=valid,
             n_collected_episodes=len(episodes.returns),
-            n_surplus_steps=taken - valid + counts.dropped_steps,
+            n_surplus_steps=taken - valid + counts["steps"],
             collect_time_s=elapsed_s,
             steps_per_s=taken / elapsed_s,
-            time_split_s=time_split_s(rollouts, elapsed_s),
+            time_split_s=_time_split_s(rollouts, elapsed_s, side_by_side=self._is_asynchronous),
             weights_versions=(min(versions), max(versions)),
             staleness=self._version - min(versions),
-            n_restarts=counts.restarts,
+            n_restarts=counts["restarts"],
             n_replaced=self._env.take_replaced(),
             metrics=episodes.metrics,
         )
@@ -428,16 +343,15 @@ class Collector:
                 self._store.drop()
         self._store = None
         self._closed = True
-        for pipeline in self._pipelines:
-            pipeline.forget()
+        self._chunks.forget()
 
     def state_dict(self) -> dict[str, int]:
         """Returns what a later run needs to resume: seeds and counters, without unfinished episodes.
 
         A pending chunk is not in it either: the run that resumes takes it again, from new episodes.
         """
-        first_step = max(pipeline.first_step for pipeline in self._pipelines)
-        return {"noise_seed": self._pipelines[0].noise_seed, "first_step": first_step, "version": self._version}
+        chunks = self._chunks
+        return {"noise_seed": chunks.noise_seed, "first_step": chunks.first_step, "version": self._version}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resumes where :meth:`state_dict` was taken, with new episodes; call :meth:`reset` after it.
@@ -450,9 +364,27 @@ class Collector:
         """
         state = check_state(state)
         self.drop_pending()
-        for pipeline in self._pipelines:
-            pipeline.noise_seed, pipeline.first_step = state["noise_seed"], state["first_step"]
+        self._chunks.noise_seed, self._chunks.first_step = state["noise_seed"], state["first_step"]
         self._version = state["version"]
         if self._store is not None:
             self._store.drop()
             self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
+
+
+def _time_split_s(rollouts: Sequence[Rollout], elapsed_s: float, *, side_by_side: bool) -> dict[str, float]:
+    """Returns what the wall time of a call was spent on; see :class:`CollectStats`.
+
+    Args:
+        rollouts: What the call waited for.
+        elapsed_s: The wall time.
+        side_by_side: Whether they were taken at the same time, and not one after another.
+    """
+    split = dict.fromkeys(("environment", "inference", "waiting"), 0.0)
+    for together in [rollouts] if side_by_side else [[rollout] for rollout in rollouts]:
+        whole_s, environment_s, inference_s = np.array([each for rollout in together for each in rollout.times]).T
+        waited_s = sum(rollout.waited_s for rollout in together)
+        share = min(1.0, waited_s / whole_s.max())  # the rest was done before the call waited for it
+        split["environment"] += share * float(environment_s.mean())
+        split["inference"] += share * float(inference_s.mean())
+        split["waiting"] += share * float(whole_s.max() - whole_s.mean())
+    return {**split, "transport": elapsed_s - sum(split.values())}

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
         load_policy as load_policy,
         save_policy as save_policy,
     )
-    from rayvec.tianshou.collect.buffers import add_chunk as add_chunk
-    from rayvec.tianshou.collect.collector import Collector as Collector
+    from rayvec.tianshou.collect.collector import (
+        Collector as Collector,
+        PrefetchCollectStats as PrefetchCollectStats,
+    )
     from rayvec.tianshou.collect.highlevel import RayCollectorFactory as RayCollectorFactory
-    from rayvec.tianshou.collect.prefetch import PrefetchCollectStats as PrefetchCollectStats
     from rayvec.tianshou.env.vector_env import RayVectorEnv as RayVectorEnv, RayVectorEnvType as RayVectorEnvType
     from rayvec.tianshou.learn.data_parallel import data_parallel as data_parallel
     from rayvec.tianshou.learn.impala import IMPALA as IMPALA, IMPALATrainingStats as IMPALATrainingStats
@@ -32,12 +33,11 @@ _HOMES = {
     "Collector": "rayvec.tianshou.collect.collector",
     "IMPALA": "rayvec.tianshou.learn.impala",
     "IMPALATrainingStats": "rayvec.tianshou.learn.impala",
-    "PrefetchCollectStats": "rayvec.tianshou.collect.prefetch",
+    "PrefetchCollectStats": "rayvec.tianshou.collect.collector",
     "RayCollectorFactory": "rayvec.tianshou.collect.highlevel",
     "RayVectorEnv": "rayvec.tianshou.env.vector_env",
     "RayVectorEnvType": "rayvec.tianshou.env.vector_env",
     "TianshouPolicy": "rayvec.tianshou.policies",
-    "add_chunk": "rayvec.tianshou.collect.buffers",
     "data_parallel": "rayvec.tianshou.learn.data_parallel",
     "load_critic": "rayvec.tianshou.agents",
     "load_policy": "rayvec.tianshou.agents",
@@ -67,10 +67,8 @@ def _check_version(cause: ImportError) -> None:
     version = getattr(tianshou, "__version__", "of an unknown version")
     if not str(version).startswith("2."):
         raise ConfigError(
-            "rayvec.tianshou works with Tianshou 2.",
-            expected="tianshou>=2.0",
-            got=f"tianshou {version}",
-            remedy="pip install 'tianshou>=2', and port policies of Tianshou 1 to algorithms.",
+            f"Tianshou {version} is installed, and rayvec.tianshou works with Tianshou 2. Run pip install "
+            "'tianshou>=2', and port policies of Tianshou 1 to algorithms."
         ) from cause
 
 

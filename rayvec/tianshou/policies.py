@@ -99,9 +99,12 @@ class TianshouPolicy:
         States of random generators are left out.
 
         Raises:
-            Exception: The policy can't be pickled.
+            ConfigError: The policy can't be pickled.
         """
-        return pickled_without_tensors(self._policy)
+        try:
+            return pickled_without_tensors(self._policy)
+        except Exception as error:
+            raise ConfigError(f"The policy can't be pickled: {error}. Pass inference='driver'.") from error
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Loads what :meth:`weights` returned in another process.

@@ -335,7 +335,7 @@ class TestState:
         second.load_state_dict(state)
         assert second.state_dict() == state
         second.reset(seed=77)
-        assert second.set_weights(TablePolicy(seed=1).weights()) == first._version + 1
+        assert second.set_weights(TablePolicy(seed=1).weights()) == first.state_dict()["version"] + 1
         chunk = second.collect(n_step=20).chunks[0]
         assert chunk.first_step == 10
         assert chunk.obs[0].tolist() == [[77 + i, 0, 0, 0] for i in range(5)]

@@ -1,21 +1,15 @@
-"""The parts that both collectors share: chunks started ahead, and episodes assigned beforehand."""
+"""Episodes that are assigned beforehand, and those by Tianshou's rule."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import pytest
-from helpers.exact import TablePolicy
 from helpers.examples import examples
-from helpers.testing import CountingEnv, counting_errors
 from hypothesis import given, strategies as st
 
-from rayvec.collect.asynchronous import PartChunk, PartsPipeline
 from rayvec.collect.episode_quotas import EpisodeQuotas
-from rayvec.collect.pipeline import ChunkPipeline
 from rayvec.tianshou.collect.schedules import TianshouEpisodes
-from rayvec.vector.ray_vec_env import RayVecEnv
 
 
 def by_definition(n_episode: int, ended: np.ndarray, quotas: bool) -> np.ndarray:
@@ -49,40 +43,3 @@ def test_episodes_are_those_that_a_walk_through_the_steps_finds(
     np.testing.assert_array_equal(belongs, by_definition(n_episode, ended, kind is EpisodeQuotas))
     assert (ended & belongs).sum() == n_episode
     assert not schedule.take(np.ones((7, num_envs), bool), ended[:7]).any()
-
-
-def test_steps_are_numbered_through_also_after_an_interrupted_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0)
-    store = env.publish(TablePolicy())
-    pipeline = ChunkPipeline(env, noise_seed=1)
-    pipeline.start(store, 3)
-    pipeline.start(store, 4)
-    assert (pipeline.first_step, pipeline.pending_steps, len(pipeline.pending)) == (0, 7, 2)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(env, "rollout_wait", lambda cut: (_ for _ in ()).throw(KeyboardInterrupt()))
-        pipeline.finish()
-    assert (pipeline.first_step, pipeline.pending_steps) == (0, 7)
-    chunks: list[Any] = [pipeline.finish().chunk]
-    pipeline.start(store, 5)
-    while pipeline.pending:
-        chunks.append(pipeline.finish().chunk)
-    assert [chunk.first_step for chunk in chunks] == [0, 3, 7]
-    assert (pipeline.first_step, pipeline.pending_steps) == (12, 0)
-    assert counting_errors(chunks) == []
-
-
-def test_an_interrupt_before_the_next_chunk_of_a_part_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=2) as env:
-        store, parts = env.publish(TablePolicy()), PartsPipeline(env, noise_seed=1, max_staleness=2)
-        kept: list[PartChunk] = []
-        env.reset(seed=0)
-        parts.start(store, 3, ahead=False)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(env, "rollout_async", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt()))
-            parts.collect(store, 3, kept, ahead=True)
-        assert sorted(len(each.pending) for each in parts.pipelines) == [0, 1]
-        assert len(kept) == 1  # the chunk that had finished is not lost
-        for pipeline in parts.pipelines:
-            if pipeline.pending:
-                pipeline.finish()
-        assert not parts.pending

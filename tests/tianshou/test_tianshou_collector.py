@@ -157,30 +157,32 @@ class TestSteps:
         collect_both(mine, other, n_step=30)
         assert isinstance(mine.buffer.policy.hidden_state.hidden, torch.Tensor)
 
-    def test_chunks_and_single_steps_take_turns(self, venvs: dict[str, RayVectorEnv]) -> None:
-        for make_policy in (Exact, Remembers):
-            mine, other = pair(venvs, "drift", make_policy)
-            for hook in (None, lambda acts, batch: None, None):
-                mine.set_on_step_hook(hook)
-                collect_both(mine, other, n_step=35)
+    @pytest.mark.parametrize("make_policy", [Exact, Remembers])
+    def test_chunks_and_single_steps_take_turns(self, venvs: dict[str, RayVectorEnv], make_policy: Any) -> None:
+        """Each turn begins new episodes, hidden states included."""
+        collector = Collector(make_policy(), venvs["drift"], VectorReplayBuffer(1000, 5))
+        collector.reset()
+        for hook in (None, lambda acts, batch: None, None):
+            collector.set_on_step_hook(hook)
+            assert collector.collect(n_step=35).n_collected_steps == 35
+        assert_joins_no_episodes(collector.buffer)
+        assert make_policy is Exact or counts_of(collector.buffer)
 
-    @pytest.mark.parametrize("change", [("exploration_noise", True), ("policy", None), ("policy.temperature", 1.0)])
-    def test_hidden_state_stays_if_the_policy_is_copied_again(
-        self, venvs: dict[str, RayVectorEnv], change: tuple[str, Any], caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"max_staleness": 2}], ids=str)
+    @pytest.mark.parametrize("change", [("exploration_noise", True), ("policy.temperature", 1.0)])
+    def test_a_policy_with_a_hidden_state_that_is_copied_again_begins_new_episodes(
+        self, change: tuple[str, Any], settings: dict[str, Any], caplog: pytest.LogCaptureFixture
     ) -> None:
-        mine, other = pair(venvs, "drift", Remembers)
-        collect_both(mine, other, n_step=15)
-        owner, _, name = change[0].rpartition(".")
-        for collector in (mine, other):
-            setattr(collector.policy if owner else collector, name, change[1] or Remembers())
-        for n_step in (15, 100):
-            collect_both(mine, other, n_step=n_step)
-        for collector in (mine, other):
-            collector.reset_buffer()
+        with closing(local([Drift] * 5)) as env:
+            collector: Any = Collector(Remembers(), env, VectorReplayBuffer(1000, 5), **settings)
             collector.reset()
-        for _ in range(2):
-            collect_both(mine, other, n_step=30)
-        assert caplog.text.count("was copied to the workers again") == 1
+            collector.collect(n_step=15)
+            owner, _, name = change[0].rpartition(".")
+            setattr(collector.policy if owner else collector, name, change[1])
+            for n_step in (15, 100):
+                collector.collect(n_step=n_step)
+        assert_joins_no_episodes(collector.buffer)
+        assert counts_of(collector.buffer) and caplog.text.count("was copied to the workers again") == 1
 
     def test_newest_weights_act(self, venvs: dict[str, RayVectorEnv]) -> None:
         mine, other = pair(venvs)
@@ -199,6 +201,16 @@ def assert_joins_no_episodes(buffer: Any) -> None:
     assert inner.sum() > 40
     np.testing.assert_array_equal(buffer.obs[following[inner]], buffer.obs_next[rows[inner]])
     assert not (buffer.terminated & buffer.truncated)[rows].any()
+
+
+def counts_of(buffer: Any) -> bool:
+    """Whether the hidden state of `Remembers` has counted the steps of each episode."""
+    for sub in buffer.buffers:
+        begins, counts = np.roll(sub.done[: len(sub)], 1), sub.policy.hidden_state.hidden[: len(sub), 0].numpy()
+        begins[0] = True
+        starts = np.maximum.accumulate(np.where(begins, np.arange(len(sub)), 0))
+        np.testing.assert_array_equal(counts, np.arange(len(sub)) - starts + 1)
+    return True
 
 
 def test_an_exception_that_generators_use_keeps_its_type() -> None:
@@ -282,14 +294,10 @@ class TestEpisodes:
         assert np.bincount(ends).tolist() == [3, 3, 2, 2, 2]
         assert stats.n_collected_steps == len(mine.buffer) == stats.lens.sum()
 
-    @pytest.mark.parametrize("hook", [None, lambda acts, batch: None])
-    def test_unbiased_episodes_begin_in_the_call_that_counts_them(
-        self, venvs: dict[str, RayVectorEnv], hook: Any
-    ) -> None:
-        mine = Collector(Exact(), venvs["drift"], VectorReplayBuffer(5000, 5), unbiased=True, on_step_hook=hook)
+    def test_unbiased_episodes_begin_in_the_call_that_counts_them(self, venvs: dict[str, RayVectorEnv]) -> None:
+        mine = Collector(Exact(), venvs["drift"], VectorReplayBuffer(5000, 5), unbiased=True)
         mine.reset()
         mine.collect(n_step=15)
-        mine.set_on_step_hook(None)
         with pytest.raises(ConfigError, match=r"in mid-episode.*reset_before_collect=True"):
             mine.collect(n_episode=5)
         first = mine.collect(n_episode=5, reset_before_collect=True)
@@ -544,7 +552,7 @@ def test_what_cannot_be_had_together_is_refused(venvs: dict[str, RayVectorEnv]) 
         Collector(Exact(), venvs["drift"], VectorReplayBuffer(100, 2))
     collector = Collector(Exact(), venvs["drift"], inference="driver", unbiased=True)
     collector.reset()
-    with pytest.raises(ConfigError, match="Unbiased"):
+    with pytest.raises(ConfigError, match="unbiased=True requires chunks"):
         collector.collect(n_episode=5)
 
 

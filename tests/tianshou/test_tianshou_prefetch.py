@@ -210,22 +210,6 @@ def test_what_cannot_be_prefetched_is_refused(venv: RayVectorEnv) -> None:
         collector.collect(n_step=5)
 
 
-@pytest.mark.parametrize("settings", [{"prefetch": True}, {"max_staleness": 2}], ids=str)
-def test_a_hidden_state_is_not_lost_with_a_policy_that_is_copied_again(
-    venv: RayVectorEnv, settings: dict[str, Any]
-) -> None:
-    collector = Collector(Remembers(), venv, VectorReplayBuffer(200, 5), **settings)
-    collector.reset()
-    collector.collect(n_step=10)
-    collector.policy.temperature = 1.0  # type: ignore[assignment]
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="copied to the workers again in mid-episode"):
-            collector.collect(n_step=10)
-    collector.reset()
-    assert collector.collect(n_step=10).n_collected_steps >= 10  # more where a fast worker delivers two chunks
-    collector.reset_env()  # frees the environments for the next test
-
-
 def test_the_unmodified_off_policy_trainer_runs(venv: RayVectorEnv) -> None:
     torch.manual_seed(0)
     policy = DiscreteQLearningPolicy(

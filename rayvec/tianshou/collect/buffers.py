@@ -7,12 +7,10 @@ same to the last bit.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tianshou.data import (
     Batch,
@@ -35,15 +33,7 @@ from rayvec.tianshou.collect.infos import info_columns, info_rows
 __all__ = ["Added", "ChunkInsertion", "add_chunk"]
 
 _IN_BULK = {
-    cls.add
-    for cls in (
-        ReplayBuffer,
-        ReplayBufferManager,
-        PrioritizedReplayBuffer,
-        PrioritizedReplayBufferManager,
-        HERReplayBuffer,
-        HERReplayBufferManager,
-    )
+    cls.add for cls in (ReplayBuffer, ReplayBufferManager, PrioritizedReplayBuffer, PrioritizedReplayBufferManager)
 }
 """The ``add`` methods whose effect is known here; a buffer with another one gets its steps one by one."""
 
@@ -158,8 +148,6 @@ class ChunkInsertion:
             "info": columns or {},
         }
         self._ended = counted_ends(chunk)
-        self._saves_next = buffer._save_obs_next
-        self._last_frame = buffer._save_only_last_obs
 
     def add(self, start: int, stop: int) -> Added:
         """Adds steps `start` to `stop` - 1; pieces are added in their order."""
@@ -172,11 +160,8 @@ class ChunkInsertion:
     # In bulk.
 
     def _add_in_bulk(self, start: int, stop: int) -> Added:
-        if isinstance(self._buffer, HERReplayBuffer | HERReplayBufferManager):
-            self._buffer._restore_cache()
         added, keep = self._advance(slice(start, stop))
-        if (added.index >= 0).any():
-            self._allocate()
+        if keep.any():
             self._write(start, stop, added.index, keep)
             if isinstance(self._buffer, PrioritizedReplayBuffer):
                 self._buffer.init_weight(added.index[keep])
@@ -235,60 +220,52 @@ class ChunkInsertion:
             buffer.last_index[ids] = (last + self._offsets)[moved]
             buffer._lengths[ids] = np.array([sub._size for sub in self._subs])[moved]
 
-    def _allocate(self) -> None:
-        """Makes the arrays of the buffer that are missing, as ``add`` does when it first sees a key."""
-        template = Batch(tree_map(lambda leaf: leaf[:1, 0], self._stored()))
-        if self._saves_next:
-            template.obs_next = template.obs
-        buffer = self._buffer
-        if not buffer._meta.get_keys():
-            template.rew = template.rew.astype(float)
-            buffer._meta = cast(Any, create_value(template, buffer.maxsize, stack=False))
-        elif _lacks(buffer._meta, template):
-            alloc_by_keys_diff(buffer._meta, template, buffer.maxsize, False)
+    def _write(self, start: int, stop: int, index: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
+        """Writes the steps to keep, as ``add`` does; the observations after them without an array of all of them."""
+        fields = tree_map(lambda leaf: leaf[start:stop], self._fields)
+        rows = _batch({**_rows(fields, keep), "obs": _rows(self._frames(fields["obs"], 2), keep)})
+        try:
+            self._assign(rows, index[keep])
+        except ValueError:  # the buffer has not seen these keys
+            self._allocate(rows)
+            self._assign(rows, index[keep])
+        if self._buffer._save_obs_next:
+            self._write_next(self._buffer._meta.obs_next, start, stop, index, keep)
+
+    def _assign(self, rows: Batch, index: NDArray[np.int64]) -> None:
+        held = Batch()
+        held.__dict__.update({key: value for key, value in self._buffer._meta.items() if key != "obs_next"})
+        held[index] = rows
+
+    def _allocate(self, rows: Batch) -> None:
+        buffer, template = self._buffer, Batch()
+        template.__dict__.update(rows.__dict__)
+        if buffer._save_obs_next:
+            template.__dict__["obs_next"] = rows.obs
+        if buffer._meta.get_keys():
+            alloc_by_keys_diff(buffer._meta, cast(Any, template), buffer.maxsize, False)
         else:
-            return
+            buffer._meta = cast(Any, create_value(template, buffer.maxsize, stack=False))
         if isinstance(buffer, ReplayBufferManager):
             buffer._set_batch_for_children()
 
-    def _stored(self) -> dict[str, Any]:
-        """The fields in the form in which the buffer holds them."""
-        if not self._last_frame:
-            return self._fields
-        return {**self._fields, "obs": tree_map(lambda leaf: leaf[:, :, -1], self._fields["obs"])}
-
-    def _write(self, start: int, stop: int, index: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
-        place = _Place(index, keep)
-        fields = tree_map(lambda leaf: leaf[start:stop], self._stored())
-        for key, held in self._buffer._meta.items():
-            if key == "obs_next" and self._saves_next:
-                self._write_next(held, start, stop, index, keep)
-            elif key in fields:
-                _assign(held, fields[key], place)
-            else:
-                _clear(held, place.index)
-
     def _write_next(self, held: Any, start: int, stop: int, index: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
-        """Writes the observations after steps from the chunk's arrays, without an array of all of them."""
         chunk = self._chunk
         inner = min(stop, chunk.num_steps - 1) - start
-        if inner > 0:
-            following = tree_map(lambda leaf: self._frame(leaf[start + 1 : start + 1 + inner], 2), chunk.obs)
-            _assign(held, following, _Place(index[:inner], keep[:inner]))
+        following = tree_map(lambda leaf: leaf[start + 1 : start + 1 + inner], chunk.obs)
+        held[index[:inner][keep[:inner]]] = _batch(_rows(self._frames(following, 2), keep[:inner]))
         if stop == chunk.num_steps:
-            last = tree_map(lambda leaf: self._frame(leaf, 1)[None], chunk.last_obs)
-            _assign(held, last, _Place(index[-1:], keep[-1:]))
-        t, n = self._chunk.final_index[:, 0], self._chunk.final_index[:, 1]
+            held[index[-1][keep[-1]]] = _batch(_rows(self._frames(chunk.last_obs, 1), keep[-1]))
+        t, n = chunk.final_index.T
         among = np.flatnonzero((t >= start) & (t < stop))
         among = among[keep[t[among] - start, n[among]]]
-        if len(among):
-            finals = tree_map(lambda leaf: self._frame(leaf[among], 1), self._chunk.final_obs)
-            at = index[t[among] - start, n[among]]
-            _assign(held, finals, _Place(at, np.ones(len(at), bool)))
+        finals = tree_map(lambda leaf: leaf[among], self._frames(chunk.final_obs, 1))
+        held[index[t[among] - start, n[among]]] = _batch(finals)
 
-    def _frame(self, leaf: NDArray[Any], axis: int) -> NDArray[Any]:
-        """The last of the frames that are stacked on this axis, if only that is stored."""
-        return leaf[(slice(None),) * axis + (-1,)] if self._last_frame else leaf
+    def _frames(self, obs: Tree, axis: int) -> Any:
+        """Returns the last of the frames that are stacked on this axis, if only that is stored."""
+        frame = (slice(None),) * axis + (-1,)
+        return tree_map(lambda leaf: leaf[frame], obs) if self._buffer._save_only_last_obs else obs
 
     # In the order of steps, by the buffer's own `add`.
 
@@ -374,48 +351,17 @@ def _check_tree(obs: Tree) -> None:
         )
 
 
-class _Place:
-    """Where rows ``[S, N]`` go, and which of them."""
-
-    def __init__(self, index: NDArray[np.int64], keep: NDArray[np.bool_]) -> None:
-        self.rows = None if keep.all() else np.flatnonzero(keep)
-        self.index = index.reshape(-1) if self.rows is None else index.reshape(-1)[self.rows]
-        self.num_axes = index.ndim
+def _rows(tree: Any, keep: NDArray[np.bool_]) -> Any:
+    """Returns the rows to keep, one after another, without a copy if these are all."""
+    if keep.all():
+        return tree_map(lambda leaf: leaf.reshape(keep.size, *leaf.shape[keep.ndim :]), tree)
+    return tree_map(lambda leaf: leaf[keep], tree)
 
 
-def _assign(held: Any, value: Any, place: _Place) -> None:
-    """Writes rows of `value` at any places; a key that it lacks becomes 0 or None, as in ``Batch.__setitem__``."""
-    if isinstance(held, Batch):
-        for key, part in held.items():
-            if key in value:
-                _assign(part, value[key], place)
-            else:
-                _clear(part, place.index)
-        return
-    rows = value.reshape(math.prod(value.shape[: place.num_axes]), *value.shape[place.num_axes :])
-    if isinstance(held, torch.Tensor):
-        rows = torch.as_tensor(rows)
-        held[torch.from_numpy(place.index)] = rows if place.rows is None else rows[torch.from_numpy(place.rows)]
-    else:
-        held[place.index] = rows if place.rows is None else rows[place.rows]
-
-
-def _clear(held: Any, index: NDArray[np.int64]) -> None:
-    """Writes 0 or None."""
-    if isinstance(held, Batch):
-        held.empty_(index)
-    else:
-        held[index] = None if isinstance(held, np.ndarray) and held.dtype == object else 0
-
-
-def _lacks(held: Any, template: Any) -> bool:
-    """Says whether a batch has not got every key of another."""
-    for key, part in template.items():
-        if key not in held:
-            return True
-        if isinstance(held[key], Batch):
-            if isinstance(part, Batch) and _lacks(held[key], part):
-                return True
-            if not isinstance(part, Batch) and not held[key].get_keys():
-                return True
-    return False
+def _batch(tree: Any) -> Any:
+    """Returns a tree with batches in place of dicts; the arrays stay as they are."""
+    if not isinstance(tree, dict):
+        return tree
+    batch = Batch()
+    batch.__dict__.update({key: _batch(part) for key, part in tree.items()})
+    return batch

@@ -1,4 +1,4 @@
-"""What a Tianshou collector checks about its policy and environments."""
+"""What a Tianshou collector requires of its policy, its environments and its settings."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
-from tianshou.algorithm.algorithm_base import Algorithm, Policy
+from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, Policy
+from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
 from tianshou.data import Collector, CollectStats
 from tianshou.env import BaseVectorEnv, VectorEnvWrapper
 
 from rayvec.errors import ConfigError
 from rayvec.tianshou.env.vector_env import RayVectorEnv
+from rayvec.tianshou.policies import records_logp
 
 __all__ = [
     "are_equal",
     "can_take_chunks",
+    "check_learns_off_policy",
     "check_policy_and_env",
     "looks_at_episodes",
     "looks_at_steps",
+    "single_steps_error",
     "uses_of",
 ]
 
@@ -50,7 +54,8 @@ def looks_at_episodes(collector: Collector[Any]) -> bool:
 
 def can_take_chunks(env: Any) -> bool:
     """Whether chunks of environments are what their `step` and `reset` would return."""
-    return isinstance(env, RayVectorEnv) and not env.is_async and not _overrides(env, RayVectorEnv, "step", "reset")
+    is_plain = isinstance(env, RayVectorEnv) and not _overrides(env, RayVectorEnv, "step", "reset")
+    return is_plain and not env.is_async and env.gives_arrays
 
 
 def are_equal(spaces: Sequence[gymnasium.Space[Any]]) -> bool:
@@ -61,25 +66,38 @@ def are_equal(spaces: Sequence[gymnasium.Space[Any]]) -> bool:
 
 
 def check_policy_and_env(policy: Any, env: Any) -> None:
-    """Refuses policies and environments of other libraries.
-
-    Raises:
-        ConfigError: One of them is of another library.
-    """
+    """Raises ``ConfigError`` if a policy or environments are of another library."""
     if not isinstance(policy, Policy | Algorithm):
         raise ConfigError(
-            "Collector needs a Tianshou 2 policy.",
-            expected="a tianshou.algorithm.algorithm_base.Policy, or an Algorithm",
-            got=type(policy).__name__,
-            remedy="Put a network into a policy, for example DiscreteActorPolicy(actor=net, action_space=space).",
+            f"{type(policy).__name__} is not a Tianshou 2 policy or algorithm. Put a network into a policy, for "
+            "example DiscreteActorPolicy(actor=net, action_space=space)."
         )
     if env is None or (isinstance(env, gymnasium.vector.VectorEnv) and not hasattr(type(env), "__len__")):
         raise ConfigError(
-            "A collector of Tianshou steps vector environments of Tianshou.",
-            expected="rayvec.tianshou.RayVectorEnv, another tianshou.env.BaseVectorEnv, or one gymnasium.Env",
-            got=type(env).__name__,
-            remedy="Pass rayvec.tianshou.RayVectorEnv(env_fns); rayvec.Collector takes a RayVecEnv.",
+            f"{type(env).__name__} is not a vector environment of Tianshou. Pass rayvec.tianshou.RayVectorEnv("
+            "env_fns), another tianshou.env.BaseVectorEnv or one gymnasium.Env; rayvec.Collector takes a RayVecEnv."
         )
+
+
+def check_learns_off_policy(policy: Policy | Algorithm[Any, Any]) -> None:
+    """Raises ``ConfigError`` if `policy` learns only from steps of its present policy, which are not taken ahead."""
+    acting = policy.policy if isinstance(policy, Algorithm) else policy
+    on_policy = isinstance(policy, OnPolicyAlgorithm) or isinstance(acting, ProbabilisticActorPolicy)
+    if on_policy and not records_logp(acting):
+        raise ConfigError(
+            f"{type(policy).__name__} learns from steps of its present policy. prefetch and max_staleness take steps "
+            "with an earlier one: use an off-policy algorithm or rayvec.tianshou.IMPALA, or leave them out."
+        )
+
+
+def single_steps_error(setting: str) -> ConfigError:
+    """Returns the error of a setting that requires chunks, in a collect that takes one step at a time."""
+    return ConfigError(
+        f"collect would take one step at a time, but {setting} requires chunks: a RayVectorEnv without wait_num and "
+        "timeout, step and reset not overridden, observations in arrays, inference='worker', a picklable policy, one "
+        f"action space for random=True, no step hook, no rendering, no arguments for resets. Leave {setting} out, or "
+        "what requires single steps."
+    )
 
 
 def _overrides(owner: object, base: type, *names: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, cast
 
 import gymnasium
@@ -18,10 +18,9 @@ from tianshou.data import CollectStats, ReplayBuffer
 from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol, TCollectStats
 from tianshou.env import BaseVectorEnv
 
-from rayvec.collect.asynchronous import PartChunk, PartsPipeline, in_rounds
 from rayvec.collect.episode_quotas import EpisodeQuotas
-from rayvec.collect.pipeline import ChunkPipeline
-from rayvec.data import Chunk, Rollout, objects, tree_map
+from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, in_rounds
+from rayvec.data import Chunk
 from rayvec.data.join_chunks import counted_ends, join_chunks
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.pools.publish_weights import WeightStore
@@ -29,21 +28,34 @@ from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env
 from rayvec.tianshou.collect.checks import (
     are_equal,
     can_take_chunks,
+    check_learns_off_policy,
     check_policy_and_env,
     looks_at_episodes,
     looks_at_steps,
+    single_steps_error,
     uses_of,
 )
-from rayvec.tianshou.collect.prefetch import PrefetchCollectStats, check_prefetch, prefetch_error
-from rayvec.tianshou.collect.schedules import Schedule, StepCount, TianshouEpisodes
+from rayvec.tianshou.collect.schedules import MAX_STEPS, Schedule, StepCount, TianshouEpisodes
 from rayvec.tianshou.collect.worker_policy import WorkerPolicy
 from rayvec.tianshou.env.assembly import assembled_chunk
 from rayvec.tianshou.env.vector_env import RayVectorEnv
-from rayvec.tianshou.policies import policy_entry
+from rayvec.tianshou.policies import TianshouPolicy, policy_entry
 
-__all__ = ["Collector"]
+__all__ = ["Collector", "PrefetchCollectStats"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class PrefetchCollectStats(CollectStats):
+    """Statistics of one call of ``collect`` of a prefetching collector."""
+
+    staleness: int = 0
+    """How many times the policy had changed after it started to take the oldest of these steps."""
+
+    staleness_counts: tuple[int, ...] = ()
+    """With `max_staleness`: with how many of these columns (one chunk of one environment) it had changed 0, 1, 2, ...
+    times."""
 
 
 class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
@@ -114,7 +126,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             check_count("max_staleness", max_staleness)
         prefetch = prefetch or max_staleness is not None
         if prefetch:
-            check_prefetch(policy, env, inference)
+            check_learns_off_policy(policy)
             if collect_stats_class is CollectStats:
                 collect_stats_class = PrefetchCollectStats
         super().__init__(
@@ -135,37 +147,31 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._attach_env()
 
     def _attach_env(self) -> None:
-        """Creates the pipelines for `env` and forgets the state of the previous environments."""
-        self._in_mid_episode = self._state_in_driver = False
-        self._state_key: int | None = None  # of the store whose copies have the hidden state of episodes in progress
+        """Decides whether `env` takes chunks; without a scheduler the collector takes one step at a time."""
+        env = cast(RayVectorEnv, self.env)
+        self._attached_env = env
+        self._way: Literal["chunks", "steps", "lost"] | None = None  # of the steps after the last reset
+        self._has_state = False  # whether the policy has a hidden state
         self._num_uses = 0  # of the environments up to now; other vector environments than rayvec's do not count
-        self._lost_steps = False  # whether steps may be missing in the buffer, since an exception ended a collect
-        env = cast(RayVectorEnv, self.env)  # others collect a step at a time
-        self._workers = WorkerPolicy(env, self.policy, self.exploration_noise)
-        is_own = isinstance(env, RayVectorEnv)
-        self._has_one_action_space = is_own and are_equal(self._action_space)
-        noise_seed = env.next_noise_seed(torch.initial_seed()) if is_own else 0
-        self._pipeline = ChunkPipeline(env, noise_seed)
-        staleness = self._max_staleness
-        self._parts = None if staleness is None else PartsPipeline(env, noise_seed, staleness)
-        self._kept_parts: list[PartChunk] = []  # finished chunks of parts that are not in the buffer yet
+        self._chunks: ChunkScheduler | None = None
+        noise_seed = env.next_noise_seed(torch.initial_seed()) if isinstance(env, RayVectorEnv) else 0
+        if self._inference == "worker" and can_take_chunks(env) and _is_picklable(self.policy):
+            self._workers = WorkerPolicy(env)
+            self._chunks = ChunkScheduler(env, noise_seed, max_staleness=self._max_staleness)
+        elif self._prefetch:
+            raise single_steps_error("prefetch or max_staleness")
 
     def _apply_changes(self) -> None:
-        """Applies a `policy`, `exploration_noise` or `env` that was set since the last call."""
-        has_other_env = self.env is not self._workers.env
-        if not has_other_env and self._workers.has_policy(self.policy, self.exploration_noise):
-            return
+        """Checks a `policy` or an `env` that was set since the last call, and applies the latter."""
         check_policy_and_env(self.policy, self.env)
         if self._prefetch:
-            check_prefetch(self.policy, self.env, self._inference)
-        if has_other_env:
+            check_learns_off_policy(self.policy)
+        if self.env is not self._attached_env:
             self._validate_buffer()
             self._drop_pending()
             self._action_space = self.env.action_space
             self._pre_collect_obs_RO = None
             self._attach_env()
-        else:
-            self._workers.set_policy(self.policy, self.exploration_noise)
 
     def collect(self, *args: Any, **kwargs: Any) -> Any:
         """Collects steps or episodes; arguments and result as of ``tianshou.data.Collector.collect``."""
@@ -185,9 +191,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         A pending chunk is dropped. The last stored transition of an episode that is cut here becomes truncated.
         """
         self._apply_changes()
-        self._state_in_driver = self._in_mid_episode = self._lost_steps = False
-        self._state_key = None
         self._drop_pending()
+        self._way = None
         for env_id in range(self.env_num):
             truncate_open_episode(self.buffer, env_id)
         first = super().reset_env(gym_reset_kwargs)
@@ -196,12 +201,10 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
     def _drop_pending(self) -> None:
         """Waits for the pending chunks, unless their environments are closed, and drops them."""
-        for pipeline in [self._pipeline, *(self._parts.pipelines if self._parts else ())]:
-            if pipeline.pending and self._workers.env.closed:
-                pipeline.forget()
-            while pipeline.pending:
-                pipeline.finish()
-        self._kept_parts.clear()
+        if self._chunks is not None:
+            if self._attached_env.closed:
+                self._chunks.forget()
+            self._chunks.drop()
 
     def _collect(
         self,
@@ -212,203 +215,156 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         gym_reset_kwargs: dict[str, Any] | None = None,
     ) -> Any:
         self._apply_changes()
-        if self._lost_steps:
+        needs_steps = bool(render or gym_reset_kwargs or (n_step and n_episode)) or looks_at_steps(self)
+        chunks = None if needs_steps or (random and not are_equal(self._action_space)) else self._chunks
+        way = "steps" if chunks is None else "chunks"
+        if self._way == "lost":
             logger.warning(
                 "an exception interrupted an earlier collect, so steps may be missing in the buffer: "
                 "resetting all environments"
             )
-            self.reset_env(gym_reset_kwargs)
-        if self._pre_collect_obs_RO is not None and self._num_uses != uses_of(self.env):
-            self.reset_env(gym_reset_kwargs)  # something else has reset or stepped them since the last collect
-        is_plain = not (render or gym_reset_kwargs or (n_step and n_episode))
-        try:
-            if is_plain and self._takes_chunks(random):
-                return self._collect_chunks(n_step, n_episode, random)
-            return self._collect_steps(n_step, n_episode, random, render, gym_reset_kwargs)
-        finally:
-            self._num_uses = uses_of(self.env)
-
-    # A step at a time.
-
-    def _takes_chunks(self, random: bool) -> bool:
-        """Whether this collect can be done in whole chunks."""
-        env = self.env
-        return (
-            self._inference == "worker"
-            and can_take_chunks(env)
-            and cast(RayVectorEnv, env).gives_arrays
-            and not self._state_in_driver
-            and not looks_at_steps(self)
-            and (self._has_one_action_space if random else self._publish())
-        )
-
-    def _publish(self) -> bool:
-        """Gives the workers the policy as it is now; returns False where it must act in the driver."""
-        if not self._workers.publish():
-            return False
-        store = self._workers.store
-        if store is None or self._state_key in (None, store.key):
-            return True
-        if self._prefetch:
-            raise prefetch_error(
-                "a policy with a hidden state that stays as it is until the next reset",
-                "one that was copied to the workers again in mid-episode",
-                "Call reset() first.",
-            )
-        logger.warning(
-            "the policy was copied to the workers again in mid-episode: its hidden state is kept in the driver, and "
-            "the collector takes one step at a time until the next reset"
-        )
-        self._state_in_driver = True
-        return False
-
-    def _collect_steps(self, n_step: int | None, n_episode: int | None, *how: Any) -> Any:
-        """Collects as Tianshou does; takes the arguments of `_collect`."""
-        if self._prefetch:
-            raise prefetch_error(
-                "n_step alone, no rendering, no step hook, a picklable policy, "
-                "observations in arrays, one action space for random=True",
-                "a collect that takes one step at a time",
-            )
-        if n_episode and self._unbiased:
-            raise ConfigError(
-                "Unbiased episodes are collected in chunks.",
-                expected="inference='worker', no hook on steps, no rendering, no arguments for resets, "
-                "a RayVectorEnv with its own step and reset",
-                got="a collect that takes one step at a time",
-                remedy="Leave unbiased=True out, or what requires single steps.",
-            )
-        self._in_mid_episode = True
-        self._lost_steps = self._pre_collect_obs_RO is not None
-        try:
-            stats = super()._collect(n_step, n_episode, *how)
-        except StopIteration:  # from a finite data set that has ended, in a reset: its steps are stored
-            self._lost_steps = False
-            raise
-        self._lost_steps = False
-        self._state_in_driver = self._pre_collect_hidden_state_RH is not None
-        return stats
-
-    # A chunk at a time.
-
-    def _collect_chunks(self, n_step: int | None, n_episode: int | None, random: bool) -> Any:
-        parts = None if random else self._parts
         if self._pre_collect_obs_RO is None:
             raise ValueError(
                 "Initial obs and info should not be None. "
                 "Either reset the collector (using reset or reset_env) or pass reset_before_collect=True to collect.",
             )
-        if self._prefetch and n_episode:
-            raise prefetch_error("n_step", f"n_episode={n_episode}", "Use another collector for whole episodes.")
-        if self._pipeline.pending and (n_episode or parts):
-            self.reset_env()  # a call before was interrupted: its chunk need not have been for this one
-        if n_episode and self._unbiased and self._in_mid_episode:
+        if self._way not in (None, way) or self._num_uses != uses_of(self.env):
+            self.reset_env(gym_reset_kwargs)  # also where something else has reset or stepped them
+        try:
+            if chunks is not None:
+                return self._collect_chunks(chunks, n_step, n_episode, random)
+            return self._collect_steps(n_step, n_episode, random, render, gym_reset_kwargs)
+        finally:
+            self._num_uses = uses_of(self.env)
+
+    def _collect_steps(self, n_step: int | None, n_episode: int | None, *how: Any) -> Any:
+        """Collects as Tianshou does; takes the arguments of `_collect`."""
+        if self._prefetch or (n_episode and self._unbiased):
+            raise single_steps_error("prefetch or max_staleness" if self._prefetch else "unbiased=True")
+        self._way = "lost"
+        try:
+            stats = super()._collect(n_step, n_episode, *how)
+        except StopIteration:  # from a finite data set that has ended, in a reset: its steps are stored
+            self._way = "steps"
+            raise
+        self._way = "steps"
+        return stats
+
+    def _collect_chunks(
+        self, chunks: ChunkScheduler, n_step: int | None, n_episode: int | None, random: bool
+    ) -> CollectStats:
+        store = self._published(random)
+        if n_episode and self._prefetch:
             raise ConfigError(
-                "With unbiased=True, episodes begin in the call that counts them.",
-                expected="environments at the beginning of an episode",
-                got="some in mid-episode, begun by an earlier collect",
-                remedy="Pass reset_before_collect=True, or call reset() first.",
+                f"n_episode={n_episode} was passed with prefetch or max_staleness, which take steps ahead. "
+                "Pass n_step, or use another collector for whole episodes."
             )
-        if self._parts and not parts and (self._parts.pending or self._kept_parts):
-            raise prefetch_error(
-                "random=True in the first calls only, before the policy acts", "pending chunks", "Call reset() first."
+        if n_episode and self._unbiased and self._way is not None:
+            raise ConfigError(
+                "Some environments are in mid-episode. With unbiased=True, episodes begin in the call that counts "
+                "them: pass reset_before_collect=True, or call reset() first."
             )
-        if n_step and parts:
-            stats = self._collect_parts(parts, n_step)
-        else:
-            stats = self._collect_scheduled(n_step, n_episode, random)
+        if random and self._max_staleness and not chunks.is_idle:
+            raise ConfigError(
+                "random=True was passed while chunks of the policy are pending. With max_staleness, pass it in the "
+                "first calls only, or call reset() first."
+            )
+        if n_episode and not chunks.is_idle:
+            self.reset_env()  # a call before was interrupted: its chunk need not have been for this one
+        stats = self.collect_stats_class()
+        self._fill(chunks, store, n_step, n_episode, stats, goes_ahead=self._prefetch and not random)
         self.collect_step += stats.n_collected_steps
         self.collect_episode += stats.n_collected_episodes
         if n_episode:
             self.reset_env()
         return stats
 
-    def _collect_scheduled(self, n_step: int | None, n_episode: int | None, random: bool) -> Any:
-        schedule: Schedule
-        if n_step:
-            schedule = StepCount(n_step, self.env_num)
-        else:
-            schedule = (EpisodeQuotas if self._unbiased else TianshouEpisodes)(n_episode or 0, self.env_num)
-        stats = self.collect_stats_class()
-        store = self._workers.at_random(self._action_space[0]) if random else self._workers.store
-        assert store is not None
-        self._in_mid_episode = True
-        num_next = StepCount(n_step, self.env_num).next_steps() if n_step and self._prefetch and not random else 0
-        is_last = False
-        while not is_last:
-            chunk, at_random, is_last = self._next_chunk(store, schedule, num_next)
-            self._insert(chunk, stats, at_random, with_episodes=bool(n_episode))
-            self._lost_steps = False
-            if self._prefetch and hasattr(stats, "staleness") and not at_random:
-                stats.staleness = max(stats.staleness, store.version - chunk.weights_version)
-        if not (n_episode or self._prefetch):
-            self._keep_last(chunk, random)
-        return stats
+    def _published(self, random: bool) -> WeightStore:
+        """Returns what acts in the workers: the policy as it is now, or random actions."""
+        if random:
+            return self._workers.at_random(self._action_space[0])
+        store, is_copied_again = self._workers.publish(self.policy, self.exploration_noise)
+        if is_copied_again and self._has_state and self._way is not None:
+            logger.warning(
+                "the policy was copied to the workers again in mid-episode, without its hidden state: "
+                "resetting all environments"
+            )
+            self.reset_env()
+        return store
 
-    def _next_chunk(self, store: WeightStore, schedule: Schedule, num_next: int) -> tuple[Chunk, bool, bool]:
-        """Takes the pending chunk, or a new one. After the last, workers start `num_next` steps for the next call.
+    def _fill(
+        self,
+        chunks: ChunkScheduler,
+        store: WeightStore,
+        n_step: int | None,
+        n_episode: int | None,
+        stats: CollectStats,
+        *,
+        goes_ahead: bool,
+    ) -> None:
+        """Collects chunks until there are as many steps or episodes as requested, and stores them."""
+        is_asynchronous = goes_ahead and self._max_staleness is not None
+        steps = StepCount(n_step or 0, self.env_num, n_step if is_asynchronous and n_step else MAX_STEPS)
+        schedule: Schedule = steps
+        if n_episode:
+            schedule = (EpisodeQuotas if self._unbiased else TianshouEpisodes)(n_episode, self.env_num)
+        max_chunks = self._max_chunks(max(steps.left, chunks.longest)) if is_asynchronous else math.inf
+        num_next = steps.next_steps() if goes_ahead else 0
+        self._way = self._way or "chunks"
+        while num_steps := schedule.next_steps():
+            num_ahead = num_next if steps.left <= num_steps else 0
+            finished = chunks.collect(store, num_steps, num_ahead=num_ahead, max_chunks=max_chunks)
+            self._way = "lost"
+            for members in in_rounds(finished):
+                parts = [self._chunk_of(member) for member in members]
+                chunk = join_chunks(parts) if len(parts) > 1 else parts[0]
+                chunk = replace(chunk, valid=schedule.take(chunk.valid, counted_ends(chunk)))
+                is_random = members[0].store is self._workers.random_store
+                self._insert(chunk, stats, is_random, with_episodes=bool(n_episode))
+            self._way = "chunks"
+            if goes_ahead:
+                self._note_ages(stats, finished)
+            if is_asynchronous:
+                return
 
-        Returns:
-            The chunk, its `valid` cleared where a step does not belong; whether it was taken at random; and whether it
-            is the last that the schedule asks for.
-        """
-        pipeline = self._pipeline
-        if not pipeline.pending:
-            pipeline.start(store, schedule.next_steps())
-        at_random = pipeline.pending[0].store is self._workers.random_store
-        taken = self._chunk_of(pipeline.finish())
-        chunk = replace(taken, valid=schedule.take(taken.valid, counted_ends(taken)))
-        is_last = not schedule.next_steps()
-        if num_next and is_last:
-            pipeline.start(store, num_next)
-        return chunk, at_random, is_last
-
-    def _collect_parts(self, parts: PartsPipeline, n_step: int) -> Any:
-        """Stores chunks of parts until there are as many as environments, and every chunk that is due."""
-        store, num_steps = self._workers.store, -(-n_step // self.env_num)
-        assert store is not None and self._max_staleness is not None
-        self._in_mid_episode = True
-        kept_steps = (part.rollout.summary.valid.shape[0] for part in self._kept_parts)
-        longest = max([num_steps, *(chunk.num_steps for chunk in parts.pending), *kept_steps])
-        most = min(steps_per_env(self.buffer) // longest, math.inf if self._max_staleness > 1 else 1)
+    def _max_chunks(self, num_steps: int) -> float:
+        """Returns how many chunks of an environment a call may store, so that none overwrites another."""
+        assert self._max_staleness is not None
+        most = min(steps_per_env(self.buffer) // num_steps, math.inf if self._max_staleness > 1 else 1)
         if most < min(2, self._max_staleness):
             raise ConfigError(
-                "With `max_staleness` a fast worker may deliver several chunks to one call, none overwriting another.",
-                expected=f"a buffer with room for two chunks of {longest} steps of each environment",
-                got=f"room for {steps_per_env(self.buffer)} steps of each",
-                remedy="Double the size of the buffer, or pass max_staleness=1.",
+                f"The buffer has room for {steps_per_env(self.buffer)} steps of each environment. A fast worker may "
+                f"deliver two chunks of {num_steps} steps to one call: double the buffer, or pass max_staleness=1."
             )
-        parts.start(store, num_steps, ahead=True)
-        parts.collect(store, num_steps, self._kept_parts, ahead=True, most=most)
-        stats = self.collect_stats_class()
-        kept, self._kept_parts = self._kept_parts, []
-        for members in in_rounds(kept):
-            chunk = join_chunks([self._chunk_of(part.rollout) for part in members])
-            self._insert(chunk, stats, random=False, with_episodes=False)
-        self._lost_steps = False
-        ages = [store.version - part.rollout.summary.weights_version for part in kept for _ in part.envs]
-        if hasattr(stats, "staleness"):
-            stats.staleness = max(ages)
-        if hasattr(stats, "staleness_counts"):
-            stats.staleness_counts = tuple(np.bincount(ages).tolist())
-        return stats
+        return most
 
-    def _chunk_of(self, rollout: Rollout) -> Chunk:
-        """Returns the chunk of a rollout in the form in which it is stored; the caller stores it next."""
-        self._lost_steps = True
-        if rollout.summary.bad_obs is not None and not self._bad_obs_reported:
+    def _note_ages(self, stats: Any, finished: list[ScheduledChunk]) -> None:
+        """Notes how many times the policy had changed since it began the chunks."""
+        assert self._workers.store is not None
+        version, random_store = self._workers.store.version, self._workers.random_store
+        taken = [chunk for chunk in finished if chunk.store is not random_store]
+        ages = [version - chunk.rollout.summary.weights_version for chunk in taken for _ in chunk.envs]
+        if hasattr(stats, "staleness"):
+            stats.staleness = max([stats.staleness, *ages])
+        if hasattr(stats, "staleness_counts") and self._max_staleness is not None:
+            stats.staleness_counts = tuple(np.bincount(ages).tolist())
+
+    def _chunk_of(self, taken: ScheduledChunk) -> Chunk:
+        """Returns a chunk in the form in which it is stored."""
+        bad, chunk = taken.rollout.summary.bad_obs, taken.rollout.chunk
+        if bad is not None and not self._bad_obs_reported:
             self._bad_obs_reported = True
-            logger.warning("an observation or a reward is not finite: %s", rollout.summary.bad_obs)
-        assert rollout.chunk is not None
-        return assembled_chunk(rollout.chunk)
+            logger.warning("an observation or a reward is not finite: %s", bad)
+        assert chunk is not None
+        return assembled_chunk(chunk)
 
     def _insert(self, chunk: Chunk, stats: CollectStats, random: bool, with_episodes: bool) -> None:
         act: Any = chunk.extras.get("act", chunk.act)
         if random:
             lead = chunk.valid.shape
             act = self.policy.map_action_inverse(act.reshape(-1, *act.shape[2:])).reshape(*lead, *act.shape[2:])
-        entry, store = policy_entry(chunk.extras), self._workers.store
-        self._state_key = store.key if store is not None and "hidden_state" in entry else None
+        entry = policy_entry(chunk.extras)
+        self._has_state = "hidden_state" in entry
         insertion = ChunkInsertion(self.buffer, chunk, act=act, policy=entry)
         stats.n_collected_steps += int(chunk.valid.sum())
         if "dist_std" in chunk.extras:
@@ -454,20 +410,12 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 episode_return=episode_return if episode_return.ndim else float(episode_return),
             )
 
-    def _keep_last(self, chunk: Chunk, random: bool) -> None:
-        """Keeps the last observations and infos for a collect that takes one step at a time."""
-        n, last = self.env_num, chunk.num_steps - 1
-        obs = chunk.last_obs
-        if isinstance(obs, dict):
-            obs = objects([tree_map(lambda leaf: leaf[row], obs) for row in range(n)])  # noqa: B023
-        infos: list[dict[str, Any]] = [{} if done else {"env_id": row} for row, done in enumerate(chunk.done[last])]
-        for said, of_reset in ((chunk.infos, False), (chunk.reset_infos, True)):
-            for item in said.where(lambda t, n: t == last):
-                if chunk.done[last, item.n] == of_reset:
-                    infos[item.n] = {**item.info, **infos[item.n]}
-        self._pre_collect_obs_RO, self._pre_collect_info_R = obs, objects(infos)
-        state = None if random else policy_entry(chunk.extras).get("hidden_state")
-        if state is not None:
-            state = state[last]
-            self._reset_hidden_state_based_on_type(np.flatnonzero(chunk.done[last]), state)
-        self._pre_collect_hidden_state_RH = state
+
+def _is_picklable(policy: Policy) -> bool:
+    """Whether workers can act with a policy; else it acts in the driver."""
+    try:
+        TianshouPolicy(policy).structure()
+    except ConfigError as error:
+        logger.warning("the policy acts in the driver: %s", error)
+        return False
+    return True

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from rayvec.collect.episode_quotas import EPISODE_CHUNK_STEPS
 
-__all__ = ["Schedule", "StepCount", "TianshouEpisodes"]
+__all__ = ["MAX_STEPS", "Schedule", "StepCount", "TianshouEpisodes"]
 
-_MOST_STEPS = 128
+MAX_STEPS = 128
 """Steps of a chunk where their number is known beforehand; it bounds the memory that chunks take."""
 
 
@@ -33,18 +33,28 @@ class Schedule(Protocol):
 
 
 class StepCount:
-    """A number of steps in all, the same for every environment, and so rounded up."""
+    """A number of steps in all, the same for every environment, and so rounded up.
 
-    def __init__(self, n_step: int, num_envs: int) -> None:
-        self._left = -(-n_step // num_envs)
+    Args:
+        n_step: Steps in all.
+        num_envs: How many environments.
+        max_steps: The most steps of one chunk.
+
+    Attributes:
+        left: How many steps each environment has to take.
+    """
+
+    def __init__(self, n_step: int, num_envs: int, max_steps: int = MAX_STEPS) -> None:
+        self.left = -(-n_step // num_envs)
+        self._max_steps = max_steps
 
     def next_steps(self) -> int:
         """See :class:`Schedule`."""
-        return max(0, min(self._left, _MOST_STEPS))
+        return max(0, min(self.left, self._max_steps))
 
     def take(self, valid: NDArray[np.bool_], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """See :class:`Schedule`."""
-        self._left -= len(valid)
+        self.left -= len(valid)
         return valid
 
 

@@ -1,0 +1,264 @@
+"""Which chunks are requested, and which of them make a batch: the scheduler of every collector."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import numpy as np
+
+from rayvec.data import Chunk, EpisodeStats, Rollout
+from rayvec.data.batch import join_episodes
+from rayvec.data.episodes import EpisodeTracker
+from rayvec.data.join_chunks import join_chunks
+from rayvec.pools.publish_weights import WeightStore
+from rayvec.vector.pool_adapter import PoolAdapter
+
+__all__ = ["ChunkScheduler", "ScheduledChunk", "StopEarly", "in_rounds", "join_lanes"]
+
+StopEarly = Callable[[int], bool]
+"""Whether to end a chunk early, given the number of steps that its environments have taken together so far."""
+
+_MAX_PENDING = 2
+"""The most pending chunks of a lane."""
+_PROMPT = 1
+"""A lane whose last chunk was at most this many versions old is requested ahead."""
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledChunk:
+    """A chunk that was requested.
+
+    Attributes:
+        envs: Indices of its environments.
+        store: The policy that takes it, with the weights of the time of the request; None if it acts in this process.
+        num_steps: How many steps were requested.
+        due: The newest version of the weights that may have been published before it is in a batch.
+        number: How many chunks were requested before it.
+        rollout: The result, once it has finished.
+    """
+
+    envs: range
+    store: WeightStore | None
+    num_steps: int
+    due: float
+    number: int
+    rollout: Rollout = field(init=False)
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """Environments that take their chunks together, in the order of the requests.
+
+    Attributes:
+        part: The worker or the node that they belong to, by its index in ``env.parts``; None for all environments.
+        envs: Their indices.
+        first_step: How many steps each could take in the chunks that have finished.
+        pending: The chunks that have not, oldest first.
+        is_prompt: Whether the last chunk was at most `_PROMPT` versions old.
+    """
+
+    part: int | None
+    envs: range
+    first_step: int = 0
+    pending: deque[ScheduledChunk] = field(default_factory=deque)
+    is_prompt: bool = True
+
+
+class ChunkScheduler:
+    """Requests chunks, also ahead of their use, and holds those that have finished until a batch takes them.
+
+    All environments take their chunks together. With `max_staleness`, those of each worker or node take theirs alone.
+    A lane that is fast is then in a batch several times, in the order of time, and one that is slow not at all. A
+    wait that is interrupted loses nothing: what has finished and what is pending is for the next batch.
+
+    Args:
+        env: Takes the chunks.
+        noise_seed: Seed of the policy's noise.
+        by_reference: Whether chunks stay in the object store.
+        max_staleness: How many versions of the weights may be published between the request of a chunk and the batch
+            that has it. A batch waits for a lane only if its chunk would become older. With 1, and weights that were
+            published since the batch before, every batch has one chunk of each lane.
+
+    Attributes:
+        env: As given.
+        noise_seed: As given.
+    """
+
+    def __init__(
+        self, env: PoolAdapter, noise_seed: int, *, by_reference: bool = False, max_staleness: int | None = None
+    ) -> None:
+        self.env = env
+        self.noise_seed = noise_seed
+        self._by_reference = by_reference
+        self._max_staleness = math.inf if max_staleness is None else max_staleness
+        parts = env.parts
+        self._num_envs = sum(map(len, parts))
+        together = [_Lane(None, range(self._num_envs))]
+        self._lanes = together if max_staleness is None else [_Lane(*each) for each in enumerate(parts)]
+        self._num_requests = 0
+        self._finished: list[ScheduledChunk] = []
+
+    @property
+    def first_step(self) -> int:
+        """The most steps that an environment could take in the chunks that have finished; may be set, for all."""
+        return max(lane.first_step for lane in self._lanes)
+
+    @first_step.setter
+    def first_step(self, first_step: int) -> None:
+        for lane in self._lanes:
+            lane.first_step = first_step
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no chunk is pending, and no finished one waits for a batch."""
+        return not self._finished and not any(lane.pending for lane in self._lanes)
+
+    @property
+    def longest(self) -> int:
+        """The most steps of a chunk that is pending, or has finished and waits for a batch; 0 without one."""
+        pending = (chunk for lane in self._lanes for chunk in lane.pending)
+        return max((chunk.num_steps for chunk in (*self._finished, *pending)), default=0)
+
+    def collect(
+        self,
+        store: WeightStore,
+        num_steps: int,
+        *,
+        num_ahead: int = 0,
+        stop_early: StopEarly | None = None,
+        max_chunks: float = math.inf,
+    ) -> list[ScheduledChunk]:
+        """Waits for the chunks of a batch, and returns them in the order in which they finished.
+
+        The batch is complete when it has a column for each environment and as many steps as `num_steps` for each, and
+        no pending chunk is due.
+
+        Args:
+            store: The policy and its weights.
+            num_steps: What the batch needs of each environment. What earlier calls have requested counts, and may
+                be more.
+            num_ahead: Steps of the chunks to request for the next batch. With 0, all pending chunks are for this one.
+            stop_early: Asked about every millisecond whether to end the chunk; not with `max_staleness`.
+            max_chunks: How many chunks of a lane the batch may have.
+        """
+        for lane in self._lanes:
+            max_pending = _MAX_PENDING if num_ahead and lane.is_prompt else 1
+            self._request(lane, store, num_steps, num_ahead, max_pending)
+        while lanes := self._wanted(store.version, num_steps, num_ahead, max_chunks):
+            lane = self._wait(lanes, stop_early)
+            lane.is_prompt = store.version - self._finished[-1].rollout.summary.weights_version <= _PROMPT
+            self._request(lane, store, num_steps, num_ahead)
+        return self._take()
+
+    def taken(self, rollout: Rollout, num_steps: int) -> list[ScheduledChunk]:
+        """Returns a chunk of `num_steps` steps that a policy in this process has taken, and counts its steps."""
+        chunk = ScheduledChunk(self._lanes[0].envs, None, num_steps, math.inf, 0)
+        chunk.rollout = rollout
+        self.first_step += num_steps
+        return [chunk]
+
+    def wait(self) -> None:
+        """Waits for all pending chunks; the next batch has them.
+
+        Raises:
+            Exception: What an environment or a policy raised in one of them.
+        """
+        for lane in self._lanes:
+            while lane.pending:
+                self._wait([lane])
+
+    def drop(self) -> list[ScheduledChunk]:
+        """Waits for all pending chunks, and returns all that no batch has: the next one will not follow them."""
+        self.wait()
+        return self._take()
+
+    def forget(self) -> None:
+        """Forgets all chunks, where the environments are closed."""
+        self._finished.clear()
+        for lane in self._lanes:
+            lane.pending.clear()
+
+    def _take(self) -> list[ScheduledChunk]:
+        taken, self._finished = self._finished, []
+        return taken
+
+    def _request(self, lane: _Lane, store: WeightStore, num_steps: int, num_ahead: int, max_pending: int = 1) -> None:
+        """Requests the steps that a batch lacks of a lane, or else a chunk ahead, if fewer than so many are pending."""
+        pending_steps = sum(chunk.num_steps for chunk in lane.pending)
+        missing = num_steps - pending_steps - sum(each.num_steps for each in self._finished if each.envs == lane.envs)
+        count = missing if missing > 0 else num_ahead
+        if len(lane.pending) >= max_pending or not count:
+            return
+        first_step = lane.first_step + pending_steps
+        self.env.rollout_async(
+            store, count, first_step, self.noise_seed, by_reference=self._by_reference, part=lane.part
+        )
+        due = store.version + self._max_staleness - (missing > 0)  # what this batch lacks counts from the one before
+        lane.pending.append(ScheduledChunk(lane.envs, store, count, due, self._num_requests))
+        self._num_requests += 1
+
+    def _wait(self, lanes: Sequence[_Lane], stop_early: StopEarly | None = None) -> _Lane:
+        """Waits until one of some lanes has finished its oldest chunk, in the order of preference; returns the lane."""
+        lane = lanes[0]
+        if lane.part is None:
+            rollout = self.env.rollout_wait(cut=stop_early)
+        else:
+            part, rollout = self.env.part_wait([lane.part for lane in lanes if lane.part is not None])
+            lane = self._lanes[part]
+        chunk = lane.pending.popleft()  # after the wait: an interrupted one leaves it pending
+        chunk.rollout = rollout
+        lane.first_step += chunk.num_steps
+        self._finished.append(chunk)
+        return lane
+
+    def _wanted(self, version: int, num_steps: int, num_ahead: int, max_chunks: float) -> list[_Lane]:
+        """Returns the lanes whose oldest chunk may come next into the batch; none at its end.
+
+        Chunks with the oldest weights come first, and of these the one that was requested first.
+        """
+        counts = Counter(chunk.envs for chunk in self._finished)
+        waiting = [lane for lane in self._lanes if lane.pending and counts[lane.envs] < max_chunks]
+        waiting.sort(key=lambda lane: (lane.pending[0].due, lane.pending[0].number))
+        due = [lane for lane in waiting if lane.pending[0].due <= version]
+        sizes = [(chunk.num_steps, len(chunk.envs)) for chunk in self._finished]
+        sizes += [(lane.pending[0].num_steps, len(lane.envs)) for lane in due]
+        has_columns = sum(width for _, width in sizes) >= self._num_envs
+        has_steps = sum(length * width for length, width in sizes) >= num_steps * self._num_envs
+        return due if num_ahead and has_columns and has_steps else waiting
+
+
+def in_rounds(chunks: Sequence[ScheduledChunk]) -> list[list[ScheduledChunk]]:
+    """Groups chunks: first the first one of each lane, in the order of environments, then the second ones, and so on.
+
+    Args:
+        chunks: The chunks, those of each lane in the order of time.
+    """
+    by_lane: dict[range, list[ScheduledChunk]] = {}
+    for chunk in sorted(chunks, key=lambda chunk: chunk.envs.start):
+        by_lane.setdefault(chunk.envs, []).append(chunk)
+    return [[chunk for chunk in members if chunk is not None] for members in zip_longest(*by_lane.values())]
+
+
+def join_lanes(finished: Sequence[ScheduledChunk], tracker: EpisodeTracker) -> tuple[Chunk, EpisodeStats]:
+    """Joins chunks of lanes: side by side the first one of each lane, then the second ones, and so on.
+
+    Args:
+        finished: The chunks, those of each lane in the order of time. Shorter ones are padded.
+        tracker: Sums the episodes.
+
+    Returns:
+        The chunk, and the episodes that ended in it.
+    """
+    rounds = in_rounds(finished)
+    rollouts = (each.rollout for members in rounds for each in members)
+    joined = join_chunks([rollout.chunk for rollout in rollouts if rollout.chunk is not None])
+    episodes, start = [], 0
+    for members in rounds:
+        envs = np.concatenate([np.array(each.envs) for each in members])
+        episodes.append(tracker.add(joined.columns(start, start + len(envs)), envs)[0])
+        start += len(envs)
+    return joined, join_episodes(episodes)
