@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,12 +22,15 @@ from rayvec.data.topology import NodeSlice, Topology
 from rayvec.envs.slices import own_arrays
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError
-from rayvec.fleet.commands import Answer, Child, ChildLost, Op, Ticket
+from rayvec.fleet.commands import STEPPING, Answer, Child, ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import Fleet
 
 __all__ = ["Cluster", "NodeChild", "Places"]
 
+logger = logging.getLogger(__name__)
+
 _CLOSE_S = 10.0
+_POLL_S = 0.1
 _RESTARTS = 1 << 20
 """How often the environments of a node that is replaced count as restarted: more often than they were on the node."""
 
@@ -68,12 +72,24 @@ class Places(Protocol):
         """
         ...
 
-    def another(self, place: NodeSlice, error: Exception) -> NodeSlice:
-        """Returns where the environments of a lost node resume.
+    def another(self, k: int, slices: Sequence[NodeSlice], error: Exception) -> NodeSlice:
+        """Returns where the environments of node k resume, which is lost. `slices` has the places of all.
 
         Raises:
             NodeLostError: Nowhere.
         """
+        ...
+
+    def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
+        """Returns which nodes' environments move now, and where to; with `leaving_only`, from nodes that leave."""
+        ...
+
+    def leaves(self, place: NodeSlice) -> bool:
+        """Whether a node has announced that it leaves."""
+        ...
+
+    def distrust(self, place: NodeSlice) -> None:
+        """Notes that environments could not start on a node."""
         ...
 
 
@@ -118,8 +134,8 @@ class Cluster(Fleet):
                 raise error.error from error
             raise
         bounds = np.cumsum([0, *sizes]).tolist()
-        super().__init__(nodes, bounds, self._replacement if rehost else None, restarts=_RESTARTS)
-        self._release = release
+        super().__init__(nodes, bounds, self._replacement, restarts=_RESTARTS)
+        self._rehost, self._release = rehost, release
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays of the driver and of all nodes for these spaces."""
@@ -129,21 +145,68 @@ class Cluster(Fleet):
             node.attach(observation, action, int(self.bounds[k]))
         self.open(own_arrays(self.layout, self.num_envs))
 
+    def post(self, command: Command) -> Ticket:
+        """Starts a command. Before a reset or a chunk, environments may move to other nodes."""
+        if command.op in STEPPING:
+            leaving_only = command.op == Op.STEP
+            for k, place in self._places.moves(self._slices, leaving_only).items():
+                if not self._pending[k] or self._places.leaves(self._slices[k]):
+                    self._move(k, place)
+        return super().post(command)
+
+    def _move(self, k: int, place: NodeSlice) -> None:
+        """Moves the environments of node k, once it has answered. If they can't start there, they stay."""
+        old, before = self.children[k], self._slices[k]
+        chunks = [ticket for ticket in self._pending[k] if ticket.command.op == Op.ROLLOUT]
+        while any(k not in ticket.answers for ticket in chunks):
+            self._receive(k, _POLL_S)
+        if self._slices[k] is not before:  # it was lost meanwhile
+            return
+        envs = f"environments {self.bounds[k]} to {self.bounds[k + 1] - 1}"
+        try:
+            node = self._opened(k, place)
+        except Exception as error:
+            self._places.distrust(place)
+            logger.warning("%s can't move to node %s: %s", envs, place.name, error)
+            return
+        leaves = " (it leaves)" if self._places.leaves(before) else ""
+        logger.warning("%s moved from node %s%s to node %s", envs, before.name, leaves, place.name)
+        self._slices[k] = place
+        self.resume(k, node)
+        old.close(_CLOSE_S)
+        old.join(_CLOSE_S)
+
     def replace(self, k: int, lost: ChildLost) -> None:
-        """Starts a node in place of one that is lost. Its environments resume from their last answers."""
+        """Starts a node in place of one that is lost. Its environments resume from their last answers.
+
+        Raises:
+            NodeLostError: Lost nodes are not replaced, or there is no place.
+        """
+        if not self._rehost:
+            self.children[k].kill()
+            raise lost.error
         self._loss: Exception = lost.error
         super().replace(k, lost)
 
     def _replacement(self, k: int) -> NodeChild:
         while True:
-            place = self._places.another(self._slices[k], self._loss)
+            place = self._places.another(k, self._slices, self._loss)
             try:
-                (node,) = self._places.open([place])
-                self._check_sizes(self._slices[k], node.spaces())
-                break
+                node = self._opened(k, place)
             except ChildLost as lost:
                 self._loss, self._slices[k] = lost.error, place
-        self._slices[k] = place
+            else:
+                self._slices[k] = place
+                return node
+
+    def _opened(self, k: int, place: NodeSlice) -> NodeChild:
+        """Starts a node for the environments of node k."""
+        (node,) = self._places.open([place])
+        try:
+            self._check_sizes(place, node.spaces())
+        except BaseException:
+            node.kill()
+            raise
         node.attach(*self._spaces, int(self.bounds[k]))
         return node
 
@@ -159,18 +222,23 @@ class Cluster(Fleet):
 
     @property
     def topology(self) -> Topology:
-        """Which node holds which environments."""
-        units = self.spaces.unit_bounds
-        if units is None:
-            return Topology(tuple(self._slices))
-        return Topology(
-            tuple(replace(each, worker_bounds=tuple(units[list(each.worker_bounds)].tolist())) for each in self._slices)
-        )
+        """Which node holds which environments. Those of one node that adjoin are one slice."""
+        units, nodes = self.spaces.unit_bounds, list[NodeSlice]()
+        for each in self._slices:
+            bounds = each.worker_bounds
+            bounds = bounds if units is None else tuple(units[list(bounds)].tolist())
+            num_cpus = each.num_cpus
+            if nodes and nodes[-1].node_id == each.node_id:
+                last = nodes.pop()
+                bounds, num_cpus = last.worker_bounds + bounds[1:], last.num_cpus + num_cpus
+            nodes.append(replace(each, worker_bounds=bounds, num_cpus=num_cpus))
+        return Topology(tuple(nodes))
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """How each node is reached: ``"shm"`` or ``"tcp"``."""
-        return tuple(node.transport for node in self.children)
+        """How each node of the topology is reached: ``"shm"`` or ``"tcp"``."""
+        pairs = groupby(zip(self._slices, self.children, strict=True), lambda pair: pair[0].node_id)
+        return tuple(next(nodes)[1].transport for _, nodes in pairs)
 
     @property
     def parts(self) -> tuple[range, ...]:
@@ -179,7 +247,11 @@ class Cluster(Fleet):
 
     def pids(self) -> dict[str, list[int]]:
         """Returns process ids by the name of the node: of the owner of its workers, and of these."""
-        return {place.name: node.worker_pids() for place, node in zip(self._slices, self.children, strict=True)}
+        found: dict[str, list[int]] = {}
+        for place, node in zip(self._slices, self.children, strict=True):
+            owner, *workers = node.worker_pids()
+            found.setdefault(place.name, [owner]).extend(workers)
+        return found
 
     def take(self, ticket: Ticket) -> Answer:
         """Returns what a command has brought. A chunk is a ``Rollout``."""
@@ -194,7 +266,7 @@ class Cluster(Fleet):
             refs = [ChunkRef(e.env_ids, e.num_steps, part.kept) for e, part in zip(summaries, parts, strict=True)]
             return answer._replace(value=Rollout(join_summaries(summaries), None, tuple(refs), times, 0.0))
         chunks = [part.chunk for part in parts if part.chunk is not None]
-        is_view = len(chunks) > 1 or self.transports[0] == "shm"  # of memory that a later chunk overwrites
+        is_view = len(chunks) > 1 or self.children[0].transport == "shm"  # of memory that a later chunk overwrites
         chunk = join_chunks(chunks) if is_view else chunks[0]
         return answer._replace(value=Rollout(summarize(chunk), chunk, (), times, 0.0))
 

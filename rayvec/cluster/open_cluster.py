@@ -5,30 +5,28 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayvec.cluster.cluster import Cluster
+from rayvec.cluster.elastic import ElasticPlaces
 from rayvec.cluster.node_variables import restore_variables
-from rayvec.cluster.placement import FreeNode, free_nodes, look_until, plan_topology, wait_for_topology
-from rayvec.cluster.ray_places import RayPlaces
+from rayvec.cluster.placement import free_nodes
+from rayvec.cluster.ray_places import Demand, RayPlaces
 from rayvec.cluster.ray_session import RaySession
-from rayvec.data import NodeSlice, Topology
+from rayvec.data import NodeSlice
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.envs.step_time import StepTime
-from rayvec.errors import NodeLostError, RemoteFailure, check_count
+from rayvec.errors import NodeLostError, RemoteFailure
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.probe import MAX_WAITING_WORKERS, MIN_WAITING_CORES, log_probe, probe_step
 
 __all__ = ["open_cluster"]
 
 _START_ATTEMPTS = 3
-_FREED_S = 1.0
-"""For how long to look for a free core, in seconds: Ray frees the cores of closed environments with a delay."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ logger = logging.getLogger(__name__)
 def open_cluster(
     factory: EnvFactory,
     *,
-    num_nodes: int | None = None,
+    num_nodes: int | tuple[int, int] | None = None,
     workers_per_node: int | None = None,
     worker_per_env: bool = False,
     claim_cpus: bool = True,
@@ -50,7 +48,8 @@ def open_cluster(
 
     Args:
         factory: Makes all environments.
-        num_nodes: How many nodes to use; by default all that have free cores.
+        num_nodes: How many nodes to use; by default all that have free cores. A pair is the least and the greatest
+            number: environments then move as nodes join and leave.
         workers_per_node: Worker processes on each; by default one for each free core.
         worker_per_env: Whether each environment gets a worker of its own.
         claim_cpus: Whether to claim the workers' cores from Ray, so that Ray gives them to no other task.
@@ -63,28 +62,19 @@ def open_cluster(
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.
     """
-    for name, value, least in (("num_nodes", num_nodes, 0), ("workers_per_node", workers_per_node, 1)):
-        if value is not None:
-            check_count(name, value, least)  # num_nodes=0 does not come here, but is allowed
+    sizes: dict[str, Any] = {"worker_per_env": worker_per_env}
+    demand = Demand(factory, tuple(preload), restart_policy, num_nodes, workers_per_node, claim_cpus, sizes)
+    places = (ElasticPlaces if isinstance(num_nodes, tuple | list) else RayPlaces)(demand)
     session = RaySession(address)
     try:
-        sizes: dict[str, Any] = {"worker_per_env": worker_per_env}
-
-        def plan() -> Topology:
-            find = partial(free_nodes, claimed_too=not claim_cpus)
-            nodes = look_until(find, lambda found: _num_free(found) >= (num_nodes or len(found)), _FREED_S)
-            topology = plan_topology(nodes, factory.num_envs, num_nodes, workers_per_node, **sizes)
-            return topology if claim_cpus else topology.without_claims()
-
-        if probe and not (workers_per_node or worker_per_env or factory.native):
-            if sum(node.num_workers for node in wait_for_topology(plan).nodes) < factory.num_envs:
-                sizes |= _sizes_for(_probe(factory, preload, restart_policy))
+        may_wait = probe and not (workers_per_node or worker_per_env or factory.native)
+        if may_wait and places.num_workers() < factory.num_envs:
+            sizes |= _sizes_for(_probe(factory, preload, restart_policy))
         for attempt in range(_START_ATTEMPTS):
-            topology = wait_for_topology(plan)
+            topology = places.topology()
             if unclaimed := [node.name for node in topology.nodes if claim_cpus and not node.num_cpus]:
                 logger.warning("no core is free on %s: workers run there without claiming any", ", ".join(unclaimed))
             try:
-                places = RayPlaces(factory, preload, restart_policy)
                 return Cluster(topology, places, rehost=rehost, release=session.release)
             except NodeLostError as error:  # a node that ended may be listed for some seconds
                 if attempt + 1 == _START_ATTEMPTS:
@@ -102,10 +92,6 @@ def _sizes_for(step: StepTime | None) -> dict[str, Any]:
         return {}
     cores = max(MIN_WAITING_CORES, step.busy)
     return {"worker_per_env": True, "max_workers": MAX_WAITING_WORKERS, "cores_per_worker": cores}
-
-
-def _num_free(nodes: Sequence[FreeNode]) -> int:
-    return sum(node.cpus > 0 for node in nodes)
 
 
 def _probe(factory: EnvFactory, preload: Sequence[str], restart_policy: RestartPolicy) -> StepTime | None:

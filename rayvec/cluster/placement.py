@@ -21,7 +21,9 @@ __all__ = [
     "FreeNode",
     "choose_nodes",
     "free_nodes",
+    "leaving_nodes",
     "look_until",
+    "num_free",
     "place_again",
     "plan_topology",
     "reserved_bundles",
@@ -103,6 +105,21 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
             raylet = address, node["NodeManagerPort"]
             nodes.append(FreeNode(node["NodeID"], address, cpus, all_cpus, left.get("GPU", 0.0), raylet))
     return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
+
+
+def num_free(nodes: Sequence[FreeNode]) -> int:
+    """Returns how many nodes have a free core."""
+    return sum(node.cpus > 0 for node in nodes)
+
+
+def leaving_nodes() -> frozenset[str]:
+    """Returns the ids of the nodes that Ray drains: they announced that they leave. The driver's own is not among them.
+
+    What runs on a draining node continues, but nothing new is placed there.
+    """
+    from ray._private.state import state
+
+    return frozenset(state.get_draining_nodes()) - {ray.get_runtime_context().get_node_id()}
 
 
 def choose_nodes(nodes: Sequence[_NodeT], used: Collection[str], leaving: Collection[str], most: int) -> list[_NodeT]:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,22 +20,31 @@ from rayvec.cluster.core_claim import CoreClaim
 from rayvec.cluster.node_server import NodeServer, NodeSpec
 from rayvec.cluster.node_variables import restore_variables
 from rayvec.cluster.own_node import OwnNode
-from rayvec.cluster.placement import place_again, reserved_bundles
+from rayvec.cluster.placement import (
+    free_nodes,
+    look_until,
+    num_free,
+    place_again,
+    plan_topology,
+    reserved_bundles,
+    wait_for_topology,
+)
 from rayvec.cluster.reachability import can_call_ray, check_connected, put
 from rayvec.cluster.remote import RemoteNode
 from rayvec.cluster.software_versions import check_versions, own_versions
 from rayvec.cluster.stream import Stream, accept, connect
-from rayvec.data import NodeSlice
+from rayvec.data import NodeSlice, Topology
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import NodeLostError, first_line
+from rayvec.errors import NodeLostError, check_count, first_line
 from rayvec.fleet.commands import ChildLost
 from rayvec.fleet.restarts import RestartPolicy
 from rayvec.node.machine import Machine
 
-__all__ = ["NodeActor", "RayPlaces"]
+__all__ = ["DISTRUST_S", "Demand", "NodeActor", "RayPlaces"]
 
 _PLACE_S = 10.0
-_DISTRUST_S = 30.0
+_FREED_S = 1.0
+DISTRUST_S = 30.0
 """How long a node that was lost gets no environments: Ray lists a node that is gone for about a minute."""
 
 
@@ -106,23 +115,71 @@ class _Process:
             ray.kill(self._actor)
 
 
+@dataclass(slots=True)
+class Demand:
+    """What environments ask of a cluster.
+
+    Attributes:
+        factory: Makes all environments.
+        preload: Modules that the workers of a node import once.
+        restart_policy: Whether environments that raise, and workers that die or hang, are replaced.
+        num_nodes: How many nodes to use; None for all that have free cores. A pair is the least and greatest number.
+        workers_per_node: Worker processes on each; None for one for each free core.
+        claim_cpus: Whether to claim the workers' cores from Ray.
+        sizes: Of workers, as of :func:`~rayvec.cluster.placement.plan_topology`.
+    """
+
+    factory: EnvFactory
+    preload: tuple[str, ...]
+    restart_policy: RestartPolicy
+    num_nodes: Any
+    workers_per_node: int | None
+    claim_cpus: bool
+    sizes: dict[str, Any]
+
+
 class RayPlaces:
     """Opens nodes on Ray.
 
     Args:
-        factory: Makes all environments.
-        preload: Modules that the workers of a node import once.
-        restart_policy: Whether environments that raise, and workers that die or hang, are replaced.
+        demand: What environments ask.
     """
 
-    def __init__(self, factory: EnvFactory, preload: Sequence[str], restart_policy: RestartPolicy) -> None:
-        self._factory, self._preload, self._restart_policy = factory, tuple(preload), restart_policy
-        self._distrusted: dict[str, float] = {}
+    def __init__(self, demand: Demand) -> None:
+        for name, least in (("num_nodes", 0), ("workers_per_node", 1)):
+            if (value := getattr(demand, name)) is not None:
+                check_count(name, value, least)  # num_nodes=0 does not come here, but is allowed
+        self._demand, self._distrusted = demand, dict[str, float]()
+
+    def topology(self) -> Topology:
+        """Returns where all environments begin. It waits for cores: Ray frees those of closed ones with a delay.
+
+        Raises:
+            ConfigError: The cluster does not have the nodes or cores.
+        """
+
+        def plan() -> Topology:
+            demand = self._demand
+            find = partial(free_nodes, claimed_too=not demand.claim_cpus)
+            nodes = look_until(find, lambda found: num_free(found) >= (demand.num_nodes or len(found)), _FREED_S)
+            num_envs = demand.factory.num_envs
+            topology = plan_topology(nodes, num_envs, demand.num_nodes, demand.workers_per_node, **demand.sizes)
+            return topology if demand.claim_cpus else topology.without_claims()
+
+        return wait_for_topology(plan)
+
+    def num_workers(self) -> int:
+        """Returns how many workers there are, if each has a core."""
+        return sum(node.num_workers for node in self.topology().nodes)
 
     def open(self, places: Sequence[NodeSlice]) -> list[NodeChild]:
         """Starts nodes: their actors at the same time."""
         here = ray.get_runtime_context().get_node_id()
-        starting = [CoreClaim(here, place.num_cpus) if place.node_id == here else _Process(place) for place in places]
+        is_reserved = here in reserved_bundles()[1]
+        starting = [
+            _Process(place) if place.node_id != here else CoreClaim(here, 0 if is_reserved else place.num_cpus)
+            for place in places
+        ]
         nodes: list[NodeChild] = []
         try:
             for place, each in reversed(list(zip(places, starting, strict=True))):  # the own one comes last
@@ -136,33 +193,49 @@ class RayPlaces:
 
     def _far(self, place: NodeSlice, process: _Process) -> RemoteNode:
         first, stop = place.worker_bounds[0], place.worker_bounds[-1]
-        parts, seed = self._factory.in_parts(place.worker_bounds), self._factory.seed
-        spec = NodeSpec(parts, stop - first, seed, place.name, self._preload, self._restart_policy, first)
+        factory, preload, restart_policy = self._demand.factory, self._demand.preload, self._demand.restart_policy
+        parts = factory.in_parts(place.worker_bounds)
+        spec = NodeSpec(parts, stop - first, factory.seed, place.name, preload, restart_policy, first)
         return RemoteNode(process, spec)
 
     def _own(self, place: NodeSlice, claim: CoreClaim) -> OwnNode:
         name = f"node {place.name}"
         if not claim.wait(_PLACE_S):
             raise ChildLost(NodeLostError(f"{name} has had no {place.num_cpus:g} free cores for {_PLACE_S:g} s."))
-        first, stop = place.worker_bounds[0], place.worker_bounds[-1]
+        first, stop, factory = place.worker_bounds[0], place.worker_bounds[-1], self._demand.factory
         machine = Machine(
-            replace(self._factory, env_fns=self._factory.env_fns[first:stop]),
+            replace(factory, env_fns=factory.env_fns[first:stop]),
             place.num_workers,
             node=place.name,
-            preload=self._preload,
-            restart_policy=self._restart_policy,
+            preload=self._demand.preload,
+            restart_policy=self._demand.restart_policy,
             first_id=first,
         )
         return OwnNode(machine, name, claim.release, partial(put, what=f"a chunk of {name}"))
 
-    def another(self, place: NodeSlice, error: Exception) -> NodeSlice:
+    def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
+        """Returns which environments move to another node now: none, where the number of nodes is fixed."""
+        return {}
+
+    def leaves(self, place: NodeSlice) -> bool:
+        """Whether a node has announced that it leaves; it is asked of those whose environments move."""
+        return False
+
+    def another(self, k: int, slices: Sequence[NodeSlice], error: Exception) -> NodeSlice:
         """Returns where the environments of a lost node resume: on the node with the most free cores.
 
         Raises:
             NodeLostError: Nowhere.
         """
         check_connected(error)
-        now_s = time.monotonic()
-        if place.node_id != ray.get_runtime_context().get_node_id():  # this one runs: only its cores were missing
-            self._distrusted[place.node_id] = now_s + _DISTRUST_S
-        return place_again(place, [node for node, until_s in self._distrusted.items() if until_s > now_s], error)
+        self.distrust(slices[k])
+        return place_again(slices[k], self.distrusted(), error)
+
+    def distrust(self, place: NodeSlice) -> None:
+        """Gives a node no environments for a while. This one runs: only its cores were missing."""
+        if place.node_id != ray.get_runtime_context().get_node_id():
+            self._distrusted[place.node_id] = time.monotonic() + DISTRUST_S
+
+    def distrusted(self) -> list[str]:
+        """Returns the ids of the nodes that get no environments now."""
+        return [node_id for node_id, until_s in self._distrusted.items() if until_s > time.monotonic()]

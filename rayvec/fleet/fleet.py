@@ -206,19 +206,24 @@ class Fleet:
         Raises:
             RayvecError: Lost children are not replaced, or this one was lost too often.
         """
-        child, rows, episode = self.children[k], self._rows[k], self.arrays["episode"]
+        child = self.children[k]
         child.kill()
         if self._start is None:
             raise lost.error
         if not self._budget.spend(k, lost.waited_s):
             raise _lost_too_often(child, lost)
+        self.notes.append(f"restarted {child.name}: {without_remedy(lost.error)}")
+        self.num_replaced += 1
+        self.resume(k, self._start(k))
+
+    def resume(self, k: int, child: Child) -> None:
+        """Lets a child, which has started, resume the environments of child k from their last answers."""
+        rows, episode = self._rows[k], self.arrays["episode"]
         tree_map(lambda array, kept: array.__setitem__(rows, kept[rows]), self.arrays["obs"], self._last_obs)
         running = self._last_episode[rows] == EpisodeState.RUNNING
         episode[rows] = np.where(running, EpisodeState.CUT, self._last_episode[rows])
         self.arrays["restarts"][rows] += self._restarts
-        self.notes.append(f"restarted {child.name}: {without_remedy(lost.error)}")
-        self.num_replaced += 1
-        child = self.children[k] = self._start(k)
+        self.children[k] = child
         child.open(self._arrays_of(k))
         for load in reversed(self._loaded[k].values()):
             self._pending[k].appendleft(Ticket(load, {k: Share(_NO_ROWS, load.rows, _NO_ROWS)}, {k: load}))

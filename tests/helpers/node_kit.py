@@ -88,8 +88,17 @@ class PlainPlaces:
         parts, seed = self.factory.in_parts(place.worker_bounds), self.factory.seed
         return RemoteNode(process, NodeSpec(parts, stop - first, seed, place.name, (), self.policy, first))
 
-    def another(self, place: NodeSlice, error: Exception) -> NodeSlice:
-        return place
+    def another(self, k: int, slices: Sequence[NodeSlice], error: Exception) -> NodeSlice:
+        return slices[k]
+
+    def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
+        return {}
+
+    def leaves(self, place: NodeSlice) -> bool:
+        return False
+
+    def distrust(self, place: NodeSlice) -> None:
+        pass
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""Nodes on Ray: actors, claims of cores, and bundles that a placement group has reserved."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import closing
+from typing import Any
+
+import cloudpickle
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from helpers.fleet_kit import OverFleet, Steps
+from helpers.kinds import ALL_SPACES, env_fns, in_lockstep
+
+from rayvec.cluster.open_cluster import open_cluster
+from rayvec.data import ChunkRequest
+from rayvec.envs.factory import EnvFactory
+from rayvec.fleet.commands import Command, Op
+from rayvec.fleet.restarts import RestartPolicy
+from rayvec.rollout.policy_host import ChunkOrder
+
+
+def cluster_of(fns: Any, **settings: Any) -> Any:
+    cluster = open_cluster(EnvFactory.build(list(fns)), **{"workers_per_node": 1, **settings})
+    cluster.allocate(cluster.spaces.observation, cluster.spaces.action)
+    return cluster
+
+
+def reset(fleet: Any) -> None:
+    fleet.run(Command(Op.RESET, np.arange(fleet.num_envs), rest=(list(range(5, 5 + fleet.num_envs)), None)))
+
+
+def step(fleet: Any) -> Any:
+    return fleet.run(Command(Op.STEP, np.arange(fleet.num_envs), np.zeros(fleet.num_envs, np.int64)))
+
+
+def test_equal_to_sync_vector_env(ray_cluster: object) -> None:
+    space = spaces.Dict(ALL_SPACES)
+    fns = env_fns(5, space, space)
+    fleet = cluster_of(fns, num_nodes=2)
+    ours = OverFleet(fleet, fleet.spaces, AutoresetMode.NEXT_STEP)
+    with closing(fleet), closing(SyncVectorEnv(fns)) as sync:
+        assert fleet.transports == ("shm", "tcp")
+        assert in_lockstep(ours, sync, 12, options={"level": 2}) > 10
+
+
+def test_an_actor_that_dies_is_replaced(ray_cluster: object) -> None:
+    with closing(cluster_of([Steps] * 4, num_nodes=2, rehost=True, restart_policy=RestartPolicy(True))) as fleet:
+        reset(fleet)
+        step(fleet)
+        pids = fleet.pids()
+        os.kill(pids[fleet.topology.nodes[1].name][0], signal.SIGKILL)
+        step(fleet)
+        assert fleet.arrays["truncated"].tolist() == [False, False, True, True]
+        assert fleet.take_replaced() == {"node": 1}
+        step(fleet)
+        step(fleet)
+        assert fleet.arrays["obs"][:, 1].tolist() == [4, 4, 1, 1]
+
+
+def test_a_chunk_that_stays_on_its_node(ray_cluster: object) -> None:
+    import ray
+
+    with closing(cluster_of([Steps] * 4, num_nodes=2)) as fleet:
+        reset(fleet)
+        rows = np.arange(4)
+        policy = cloudpickle.dumps(lambda obs: np.zeros(len(obs), np.int64))
+        fleet.run(Command(Op.LOAD, rows, rest=(1, policy, False, 0)))
+        order = ChunkOrder(1, ChunkRequest(6, by_reference=True))
+        rollout = fleet.run(Command(Op.ROLLOUT, rows, rest=order)).value
+        assert rollout.chunk is None and len(rollout.refs) == 2
+        chunks = [ray.get(ref.ref) for ref in rollout.refs]
+        assert [chunk.env_ids.tolist() for chunk in chunks] == [[0, 1], [2, 3]]
+        assert rollout.summary.truncated.sum() == 4
+
+
+def test_workers_use_the_bundles_of_a_placement_group(ray_cluster: object) -> None:
+    """As in a trial of Ray Tune: the first bundle is that of the trial, the others are for its workers."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    def trial() -> Any:
+        with closing(cluster_of([Steps] * 4, workers_per_node=None, probe=False)) as fleet:
+            reset(fleet)
+            step(fleet)
+            return sum(node.num_workers for node in fleet.topology.nodes), fleet.arrays["obs"][:, 1].tolist()
+
+    group = placement_group([{"CPU": 1}, *[{"CPU": 1}] * 2], strategy="PACK")
+    assert group.wait(20)
+    try:
+        strategy: Any = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+        task: Any = ray.remote(num_cpus=1, scheduling_strategy=strategy)(trial)
+        num_workers, steps = ray.get(task.remote())
+    finally:
+        remove_placement_group(group)
+    assert num_workers == 2 and steps == [1] * 4
