@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 
 import rayvec
 from rayvec.config import CONFIGS
-from rayvec.config.schema import describe
+from rayvec.config.schema import docs_of, fields_of
 
 project = "rayvec"
 author = "rayvec maintainers"
@@ -51,12 +51,16 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|#|/)([\w./-]+)")
 def write_configuration_table() -> None:
     """Writes the tables that ``configuration.md`` includes."""
     lines: list[str] = []
-    for name, cls in CONFIGS.items():
-        lines += [f"## `rayvec train {name}`", "", f"{cls.__name__}: {(cls.__doc__ or '').splitlines()[0]}", ""]
+    for algorithm, cls in CONFIGS.items():
+        lines += [f"## `rayvec train {algorithm}`", "", f"{cls.__name__}: {(cls.__doc__ or '').splitlines()[0]}", ""]
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
-        for row in describe(cls):
-            kind = f"{row.type}, {row.bounds}" if row.bounds else row.type
-            cells = (f"`{row.name}`", kind, f"`{row.default}`", row.doc)
+        types = {}
+        for base in reversed(cls.__mro__):
+            types |= vars(base).get("__annotations__", {})
+        for name, each in fields_of(cls).items():
+            default = each.get_default(call_default_factory=True)
+            shown = "unset" if default is None else default
+            cells = (f"`{name}`", f"`{types[name]}`", f"`{shown}`", docs_of(cls)[name])
             lines.append("| " + " | ".join(cell.replace("|", r"\|").replace("<", r"\<") for cell in cells) + " |")
         lines.append("")
     write("configuration-table", "\n".join(lines))

@@ -10,7 +10,6 @@ that checkpoints keep, and a policy that acts in the worker processes without to
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 import rayvec
+from rayvec.config import dataclass
 from rayvec.policies.networks import flat_weights, make_actor_critic
 from rayvec.training.runs import register
 

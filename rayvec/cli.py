@@ -1,7 +1,7 @@
 """The command line: ``rayvec train | eval | plot | bench | doctor``.
 
-Options are the fields of the config classes, read by tyro. Input that can't work ends with one message on standard
-error and exit code 2. A run that fails after it has begun ends with code 1 and a line that says how to resume it.
+Options are the fields of the config classes. Input that can't work ends with one message on standard error and exit
+code 2. A run that fails after it has begun ends with code 1 and a line that says how to resume it.
 
 Ctrl-C ends a command with code 130. Before and after `main` (while Python starts, imports this module or exits), the
 signal itself ends the process, which a shell shows as 130 too. What a command has printed by then is complete.
@@ -13,77 +13,43 @@ import atexit
 import contextlib
 import errno
 import gc
+import importlib
 import io
 import math
 import os
+import re
 import select
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import tyro
+from typing import Any, ClassVar, Literal, NoReturn
 
 import rayvec
 from rayvec.bench.settings import Model, Scaling
-from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig
-from rayvec.config.command_line import check_options, subcommands, with_values
-from rayvec.config.plugins import import_plugins, split_plugins
-from rayvec.config.schema import Bounds, check, field_names
+from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig, dataclass
+from rayvec.config.command_line import OptionParser, read_options
+from rayvec.config.plugins import import_plugins
+from rayvec.config.presets import changed
+from rayvec.config.schema import Count, Natural, Seed, require, suggested
+from rayvec.config.settings_yaml import read_yaml
 from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError
 from rayvec.training.stop_signals import Interrupts, Terminated
 
 __all__ = ["main"]
 
-if TYPE_CHECKING:
-    _Settings = TrainConfig
-else:
-    _Settings = subcommands()
 
-
-@dataclass(frozen=True)
-class Train:
-    """Train an agent, evaluate it greedily, and keep everything in a run directory."""
-
-    settings: _Settings
-
-    def run(self, args: Sequence[str]) -> None:
-        """Trains, or resumes a run; `args` are the arguments of the command line."""
-        cls, mentioned = CONFIGS[self.settings.algorithm], _mentioned(args)
-        values = {name: getattr(self.settings, name) for name in field_names(cls) if name in mentioned}
-        run_dir: Path | None = self.settings.resume  # type: ignore[attr-defined]
-        if run_dir is None:
-            config = cls(**values)
-            from rayvec.training.loop import train
-
-            result = train(config)
-        else:
-            if "run_dir" in mentioned:
-                raise ConfigError(
-                    f"--resume and --run-dir {values['run_dir']} were passed together. A resumed run stays in its "
-                    "directory: leave --run-dir out. To start a new run with the weights of this one, pass "
-                    "--init-from."
-                )
-            from rayvec.training.loop import resume
-
-            result = resume(run_dir, algorithm=self.settings.algorithm, **values)
-        mean = result.eval_return_mean
-        print(
-            f"greedy return {'none' if math.isnan(mean) else f'{mean:.2f}'} after {result.total_steps:,} steps "
-            f"and {result.wall_s:.1f} s; everything is in {result.run_dir}"
-        )
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Eval:
     """Play greedy episodes with the last checkpoint of a run; the first number printed is their mean return."""
 
-    run_dir: tyro.conf.Positional[Path]
+    positional: ClassVar[str] = "run_dir"
+
+    run_dir: Path
     """Directory of the run."""
 
-    episodes: Annotated[int, Bounds(1)] = 100
+    episodes: Count = 100
     """Episodes to play."""
 
     checkpoint: str = "checkpoint.pt"
@@ -95,22 +61,20 @@ class Eval:
     render: Literal["human"] | None = None
     """Also show the first of these episodes on the screen; the environment needs render mode "human"."""
 
-    seed: Annotated[int, Bounds(0, 2**32 - 1)] | None = None
-    """Seed of the episodes; not given: the run's own, which plays the episodes of the evaluation at its end."""
+    seed: Seed | None = None
+    """Seed of the episodes; unset: the run's own, which plays the episodes of the evaluation at its end."""
 
     address: str | None = None
-    """Address of a running Ray cluster; not given: as in training."""
+    """Address of a running Ray cluster; unset: as in training."""
 
-    num_nodes: Annotated[int, Bounds(0)] | None = None
-    """Ray nodes to spread the environments over, 0 for this machine without Ray; not given: as in training."""
+    num_nodes: Natural | None = None
+    """Ray nodes to spread the environments over, 0 for this machine without Ray; unset: as in training."""
 
-    workers_per_node: Annotated[int, Bounds(0)] | None = None
-    """Worker processes on each node; not given: as in training."""
+    workers_per_node: Natural | None = None
+    """Worker processes on each node; unset: as in training."""
 
-    def run(self, args: Sequence[str]) -> None:
-        """Evaluates; `args` are the arguments of the command line."""
-        check(self)
-        mentioned = _mentioned(args)
+    def run(self) -> None:
+        """Evaluates, and prints a line."""
         from rayvec.training.evaluation import evaluate_run
 
         for path in ([self.video] if self.video else []) + ([None] if self.render else []):
@@ -119,7 +83,7 @@ class Eval:
             episode_return = render_episode(self.run_dir, path, seed=self.seed, checkpoint=self.checkpoint)
             where = f"in {path}" if path else "on the screen"
             print(f"rayvec: an episode with return {episode_return:.2f} {where}", file=sys.stderr)
-        changes = {name: getattr(self, name) for name in ADJUSTABLE if name in mentioned}
+        changes = {name: getattr(self, name) for name in ADJUSTABLE if getattr(self, name, None) is not None}
         evaluation = evaluate_run(
             self.run_dir, num_episodes=self.episodes, seed=self.seed, checkpoint=self.checkpoint, **changes
         )
@@ -129,11 +93,13 @@ class Eval:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plot:
     """Draw the curves of several runs; runs that differ in their seed alone are one line with its spread."""
 
-    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    positional: ClassVar[str] = "run_dirs"
+
+    run_dirs: tuple[Path, ...]
     """Directories of runs."""
 
     out: Path = Path("curves.png")
@@ -146,22 +112,7 @@ class Plot:
         plot_and_list(read_runs(self.run_dirs), self.out)
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Measure how steps/s scale over nodes, and predict the throughput of more nodes."""
-
-    command: Annotated[Scaling, tyro.conf.subcommand("scaling")] | Annotated[Model, tyro.conf.subcommand("model")]
-
-    def run(self) -> int:
-        """Runs the benchmark; returns 1 if nothing could be measured."""
-        from rayvec.bench import model, scaling
-
-        if isinstance(self.command, Scaling):
-            return scaling.run(self.command)
-        return model.run(self.command)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Check this machine and every node of a Ray cluster as a run would use them, and say what to do.
 
@@ -184,16 +135,21 @@ class Doctor:
         return report(self.address, self.env_id, as_json=self.json)
 
 
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Eval, tyro.conf.subcommand("eval")]
-    | Annotated[Plot, tyro.conf.subcommand("plot")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
-)
+_COMMANDS: dict[str, Any] = {
+    "eval": Eval,
+    "plot": Plot,
+    "bench scaling": Scaling,
+    "bench model": Model,
+    "doctor": Doctor,
+}
+"""Commands besides ``train``, as classes of settings with a method that runs them, or a module of their name."""
+_FILES = {
+    "config": "YAML file of settings, such as config.yaml of a run. Options change them.",
+    "resume": "Directory of a run to resume from its last checkpoint. It has its own settings.",
+}
+"""Options of ``train`` that are no settings."""
 
 
-_DESCRIPTION = "Train, evaluate and measure. `rayvec --version` prints the version."
 _BROKEN_PIPE = 128 + 13
 """The exit code that a shell gives a command that SIGPIPE ended."""
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -211,20 +167,11 @@ def main(args: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # help texts have characters that a locale's encoding may lack
     is_program, args = args is None, sys.argv[1:] if args is None else args
-    options = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
     try:
         with Interrupts() as interrupts:
-            if args[:1] == ["--version"]:
-                print(f"rayvec {rayvec.__version__}", flush=True)
-                return 0
-            args = with_values(_load_plugins(args))
-            check_options(args)
-            command: Train | Eval | Plot | Bench | Doctor = tyro.cli(
-                Command, prog="rayvec", description=_DESCRIPTION, args=args, config=options
-            )
-            is_training = isinstance(command, Train)  # it takes SIGTERM itself, to finish the iteration first
+            is_training = "train" in args  # it takes SIGTERM itself, to finish the iteration first
             with contextlib.nullcontext() if is_training else interrupts.taking_sigterm():
-                code = command.run(args) if isinstance(command, Train | Eval) else command.run()
+                code = _run(args)
             print(end="", flush=True)
             return code or 0
     except KeyboardInterrupt as interrupt:
@@ -273,28 +220,106 @@ def _drop_unwritable_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _load_plugins(args: Sequence[str]) -> Sequence[str]:
-    """Imports the plugins of a command line, whose algorithms become subcommands; returns the other arguments.
-
-    For ``train``, the last of these name the plugins, which the run's settings keep. Modules in the working directory
-    can be named, too.
-    """
+def _run(args: Sequence[str]) -> int | None:
+    """Runs the command that the arguments name; returns its exit code."""
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
-    plugins, others = split_plugins(args)
-    import_plugins(plugins)
-    globals()["_Settings"] = subcommands()
-    return [*others, "--plugin", *plugins] if plugins and others[:1] == ["train"] else others
+        sys.path.append(os.getcwd())  # modules in the working directory can be named, too
+    parser = OptionParser("rayvec")
+    parser.add_argument("--plugin", action="append", default=[])
+    found, words = parser.parse_known_args(args)
+    import_plugins(found.plugin)
+    if words[:1] == ["--version"]:
+        print(f"rayvec {rayvec.__version__}")
+        return None
+    if words[:1] == ["train"]:
+        return _train(words[1:], found.plugin)
+    name = " ".join(words[: 2 if words[:1] == ["bench"] else 1])
+    if name not in _COMMANDS:
+        known = {"train": "Train an agent, evaluate it, and keep everything in a run directory."}
+        _list("rayvec", known | {each: _summary(cls) for each, cls in _COMMANDS.items()}, name)
+    settings = _COMMANDS[name](**read_options(name, _COMMANDS[name], words[len(name.split()) :]))
+    module: Any = importlib.import_module(f"rayvec.{name.replace(' ', '.')}") if words[0] == "bench" else None
+    code: int | None = module.run(settings) if module else settings.run()
+    return code
+
+
+def _summary(cls: type) -> str:
+    return (cls.__doc__ or "").partition("\n")[0]
+
+
+def _list(prog: str, known: Mapping[str, str], word: str) -> NoReturn:
+    """Prints the names that may follow `prog`; refuses a `word` that is none of them."""
+    near = suggested(word.removeprefix("bench").strip().lower(), [*known, "scaling", "model"])
+    advice = f"Did you mean {near}?" if near else f"`{prog} --help` lists them."
+    is_help = word.rpartition(" ")[2] in ("-h", "--help", "--help-all")
+    require(is_help or word in ("", "bench"), f"{word!r} is no command of `{prog}`. {advice}")
+    lines = [f"usage: {prog} NAME [OPTIONS]", "", *(f"  {name:<15}{text}" for name, text in known.items())]
+    print("\n".join([*lines, "", f"`{prog} NAME --help` lists the options."]), file=None if is_help else sys.stderr)
+    raise SystemExit(0 if is_help else 2)
+
+
+def _train(words: list[str], plugins: list[str]) -> int | None:
+    """Trains, or resumes a run."""
+    parser = OptionParser("rayvec train")
+    for name in _FILES:
+        parser.add_argument(f"--{name}", type=Path, default=None)
+    found, words = parser.parse_known_args(words)
+    algorithm = words.pop(0) if words and words[0][0] != "-" else ""
+    before = _settings_before(found.config, found.resume, algorithm)
+    algorithm = algorithm or getattr(before, "algorithm", "")
+    if algorithm not in CONFIGS:
+        _list("rayvec train", {name: _summary(cls) for name, cls in CONFIGS.items()}, algorithm or "".join(words[:1]))
+    base = before.to_plain() if before else {}
+    given = read_options(f"train {algorithm}", CONFIGS[algorithm], words, base, _FILES)
+    given |= {"plugin": plugins} if plugins else {}
+    from rayvec.training.loop import resume, train
+
+    if found.resume is None:
+        result = train(changed(before, **given) if before else CONFIGS[algorithm](**given))
+    else:
+        assert before
+        require(
+            "run_dir" not in given,
+            f"--resume and --run-dir {given.get('run_dir')} were passed together. A resumed run stays in its "
+            "directory: leave --run-dir out. To start a new run with the weights of this one, pass --init-from.",
+        )
+        is_same = algorithm == before.algorithm
+        wanted = replace(before, **given) if is_same else before
+        changes = {name: getattr(wanted, name) for name in given} if is_same else {"algorithm": algorithm}
+        result = resume(found.resume, **changes)
+    mean = result.eval_return_mean
+    print(
+        f"greedy return {'none' if math.isnan(mean) else f'{mean:.2f}'} after {result.total_steps:,} steps "
+        f"and {result.wall_s:.1f} s; everything is in {result.run_dir}"
+    )
+    return None
+
+
+def _settings_before(config: Path | None, resume: Path | None, algorithm: str) -> TrainConfig | None:
+    """Returns the settings that options change: of ``--config`` or ``--resume``; None without."""
+    if resume is not None:
+        from rayvec.training.run_dir import load_config
+
+        require(config is None, "--config and --resume were passed together. A resumed run has its own settings.")
+        return load_config(resume)
+    if config is None:
+        return None
+    config = config.expanduser()
+    try:
+        settings = read_yaml((config / "config.yaml" if config.is_dir() else config).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{config} can't be read: {error}. Pass a file as config.yaml of a run is.") from None
+    settings = {"algorithm": algorithm, **settings} if isinstance(settings, dict) and algorithm else settings
+    found = TrainConfig.from_plain(settings)
+    require(
+        algorithm in ("", found.algorithm),
+        f"{config} has the settings of {found.algorithm}, and {algorithm} was passed. Leave the algorithm out.",
+    )
+    return found
 
 
 def _print_error(text: str, error: BaseException) -> None:
     print("\n".join([f"rayvec: {text}", *getattr(error, "__notes__", [])]), file=sys.stderr)
-
-
-def _mentioned(args: Sequence[str]) -> frozenset[str]:
-    """Returns the names of the fields that command-line arguments set."""
-    names = (arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--"))
-    return frozenset(name.removeprefix("no_") for name in names)
 
 
 def _explanation(error: Exception) -> str | None:
@@ -307,8 +332,9 @@ def _explanation(error: Exception) -> str | None:
         what = " ".join(str(cause or error).split()) or "MemoryError"
         return f"Out of memory: {what}. Lower num_envs, num_steps, hidden_sizes or another size, or free memory."
     if isinstance(cause, RayvecError):
-        is_whole = cause.raised_in is None or " Remedy: " not in str(error)
-        return str(cause) if is_whole else f"{error} Raised in {cause.raised_in}."
+        files = re.findall(r'File "(.+?)", line', str(cause))  # of the traceback, if another process raised it
+        is_ours = bool(files) and Path(files[-1]).is_relative_to(Path(rayvec.__file__).parent)
+        return f"{type(error).__name__}: {error} Raised in {cause.raised_in}." if is_ours else str(cause)
     if isinstance(error, OSError) and cause is None and (hasattr(error, "__notes__") or error.errno in _REFUSED):
         return f"{type(error).__name__}: {error}"
     return None

@@ -9,14 +9,13 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from rayvec.config.schema import plain
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.versions import installed_versions
@@ -77,7 +76,7 @@ class Results:
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
             "machine": machine(),
             "versions": installed_versions(),
-            "settings": plain(self.settings) | {"out": str(self.settings.out)},
+            "settings": asdict(self.settings),
             "notes": self.notes,
             "rows": self.rows,
         }

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-import tyro
+from pydantic import Field
 
-from rayvec.config.base import Count, NonNegative, Positive
-from rayvec.config.schema import Bounds
+from rayvec.config.schema import Count, NonNegative, Positive, dataclass
 
 __all__ = ["Model", "Scaling"]
 
-Sigma = Annotated[float, Bounds(0, 3)]
+Sigma = Annotated[float, Field(ge=0, le=3)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +83,9 @@ class Scaling:
 class Model:
     """Predict steps/s on more nodes from a scaling.json with one and two nodes."""
 
-    scaling: tyro.conf.Positional[Path] = Path("runs/bench-scaling/scaling.json")
+    positional: ClassVar[str] = "scaling"
+
+    scaling: Path = Path("runs/bench-scaling/scaling.json")
     """What `rayvec bench scaling` has written."""
 
     nodes: tuple[Count, ...] = (4, 8, 16, 32)

@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import math
 import textwrap
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import BeforeValidator, Field, InstanceOf, TypeAdapter, model_validator
+from pydantic_core import ArgsKwargs
 
 from rayvec.config.plugins import import_plugins
-from rayvec.config.presets import PRESETS, PresetMeta
-from rayvec.config.schema import Bounds, check, check_names, describe, field_names, plain, suggested
-from rayvec.errors import ConfigError, check_node_range
+from rayvec.config.presets import PRESETS, by_preset, with_preset
+from rayvec.config.schema import (
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    Seed,
+    checked_class,
+    dataclass,
+    docs_of,
+    fields_of,
+    require,
+    suggested,
+)
+from rayvec.errors import check_node_range
 
-__all__ = [
-    "ADJUSTABLE",
-    "CONFIGS",
-    "Count",
-    "Fraction",
-    "NonNegative",
-    "Positive",
-    "TrainConfig",
-    "check_ranks",
-]
+__all__ = ["ADJUSTABLE", "CONFIGS", "TrainConfig"]
 
-Count = Annotated[int, Bounds(1)]
-NonNegative = Annotated[float, Bounds(0)]
-Positive = Annotated[float, Bounds(0, excludes_low=True)]
-Fraction = Annotated[float, Bounds(0, 1)]
 _EVAL_STEPS = 50_000
-Scalar = None | bool | int | float | str
+Scalar = None | bool | int | Annotated[float, Field(allow_inf_nan=True)] | str
+NodeCount = Annotated[
+    Natural | tuple[int, int] | None,
+    BeforeValidator(lambda value: value.split(":") if isinstance(value, str) and ":" in value else value),
+]
 
 CONFIGS: dict[str, type[TrainConfig]] = {}
 """Config classes by the name of their algorithm on the command line."""
@@ -45,7 +50,6 @@ ADJUSTABLE = (
     "num_learners",
     "learners",
     "sync_fraction",
-    "min_share",
     "variable_lengths",
     "learner_device",
     "replay_on_device",
@@ -55,7 +59,6 @@ ADJUSTABLE = (
     "eval_episodes",
     "eval_steps",
     "eval_interval_steps",
-    "log_interval_steps",
     "track",
     "on_env_error",
     "step_timeout_s",
@@ -73,7 +76,7 @@ steps.
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(metaclass=PresetMeta):
+class TrainConfig:
     """The settings that every run has, whatever its algorithm.
 
     A setting that is not passed has the value of the preset, if that has one, or else its default.
@@ -83,25 +86,26 @@ class TrainConfig(metaclass=PresetMeta):
     """
 
     algorithm: ClassVar[str] = ""
+    log_interval_steps: ClassVar[int] = 1  # that one line of metrics covers, rounded up to whole iterations
 
-    env_id: str = "CartPole-v1"
-    """Gymnasium id of the environment, with its module where importing that registers it: "module:Name-v0". Or a class
-    or function that makes it: "module:Class"."""
+    env_id: InstanceOf[str] = "CartPole-v1"
+    """Gymnasium id, "module:Name-v0" or "module:Class" of the environment. A module is imported first where it
+    registers the id. A class or function of a module makes the environment."""
 
     preset: Literal["auto", "none", "classic", "box2d", "mujoco", "atari"] = "auto"
     """Settings tuned to a kind of environment, in place of the defaults; settings that you pass override it. "auto": by
     env_id, where a preset is known for it. The defaults shown are those without a preset."""
 
-    native: str | None = None
+    native: InstanceOf[str] | None = None
     """Function that makes a gymnasium.vector.VectorEnv of the number of environments that it is called with, as
     "module:function". Each worker steps one such native sub-batch, in the place of environments of env_id."""
 
     env_kwargs: dict[str, Scalar | list[Scalar]] = field(default_factory=dict)
-    """Keyword arguments for the environment's constructor, or for the function that makes it. On the command line: NAME
-    VALUE pairs; lists can't be passed."""
+    """Arguments of the environment's constructor, as NAME VALUE pairs. Or of the function that makes it. On the command
+    line, '{NAME: [VALUE, ...]}' passes lists."""
 
     wrappers: tuple[str, ...] = ()
-    """Functions that wrap each environment on its worker, in this order, each as "module:function"."""
+    """Functions that wrap each environment, each as "module:function". They are called on its worker, in this order."""
 
     total_steps: Count = 100_000
     """Environment steps to train for, rounded up to whole iterations."""
@@ -109,22 +113,22 @@ class TrainConfig(metaclass=PresetMeta):
     num_envs: Count = 16
     """Environments that are stepped in parallel."""
 
-    seed: Annotated[int, Bounds(0, 2**32 - 1)] = 1
+    seed: Seed = 1
     """Seed of the initial weights, exploration, minibatches and environments."""
 
     run_dir: Path | None = None
     """Directory of the run, which must not exist; unset: runs/<environment>-<algorithm>-seed<seed>-<time>."""
 
     init_from: Path | None = None
-    """Directory of a run with the same network, whose weights training begins with, statistics of observations
-    included. Optimizer, schedule and counters begin anew, and SAC takes no random steps."""
+    """Directory of a run whose weights training begins with. It has the same network, and its statistics of
+    observations are taken too. Optimizer, schedule and counters begin anew, and SAC takes no random steps."""
 
-    num_nodes: Annotated[int, Bounds(0)] | tuple[int, int] | None = None
+    num_nodes: NodeCount = None
     """Ray nodes to spread the environments over; 0: this machine, without Ray. Two numbers (min, max), on the command
     line MIN:MAX: environments move as nodes join and leave. Unset: all nodes with free cores if Ray is initialised, an
     address is given or learners="dedicated"; else 0. With learners="dedicated", set it below the number of nodes."""
 
-    workers_per_node: Annotated[int, Bounds(0)] | None = None
+    workers_per_node: Natural | None = None
     """Worker processes on each node; unset: one for each core, or for each environment, up to 256, if steps wait. With
     num_nodes=0, 0 steps in the driver's process."""
 
@@ -148,12 +152,9 @@ class TrainConfig(metaclass=PresetMeta):
     on nodes without environments; "decentralized": by ranks that each step their own share of the environments, so that
     no steps pass through the driver (DD-PPO). Unset: "driver" with one learner, "shared" with several."""
 
-    sync_fraction: Annotated[float, Bounds(0, 1, excludes_low=True)] = 0.6
+    sync_fraction: Annotated[float, Field(gt=0, le=1)] = 0.6
     """With decentralized ranks: once this share of them has taken its steps, the others stop at their next step; 1: no
     rank is stopped."""
-
-    min_share: Fraction = 0.25
-    """With decentralized ranks: the share of its steps that each rank takes before it may be stopped."""
 
     variable_lengths: bool = False
     """With decentralized ranks: environments need not take equally many steps; an iteration ends once they have taken
@@ -166,11 +167,12 @@ class TrainConfig(metaclass=PresetMeta):
     """Number format in which the learner's networks compute: "bf16" where the device is good at it, "tf32" on NVIDIA's
     GPUs (elsewhere it is float32). Weights, losses and optimizers stay in float32, and so do policies that act."""
 
-    learner_threads: Annotated[int, Bounds(1, 1024)] = 1
+    learner_threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Threads for the update of each rank; small networks gain nothing from a second thread."""
 
-    eval_episodes: Annotated[int, Bounds(0)] = 100
-    """Episodes of one greedy evaluation, after training and, with eval_interval_steps, during it; 0: no evaluation."""
+    eval_episodes: Natural = 100
+    """Episodes of one greedy evaluation; 0: no evaluation. There is one after training and, with eval_interval_steps,
+    also during it."""
 
     eval_steps: Count | None = None
     """Environment steps that one evaluation may take: it plays no more episodes than fit into them if each lasts for
@@ -178,20 +180,12 @@ class TrainConfig(metaclass=PresetMeta):
     than 50,000 steps is an error. Unset: a tenth of total_steps, at least 50,000."""
 
     eval_interval_steps: Count | None = None
-    """Environment steps between two greedy evaluations during training, each with a checkpoint. They have environments
-    of their own on the driver's machine, and do not affect training. Unset: evaluation only after training."""
-
-    log_interval_steps: Count = 1
-    """Environment steps that one line of metrics.jsonl and one point in TensorBoard cover, rounded up to whole
-    iterations."""
+    """Environment steps between two greedy evaluations during training. Each comes with a checkpoint. They have
+    environments of their own on the driver's machine, and do not affect training. Unset: evaluation only after
+    training."""
 
     track: Literal["wandb"] | None = None
     """Tracker that metrics go to as well: Weights & Biases, an extra."""
-
-    stagger_starts: bool = False
-    """Truncate the first episode of each environment after a number of steps between 1 and the environment's time
-    limit, drawn from its seed, so that episodes of equal length do not all end in the same step. A resumed run does the
-    same. Evaluations are not affected."""
 
     checkpoint_interval_s: NonNegative = 5.0
     """Seconds of training between checkpoints; 0 saves one after every iteration."""
@@ -208,7 +202,7 @@ class TrainConfig(metaclass=PresetMeta):
     """What happens to the environments of a lost node: "rehost" restarts them on the nodes that remain, "raise" ends
     the run."""
 
-    groups: Literal[1, 2] = 1
+    groups: Annotated[int, Field(ge=1, le=2)] = 1
     """With inference="driver": 2 lets the policy act on one half of the environments while the other half steps."""
 
     preload: tuple[str, ...] = ()
@@ -219,55 +213,56 @@ class TrainConfig(metaclass=PresetMeta):
     """Modules that register algorithms; they are imported before the settings are read. On the command line, one module
     after each --plugin."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, given: Any) -> ArgsKwargs:
+        return ArgsKwargs((), with_preset(cls, given.kwargs or {}))
+
     def __post_init__(self) -> None:
-        check(self)
-        if not self.env_id:
-            raise ConfigError("env_id is empty. Pass an id that Gymnasium knows, for example env_id='CartPole-v1'.")
-        presets = [name for name in PRESETS.get(self.algorithm, {}) if name.islower()]
-        if self.preset not in ("none", *presets):
-            raise ConfigError(
-                f"preset is {self.preset!r}. {self.algorithm} has the presets "
-                f"none{''.join(f', {name}' for name in presets)}."
-            )
-        if self.eval_interval_steps is not None and self.eval_episodes == 0:
-            raise ConfigError(
-                "eval_interval_steps was passed with eval_episodes=0. Pass eval_episodes of at least 1, or leave "
-                "eval_interval_steps out."
-            )
-        if self.native is not None and self.stagger_starts:
-            raise ConfigError(
-                "stagger_starts=True was passed with native. stagger_starts wraps environments one by one: leave "
-                "it out."
-            )
-        if self.num_learners > self.num_envs:
-            raise ConfigError(
-                f"num_learners is {self.num_learners}. It must be at most num_envs = {self.num_envs}: each rank "
-                "learns from its own environments."
-            )
+        cls: Any = type(self)
+        if (checked := checked_class(cls)) is not cls:  # dataclasses.dataclass checks nothing
+            vars(self).update(vars(checked(**vars(self))))
+        presets = ["none", *(name for name in PRESETS.get(self.algorithm, {}) if name.islower())]
+        require(self.env_id, "env_id is empty. Pass an id that Gymnasium knows, for example env_id='CartPole-v1'.")
+        require(
+            self.preset in presets,
+            f"preset is {self.preset}. {self.algorithm} has the presets {', '.join(presets)}.",
+        )
+        require(
+            self.eval_interval_steps is None or self.eval_episodes > 0,
+            "eval_interval_steps was passed with eval_episodes=0. Pass eval_episodes of at least 1, or leave "
+            "eval_interval_steps out.",
+        )
+        self._at_most("num_learners", self.num_envs, "num_envs", ": each rank learns from its own environments")
+        require(
+            self.learners != "driver" or self.num_learners == 1,
+            f"num_learners={self.num_learners} was passed with learners='driver'. For several learners, pass "
+            "learners='shared', 'dedicated' or 'decentralized'.",
+        )
         if isinstance(self.num_nodes, tuple):
             self._check_elastic(check_node_range(self.num_nodes))
-        if self.learners == "driver" and self.num_learners > 1:
-            raise ConfigError(
-                f"num_learners={self.num_learners} was passed with learners='driver'. For several learners, pass "
-                "learners='shared', 'dedicated' or 'decentralized'."
-            )
 
     def _check_elastic(self, num_nodes: tuple[int, int]) -> None:
-        if num_nodes[1] > self.num_envs:
-            raise ConfigError(
-                f"num_nodes is {num_nodes}. The maximum must be at most num_envs = {self.num_envs}: each node has "
-                "at least one environment."
-            )
-        if self.learner_mode == "decentralized" and num_nodes[1] > self.num_learners:
-            raise ConfigError(
-                f"num_nodes is {num_nodes}. The maximum must be at most num_learners = {self.num_learners}: each "
-                "node has at least one decentralized rank."
-            )
-        if self.learner_mode == "dedicated":
-            raise ConfigError(
-                f"num_nodes={num_nodes} was passed with learners='dedicated'. Dedicated ranks require one number "
-                "of nodes: pass one, or learners='driver', 'shared' or 'decentralized'."
-            )
+        require(
+            num_nodes[1] <= self.num_envs,
+            f"num_nodes is {num_nodes}. The maximum must be at most num_envs = {self.num_envs}: each node has "
+            "at least one environment.",
+        )
+        require(
+            self.learner_mode != "decentralized" or num_nodes[1] <= self.num_learners,
+            f"num_nodes is {num_nodes}. The maximum must be at most num_learners = {self.num_learners}: each "
+            "node has at least one decentralized rank.",
+        )
+        require(
+            self.learner_mode != "dedicated",
+            f"num_nodes={num_nodes} was passed with learners='dedicated'. Dedicated ranks require one number "
+            "of nodes: pass one, or learners='driver', 'shared' or 'decentralized'.",
+        )
+
+    def _at_most(self, name: str, limit: int, of: str, why: str = "") -> None:
+        """Refuses a setting above `limit`, which `of` names."""
+        value = getattr(self, name)
+        require(value <= limit, f"{name} is {value}. It must be at most {of} = {limit}{why}.")
 
     @property
     def title(self) -> str:
@@ -346,8 +341,7 @@ class TrainConfig(metaclass=PresetMeta):
     @classmethod
     def adjustable(cls) -> list[str]:
         """Returns which of the settings in `ADJUSTABLE` this algorithm has."""
-        names = field_names(cls)
-        return [name for name in ADJUSTABLE if name in names]
+        return [name for name in ADJUSTABLE if name in fields_of(cls)]
 
     def adjusted(self, **changes: Any) -> TrainConfig:
         """Returns the settings of the same run with changes of where and how fast it executes.
@@ -358,24 +352,16 @@ class TrainConfig(metaclass=PresetMeta):
         Raises:
             ConfigError: A change is of a setting that decides what is learned.
         """
-        adjustable = type(self).adjustable()
-        decisive = [name for name in changes if name not in adjustable]
-        before = {name: getattr(self, name, "no such setting") for name in decisive}
-        fixed = [name for name in decisive if changes[name] != before[name]]
-        if fixed:
-            near = suggested(fixed[0], adjustable) if fixed[0] not in field_names(type(self)) else None
-            raise ConfigError(
-                "A run can't be resumed or evaluated with "
-                f"{', '.join(f'{name}={changes[name]!r} after {before[name]!r}' for name in fixed)}. Only "
-                f"{', '.join(adjustable)} may change. "
-                + (
-                    f"Resume this run by rayvec train {self.algorithm}."
-                    if "algorithm" in fixed
-                    else f"Did you mean {near}?"
-                    if near
-                    else "Leave these out, or begin a new run with the weights of this one (init_from)."
-                )
-            )
+        adjustable = self.adjustable()
+        before = {name: getattr(self, name, "no such setting") for name in changes if name not in adjustable}
+        fixed = [f"{name}={changes[name]!r} after {each!r}" for name, each in before.items() if changes[name] != each]
+        near = [each for name in before if not hasattr(self, name) and (each := suggested(name, adjustable))]
+        advice = f"Did you mean {near[0]}?" if near else "Leave these out, or begin a new run with init_from."
+        require(
+            not fixed,
+            f"A run can't be resumed or evaluated with {', '.join(fixed)}. Only {', '.join(adjustable)} may change. "
+            + advice,
+        )
         if changes.get("num_nodes") == 0:
             changes = {"workers_per_node": None, **changes}  # the run's own was for nodes of Ray
         return replace(self, **{name: changes[name] for name in changes if name in adjustable})
@@ -384,11 +370,12 @@ class TrainConfig(metaclass=PresetMeta):
         """Returns the settings as commented YAML, from which `from_yaml` makes an equal object."""
         from rayvec.config.settings_yaml import write_yaml  # what computes on a GPU needs no YAML
 
-        parts = [f"algorithm: {self.algorithm}\n"]
-        values = plain(self)
-        for row in describe(type(self)):
-            comment = "\n".join(textwrap.wrap(row.doc, 116, initial_indent="# ", subsequent_indent="# "))
-            parts.append(f"{comment}\n{write_yaml({row.name: values[row.name]})}")
+        docs, chosen = docs_of(type(self)), by_preset(self)
+        parts = []
+        for name, value in self.to_plain().items():
+            text = docs.get(name, "") + " (Chosen by the preset.)" * (name in chosen)
+            parts += textwrap.wrap(text, 116, initial_indent="# ", subsequent_indent="# ")
+            parts.append(write_yaml({name: value}))
         return "\n".join(parts)
 
     @staticmethod
@@ -404,7 +391,8 @@ class TrainConfig(metaclass=PresetMeta):
 
     def to_plain(self) -> dict[str, Any]:
         """Returns the settings, with ``algorithm``, as strings, numbers, lists and dicts."""
-        return {"algorithm": self.algorithm, **plain(self)}
+        cls: Any = type(self)
+        return {"algorithm": self.algorithm, **TypeAdapter(checked_class(cls)).dump_python(self, mode="json")}
 
     @staticmethod
     def from_plain(settings: object) -> TrainConfig:
@@ -413,34 +401,17 @@ class TrainConfig(metaclass=PresetMeta):
         Raises:
             ConfigError: The settings are no mapping, or an algorithm, a name or a value in them is wrong.
         """
-        if isinstance(settings, dict):
-            import_plugins(settings.get("plugin") or ())
-        algorithm = settings.get("algorithm") if isinstance(settings, dict) else settings
-        if not isinstance(settings, dict) or algorithm not in list(CONFIGS):  # it may be unhashable
-            near = suggested(algorithm.lower(), list(CONFIGS)) if isinstance(algorithm, str) else None
-            raise ConfigError(
-                f"The settings have the algorithm {algorithm!r}. They must be a mapping with one of "
-                f"{', '.join(CONFIGS)} as algorithm. "
-                + (
-                    f"Did you mean {near}?"
-                    if near
-                    else "Pass --plugin MODULE, or import the module, that registers this algorithm."
-                )
-            )
-        cls = CONFIGS[settings["algorithm"]]
-        values = {name: value for name, value in settings.items() if name != "algorithm"}
-        check_names(cls, values)
-        return cls(**values)
-
-
-def check_ranks(config: TrainConfig, name: str) -> None:
-    """Refuses more ranks than a minibatch has samples; `name` is the setting with the number of samples."""
-    num_samples = getattr(config, name)
-    if config.num_learners > num_samples:
-        raise ConfigError(
-            f"num_learners is {config.num_learners}. It must be at most {name} = {num_samples}: each rank "
-            "computes on some samples of every minibatch."
+        values = dict(settings) if isinstance(settings, dict) else {}
+        import_plugins(values.get("plugin") or ())
+        algorithm = values.pop("algorithm", None)
+        near = suggested(str(algorithm).lower(), list(CONFIGS))
+        got = f"have the algorithm {algorithm!r}" if isinstance(settings, dict) else f"are {settings!r}"
+        require(
+            algorithm in list(CONFIGS),  # it may be unhashable
+            f"The settings {got}. They must be a mapping with one of {', '.join(CONFIGS)} as algorithm. "
+            + (f"Did you mean {near}?" if near else "For another one, pass --plugin MODULE that registers it."),
         )
+        return CONFIGS[algorithm](**values)
 
 
 def _derived_seed(seed: int, steps: int) -> int:

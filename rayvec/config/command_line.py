@@ -1,131 +1,143 @@
-"""How the command line reads the settings of a run: its options are the fields of the config classes, read by tyro."""
+"""The command line reads settings: each field of a class of settings is an option, and its help shows what applies."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import itertools
-from collections.abc import Sequence
-from dataclasses import field
-from pathlib import Path
-from typing import Annotated, Any, Union, get_type_hints
+import argparse
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, get_args, get_origin
 
-import tyro
-from tyro.constructors import PrimitiveConstructorSpec
-
-from rayvec.config.base import CONFIGS, Scalar, TrainConfig
-from rayvec.config.schema import OTHER_NAMES, describe, field_names, suggested
+from rayvec.config.base import TrainConfig
+from rayvec.config.presets import starting_values
+from rayvec.config.schema import docs_of, fields_of, require, suggested
+from rayvec.config.settings_yaml import read_yaml
 from rayvec.errors import ConfigError
 
-__all__ = ["check_options", "subcommands", "with_values"]
+__all__ = ["OptionParser", "read_options"]
 
-_RESUME_HELP = (
-    "Resume the run in this directory from its last checkpoint, with its own settings; you may change only {}."
-)
-
-
-def _node_counts(words: list[str]) -> int | tuple[int, ...] | str | None:
-    """Returns the value of ``--num-nodes``: a number, MIN:MAX, or None. Other words are left to the check of the field.
-
-    >>> _node_counts(["4"]), _node_counts(["1:4"]), _node_counts(["None"])
-    (4, (1, 4), None)
-    """
-    counts = words[0].split(":")
-    if words[0] == "None" or not all(count.isdecimal() for count in counts):
-        return None if words[0] == "None" else words[0]
-    return int(words[0]) if len(counts) == 1 else tuple(map(int, counts))
-
-
-_NODE_COUNTS = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="INT|MIN:MAX|None",
-    instance_from_str=_node_counts,
-    is_instance=lambda value: True,
-    str_from_instance=lambda value: [":".join(map(str, value)) if isinstance(value, tuple) else str(value)],
-)
-
-
-_COMPILE = {"auto": "auto", "on": True, "off": False, "True": True, "False": False}
-
-
-def _compile(words: Sequence[str]) -> Any:
-    """Reads a value of ``--compile``."""
-    if words[0] not in _COMPILE:
-        raise ValueError(f"auto, on or off, not {words[0]!r}")
-    return _COMPILE[words[0]]
-
-
-_COMPILES = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="{auto,on,off}",
-    instance_from_str=_compile,
-    is_instance=lambda value: True,
-    str_from_instance=lambda value: [next(name for name, known in _COMPILE.items() if known == value)],
-)
-_SWITCHES = ("--compile", "--prefetch")
-"""Options of settings that are on, off or a third value. They take a value, and also stand alone or as --no-x."""
-_TYPES = {
-    "num_nodes": Annotated[Any, _NODE_COUNTS],
-    "compile": Annotated[Any, _COMPILES],
-    "prefetch": bool | None,
-    "env_kwargs": dict[str, Scalar],
+_GROUPS = {
+    "run": "total_steps seed preset config resume run_dir init_from learner_device",
+    "environment": "env_id env_kwargs wrappers num_envs",
+    "algorithm": "num_steps learning_rate anneal_lr policy_lr q_lr gamma",
+    "network": "network recurrent hidden_sizes activation cnn action_masks",
+    "evaluation": "eval_episodes eval_interval_steps",
+    "logging": "track checkpoint_interval_s",
+    "cluster": "num_nodes workers_per_node address inference learners num_learners sync_fraction variable_lengths",
+    "faults": "on_env_error step_timeout_s on_node_loss",
+    "expert": "native probe preload groups learner_threads precision compile plugin eval_steps shared_trunk layer_norm "
+    "log_std_init recurrent_size sequence_length burn_in replay_on_device checkpoint_replay clip_value_loss",
 }
-"""What the command line reads in place of a setting's own type."""
+"""The groups of options of ``train``, in the order of the help. Settings in none of them are of the algorithm."""
+_OF_ALL = {"cluster", "faults", "expert"}
+"""Groups that ``--help-all`` shows and ``--help`` does not."""
+_COLUMN, _MAX_WIDTH = 31, 100
 
 
-def _options(cls: type[TrainConfig]) -> type[TrainConfig]:
-    """Returns the fields of `cls`, and ``resume``, without checks: tyro would reformat their messages."""
-    docs = {row.name: row.doc for row in describe(cls)}
-    types = {**get_type_hints(cls, include_extras=True), **_TYPES}
-    options = [
-        (item.name, Annotated[types[item.name], tyro.conf.arg(help=docs[item.name])], copy.copy(item))
-        for item in dataclasses.fields(cls)
-    ]
-    help_text = _RESUME_HELP.format(", ".join(name.replace("_", "-") for name in cls.adjustable()))
-    resume = ("resume", Annotated[Path | None, tyro.conf.arg(help=help_text)], field(default=None))
-    namespace = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
-    return dataclasses.make_dataclass(
-        cls.__name__, [*options, resume], bases=(cls,), namespace=namespace, frozen=True, kw_only=True
-    )
+class OptionParser(argparse.ArgumentParser):
+    """Raises a `ConfigError` in place of printing the usage and ending the process."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a `ConfigError`."""
+        raise ConfigError(f"{self.prog}: {message}. `{self.prog} --help` lists the options.")
 
 
-def subcommands() -> Any:
-    """Returns one subcommand for each algorithm; a union needs a second member to be one."""
-    return Union[
-        *(Annotated[_options(cls), tyro.conf.subcommand(name)] for name, cls in CONFIGS.items()),
-        Annotated[None, tyro.conf.Suppress],
-    ]
+def read_options(
+    command: str,
+    cls: Any,
+    args: Sequence[str],
+    base: Mapping[str, Any] | None = None,
+    others: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Returns the settings that the arguments of a command set; ``--help`` prints the options and ends the process.
 
-
-def with_values(args: Sequence[str]) -> Sequence[str]:
-    """Returns the arguments of ``train`` with a value for those of `_SWITCHES` that the algorithm has.
-
-    >>> with_values(["train", "ppo", "--no-compile", "--compile", "--run-dir", "compile"])
-    ['train', 'ppo', '--compile', 'False', '--compile', 'True', '--run-dir', 'compile']
-    """
-    if args[:1] != ["train"] or len(args) < 2 or args[1] not in CONFIGS:
-        return args
-    switches = [option for option in _SWITCHES if option.removeprefix("--") in field_names(CONFIGS[args[1]])]
-    found: list[str] = []
-    for arg, following in itertools.zip_longest(args, args[1:], fillvalue=""):
-        option = arg.replace("--no-", "--", 1)
-        is_alone = option in switches and (option != arg or not following or following.startswith("-"))
-        found += [option, str(option == arg)] if is_alone else [arg]
-    return found
-
-
-def check_options(args: Sequence[str]) -> None:
-    """Refuses names of other libraries in the arguments of ``train``; tyro refuses other unknown options.
+    Args:
+        command: The command, for messages.
+        cls: The class of its settings.
+        args: The arguments.
+        base: Settings that options change, of a file.
+        others: Further options, which were read before, with what they do.
 
     Raises:
-        ConfigError: There is one; the message says what it is called here.
+        ConfigError: An option is unknown, or lacks its value.
     """
-    cls = CONFIGS.get(args[1]) if args[:1] == ["train"] and len(args) > 1 else None
-    known = field_names(cls) if cls else []
-    for arg in args if cls else ():
-        option = arg.partition("=")[0]
-        name = option.removeprefix("--").replace("-", "_")
-        if option.startswith("--") and name in OTHER_NAMES and name not in known and (near := suggested(name, known)):
-            raise ConfigError(
-                f"{option} is no option of `rayvec train {args[1]}`. Did you mean --{near.replace('_', '-')}?"
-            )
+    parser, others = OptionParser(f"rayvec {command}"), others or {}
+    for name in fields_of(cls):
+        _add(parser, cls, name)
+    parser.add_argument("-h", "--help", action="store_const", const="help")
+    parser.add_argument("--help-all", dest="help", action="store_const", const="help-all")
+    found, unknown = parser.parse_known_args(args)
+    given = vars(found)
+    if wanted := given.pop("help", None):
+        print(_help(command, cls, {**(base or {}), **given}, others, is_whole=wanted == "help-all"))
+        raise SystemExit(0)
+    if unknown:
+        option = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+        name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
+        near = suggested(name, [*fields_of(cls), *others])
+        advice = f"Did you mean --{near.replace('_', '-')}?" if near else f"`rayvec {command} --help-all` lists them."
+        raise ConfigError(f"{option} is no option of `rayvec {command}`. {advice}")
+    return {name: _pairs(value) if name == "env_kwargs" else value for name, value in given.items()}
+
+
+def _add(parser: OptionParser, cls: Any, name: str) -> None:
+    """Adds the option of a setting; one that is on or off also stands alone, and as ``--no-NAME``."""
+    kind, option = fields_of(cls)[name].annotation, name.replace("_", "-")
+    is_many = get_origin(kind) in (tuple, dict)
+    if name == getattr(cls, "positional", None):
+        parser.add_argument(name, nargs="*" if is_many else "?")
+    elif bool in (kind, *get_args(kind)):
+        parser.add_argument(f"--{option}", nargs="?", const=True, type=_word)
+        parser.add_argument(f"--no-{option}", dest=name, action="store_const", const=False)
+    else:
+        parser.add_argument(f"--{option}", nargs="*" if is_many else None, type=_word)
+
+
+def _word(word: str) -> str | None:
+    return None if word == "None" else word
+
+
+def _pairs(words: Sequence[str]) -> Any:
+    """Reads NAME VALUE pairs, or one mapping in YAML."""
+    if len(words) == 1 and words[0].startswith("{"):
+        return read_yaml(words[0])
+    require(len(words) % 2 == 0, f"--env-kwargs has {len(words)} words. Pass NAME VALUE pairs, or {{name: value}}.")
+    return {name: read_yaml(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def _help(command: str, cls: Any, given: Mapping[str, Any], others: Mapping[str, str], *, is_whole: bool) -> str:
+    """Returns the help of a command, with the values that apply; of all options, or of those that most runs need."""
+    trains, width = issubclass(cls, TrainConfig), min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    defaults = {name: each.get_default(call_default_factory=True) for name, each in fields_of(cls).items()}
+    values = starting_values(cls, given) if trains else defaults
+    about = (cls.__doc__ or "").partition("\n")[0]
+    if trains:
+        about += (
+            f" Options are shown with the values that apply; * is of the preset {values['preset']}. Switches are "
+            f"--NAME and --no-NAME.{'' if is_whole else ' --help-all shows all options.'}"
+        )
+    docs, positional = {**docs_of(cls), **others}, getattr(cls, "positional", None)
+    places = {name: title for title, names in _GROUPS.items() for name in names.split() if trains}
+    rows: dict[str, list[str]] = {title: [] for title in _GROUPS}
+    for name in sorted({*fields_of(cls), *others}, key=[*places, *fields_of(cls)].index):
+        mark = "*" if trains and name not in {*given, *others} and values[name] != defaults[name] else ""
+        value = "PATH" if name in others else _shown(values.get(name)) + mark
+        head = f"  {name.upper()}" if name == positional else f"  --{name.replace('_', '-')} {value}"
+        text = docs.get(name, "") if is_whole else re.split(r"(?<=\.)\s|[;:] ", docs.get(name, ""))[0].rstrip(".")
+        lines = textwrap.wrap(text, width, initial_indent=f"{head}  ".ljust(_COLUMN), subsequent_indent=" " * _COLUMN)
+        rows.setdefault(places.get(name, "algorithm" if trains else "options"), []).extend(lines)
+    shown = {title: lines for title, lines in rows.items() if lines and (is_whole or title not in _OF_ALL)}
+    parts = [f"usage: rayvec {command} [OPTIONS]\n", textwrap.fill(about, width)]
+    return "\n".join([*parts, *("\n".join(["", f"{title}:", *lines]) for title, lines in shown.items())])
+
+
+def _shown(value: object) -> str:
+    if value is None or value == () or value == {}:
+        return "unset"
+    if isinstance(value, dict):
+        return " ".join(f"{name} {each}" for name, each in value.items())
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from typing import Any
 
+from rayvec.config.schema import require
 from rayvec.errors import ConfigError
 
-__all__ = ["import_plugins", "split_plugins"]
+__all__ = ["import_plugins"]
 
 
-def import_plugins(modules: Sequence[str]) -> None:
+def import_plugins(modules: Any) -> None:
     """Imports modules, each of which calls :func:`rayvec.training.runs.register`.
 
     Raises:
         ConfigError: They are not a list of names, or one of them can't be imported.
     """
-    if not isinstance(modules, list | tuple) or not all(isinstance(module, str) for module in modules):
-        raise ConfigError(
-            f"plugin is {repr(modules)[:200]}. It must be a list of names of modules, for example plugin: [mine]."
-        )
+    are_names = isinstance(modules, list | tuple) and all(isinstance(module, str) for module in modules)
+    require(are_names, f"plugin is {repr(modules)[:200]}. It must be a list of names of modules, such as [mine].")
     for module in modules:
         try:
             importlib.import_module(module)
@@ -28,30 +27,3 @@ def import_plugins(modules: Sequence[str]) -> None:
                 f"The plugin {module!r} can't be imported ({type(error).__name__}: {error}). Correct the name, or "
                 "set PYTHONPATH to the directory of the module."
             ) from error
-
-
-def split_plugins(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the values of ``--plugin``, wherever it stands in a command line, and the other arguments.
-
-    Raises:
-        ConfigError: It has no value.
-
-    >>> split_plugins(["train", "--plugin", "mine", "reinforce", "--seed", "3"])
-    (['mine'], ['train', 'reinforce', '--seed', '3'])
-    """
-    plugins: list[str] = []
-    others: list[str] = []
-    rest = iter(args)
-    for arg in rest:
-        option, is_joined, module = arg.partition("=")
-        if option != "--plugin":
-            others.append(arg)
-            continue
-        if not is_joined:
-            module = next(rest, "")
-        if not module or module.startswith("-"):
-            raise ConfigError(
-                f"{f'--plugin {module}'.strip()} names no module. Pass --plugin MODULE, once for each module."
-            )
-        plugins.append(module)
-    return plugins, others

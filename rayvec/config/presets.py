@@ -7,12 +7,13 @@ numbers of environments that suit a few cores.
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, fields
+import textwrap
+from collections.abc import Mapping
 from typing import Any
 
-from rayvec.config.schema import check_names
+from rayvec.config.schema import fields_of
 
-__all__ = ["PRESETS", "PresetMeta", "preset_of", "with_env_id"]
+__all__ = ["PRESETS", "by_preset", "changed", "describe_preset", "preset_of", "starting_values", "with_preset"]
 
 _NAMES = {
     "classic": r"CartPole|Acrobot|MountainCar|MountainCarContinuous|Pendulum",
@@ -115,46 +116,52 @@ def preset_of(env_id: str, algorithm: str) -> str:
     return next((each for each in _NAMES if each in known and re.fullmatch(f"({_NAMES[each]}){version}", name)), "none")
 
 
-class PresetMeta(type):
-    """Lets the settings of a preset take the place of defaults: what is passed to the constructor counts first."""
-
-    def __call__(cls, **given: Any) -> Any:
-        """Makes settings; `preset` is replaced by the name of the one that applies.
-
-        Raises:
-            ConfigError: There is no such setting, or one can't work.
-        """
-        check_names(cls, given)
-        algorithm, env_id = getattr(cls, "algorithm", ""), str(given.get("env_id", getattr(cls, "env_id", "")))
-        fitting, preset = preset_of(env_id, algorithm), given.get("preset", "auto")
-        if preset == "auto":  # native sub-batches are not the environment of the default id
-            preset = "none" if given.get("native") and "env_id" not in given else fitting
-        presets = PRESETS.get(algorithm, {})
-        base_name = re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])
-        own = presets.get(base_name, {}) if preset == fitting != "none" else {}
-        settings = super().__call__(**{**presets.get(str(preset), {}), **own, **given, "preset": preset})
-        object.__setattr__(settings, "_given", given)
-        return settings
+def _values(algorithm: str, env_id: str, preset: str) -> dict[str, Any]:
+    """Returns the settings of a preset, with those of its environment on top."""
+    presets, name = PRESETS.get(algorithm, {}), re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])
+    own = presets.get(name, {}) if preset == preset_of(env_id, algorithm) != "none" else {}
+    return {**presets.get(preset, {}), **own}
 
 
-def with_env_id(settings: Any, env_id: str) -> Any:
-    """Returns settings for another environment: with its preset in place of that of the environment before."""
-    return type(settings)(**{**_settings_given(settings), "env_id": env_id})
+def with_preset(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that were given, with those of the preset that applies, and its name as `preset`."""
+    env_id, preset = str(given.get("env_id", cls.env_id)), given.get("preset", "auto")
+    if preset == "auto":  # native sub-batches are not the environment of the default id
+        is_other = given.get("native") and "env_id" not in given
+        preset = "none" if is_other else preset_of(env_id, cls.algorithm)
+    return {**_values(cls.algorithm, env_id, str(preset)), **given, "preset": preset}
 
 
-def _settings_given(settings: Any) -> dict[str, Any]:
-    """Returns what a user has given.
+def starting_values(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the value of every setting that has one: as given, of the preset, or else its default."""
+    fields = fields_of(cls).items()
+    defaults = {name: each.get_default(call_default_factory=True) for name, each in fields if not each.is_required()}
+    return defaults | with_preset(cls, given)
 
-    A copy (``dataclasses.replace``, YAML) was given every setting. Then only settings without a default, and those that
-    differ from the preset, count as given: a copy does not know what was given with the value of the preset.
+
+def by_preset(config: Any) -> dict[str, Any]:
+    """Returns the settings that have the values of the preset."""
+    values = _values(config.algorithm, config.env_id, config.preset)
+    return {name: value for name, value in values.items() if getattr(config, name) == value}
+
+
+def describe_preset(config: Any) -> str:
+    """Returns lines of at most 79 characters that say what the preset has chosen; an empty text without one."""
+    chosen = ", ".join(f"{name}={value}" for name, value in by_preset(config).items())
+    text = f"rayvec: preset {config.preset}: {chosen} (preset='none' keeps the defaults)"
+    return textwrap.fill(text, 79, subsequent_indent="  ", break_on_hyphens=False) if chosen else ""
+
+
+def changed(config: Any, **changes: Any) -> Any:
+    """Returns settings with changes, which may bring another preset in the place of that of the environment before.
+
+    A copy (``dataclasses.replace``, YAML) was given every setting. Then only those count as given that differ from the
+    preset and the defaults.
     """
-    kind, given = type(settings), dict(settings._given)
-    own = [each for each in fields(kind) if each.init]
-    if not given.keys() >= {each.name for each in own}:
-        return given
-    needed = {each.name: given[each.name] for each in own if each.default is each.default_factory is MISSING}
-    of_preset = kind(**{**needed, "env_id": settings.env_id, "preset": settings.preset})
-    chosen = {name: value for name, value in given.items() if value != getattr(of_preset, name)}
-    if settings.preset != preset_of(settings.env_id, kind.algorithm):
-        chosen["preset"] = settings.preset
-    return needed | chosen
+    cls, given = type(config), dict(config._given)
+    if given.keys() >= fields_of(cls).keys():
+        usual = starting_values(cls, {"env_id": config.env_id, "preset": config.preset})
+        usual["preset"] = preset_of(config.env_id, config.algorithm)
+        del usual["env_id"]
+        given = {name: value for name, value in given.items() if name not in usual or value != usual[name]}
+    return cls(**{**given, **changes})

@@ -6,6 +6,7 @@ import importlib
 import operator
 from typing import Any
 
+from rayvec.config.schema import require
 from rayvec.errors import ConfigError
 
 __all__ = ["Reference", "is_unnamed", "refer", "resolve"]
@@ -71,27 +72,24 @@ def resolve(setting: str, name: str) -> Any:
     """
     if isinstance(name, Reference):
         return name.target
-    argument = setting.removesuffix("_id")
-    if is_unnamed(name):
-        raise ConfigError(
-            f"The {setting} of this run, {name!r}, was passed in Python and can't be imported by a name. Pass it "
-            f"again, as {argument}= of rayvec.resume, rayvec.load or evaluate_run. To use the command line, move "
-            "it into a module and name it as module:function."
-        )
-    cause: BaseException | None = None
+    require(
+        not is_unnamed(name),
+        f"The {setting} of this run, {name!r}, was passed in Python and can't be imported by a name. Pass it "
+        f"again, as {setting.removesuffix('_id')}= of rayvec.resume, rayvec.load or evaluate_run. To use the command "
+        "line, move it into a module and name it as module:function.",
+    )
     try:
         target = _imported(name)
-        if callable(target):
-            return target
-        problem = f"it is no function or class but {type(target).__name__}"
-    except (ImportError, AttributeError, ValueError) as error:
-        problem = str(error)
     except (Exception, SystemExit) as error:
-        problem, cause = f"its module raises {type(error).__name__}: {error}", error
-    raise ConfigError(
-        f"{setting} is {str(name)!r} ({problem}). It must be module:function or module:Class. Correct the name or "
-        "the module, or set PYTHONPATH to its directory."
-    ) from cause
+        cause = None if isinstance(error, ImportError | AttributeError | ValueError) else error
+        raise ConfigError(
+            f"{setting} is {str(name)!r}, which can't be imported ({type(error).__name__}: {error}). It must be "
+            "module:function or module:Class. Correct the name, or set PYTHONPATH to the directory of the module."
+        ) from cause
+    require(
+        callable(target), f"{setting} is {str(name)!r}, a {type(target).__name__}. It must be a function or a class."
+    )
+    return target
 
 
 def _imported(name: str) -> Any:

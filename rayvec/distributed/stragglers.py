@@ -93,7 +93,13 @@ class Stragglers:
     """
 
     def __init__(
-        self, arrivals: Arrivals, size: int, *, sync_fraction: float, min_share: float, variable_lengths: bool = False
+        self,
+        arrivals: Arrivals,
+        size: int,
+        *,
+        sync_fraction: float,
+        min_share: float = 0.25,
+        variable_lengths: bool = False,
     ) -> None:
         self.has_cut = False
         self._arrivals, self._size = arrivals, size

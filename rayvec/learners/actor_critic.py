@@ -30,7 +30,7 @@ from rayvec.policies.recurrent import RecurrentActorCritic
 from rayvec.pools.shared_memory import keep_freed_memory
 
 if TYPE_CHECKING:
-    from rayvec.config.network import ActorCriticConfig
+    from rayvec.config.algorithms import ActorCriticConfig
 
 __all__ = ["ActorCriticLearner"]
 

@@ -14,7 +14,7 @@ from rayvec.policies.own_network import OwnActorCritic, build_network, seeded
 from rayvec.policies.recurrent import make_recurrent_actor_critic
 
 if TYPE_CHECKING:
-    from rayvec.config.network import ActorCriticConfig
+    from rayvec.config.algorithms import ActorCriticConfig
 
 __all__ = ["make_module"]
 

@@ -42,6 +42,8 @@ __all__ = ["SACLearner"]
 _OF_CRITICS = ("critic_loss", "q_mean", "critic_grad_norm")
 _OF_ACTOR = ("actor_loss", "entropy", "actor_grad_norm", "alpha")
 _ROWS_AHEAD = 8192  # minibatches that are drawn together have at most so many rows
+_ENTROPY_SHARE = 0.5
+"""Target entropy of Discrete actions by default, as a share of the largest possible entropy."""
 _COUNTERS = ("num_updates", "num_filled", "num_credited")
 _OPTIONS: dict[str, Any] = {"unroll_reductions_threshold": 1}
 """Unrolled, a sum over the components of an action would be one loop over rows without vector instructions, with the
@@ -180,8 +182,7 @@ class SACLearner:
             stats = self._policy_gradient(weight, obs, each)
             norm = self._sum(self._policy_gradient)
             self._adam["actor"].step(self._policy_gradient.grad[:-1], norm, config.policy_lr)
-            alpha_lr = config.q_lr if config.alpha_lr is None else config.alpha_lr
-            self._adam["alpha"].step(self._policy_gradient.grad[-1:], norm, alpha_lr)
+            self._adam["alpha"].step(self._policy_gradient.grad[-1:], norm, config.q_lr)
             alpha = self._policy_gradient.flat[-1:].exp()
             of_actor = torch.cat([stats, norm.reshape(1) / self.ranks.size, alpha / self.ranks.size])
         self._num_updates += 1
@@ -264,8 +265,8 @@ class SACLearner:
         if config.target_entropy is not None or not self._is_discrete:
             return weight.sum() * (-float(self._num_act) if config.target_entropy is None else config.target_entropy)
         if allowed is None:
-            return weight.sum() * config.target_entropy_scale * math.log(self._num_act)
-        return config.target_entropy_scale * allowed.sum(-1).to(weight).log() @ weight
+            return weight.sum() * _ENTROPY_SHARE * math.log(self._num_act)
+        return _ENTROPY_SHARE * allowed.sum(-1).to(weight).log() @ weight
 
     def _store(self, batch: Batch) -> None:
         """Stores the steps of a batch in the replay, and sums up the number of steps over all ranks.

@@ -76,7 +76,7 @@ class Evaluator:
 
     def _opened(self, config: TrainConfig) -> RayVecEnv:
         workers = config.workers_per_node if choose_engine(config).num_nodes == 0 else None
-        here = replace(config, num_nodes=0, workers_per_node=workers, address=None, stagger_starts=False)
+        here = replace(config, num_nodes=0, workers_per_node=workers, address=None)
         # a sub-batch of games takes certain numbers of environments only: that of the run fits
         num_envs = config.num_envs if config.native is not None else min(config.num_envs, config.eval_episodes)
         return make_env(here, num_envs, config.num_envs, seed=config.eval_seed(is_final=False))

@@ -12,11 +12,11 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from rayvec.config import CONFIGS, TrainConfig
-from rayvec.config.network import NetworkConfig
+from rayvec.config.algorithms import NetworkConfig
 from rayvec.config.plugins import import_plugins
-from rayvec.config.presets import with_env_id
+from rayvec.config.presets import changed
 from rayvec.config.references import Reference, is_unnamed, refer, resolve
-from rayvec.config.schema import field_names
+from rayvec.config.schema import fields_of
 from rayvec.errors import ConfigError
 
 __all__ = ["environment_of", "resume_command", "with_own_parts"]
@@ -31,7 +31,7 @@ def with_own_parts(
         config: The settings.
         env: An id, a spec, a class or function that makes an environment, or a list of one for each environment; None
             keeps that of the settings.
-        network: See :attr:`rayvec.config.network.NetworkConfig.network`; None keeps that of the settings.
+        network: See :attr:`rayvec.config.algorithms.NetworkConfig.network`; None keeps that of the settings.
         begun: Whether the run has begun. Then only what the settings could not name may be passed, or the same again.
 
     Raises:
@@ -56,7 +56,7 @@ def with_own_parts(
                 f"network is {repr(network)[:200]}. It must be a function or class that makes the module from "
                 "(observation space, action space, settings); a name, 'module:name', belongs in the settings."
             )
-        if "network" not in field_names(type(config)):
+        if "network" not in fields_of(type(config)):
             raise ConfigError(
                 f"{type(config).__name__} has no setting `network`: its learner makes its own network. Leave "
                 "network out, and change the learner."
@@ -75,7 +75,7 @@ def with_own_parts(
                 f"env was passed with native={config.native!r}, which makes the environments too. Leave one of "
                 "them out."
             )
-        config = with_env_id(config, parts["env_id"])
+        config = changed(config, env_id=parts["env_id"])
     config = replace(config, **parts)  # type: ignore[arg-type]
     if isinstance(config, NetworkConfig) and config.network is not None:
         resolve("network", config.network)  # now: environments, or a cluster, may take long to start

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rayvec.config import ADJUSTABLE, TrainConfig
 from rayvec.config.references import is_unnamed
-from rayvec.config.schema import describe
+from rayvec.config.schema import fields_of
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import local_path, written_whole
 from rayvec.training.loggers import read_metrics
@@ -38,7 +38,7 @@ _POINTS = 200
 _LINE_CHARS = 106
 _LINE_INCHES = 0.16
 """Characters of a line of the legend, and its height."""
-_AFFECTING_CURVES = {"learners", "num_learners", "sync_fraction", "min_share", "variable_lengths", "precision"}
+_AFFECTING_CURVES = {"learners", "num_learners", "sync_fraction", "variable_lengths", "precision"}
 """Settings that a resumed run may change, and that can change its curve all the same."""
 _IGNORED_IN_GROUPS = {"seed", "run_dir", "env_id", "plugin", *ADJUSTABLE} - _AFFECTING_CURVES
 """Settings in which the runs of one group may differ. Runs of different environments are in different panels."""
@@ -187,7 +187,7 @@ def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
     Where presets differ, their names stand for the settings that have the values of the presets.
     """
     kin = [each for each in others if type(each) is type(config) and each.env_id == config.env_id]
-    names = [row.name for row in describe(type(config)) if row.name not in _IGNORED_IN_GROUPS]
+    names = [name for name in fields_of(type(config)) if name not in _IGNORED_IN_GROUPS]
     differing = [name for name in names if len({_shown(each, name) for each in kin}) > 1]
     if "preset" in differing:
         presets = [(each, type(each)(env_id=each.env_id, preset=each.preset)) for each in kin]

@@ -78,7 +78,6 @@ class RankTrainer:
             make_arrivals(ranks.rank),
             ranks.size,
             sync_fraction=config.sync_fraction,
-            min_share=config.min_share,
             variable_lengths=config.variable_lengths,
         )
         self._env = make_env(config, stop - first, first)

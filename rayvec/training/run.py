@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
+from rayvec.config.presets import describe_preset
 from rayvec.errors import LearnerError, RankLostError, WorkerLostError, counted, origin
 from rayvec.training.callbacks import RunContext, TrainResult, call, checked_callbacks, has_hooks
 from rayvec.training.default_callbacks import default_callbacks
@@ -98,8 +99,8 @@ class Run(contextlib.AbstractContextManager["Run"]):
                 undo.callback(shutil.rmtree, self.run_dir, ignore_errors=True)
                 undo.callback(self._close)
                 self._stack.enter_context(locked(self.run_dir))
-                if self.config.preset != "none":
-                    print(f"rayvec: settings of the preset {self.config.preset}", file=sys.stderr)
+                if text := describe_preset(self.config):
+                    print(text, file=sys.stderr)
             elif not self._has_begun and self.context.progress.steps >= self.config.total_steps:
                 follows = "; only the evaluation follows" if self.config.eval_episodes else ""
                 print(

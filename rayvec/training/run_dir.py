@@ -2,7 +2,7 @@
 
 runs/<name>/
 ├── config.yaml            the settings, commented
-├── metrics.jsonl          a line for each log_interval_steps
+├── metrics.jsonl          a line for each iteration, or for 1,000 steps of SAC
 ├── events.out.tfevents.*  the same for TensorBoard
 ├── checkpoint.pt          the state that a resumed run continues from
 ├── best.pt                with eval_interval_steps: the weights of the best evaluation

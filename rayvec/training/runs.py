@@ -33,7 +33,7 @@ from rayvec.training.run_state import EPISODE_METRICS
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.open_pool import local_workers
 from rayvec.vector.ray_vec_env import RayVecEnv
-from rayvec.wrappers import MASK_KEY, ActionMask, KeepInfos, StaggeredStart, num_choices
+from rayvec.wrappers import MASK_KEY, ActionMask, KeepInfos, num_choices
 
 __all__ = [
     "LEARNERS",
@@ -147,7 +147,7 @@ def probed_workers(config: TrainConfig, num_envs: int, cores: int) -> int:
 
 
 def _wrappers(config: TrainConfig) -> list[Any]:
-    return [resolve("wrappers", name) for name in config.wrappers] + [StaggeredStart] * config.stagger_starts
+    return [resolve("wrappers", name) for name in config.wrappers]
 
 
 def _preload(config: TrainConfig) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ def make_one_env(config: TrainConfig, **env_kwargs: Any) -> RayVecEnv:
     """
     here: dict[str, Any] = {"num_nodes": 0, "workers_per_node": 0, "address": None, "step_timeout_s": None, "groups": 1}
     kwargs = {**config.env_kwargs, **env_kwargs}
-    return make_env(replace(config, **here, env_kwargs=kwargs, stagger_starts=False), 1)
+    return make_env(replace(config, **here, env_kwargs=kwargs), 1)
 
 
 def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:

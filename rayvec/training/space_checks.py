@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rayvec.config import TrainConfig
-from rayvec.config.network import NetworkConfig
+from rayvec.config.algorithms import NetworkConfig
 from rayvec.errors import ConfigError
 from rayvec.policies.encoders import leaf_spaces
 from rayvec.training.saved_spaces import spaces_from_plain

@@ -62,7 +62,7 @@ def _time_limit(env: Env) -> int:
     if layer.spec is not None and layer.spec.max_episode_steps is not None:
         return layer.spec.max_episode_steps
     raise ConfigError(
-        f"{layer.spec.id if layer.spec else layer} has no time limit, over which stagger_starts spreads the first "
-        "episodes. Leave stagger_starts out, wrap the environment in gymnasium.wrappers.TimeLimit, or pass "
+        f"{layer.spec.id if layer.spec else layer} has no time limit, over which StaggeredStart spreads the first "
+        "episodes. Leave StaggeredStart out, wrap the environment in gymnasium.wrappers.TimeLimit, or pass "
         "env_kwargs={'max_episode_steps': 1000}."
     )

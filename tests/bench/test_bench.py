@@ -104,7 +104,7 @@ def test_a_command_whose_rows_all_failed_exits_with_1(
         ("scaling --step-duration 0", ["step_duration", "above 0"]),
         ("scaling --nodes 0", ["nodes", "at least 1"]),
         ("scaling --nodes", ["--nodes", "at least one value"]),
-        ("scaling --jitter 9", ["jitter", "to 3"]),
+        ("scaling --jitter 9", ["jitter", "at most 3"]),
         ("scaling --nodes 100000 --cores-per-node 1000", ["GiB of memory"]),
         ("scaling --env-id NoSuch-v0", ["NoSuch-v0"]),
         ("scaling --out /proc/nowhere", ["/proc/nowhere", "--out"]),

@@ -11,9 +11,10 @@ import pytest
 import yaml
 from hypothesis import given, strategies as st
 
+import rayvec.config
 from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config import ADJUSTABLE, CONFIGS
-from rayvec.config.schema import describe, field_names
+from rayvec.config.schema import docs_of, fields_of
 from rayvec.errors import ConfigError
 
 numbers_as_text = st.from_regex(r"[-+0-9.:eE_xo]{1,6}", fullmatch=True)
@@ -44,61 +45,58 @@ def test_round_trip_through_yaml(config: PPOConfig) -> None:
 
 def test_yaml_explains_every_setting() -> None:
     text = PPOConfig().to_yaml()
-    assert list(yaml.safe_load(text)) == ["algorithm", *field_names(PPOConfig)]
-    for row in describe(PPOConfig):
-        first_words = " ".join(row.doc.split()[:3])
+    assert list(yaml.safe_load(text)) == ["algorithm", *fields_of(PPOConfig)]
+    for doc in docs_of(PPOConfig).values():
+        first_words = " ".join(doc.split()[:3])
         assert f"# {first_words}" in text
 
 
 def test_every_setting_is_described() -> None:
     for cls in CONFIGS.values():
-        rows = list(describe(cls))
-        assert [row.name for row in rows] == [item.name for item in dataclasses.fields(cls)]
-        assert all(row.doc.endswith(".") and "\n" not in row.doc and row.type for row in rows)
+        docs = docs_of(cls)
+        assert set(docs) == {each.name for each in dataclasses.fields(cls)} == set(fields_of(cls))
+        assert all(doc.endswith(".") and "\n" not in doc for doc in docs.values())
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"num_envs": 0}, "int, at least 1"),
-        ({"num_envs": -3}, "int, at least 1"),
-        ({"num_envs": 2.0}, "int, at least 1"),
-        ({"num_envs": True}, "int, at least 1"),
+        ({"num_envs": 0}, "at least 1"),
+        ({"num_envs": -3}, "at least 1"),
+        ({"num_envs": 2.5}, "a valid integer"),
         ({"total_steps": 0}, "at least 1"),
         ({"num_steps": -1}, "at least 1"),
-        ({"seed": -1}, "from 0 to 4294967295"),
-        ({"num_nodes": -1}, "at least 0"),
+        ({"seed": -1}, "at least 0"),
+        ({"num_nodes": -1}, "at least 0 or a valid tuple"),
         ({"num_nodes": (2, 1)}, "1 <= min <= max"),
         ({"num_nodes": (0, 2)}, "1 <= min <= max"),
         ({"num_nodes": (1, 17)}, "at most num_envs = 16"),
-        ({"gamma": 1.01}, "from 0 to 1"),
-        ({"gamma": -0.1}, "from 0 to 1"),
-        ({"gae_lambda": float("nan")}, "from 0 to 1"),
+        ({"gamma": 1.01}, "at most 1"),
+        ({"gamma": -0.1}, "at least 0"),
+        ({"gae_lambda": float("nan")}, "a finite number"),
         ({"learning_rate": 0.0}, "above 0"),
-        ({"learning_rate": "1e-3"}, "float"),
-        ({"learning_rate": float("inf")}, "above 0"),
+        ({"learning_rate": "fast"}, "a valid number"),
+        ({"learning_rate": float("inf")}, "a finite number"),
         ({"checkpoint_interval_s": -1}, "at least 0"),
         ({"target_kl": 0}, "above 0"),
-        ({"inference": "cloud"}, "'worker' | 'driver'"),
+        ({"inference": "cloud"}, "'worker', 'driver' or 'node'"),
         ({"hidden_sizes": (64, 0)}, "at least 1"),
         ({"hidden_sizes": "64"}, "tuple"),
-        ({"anneal_lr": 1}, "bool"),
-        ({"groups": True}, "1 | 2"),
-        ({"compile": 1}, "'auto' | True | False"),
+        ({"anneal_lr": 2}, "a valid boolean"),
+        ({"groups": 3}, "at most 2"),
+        ({"compile": "maybe"}, "'auto' or a valid boolean"),
         ({"env_id": ""}, "an id that Gymnasium knows"),
-        ({"env_id": None}, "str"),
-        ({"env_kwargs": {"map": [[1]]}}, "dict"),
+        ({"env_id": None}, "an instance of str"),
+        ({"env_kwargs": {"map": [[1]]}}, "a valid boolean"),
         ({"num_envs": 4, "num_steps": 8, "minibatch_size": 33}, "at most num_envs * num_steps = 32"),
         ({"num_envs": 4, "num_learners": 5}, "at most num_envs = 4"),
         ({"minibatch_size": 3, "num_learners": 4}, "at most minibatch_size = 3"),
         ({"learners": "driver", "num_learners": 2}, "num_learners=2 was passed with learners='driver'"),
         ({"learners": "decentralized", "sync_fraction": 0.0}, "above 0"),
-        ({"learners": "decentralized", "sync_fraction": 1.5}, "to 1"),
-        ({"learners": "decentralized", "min_share": -0.5}, "from 0 to 1"),
+        ({"learners": "decentralized", "sync_fraction": 1.5}, "at most 1"),
         ({"learners": "decentralised"}, "'decentralized'"),
-        ({"track": "aim"}, "'wandb' | None"),
+        ({"track": "aim"}, "'wandb'"),
         ({"eval_interval_steps": 10, "eval_episodes": 0}, "eval_episodes of at least 1"),
-        ({"native": "a:b", "stagger_starts": True}, "stagger_starts=True was passed with native"),
     ],
     ids=str,
 )
@@ -112,7 +110,7 @@ def test_what_cannot_work_is_refused(settings: dict[str, Any], expected: str) ->
 @pytest.mark.parametrize(
     ("cls", "settings", "expected"),
     [
-        (SACConfig, {"target_entropy": float("nan")}, "float | None, finite"),
+        (SACConfig, {"target_entropy": float("nan")}, "a finite number"),
         (SACConfig, {"batch_size": 3, "num_learners": 4}, "at most batch_size = 3"),
         (IMPALAConfig, {"num_envs": 4, "num_learners": 5}, "at most num_envs = 4"),
         (IMPALAConfig, {"learners": "decentralized", "prefetch": True}, "prefetch=True was passed with"),
@@ -156,7 +154,7 @@ def test_a_mapping_may_be_merged() -> None:
         ("algorithm: {}", "{}"),
         ("algorithm: ppo\nplugin: 3", "plugin is 3"),
         ("algorithm: ppo\nplugin: os", "plugin is 'os'"),
-        ("algorithm: ppo\nnum_nodes: 1:4", "'1:4'"),
+        ("algorithm: ppo\nnum_nodes: 1:4:9", "must be"),
         ("algorithm: ppo\nseed: 1\nseed: 2", "'seed' occurs twice in .* line 3"),
         ("algorithm: ppo\ntotal_step: 1", "total_step. Did you mean total_steps"),
         (Path("config.yaml"), "a PosixPath"),
@@ -219,12 +217,15 @@ def test_seeds_differ_between_runs_and_after_resuming() -> None:
     assert len(seeds) == 150
 
 
-def test_settings_made_at_a_prompt_have_no_docstrings_but_work() -> None:
-    namespace: dict[str, Any] = {"TrainConfig": TrainConfig, "dataclass": dataclasses.dataclass}
+@pytest.mark.parametrize("decorator", [rayvec.config.dataclass, dataclasses.dataclass])
+def test_own_settings_are_checked_with_any_decorator(decorator: Any) -> None:
+    namespace: dict[str, Any] = {"TrainConfig": TrainConfig, "dataclass": decorator}
     exec("@dataclass(frozen=True, kw_only=True)\nclass Mine(TrainConfig):\n    width: int = 3", namespace)
-    rows = {row.name: row.doc for row in describe(namespace["Mine"])}
-    assert rows["width"] == "" and rows["seed"]
+    assert "width" not in docs_of(namespace["Mine"]) and docs_of(namespace["Mine"])["seed"]
     assert "width: 3" in namespace["Mine"]().to_yaml()
+    for wrong in ({"width": "wide"}, {"num_envs": 0}, {"num_learners": 99}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is"):
+            namespace["Mine"](**wrong)
 
 
 def test_a_run_may_move_but_not_change() -> None:
@@ -238,10 +239,11 @@ def test_a_run_may_move_but_not_change() -> None:
         config.adjusted(replay_on_device=True)
     assert "replay_on_device" not in str(raised.value).partition("Only")[2]
     assert SACConfig().adjusted(replay_on_device=True) == SACConfig(replay_on_device=True)
-    assert set(ADJUSTABLE) < {*field_names(TrainConfig), *field_names(SACConfig)}
+    assert set(ADJUSTABLE) < {*fields_of(TrainConfig), *fields_of(SACConfig)}
 
 
 def test_a_range_of_nodes_is_kept() -> None:
     config = PPOConfig(num_nodes=[1, 4])  # type: ignore[arg-type]
+    assert TrainConfig.from_yaml("algorithm: ppo\nnum_nodes: 1:4") == config
     assert config.num_nodes == (1, 4) and TrainConfig.from_yaml(config.to_yaml()) == config
     assert config.adjusted(num_nodes=2).num_nodes == 2

@@ -166,7 +166,7 @@ class PaperSAC:
         critic_params = [parameter for critic in self.critics for parameter in critic.parameters()]
         self.critic_optimizer = torch.optim.Adam(critic_params, lr=self.config.q_lr)
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=self.config.policy_lr)
-        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=self.config.alpha_lr or self.config.q_lr)
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=self.config.q_lr)
         self.replay: list[list[tuple[Any, ...]]] = [[] for _ in range(self.config.num_envs)]
         self.num_steps = self.num_updates = 0
 
@@ -259,7 +259,7 @@ class PaperSAC:
             return -float(self.num_act)
         masked = obs.shape[1] > self.num_features
         counts = self.allowed(obs).sum(1) if masked else torch.tensor([self.num_act])
-        return float(config.target_entropy_scale * counts.double().log().mean())
+        return float(0.5 * counts.double().log().mean())
 
     def networks(self) -> dict[str, Tensor]:
         """Returns the parameters in the form of a learner's state."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from rayvec import PPOConfig
+from rayvec.config import dataclass
 from rayvec.learners.ppo import PPOLearner
 from rayvec.training.runs import register
 

@@ -185,7 +185,7 @@ def check_sac(names: str, **settings: Any) -> None:
         {"policy_interval": 1},
         {"policy_interval": 2, "num_critics": 3},
         {"autotune": False, "update_to_data": 0.7},
-        {"target_entropy": 0.2, "alpha_lr": 3e-4},
+        {"target_entropy": 0.2},
     ],
     ids=str,
 )

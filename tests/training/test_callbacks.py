@@ -90,9 +90,10 @@ class Logs:
         context.log("checkpoint", context.progress.steps)
 
 
-def test_what_callbacks_log_is_in_the_line_of_its_iteration(tmp_path: Path) -> None:
+def test_what_callbacks_log_is_in_the_line_of_its_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rayvec.PPOConfig, "log_interval_steps", 100)
     settings = {**EVALUATED, "total_steps": 320, "checkpoint_interval_s": 1e9}
-    rayvec.train(tiny(tmp_path / "a", **settings, log_interval_steps=100), callbacks=[Logs()])
+    rayvec.train(tiny(tmp_path / "a", **settings), callbacks=[Logs()])
     lines = list(read_metrics(tmp_path / "a" / "metrics.jsonl"))
     logged = [[line.get(f"callback/{name}") for name in ("iteration", "evaluation", "checkpoint")] for line in lines]
     assert [line["steps"] for line in lines] == [128, 256, 320]
@@ -258,8 +259,9 @@ def test_checkpoints_are_kept_at_intervals(tmp_path: Path) -> None:
     assert names == ["000000000576.pt", "000000000640.pt", "mine.pt"]
 
 
-def test_metrics_of_a_stopped_run_have_every_step_once(tmp_path: Path) -> None:
-    rayvec.train(tiny(tmp_path / "a", log_interval_steps=1000), callbacks=[Witness(stop_at=128)])
+def test_metrics_of_a_stopped_run_have_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rayvec.PPOConfig, "log_interval_steps", 1000)
+    rayvec.train(tiny(tmp_path / "a"), callbacks=[Witness(stop_at=128)])
     rayvec.resume(tmp_path / "a")
     lines = list(read_metrics(tmp_path / "a" / "metrics.jsonl"))
     assert [line["steps"] for line in lines] == [128, 640]

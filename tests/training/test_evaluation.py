@@ -117,7 +117,7 @@ def test_an_evaluation_without_episodes() -> None:
 @pytest.mark.parametrize("where", [{}, pytest.param({"workers_per_node": 2}, marks=SLOW)], ids=str)
 def test_environments_start_staggered_the_same_on_any_topology(tmp_path: Path, where: dict[str, Any]) -> None:
     settings = {"env_id": "Pendulum-v1", "num_envs": 8, "num_steps": 100, "total_steps": 1600, "eval_episodes": 8}
-    run = rayvec.train(tiny(tmp_path / "a", **settings, **where, stagger_starts=True))
+    run = rayvec.train(tiny(tmp_path / "a", **settings, **where, wrappers=("rayvec.wrappers:StaggeredStart",)))
     _, state = load_run(run.run_dir)
     lens = state["progress"]["recent_lens"]
     expected = [int(np.random.default_rng([s, 1]).integers(1, 201)) for s in seeds(8)]

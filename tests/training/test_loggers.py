@@ -6,7 +6,6 @@ import io
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,8 +90,9 @@ def test_a_line_for_each_iteration(tmp_path: Path) -> None:
     assert first["learner/loss"] is None and second["learner/loss"] == 0.5
 
 
-def test_a_line_is_about_all_iterations_since_the_line_before(tmp_path: Path) -> None:
-    log(tmp_path, [16, 32, 48, 64, 80], config=replace(CONFIG, log_interval_steps=32))
+def test_a_line_is_about_all_iterations_since_the_line_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(CONFIG), "log_interval_steps", 32)
+    log(tmp_path, [16, 32, 48, 64, 80])
     lines = list(read_metrics(tmp_path / "metrics.jsonl"))
     assert [line["steps"] for line in lines] == [32, 64, 80]
     assert [line["episodes"] for line in lines] == [4, 4, 2] and lines[1]["return_sum"] == 48.0 + 64.0
