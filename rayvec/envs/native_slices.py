@@ -50,6 +50,7 @@ class NativeSlice(Slice):
         """Attaches the arrays. A replacement begins with cut episodes."""
         super().open(layout, arrays)
         self._leaves = list(tree_leaves(self._obs))
+        self._rows_placed: Sequence[int] = ()
         self._waiting = np.zeros(self.num_envs, bool)  # for a reset by the caller, after their episode has ended
         for unit in range(len(self._envs)):
             states = arrays["episode"][self._rows(unit)]
@@ -60,8 +61,11 @@ class NativeSlice(Slice):
 
     def _places_by_unit(self, rows: Sequence[int]) -> dict[int, NDArray[np.int64]]:
         """Returns the places in `rows` of the environments of each sub-batch."""
-        units = np.searchsorted(self.unit_bounds, rows, side="right") - 1
-        return {int(unit): np.flatnonzero(units == unit) for unit in np.unique(units)}
+        if rows is not self._rows_placed:
+            units = np.searchsorted(self.unit_bounds, rows, side="right") - 1
+            self._places = {int(unit): np.flatnonzero(units == unit) for unit in np.unique(units)}
+            self._rows_placed = rows
+        return self._places
 
     def _step(self, rows: list[int], actions: Any, mode: Autoreset) -> None:
         for unit, places in self._places_by_unit(rows).items():

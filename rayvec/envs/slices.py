@@ -143,13 +143,17 @@ class Slice:
         self._rew, self._terminated, self._truncated = (arrays[name] for name in ("rew", "terminated", "truncated"))
         self._episode: Any = arrays["episode"].data  # a memoryview is three times as fast
         self._to_seed = set(np.flatnonzero(arrays["restarts"]).tolist())
+        self._rows_key, self._row_list = b"", list[int]()  # of the last command
 
     def execute(self, command: Command) -> Answer:
         """Executes a command. All environments complete it, also if one raises."""
         self._infos: list[tuple[Any, Any]] = []
         self._failure: RemoteFailure | None = None
         self.progress[0] += 1
-        value = self._execute(command, command.rows.tolist())
+        key = command.rows.tobytes()
+        if key != self._rows_key:
+            self._rows_key, self._row_list = key, command.rows.tolist()
+        value = self._execute(command, self._row_list)
         self.progress[0] += 1
         if not (self._infos or self._failure or self._notes or value is not None):
             return NO_NEWS

@@ -171,8 +171,7 @@ class ColumnRecorder:
         if self._next_step:
             done = self._ended[t + 1, columns] = batch.terminated | batch.truncated
             last = np.flatnonzero(done & chunk.valid[t, columns] & ~self._ended[t, columns])
-            if len(last):
-                self._finals.append((t, batch.env_ids[last], tree_map(lambda leaf: leaf[last], batch.obs)))
+            self._finals.append((t, batch.env_ids[last], tree_map(lambda leaf: leaf[last], batch.obs)))
 
     def _add_infos(self, t: int, batch: StepBatch) -> None:
         columns, num_envs = dict(batch.info), self._chunk.num_envs
@@ -208,6 +207,8 @@ class ColumnRecorder:
         Returns:
             Whose step failed, ``bool [N]``.
         """
+        if not isinstance(columns, Mapping) or RESTARTED not in columns:
+            return np.zeros_like(among)
         chunk = self._chunk
         failed: NDArray[np.bool_] = among & restarted_in(columns, len(among)) & chunk.truncated[t]
         rows = np.flatnonzero(failed)
@@ -225,10 +226,11 @@ class ColumnRecorder:
         """Returns the chunk."""
         final_index, final_obs = self._final_arrays()
         chunk, num_steps = self._chunk, self.num_steps
-        reset = self._ended[:-1]  # steps that reset an environment: no transition, no reward, no end of an episode
-        for flags in (chunk.valid, chunk.terminated, chunk.truncated):
-            flags[reset] = False
-        chunk.rew[reset] = 0.0
+        if self._next_step:
+            is_step = ~self._ended[:-1]  # not a reset: that is no transition, without reward and end of an episode
+            for flags in (chunk.valid, chunk.terminated, chunk.truncated):
+                flags &= is_step
+            chunk.rew[~is_step] = 0.0
         steps = {"act": self._act, "extras": self._extras}
         steps |= {name: getattr(chunk, name) for name in ("obs", "rew", "terminated", "truncated", "valid")}
         return replace(
@@ -247,7 +249,9 @@ class ColumnRecorder:
 
     def _final_arrays(self) -> tuple[NDArray[np.int64], Tree]:
         """Returns the places ``(t, n)`` of ends of episodes, in order, and the observations there."""
-        places = places_of([(t, n) for t, rows, _ in self._finals for n in rows.tolist()])
+        counts = [len(rows) for _, rows, _ in self._finals]
+        steps = np.repeat(np.array([t for t, *_ in self._finals], np.int64), counts)
+        places = np.stack([steps, np.concatenate([np.zeros(0, np.int64), *(rows for _, rows, _ in self._finals)])], 1)
         final_obs = empty_like(self._chunk.last_obs, (len(places),))
         write, start = tree_writer(final_obs), 0
         for _, rows, obs in self._finals:
@@ -257,7 +261,7 @@ class ColumnRecorder:
             else:
                 assign(final_obs, slice(start, start + len(rows)), obs)
             start += len(rows)
-        order = np.lexsort(places.T[::-1])
+        order = np.argsort(places @ (self._chunk.num_envs, 1), kind="stable")  # fast where they are in order
         return places[order], tree_map(lambda leaf: leaf[order], final_obs)
 
 

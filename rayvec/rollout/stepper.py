@@ -89,6 +89,7 @@ class Stepper:
         self.notes: list[str] = []
         self._target = target
         self._tickets: dict[bytes, Any] = {}
+        self._selections: dict[bytes, Any] = {}
 
     def begin_episodes(self, env_ids: NDArray[np.int64]) -> None:
         """Resets those environments that are between two episodes."""
@@ -113,12 +114,15 @@ class Stepper:
         Raises:
             Exception: What an environment raised that was not restarted. Its ``__cause__`` is an ``EnvError``.
         """
-        ticket = self._tickets.pop(env_ids.tobytes())
+        key = env_ids.tobytes()
+        ticket = self._tickets.pop(key)
         self._target.wait(ticket)
         answer = self._target.take(ticket)
         self.notes += answer.notes
         if answer.failure is not None:
             raise answer.failure.rebuild()
-        arrays, rows = self._target.arrays, as_slice(env_ids)
+        if key not in self._selections:
+            self._selections[key] = as_slice(env_ids)
+        arrays, rows = self._target.arrays, self._selections[key]
         rew, terminated, truncated = (arrays[name][rows] for name in ("rew", "terminated", "truncated"))
         return StepBatch(env_ids, index_tree(arrays["obs"], rows), rew, terminated, truncated, answer.infos)
