@@ -23,7 +23,7 @@ from rayvec.learners.returns import gae
 from rayvec.node.process_pool import ProcessPool
 from rayvec.pools.base import Autoreset
 from rayvec.rollout.loop import as_policy
-from rayvec.tianshou.collect.buffers import add_chunk
+from rayvec.tianshou.collect.buffers import ChunkInsertion
 from rayvec.training import checkpoint
 
 RETURNS = [(128, 8), (128, 128), (2048, 64)]
@@ -124,7 +124,11 @@ CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("add", [add_in_order, add_chunk], ids=["one by one", "bulk"])
+def add_in_bulk(buffer: Any, chunk: Chunk) -> None:
+    ChunkInsertion(buffer, chunk).add(0, chunk.num_steps)
+
+
+@pytest.mark.parametrize("add", [add_in_order, add_in_bulk], ids=["one by one", "bulk"])
 @pytest.mark.parametrize("name", CHUNKS)
 def test_bulk_insert(benchmark: Any, name: str, add: Any) -> None:
     chunk = make_chunk(*CHUNKS[name])

@@ -121,18 +121,15 @@ def load_policy(run_dir: Path | str, checkpoint: str = "checkpoint.pt") -> Agent
     starts_at_0 = isinstance(action_space, spaces.Discrete) and action_space.start == 0
     if type(module) not in (ActorCritic, SACActor) or getattr(module, "is_masked", False):
         raise ConfigError(
-            "A policy of Tianshou is made from a default network without memory and without action masks.",
-            expected="a run of PPO, IMPALA or SAC with such a network",
-            got=type(module).__name__,
-            remedy="Act with rayvec.load, or build the policy of Tianshou from agent.module yourself.",
+            f"The run's network is a {type(module).__name__}, or it has action masks. load_policy takes a run of PPO, "
+            "IMPALA or SAC with a default network, without memory and without action masks: act with rayvec.load, or "
+            "build the policy of Tianshou from agent.module yourself."
         )
     is_known = isinstance(action_space, spaces.Box) or starts_at_0
     if not is_known and not (isinstance(module, ActorCritic) and isinstance(action_space, spaces.Discrete)):
         raise ConfigError(
-            "A policy of Tianshou chooses one action, or numbers.",
-            expected="a Box, or a Discrete that starts at 0",
-            got=action_space,
-            remedy="Wrap the environment's actions, or act with rayvec.load.",
+            f"The actions are {action_space}. A policy of Tianshou takes a Box, or a Discrete that starts at 0: wrap "
+            "the environment's actions, or act with rayvec.load."
         )
     if isinstance(module, ActorCritic):
         return AgentPolicy(module, action_space, agent.observation_space)
@@ -179,10 +176,9 @@ def _module(policy: Any, kind: type[nn.Module]) -> Any:
     module = getattr(getattr(policy, "actor", None), "module", None)
     if not isinstance(module, kind) or not hasattr(module, "encoder"):
         raise ConfigError(
-            "The networks of a run are in the policies that load_policy returns.",
-            expected="a policy of load_policy" + (" for a run of PPO or IMPALA" if kind is ActorCritic else ""),
-            got=type(policy).__name__,
-            remedy="Let other policies act by rayvec.tianshou.TianshouPolicy.",
+            f"{type(policy).__name__} does not come from load_policy"
+            + (" of a run of PPO or IMPALA. " if kind is ActorCritic else ". ")
+            + "Let other policies act by rayvec.tianshou.TianshouPolicy."
         )
     return module
 

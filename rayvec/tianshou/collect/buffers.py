@@ -22,7 +22,6 @@ from tianshou.data import (
     ReplayBufferManager,
 )
 from tianshou.data.batch import alloc_by_keys_diff, create_value
-from tianshou.data.buffer.buffer_base import MalformedBufferError
 from tianshou.data.buffer.manager import PrioritizedReplayBufferManager
 
 from rayvec.data import Chunk, Tree, tree_leaves, tree_map
@@ -30,7 +29,7 @@ from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import ConfigError
 from rayvec.tianshou.collect.infos import info_columns, info_rows
 
-__all__ = ["Added", "ChunkInsertion", "add_chunk"]
+__all__ = ["Added", "ChunkInsertion", "steps_per_env", "truncate_open_episode"]
 
 _IN_BULK = {
     cls.add for cls in (ReplayBuffer, ReplayBufferManager, PrioritizedReplayBuffer, PrioritizedReplayBufferManager)
@@ -55,35 +54,6 @@ class Added:
     lens: NDArray[np.int64]
     starts: NDArray[np.int64]
     ended: NDArray[np.bool_]
-
-
-def add_chunk(
-    buffer: ReplayBuffer,
-    chunk: Chunk,
-    *,
-    act: Tree | None = None,
-    policy: Batch | None = None,
-    buffer_ids: NDArray[np.int64] | None = None,
-) -> Added:
-    """Adds the valid steps of a chunk, as ``buffer.add`` would in the order of steps, then of environments.
-
-    Each row is what Tianshou's Collector adds: observation, action, reward, ends, the true next observation, info
-    with ``env_id``, and the policy's entry. Where an environment was restarted, the transition before is
-    truncated, also if it came with an earlier chunk, and its episode is not counted.
-
-    Args:
-        buffer: A VectorReplayBuffer or any other of Tianshou's; for one environment also a ReplayBuffer.
-        chunk: What to add; rewards of several agents, ``rew [T, N, *rew_shape]``, step by step.
-        act: Actions to store instead of those of the chunk, tree of ``[T, N, ...]``.
-        policy: The policy's entry, arrays or tensors ``[T, N, ...]``; empty by default.
-        buffer_ids: Sub-buffer of each column, ``int64 [N]``; by default those of the chunk's environments.
-
-    Raises:
-        ConfigError: The buffer has no room for these environments, or the observations are tuples.
-        MalformedBufferError: The buffer has been tampered with.
-    """
-    insertion = ChunkInsertion(buffer, chunk, act=act, policy=policy, buffer_ids=buffer_ids)
-    return insertion.add(0, chunk.num_steps)
 
 
 def steps_per_env(buffer: ReplayBuffer) -> int:
@@ -117,22 +87,34 @@ def truncate_open_episode(buffer: ReplayBuffer, buffer_id: int) -> None:
 
 
 class ChunkInsertion:
-    """Adds a chunk to a buffer, all at once or in several pieces; arguments as for :func:`add_chunk`."""
+    """Adds a chunk to a buffer, as ``buffer.add`` would add its valid steps one after another.
+
+    Each row is what Tianshou's Collector adds: observation, action, reward, ends, the true next observation, info with
+    ``env_id``, and the policy's entry. Where an environment was restarted, the transition before is truncated, also if
+    it came with an earlier chunk, and its episode is not counted.
+
+    Args:
+        buffer: A VectorReplayBuffer or any other of Tianshou's; for one environment also a ReplayBuffer.
+        chunk: What to add; rewards of several agents, ``rew [T, N, *rew_shape]``, step by step.
+        act: Actions to store instead of those of the chunk, tree of ``[T, N, ...]``.
+        policy: The policy's entry, arrays or tensors ``[T, N, ...]``; empty by default.
+
+    Raises:
+        ConfigError: The observations have tuples.
+    """
 
     def __init__(
-        self,
-        buffer: ReplayBuffer,
-        chunk: Chunk,
-        *,
-        act: Tree | None = None,
-        policy: Batch | None = None,
-        buffer_ids: NDArray[np.int64] | None = None,
+        self, buffer: ReplayBuffer, chunk: Chunk, *, act: Tree | None = None, policy: Batch | None = None
     ) -> None:
         self._buffer = buffer
         self._chunk = chunk
-        self._ids = chunk.env_ids if buffer_ids is None else np.asarray(buffer_ids)
+        self._ids = chunk.env_ids
         self._subs, self._offsets = _sub_buffers(buffer, self._ids)
-        _check_tree(chunk.obs)
+        if _has_tuple(chunk.obs):
+            raise ConfigError(
+                "The observations have tuples, which Tianshou's buffers do not hold. Turn the Tuple space into a Dict "
+                "space with a wrapper."
+            )
         held = buffer._meta.get("info")
         in_bulk = type(buffer).add in _IN_BULK and chunk.rew.ndim == 2
         columns = info_columns(chunk, chunk.env_ids, held) if in_bulk else None
@@ -178,8 +160,6 @@ class ChunkInsertion:
         open_lens = np.array([sub._ep_len for sub in subs])
         taken = valid.cumsum(0)
         count = taken[-1]
-        if ((count > 0) & (begun > np.minimum(held + 1, sizes))).any():
-            raise MalformedBufferError(f"Episodes begin at {begun}, beyond the {held} transitions that there are.")
         index = (first + taken - 1) % sizes + self._offsets
         before = _taken_before(done, taken)
         starts = np.where(before < 0, begun, (first + before) % sizes) + self._offsets
@@ -313,42 +293,17 @@ def _taken_before(done: NDArray[np.bool_], taken: NDArray[np.int64]) -> NDArray[
 
 def _sub_buffers(buffer: ReplayBuffer, ids: NDArray[np.int64]) -> tuple[list[Any], NDArray[np.int64]]:
     """Returns the sub-buffers of some environments, and where each begins in the buffer."""
-    subs: Any
+    subs: Any = [buffer]
+    offsets = np.zeros(1, np.int64)
     if isinstance(buffer, CachedReplayBuffer):
         subs, offsets = buffer.cached_buffers, buffer._offset[1:]
     elif isinstance(buffer, ReplayBufferManager):
         subs, offsets = buffer.buffers, buffer._offset
-    elif isinstance(buffer, ReplayBuffer):
-        subs, offsets = [buffer], np.zeros(1, np.int64)
-    else:
-        raise _buffer_error("one of Tianshou's replay buffers", type(buffer).__name__)
-    if len(ids) and int(ids.max()) >= len(subs):
-        raise _buffer_error(
-            f"a buffer for at least {int(ids.max()) + 1} environments", f"{type(buffer).__name__} for {len(subs)}"
-        )
     return [subs[i] for i in ids.tolist()], offsets[ids]
 
 
-def _buffer_error(expected: str, got: str) -> ConfigError:
-    return ConfigError(
-        "Every environment has a sub-buffer of its own.",
-        expected=expected,
-        got=got,
-        remedy="Pass VectorReplayBuffer(total_size, buffer_num=num_envs).",
-    )
-
-
-def _check_tree(obs: Tree) -> None:
-    if isinstance(obs, dict):
-        for part in obs.values():
-            _check_tree(part)
-    if isinstance(obs, tuple):
-        raise ConfigError(
-            "rayvec adds observations to Tianshou's buffers as arrays, and dicts of arrays.",
-            expected="observations of a Box, Discrete, MultiDiscrete, MultiBinary or Dict space",
-            got="tuples",
-            remedy="Turn the Tuple space into a Dict space with a wrapper.",
-        )
+def _has_tuple(obs: Tree) -> bool:
+    return isinstance(obs, tuple) or (isinstance(obs, dict) and any(map(_has_tuple, obs.values())))
 
 
 def _rows(tree: Any, keep: NDArray[np.bool_]) -> Any:
