@@ -176,7 +176,7 @@ def paths() -> None:
         [
             (0, "the optimizer steps", "learners.optimizer"),
             (0, "one flat vector", "learners.actor_critic"),
-            (0, "gets a version", "pools.publish_weights"),
+            (0, "gets a version", "vector.weights"),
             (0, "published once", "cluster.cluster_inference"),
             (1, "copied to memory", "node.worker_inference"),
             (2, "loaded for a chunk", "node.worker"),

@@ -23,9 +23,9 @@ from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite_checks import bad_obs_error
 from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import ConfigError
-from rayvec.pools.publish_weights import WeightStore
 from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.ray_vec_env import RayVecEnv
+from rayvec.vector.weights import WeightStore
 
 __all__ = ["Collector", "EpisodeTracker"]
 

@@ -12,9 +12,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Columns", "Mixed", "columns_of", "info_of", "is_mask", "mask_of", "merge", "select", "settle"]
+from rayvec.data.trees import copied
+
+__all__ = [
+    "PLAIN",
+    "Columns",
+    "Mixed",
+    "columns_of",
+    "info_of",
+    "infos_of",
+    "is_mask",
+    "mask_of",
+    "merge",
+    "plain",
+    "select",
+    "settle",
+]
 
 Columns = dict[str, Any]
+_WHOLE = "rayvec_info"
+PLAIN: dict[type[Any], type[Any]] = {np.bool_: bool, np.int64: int, np.float64: float}
+"""The types that single infos have in place of these: columns do not tell Python's numbers from NumPy's."""
 
 
 class Mixed(np.ndarray[Any, Any]):
@@ -167,13 +185,50 @@ def select(columns: Columns, rows: NDArray[np.int64]) -> Columns:
 
 
 def info_of(columns: Columns, row: int) -> dict[Any, Any]:
-    """Returns the info of one environment, for libraries that take a dict for each.
+    """Returns the info of one environment, for libraries that take a dict for each. Numbers are Python's own.
 
-    >>> info_of({"x": [3, 0], "_x": [True, False], "d": {"y": [1, 2]}}, 1)
+    >>> info_of({"x": np.array([3, 0]), "_x": [True, False], "d": {"y": np.array([1, 2])}}, 1)
     {'d': {'y': 2}}
     """
     return {
-        key: info_of(value, row) if type(value) is dict else value[row]
+        key: info_of(value, row) if type(value) is dict else plain(value[row : row + 1])[0]
         for key, value in columns.items()
         if not is_mask(key, columns) and (f"_{key}" not in columns or columns[f"_{key}"][row])
     }
+
+
+def plain(column: NDArray[Any]) -> Any:
+    """Returns the values of a column, with Python's own numbers in place of those in `PLAIN`."""
+    return column.tolist() if column.ndim == 1 and column.dtype.type in PLAIN else column
+
+
+class Whole:
+    """The info of one environment, which columns hold as one value: its types and its order stay.
+
+    Args:
+        info: The info.
+    """
+
+    __slots__ = ("info",)
+
+    def __init__(self, info: dict[Any, Any]) -> None:
+        self.info = info
+
+    def __deepcopy__(self, memo: Any) -> Whole:
+        return Whole({key: copied(value) for key, value in self.info.items()})
+
+
+def whole(info: Any) -> Any:
+    """Returns the info of a step or reset, for libraries that take a dict for each environment, as a :class:`Whole`."""
+    return {_WHOLE: Whole(info)} if info and isinstance(info, dict) else info
+
+
+def unwrapped(info: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns an info that :func:`whole` may have wrapped, with what was added to it."""
+    found = info.pop(_WHOLE, None)
+    return info if found is None else {**found.info, **info}
+
+
+def infos_of(columns: Columns, rows: Sequence[int]) -> list[dict[Any, Any]]:
+    """Returns the infos of some environments: dicts, which are empty for those that have none."""
+    return [unwrapped(info_of(columns, row)) for row in rows] if columns else [{} for _ in rows]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from functools import cached_property
 from itertools import repeat
 from operator import itemgetter
@@ -17,18 +16,11 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data.trees import objects
+from rayvec.data.trees import copied, objects
 
 __all__ = ["ChunkInfo", "ChunkInfos", "InfoBlock", "InfoColumn", "copied"]
 
 _NUMBERS = "biufc"  # not dates and spans of time: the type of such a value does not say its unit
-
-
-def copied(value: Any) -> Any:
-    """Copies a value with all that it holds. What can't be copied, such as a lock, is returned itself."""
-    with suppress(Exception):
-        return deepcopy(value)
-    return value
 
 
 class ChunkInfo(NamedTuple):

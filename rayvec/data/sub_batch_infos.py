@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data.columns import is_mask, mask_of
+from rayvec.data.columns import PLAIN, is_mask, mask_of, plain
 from rayvec.data.infos import InfoBlock, InfoColumn
 from rayvec.data.trees import objects
 
@@ -117,7 +117,7 @@ def _column(value: Any, rows: NDArray[np.int64], count: int) -> InfoColumn:
     column = _rows(value, count)[rows]
     if column.dtype.hasobject or column.dtype.kind not in "biufc":
         return InfoColumn(object, column.astype(object))
-    return InfoColumn(column.dtype.type if column.ndim == 1 else np.ndarray, column)
+    return InfoColumn(PLAIN.get(column.dtype.type, column.dtype.type) if column.ndim == 1 else np.ndarray, column)
 
 
 def _dicts(columns: Columns, rows: NDArray[np.int64], count: int) -> list[Columns]:
@@ -125,7 +125,7 @@ def _dicts(columns: Columns, rows: NDArray[np.int64], count: int) -> list[Column
     dicts: list[Columns] = [{} for _ in rows]
     for key, value in columns.items():
         if not is_mask(key, columns):
-            values = _dicts(value, rows, count) if type(value) is dict else _rows(value, count)[rows]
+            values = _dicts(value, rows, count) if type(value) is dict else plain(_rows(value, count)[rows])
             for each, item, has in zip(dicts, values, mask_of(key, columns, count)[rows], strict=True):
                 if has:
                     each[key] = item

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tree", "as_slice", "objects", "tree_leaves", "tree_map"]
+__all__ = ["Tree", "as_slice", "copied", "objects", "tree_leaves", "tree_map"]
 
 Tree = Any
 """An array, or a dict or tuple of trees."""
+_IMMUTABLE = (bool, int, float, str, bytes, type(None), np.generic)
 
 
 def tree_map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
@@ -55,3 +58,12 @@ def as_slice(env_ids: NDArray[np.int64]) -> Any:
 def objects(values: Sequence[Any]) -> NDArray[Any]:
     """Returns an array of objects, ``[len(values)]``."""
     return np.fromiter(values, object, len(values))
+
+
+def copied(value: Any) -> Any:
+    """Copies a value with all that it holds. What can't be copied, such as a lock, is returned itself."""
+    if isinstance(value, _IMMUTABLE):
+        return value
+    with suppress(Exception):
+        return deepcopy(value)
+    return value

@@ -19,7 +19,7 @@ from rayvec.envs.failures import FAILURES
 __all__ = ["StepTime", "StepTimer", "measure_step"]
 
 _MAX_S = 0.3
-_ENOUGH_S, _ENOUGH_STEPS = 0.05, 100
+_ENOUGH_S, _ENOUGH_STEPS = 0.05, 20
 _MAX_BUSY = 0.75
 """With a larger busy share, more workers than cores gain less than the switches between them cost."""
 _MIN_WAIT_S = 3e-4

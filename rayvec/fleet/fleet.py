@@ -19,7 +19,7 @@ from rayvec.data.trees import as_slice, tree_leaves, tree_map
 from rayvec.errors import without_remedy
 from rayvec.fleet.commands import STEPPING, Answer, Child, ChildLost, Command, Op, Share, Ticket
 from rayvec.fleet.deferred_signals import Uninterrupted
-from rayvec.fleet.restarts import EpisodeState, RestartBudget
+from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
 
 __all__ = ["Fleet"]
 
@@ -27,6 +27,7 @@ _POLL_S = 0.1
 """The interval at which a wait looks after children that it does not wait for, and for signals."""
 _ANY_POLL_S = 1e-3
 _MAX_PLANS = 64
+_SHOWN_SEEDS = 8
 _NO_ROWS = slice(0, 0)
 
 Plan = dict[int, Share]
@@ -40,6 +41,7 @@ class Fleet:
         bounds: Child k owns the environments ``bounds[k]`` to ``bounds[k + 1] - 1``.
         start: Starts a child in place of child k; None, if lost children are not replaced.
         restarts: How often the environments of a replaced child count as restarted.
+        first_id: Global index of the first environment.
 
     Attributes:
         arrays: The last answer of every environment, and the state of its episode.
@@ -54,10 +56,12 @@ class Fleet:
         start: Callable[[int], Child] | None = None,
         *,
         restarts: int = 1,
+        first_id: int = 0,
     ) -> None:
         self.children = list(children)
         self.bounds = np.array(bounds, np.int64)
         self.num_envs = int(bounds[-1])
+        self.first_id = first_id
         self.notes: list[str] = []
         self.num_replaced = 0
         self._start, self._restarts = start, restarts
@@ -120,13 +124,20 @@ class Fleet:
                     return False
         return True
 
-    def wait_any(self, tickets: Sequence[Ticket]) -> int:
-        """Waits until one of some commands is answered by all its children. Returns its index among them."""
+    def wait_some(self, tickets: Sequence[Ticket], count: int = 1, timeout_s: float = math.inf) -> list[int]:
+        """Waits until `count` of some commands are answered, for up to `timeout_s`.
+
+        Returns:
+            The indices of those that are answered.
+        """
+        deadline = time.monotonic() + timeout_s
         while True:
-            for index, ticket in enumerate(tickets):
-                if self.wait(ticket, 0.0):
-                    return index
-            time.sleep(_ANY_POLL_S)
+            answered = [index for index, ticket in enumerate(tickets) if self.wait(ticket, 0.0)]
+            left_s = deadline - time.monotonic()
+            if len(answered) >= count or left_s <= 0:
+                return answered
+            oldest = next(ticket for index, ticket in enumerate(tickets) if index not in answered)
+            self.wait(oldest, min(_ANY_POLL_S, left_s))
 
     def _receive_all(self) -> None:
         """Receives what children have answered meanwhile, and replaces those that are lost."""
@@ -212,7 +223,7 @@ class Fleet:
             raise lost.error
         if not self._budget.spend(k, lost.waited_s):
             raise _lost_too_often(child, lost)
-        self.notes.append(f"restarted {child.name}: {without_remedy(lost.error)}")
+        self.notes.append(f"restarted {child.name} ({self._described(self._rows[k])}: {without_remedy(lost.error)}")
         self.num_replaced += 1
         self.resume(k, self._start(k))
 
@@ -229,6 +240,13 @@ class Fleet:
             self._pending[k].appendleft(Ticket(load, {k: Share(_NO_ROWS, load.rows, _NO_ROWS)}, {k: load}))
         for ticket in self._pending[k]:
             child.post(ticket.commands[k])
+
+    def _described(self, rows: slice) -> str:
+        """Returns the indices and seeds of environments, for the log."""
+        ids = range(self.first_id + rows.start, self.first_id + rows.stop)
+        found = [seed_of(self.arrays, row, env_id) for row, env_id in enumerate(ids, rows.start)]
+        more = ", ..." if len(found) > _SHOWN_SEEDS else ""
+        return f"environments {ids[0]} to {ids[-1]}), seeds [{', '.join(map(str, found[:_SHOWN_SEEDS]))}{more}]"
 
 
 def _lost_too_often(child: Child, lost: ChildLost) -> Exception:

@@ -105,6 +105,8 @@ class LocalWorker:
     def attach(self, block: MachineBlock, first_id: int) -> None:
         """Notes which block :meth:`open` shares with the worker, and the global index of its first environment."""
         self._block, self._first_id = block, first_id
+        count = block.spec.bounds[self._index + 1] - block.spec.bounds[self._index]
+        self._held = f" It held environments {first_id} to {first_id + count - 1}."
 
     def open(self, arrays: dict[str, Any]) -> None:
         """Attaches the worker to its rows of the block."""
@@ -180,6 +182,7 @@ class LocalWorker:
         return answer
 
     _taken = 0
+    _held = ""
 
     def _check(self) -> None:
         """Raises ``ChildLost`` if the worker has died, or takes longer than its limits allow.
@@ -215,7 +218,7 @@ class LocalWorker:
     def _died(self) -> ChildLost:
         self._process.wait(_END_S)
         error = WorkerLostError(
-            f"{self.name} died ({self._process.described_end()}).",
+            f"{self.name} died ({self._process.described_end()}).{self._held}",
             expected="a worker process to run until its environments are closed",
             got="its end",
             remedy="Look into the system's log for what killed it; on_env_error='restart' replaces the worker.",
@@ -224,7 +227,7 @@ class LocalWorker:
 
     def _hangs(self, limit: str, limit_s: float, waited_s: float) -> ChildLost:
         error = WorkerLostError(
-            f"{self.name} did not answer in time, and was killed.",
+            f"{self.name} did not answer in time, and was killed.{self._held}",
             expected=f"an answer within {limit_s:g} s ({limit})",
             got=f"none. Its stack was:\n{self._process.stack()}",
             remedy=f"Raise {limit} if it may take so long; on_env_error='restart' replaces the worker.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data.partition import even_bounds
+from rayvec.data.topology import Topology
 from rayvec.data.trees import tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.spaces import PoolSpaces
@@ -25,6 +27,7 @@ from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy, seed_of
 from rayvec.node.chunk_slots import ChunkSlot
 from rayvec.node.local_worker import LocalWorker
 from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, MachineBlock
+from rayvec.node.open_files import allow_open_files
 from rayvec.node.serve import WorkerSpec
 from rayvec.rollout.policy_host import ChunkOrder, ChunkPlace
 
@@ -50,9 +53,13 @@ class Machine(Fleet):
         spaces: The spaces and metadata of the environments.
 
     Raises:
+        ConfigError: The hard limit on open files is too low for so many workers.
         WorkerLostError: A worker died, or did not make its environments in time.
         Exception: The exception that the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
     """
+
+    transports = ("shm",)
+    has_nodes = False
 
     def __init__(
         self,
@@ -66,6 +73,7 @@ class Machine(Fleet):
     ) -> None:
         self.first_id, self._preload = first_id, tuple(preload)
         units = even_bounds(factory.num_envs, num_workers)
+        allow_open_files(num_workers)
         self._block: MachineBlock | None = None
         self._slots: dict[tuple[int, int], deque[int]] = {}
         self._num_chunks = 0
@@ -90,7 +98,8 @@ class Machine(Fleet):
             self._kill_all()
             raise
         bounds = np.cumsum([0, *counts]).tolist()
-        super().__init__(self._workers, bounds, self._replacement if restart_policy.restart else None)
+        start = self._replacement if restart_policy.restart else None
+        super().__init__(self._workers, bounds, start, first_id=first_id)
 
     def allocate(
         self,
@@ -166,12 +175,33 @@ class Machine(Fleet):
         """Returns the process ids of the workers."""
         return [worker.pid for worker in self._workers]
 
+    def pids(self) -> dict[str, list[int]]:
+        """Returns the id of this process and those of the workers, by the name of the node."""
+        return {self.topology.nodes[0].name: [os.getpid(), *self.worker_pids()]}
+
+    @property
+    def topology(self) -> Topology:
+        """This node, and the environments of each worker."""
+        return Topology.of_this_node(self.bounds.tolist())
+
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """The environments of each worker."""
+        return tuple(range(*pair) for pair in pairwise(self.bounds.tolist()))
+
+    def take_replaced(self) -> dict[str, int]:
+        """Returns how many workers were replaced since the last call."""
+        count, self.num_replaced = self.num_replaced, 0
+        return {"worker": count} if count else {}
+
     def _kill_all(self) -> None:
         for worker in self._workers:
             worker.kill()
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Closes the environments and ends the workers. Those that run after `timeout_s` are killed."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes the environments and ends the workers. Those that run after `timeout_s` (10 s) are killed."""
+        timeout_s = CLOSE_S if timeout_s is None else timeout_s
+        self._start = None  # a wait of another thread replaces no worker
         if timeout_s <= 0:
             self._kill_all()
             killed = []

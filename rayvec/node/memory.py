@@ -68,7 +68,7 @@ class ActionRows:
 
 def action_leaves(actions: Tree, layout: ArrayLayout | None, count: int) -> list[NDArray[Any]] | None:
     """Returns the arrays of `count` actions, or None if :class:`ActionRows` can't hold them without conversion."""
-    if layout is None or isinstance(actions, list):
+    if layout is None or isinstance(actions, list) or (isinstance(actions, np.ndarray) and actions.dtype.hasobject):
         return None
     leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
     for leaf, (_, shape) in zip(leaves, layout.leaves, strict=True):

@@ -13,8 +13,9 @@ import numpy as np
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.step_time import StepTime, StepTimer
 from rayvec.errors import WorkerLostError
-from rayvec.node.process_pool import ProcessPool
-from rayvec.pools.base import RestartPolicy
+from rayvec.fleet.commands import Command, Op
+from rayvec.fleet.restarts import RestartPolicy
+from rayvec.node.machine import Machine
 
 __all__ = ["MAX_WAITING_WORKERS", "MIN_WAITING_CORES", "log_probe", "probe_step"]
 
@@ -46,14 +47,14 @@ def probe_step(factory: EnvFactory, node: str, preload: Sequence[str], restart_p
     timer = replace(factory, env_fns=(partial(StepTimer, factory.env_fns[0]),))
     limit_s = restart_policy.step_timeout_s
     limits = replace(restart_policy, restart=False, step_timeout_s=limit_s and 3 * limit_s + _MEASURING_S)
-    pool = ProcessPool.of(timer, 1, node=node, preload=preload, restart_policy=limits)
+    machine = Machine(timer, 1, node=node, preload=preload, restart_policy=limits)
     try:
-        pool.allocate(pool.spaces.observation, pool.spaces.action)
-        found: StepTime | str = pool.call("measure", (), {}, np.zeros(1, np.int64))(None)[0]
+        machine.allocate(machine.spaces.observation, machine.spaces.action)
+        found: StepTime | str = machine.run(Command(Op.CALL, np.zeros(1, np.int64), rest=("measure", (), {}))).value[0]
     except WorkerLostError as error:
         found = str(error)
     finally:
-        pool.close()
+        machine.close()
     return found
 
 

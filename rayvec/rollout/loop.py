@@ -202,7 +202,9 @@ def rollout(
                 if type(actions) is not np.ndarray:
                     actions = _stacked(actions, pool.action_layout)
                 recorder.add_actions(t, group, actions, extras)
-                pool.send(ids, actions, autoreset)
+                began_s = now()
+                pool.send(ids, actions, autoreset)  # a slice of this process steps now
+                stopwatch.environment_s += now() - began_s
         if t == recorder.num_steps:
             break
     return recorder.chunk(first_step, weights_version)

@@ -13,21 +13,23 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
-from rayvec.data import StepBatch, Tree, tree_map
+from rayvec.data import Tree, objects, tree_map
+from rayvec.data.columns import Columns, infos_of, unwrapped
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
+from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, check_flag
-from rayvec.pools.base import Autoreset, PoolSpaces, RestartPolicy
-from rayvec.pools.restart_state import RESTARTED
+from rayvec.fleet.commands import Autoreset, Command, Op
+from rayvec.fleet.restarts import RESTARTED, RestartPolicy
 from rayvec.stable_baselines3.worker_env import WorkerEnv
+from rayvec.vector.adapter import LOSSES, Adapter, Wait
 from rayvec.vector.batching import check_number, check_spaces
-from rayvec.vector.pool_adapter import LOSSES, PoolAdapter
 
 __all__ = ["RayVecEnv"]
 
 Indices = int | Iterable[int] | None
 
 
-class RayVecEnv(PoolAdapter, VecEnv):
+class RayVecEnv(Adapter, VecEnv):
     """Environments on every core of a Ray cluster or of this machine, as one Stable-Baselines3 vector environment.
 
     It replaces ``SubprocVecEnv`` and ``DummyVecEnv``: observations, infos and errors are theirs, and rewards are
@@ -85,17 +87,17 @@ class RayVecEnv(PoolAdapter, VecEnv):
             address=address,
             claim_cpus=False,
         )
-        found = self._pool.spaces
-        self._guarded(lambda: self._allocate(found))
+        found = self._envs.spaces
+        self._guarded(lambda: self._set_up(found))
         self._plain_actions = not isinstance(found.action, (spaces.Dict, spaces.Tuple))
         super().__init__(factory.num_envs, found.observation, found.action)
         self.metadata = dict(found.metadata)  # VecVideoRecorder reads the frames per second here
 
-    def _allocate(self, found: PoolSpaces) -> None:
+    def _set_up(self, found: PoolSpaces) -> None:
         """Checks the environments and allocates the arrays."""
         check_spaces(found, "different", found.observation)
-        self._pool.allocate(found.observation, found.action)
-        if self._pool.layout is None:
+        self._allocate(found.observation, found.action)
+        if self._envs.layout.objects:
             raise ConfigError(
                 f"The observation space is {found.observation}. Stable-Baselines3 accepts Box, Discrete, "
                 "MultiDiscrete and MultiBinary, and a Dict or Tuple of them: convert observations by a wrapper."
@@ -132,12 +134,11 @@ class RayVecEnv(PoolAdapter, VecEnv):
                 groups.append((options, [env_id]))
         self.reset_infos = [{} for _ in range(self.num_envs)]
         for options, members in groups:
-            ids = np.array(members)
-            self._pool.reset(ids, [self._seeds[i] for i in members], options or None)
-            for info in self._pool.recv(ids).info:
-                self.reset_infos[info.env_id] = info.info
-        self._pool.observe(self._everyone)
-        return tree_map(np.copy, self._pool.recv(self._everyone).obs)
+            seeds = [self._seeds[i] for i in members]
+            infos = self._run(Command(Op.RESET, np.array(members), rest=(seeds, options or None))).infos
+            for env_id, info in zip(members, infos_of(infos, members), strict=True):
+                self.reset_infos[env_id] = info
+        return tree_map(np.copy, self._envs.arrays["obs"])
 
     def set_options(self, options: list[dict[str, Any]] | dict[str, Any] | None = None) -> None:
         """Sets the options of the next reset: one dict for all environments, or a list with one for each."""
@@ -158,11 +159,12 @@ class RayVecEnv(PoolAdapter, VecEnv):
         if len(actions) != self.num_envs:
             check_number(len(actions), self.num_envs, batch_space(self.action_space, self.num_envs))
         if not (self._plain_actions and type(actions) is np.ndarray and actions.dtype != object):
-            actions = [actions[i] for i in range(self.num_envs)]
+            actions = objects([actions[i] for i in range(self.num_envs)])
+        step = Command(Op.STEP, self._everyone, actions, Autoreset.SAME_STEP)
 
-        def start() -> Callable[[float | None], StepBatch]:
-            self._pool.send(self._everyone, actions, Autoreset.SAME_STEP)
-            return lambda timeout_s: self._pool.recv(self._everyone, timeout_s=timeout_s)
+        def start() -> Wait:
+            ticket = self._post(step)
+            return lambda timeout_s: self._answer(ticket, timeout_s).infos
 
         self._start("step", start)
 
@@ -177,25 +179,27 @@ class RayVecEnv(PoolAdapter, VecEnv):
         Raises:
             NoAsyncCallError: Nothing was started.
         """
-        batch: StepBatch = self._wait("step", None)
-        done = batch.terminated | batch.truncated
-        infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        for env_id, info, _, final_info in batch.info:
-            infos[env_id] = info if final_info is None else final_info
-        for info, cut in zip(infos, (batch.truncated & ~batch.terminated).tolist(), strict=True):
+        columns: Columns = self._wait("step", None)
+        arrays = self._envs.arrays
+        terminated, truncated = arrays["terminated"], arrays["truncated"]
+        infos = infos_of(columns, range(self.num_envs))
+        for env_id, (info, cut) in enumerate(zip(infos, (truncated & ~terminated).tolist(), strict=True)):
+            has_ended = "final_info" in info
+            if has_ended:
+                final_obs, final_info = info.pop("final_obs"), info.pop("final_info")
+                self.reset_infos[env_id] = {key: each for key, each in info.items() if (key, each) != (RESTARTED, True)}
+                infos[env_id] = info = unwrapped(final_info)
             info["TimeLimit.truncated"] = cut
-        for env_id, info, final_obs, final_info in batch.info:
-            if final_info is not None:
-                infos[env_id]["terminal_observation"] = final_obs
-                of_reset = {key: value for key, value in info.items() if key != RESTARTED or value is not True}
-                self.reset_infos[env_id] = of_reset
-        return tree_map(np.copy, batch.obs), batch.rew.astype(np.float32), done, infos
+            if has_ended:
+                info["terminal_observation"] = final_obs
+        obs = tree_map(np.copy, arrays["obs"])
+        return obs, arrays["rew"].astype(np.float32), terminated | truncated, infos
 
     def close(self) -> None:
         """Closes the environments, ends the workers and actors, and the Ray that was started for them."""
         self._pending = None
         if not self.closed:
-            self._close_pool()
+            self._close_envs()
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """Returns an attribute of some environments, each from the outermost wrapper that has it.
@@ -240,7 +244,7 @@ class RayVecEnv(PoolAdapter, VecEnv):
             return [value for env_id in ids.tolist() for value in self._call(name, args, env_id)]
         if len(ids) == 0:
             return []
-        return self._guarded(lambda: self._pool.call(name, args, {}, ids)(None), LOSSES)
+        return list(self._guarded(lambda: self._run(Command(Op.CALL, ids, rest=(name, args, {}))).value, LOSSES))
 
 
 def _listed(indices: int | Iterable[int]) -> int | list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import gymnasium
 
+from rayvec.data.columns import whole
 from rayvec.errors import ConfigError
 
 __all__ = ["WorkerEnv"]
@@ -32,7 +33,6 @@ class WorkerEnv(gymnasium.Env[Any, Any]):
         self.action_space = env.action_space
         self.metadata = env.metadata
         self.render_mode = env.render_mode
-        self.step = env.step  # type: ignore[method-assign]  # no call in between, at every step
 
     @property
     def unwrapped(self) -> gymnasium.Env[Any, Any]:
@@ -41,7 +41,13 @@ class WorkerEnv(gymnasium.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Resets, with options only where there are some, as Stable-Baselines3 does."""
-        return self._env.reset(seed=seed, options=options) if options else self._env.reset(seed=seed)
+        result = self._env.reset(seed=seed, options=options) if options else self._env.reset(seed=seed)
+        return (result[0], whole(result[1])) if type(result) is tuple and len(result) == 2 else result
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Steps."""
+        result = self._env.step(action)
+        return (*result[:4], whole(result[4])) if type(result) is tuple and len(result) == 5 else result
 
     def close(self) -> None:
         """Closes."""

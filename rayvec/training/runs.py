@@ -22,16 +22,16 @@ from rayvec.config.references import resolve
 from rayvec.data.global_random import seed_globals
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, counted
+from rayvec.fleet.restarts import RestartPolicy
 from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import choice_of, compile_s, compiles, decided
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
-from rayvec.pools.base import RestartPolicy
 from rayvec.training.own_env_and_network import environment_of
 from rayvec.training.run_state import EPISODE_METRICS
 from rayvec.vector.make_vec import sub_batch_sizes
-from rayvec.vector.open_pool import local_workers
+from rayvec.vector.open_environments import local_workers
 from rayvec.vector.ray_vec_env import RayVecEnv
 from rayvec.wrappers import MASK_KEY, ActionMask, KeepInfos, num_choices
 

@@ -1,25 +1,22 @@
-"""Helpers for Gymnasium batches: merged infos, groups, and checks of actions, masks and spaces."""
+"""Helpers for Gymnasium batches: spaces, and checks of actions, masks and spaces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_differing_spaces, batch_space, concatenate, create_empty_array, iterate
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
 from numpy.typing import NDArray
 
-from rayvec.data import RawInfo, SubBatchInfo, Tree
-from rayvec.data.sub_batch_infos import merge_columns
-from rayvec.errors import ConfigError, EnvError
-from rayvec.pools.base import PoolSpaces
-from rayvec.pools.shared_memory import ArrayLayout
+from rayvec.data import Tree, objects
+from rayvec.data.layouts import ArrayLayout
+from rayvec.envs.spaces import PoolSpaces
+from rayvec.errors import ConfigError
 
 __all__ = [
     "ActionTypeError",
-    "InfoMerger",
     "SpacesError",
     "batched_observations",
     "check_number",
@@ -27,7 +24,6 @@ __all__ = [
     "check_spaces",
     "checked_actions",
     "checked_mask",
-    "concatenated",
     "in_batch_order",
     "parse_autoreset_mode",
 ]
@@ -39,43 +35,6 @@ class ActionTypeError(ConfigError, TypeError):
 
 class SpacesError(ConfigError, RuntimeError, TypeError):
     """Observation or action spaces of environments differ, or are not spaces. Gymnasium raises these types."""
-
-
-class InfoMerger(VectorEnv[Any, Any, Any]):
-    """Merges infos with Gymnasium's own method, for any number of environments."""
-
-    def __init__(self, num_envs: int) -> None:
-        self.num_envs = num_envs
-
-    def merge(self, infos: Sequence[RawInfo] | Sequence[SubBatchInfo]) -> dict[str, Any]:
-        """Merges infos in the given order, as ``SyncVectorEnv`` does. Those of native sub-batches stay columns."""
-        if infos and isinstance(infos[0], SubBatchInfo):
-            return merge_columns(cast("Sequence[SubBatchInfo]", infos), self.num_envs)
-        merged: dict[str, Any] = {}
-        for env_id, info, final_obs, final_info in cast("Sequence[RawInfo]", infos):
-            if final_info is not None:
-                merged = self._add_info(merged, {"final_obs": final_obs, "final_info": final_info}, env_id)
-            merged = self._add_info(merged, info, env_id)
-        return merged
-
-
-def concatenated(space: Space[Any], observations: Sequence[Any], env_ids: NDArray[np.int64]) -> Any:
-    """Returns observations that are no arrays, batched as Gymnasium does.
-
-    Raises:
-        EnvError: They can't be batched, since one of them is not of its space.
-    """
-    out: Any = create_empty_array(space, len(observations), np.zeros)
-    try:
-        return concatenate(space, observations, out)
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        for env_id, observation in zip(env_ids.tolist(), observations, strict=True):
-            if observation not in space:
-                raise EnvError(
-                    f"Environment {env_id} returned the observation {repr(observation)[:500]}, which is not in "
-                    f"{space}. Correct the environment or its observation_space."
-                ) from error
-        raise
 
 
 def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
@@ -165,17 +124,17 @@ def check_shapes(found: PoolSpaces, single: Space[Any], words: str = "") -> None
         )
 
 
-def checked_actions(actions: Any, layout: ArrayLayout | None, count: int, space: Space[Any]) -> Tree:
-    """Returns actions as a tree of arrays, each ``[count, ...]``, or as a list where no array holds them.
+def checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[Any]) -> Tree:
+    """Returns actions as a tree of arrays, each ``[count, ...]``; an array of objects where no other holds them.
 
     Raises:
         ActionTypeError: A single action was passed.
         ConfigError: The actions have other shapes.
     """
-    if layout is None:
-        objects = list(iterate(space, actions))
-        check_number(len(objects), count, space)
-        return objects
+    if layout.objects:
+        each = list(iterate(space, actions))
+        check_number(len(each), count, space)
+        return objects(each)
     try:
         leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
         got = f"shapes {[leaf.shape for leaf in leaves]}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
@@ -17,34 +16,36 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree, tree_map
+from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree
+from rayvec.data.columns import Columns, select, settle
+from rayvec.data.layouts import as_batch, index_tree
 from rayvec.data.topology import split_groups
+from rayvec.data.trees import as_slice
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, check_flag
-from rayvec.node.object_store import as_rollout
-from rayvec.pools.base import Autoreset, Cut, RestartPolicy, deadline_in, seconds_until
-from rayvec.pools.publish_weights import WeightStore
-from rayvec.pools.shared_memory import ArrayLayout
+from rayvec.fleet.commands import Autoreset, Command, Op
+from rayvec.fleet.restarts import RestartPolicy
+from rayvec.pools.base import Cut
 from rayvec.rollout.inference import Inference
 from rayvec.rollout.loop import as_policy
+from rayvec.rollout.policy_host import TakenChunk
+from rayvec.vector.adapter import LOSSES, Adapter, Wait
 from rayvec.vector.batching import (
-    InfoMerger,
     batched_observations,
     checked_actions,
     checked_mask,
-    concatenated,
     in_batch_order,
     parse_autoreset_mode,
 )
-from rayvec.vector.pool_adapter import LOSSES, PoolAdapter, Wait
 from rayvec.vector.rollout_policy import RolloutPolicy
+from rayvec.vector.weights import WeightStore
 
 __all__ = ["RayVecEnv"]
 
 _T = TypeVar("_T")
 
 
-class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
+class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
     """Environments on every core of a Ray cluster, as one Gymnasium vector environment.
 
     It returns bit for bit what ``gymnasium.vector.SyncVectorEnv`` returns for the same seeds and actions, on
@@ -136,7 +137,6 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._guarded(lambda: self._set_up(num_envs, mode, observation_mode, groups))
         self._everyone = np.arange(self.num_envs)
         self._everyone.setflags(write=False)
-        self._merger = InfoMerger(self.num_envs)
         self._done = np.zeros(self.num_envs, bool)  # whose episode has ended, if the caller resets
         self._chunk_steps = 0
         self._noise_seed = secrets.randbits(63)
@@ -150,11 +150,12 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         groups: Literal[1, 2],
     ) -> None:
         """Checks the environments that were made, and allocates the arrays."""
-        pool, spaces = self._pool, self._pool.spaces
+        spaces = self._envs.spaces
         spaces.check_native(num_envs, mode)
-        self.num_envs = pool.num_envs
+        self.num_envs = self._envs.num_envs
         given = Autoreset[(mode or AutoresetMode.NEXT_STEP).name]
-        self._autoreset = given if pool.native_mode is None else pool.native_mode
+        self._autoreset = given if spaces.native_mode is None else spaces.native_mode
+        self._is_native = spaces.native_mode is not None
         self.autoreset_mode = AutoresetMode[self._autoreset.name]
         self.metadata = {**spaces.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = spaces.render_mode
@@ -164,13 +165,11 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self.observation_space, self.single_observation_space = batched_observations(
             spaces, observation_mode, self.num_envs
         )
-        layout_space = in_batch_order(spaces.action, self.action_space)
-        pool.allocate(self.single_observation_space, layout_space)
-        layout = self._action_layout = ArrayLayout.of(layout_space)
-        shape = None if layout is None else spaces.action.shape
+        self._allocate(self.single_observation_space, in_batch_order(spaces.action, self.action_space))
+        shape = None if self._envs.action_layout.objects else spaces.action.shape
         self._array_shape_of = cache(lambda count: None if shape is None else (count, *shape))
-        self.groups = split_groups(pool.topology, groups, spaces.unit_bounds)
-        self._driver = Inference(pool.num_envs, self.groups)
+        self.groups = split_groups(self.topology, groups, spaces.unit_bounds)
+        self._driver = Inference(self.num_envs, self.groups)
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -209,9 +208,16 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             ids = np.flatnonzero(checked_mask(options.pop("reset_mask"), self.num_envs, is_first=not self.num_uses))
         self._check_options(options)
 
+        reset = Command(Op.RESET, ids, rest=([seeds[i] for i in ids.tolist()], options))
+
         def start() -> Wait:
-            self._pool.reset(ids, [seeds[i] for i in ids.tolist()], options)
-            return self._all_after_reset(ids)
+            ticket = self._post(reset)
+
+            def wait(timeout_s: float | None) -> tuple[Tree, Columns]:
+                infos = self._answer(ticket, timeout_s).infos
+                return self._observations(slice(None)), infos
+
+            return wait
 
         self._start("reset", start)
         self.fresh_at = self.num_uses if len(ids) == self.num_envs else self.fresh_at
@@ -228,24 +234,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
         obs, infos = self._wait("reset", timeout)
-        return obs, self._merger.merge(infos)
-
-    def _all_after_reset(self, ids: NDArray[np.int64]) -> Wait:
-        """Returns what waits for a reset of `ids`, and then for the observations of all environments."""
-        reset: StepBatch | None = None
-        are_some = len(ids) < self.num_envs
-
-        def wait(timeout_s: float | None) -> tuple[Tree, Any]:
-            nonlocal reset
-            deadline = deadline_in(timeout_s)
-            if reset is None:
-                reset = self._recv(ids, timeout_s)
-                if are_some:
-                    self._pool.observe(self._everyone)
-            answer = self._pool.recv(self._everyone, timeout_s=seconds_until(deadline)) if are_some else reset
-            return self._observations(answer), reset.info
-
-        return wait
+        return obs, self._settled(infos)
 
     def step(
         self, actions: Any
@@ -277,7 +266,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
         *answers, infos = self._wait("step", timeout)
-        return (*answers, self._merger.merge(infos))
+        return (*answers, self._settled(infos))
 
     def send(self, actions: Any, group: int = 0) -> None:
         """Starts a step of one group, whose environments are ``groups[group]``.
@@ -304,12 +293,9 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         ids = self._group(group)
         if self._pending is None or group not in self._pending.waits:
             raise NoAsyncCallError(f"Calling `recv` for group {group} without any prior call to `send`.", "send")
-        obs, rew, terminated, truncated, of_envs = self._wait("send", timeout, group)
-        infos: dict[str, Any] = {}
-        if of_envs:
-            rows = {env_id: row for row, env_id in enumerate(ids.tolist())}
-            infos = InfoMerger(len(ids)).merge([info._replace(env_id=rows[info.env_id]) for info in of_envs])
-        return StepBatch(ids.copy(), obs, rew, terminated, truncated, infos)
+        *answers, infos = self._wait("send", timeout, group)
+        obs, rew, terminated, truncated = answers
+        return StepBatch(ids.copy(), obs, rew, terminated, truncated, self._settled(select(infos, ids)))
 
     def rollout(
         self,
@@ -374,8 +360,12 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self.num_uses += 1
         request = ChunkRequest(num_steps, first_step, noise_seed)
         acting = as_policy(policy)
-        chunk, times = self._guarded(lambda: self._driver.take(self._pool, acting, request, weights_version, cut))
-        return as_rollout(chunk, False, (times,), times.whole_s)
+        self._chunks.note_absence()
+
+        def take() -> TakenChunk:
+            return TakenChunk(*self._driver.take(self._chunks.stepper, acting, request, weights_version, cut))
+
+        return self._guarded(lambda: self._chunks.take_here(take, request))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order.
@@ -388,7 +378,13 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Starts what :meth:`call` does; :meth:`call_wait` returns its result."""
         self._assert_idle("call_async")
-        self._start("call", lambda: self._pool.call(name, args, kwargs, self._everyone), fatal=LOSSES)
+        call = Command(Op.CALL, self._everyone, rest=(name, args, kwargs))
+
+        def start() -> Wait:
+            ticket = self._post(call)
+            return lambda timeout_s: self._answer(ticket, timeout_s).value
+
+        self._start("call", start, fatal=LOSSES)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Waits for :meth:`call_async`, for up to `timeout` seconds."""
@@ -412,7 +408,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
                 f"set_attr was called with {len(values)} values for {self.num_envs} environments. Pass one "
                 "for each, or one value that is no list or tuple for all."
             )
-        self._guarded(lambda: self._pool.set_attr(name, values, self._everyone), LOSSES)
+        self._guarded(lambda: self._run(Command(Op.SET, self._everyone, rest=(name, list(values)))), LOSSES)
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes the environments, ends the workers and actors, and the Ray that was started for them.
@@ -426,7 +422,7 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             terminate: Whether they are killed at once, without being closed.
         """
         pending, self._pending = self._pending, None
-        self._close_pool(0.0 if terminate else timeout)
+        self._close_envs(0.0 if terminate else timeout)
         if self._is_forked or pending is None or pending.timed_out:
             return
         if pending.name in ("reset", "step", "call"):
@@ -439,32 +435,33 @@ class RayVecEnv(PoolAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             assert not self._done[ids].any(), f"environments {ids[self._done[ids]].tolist()} must be reset first"
         count = len(ids)
         if type(actions) is not np.ndarray or actions.shape != self._array_shape_of(count):
-            actions = checked_actions(actions, self._action_layout, count, self._action_space_of(count))
+            actions = checked_actions(actions, self._envs.action_layout, count, self._action_space_of(count))
         self._driver.note_absence()
 
+        step = Command(Op.STEP, ids, actions, self._autoreset)
+        rows = slice(None) if ids is self._everyone else as_slice(ids)
+
         def start() -> Wait:
-            self._pool.send(ids, actions, self._autoreset)
-            return lambda timeout_s: self._answers(self._recv(ids, timeout_s))
+            ticket = self._post(step)
+            return lambda timeout_s: self._stepped(ids, rows, self._answer(ticket, timeout_s).infos)
 
         self._start(name, start, group)
 
-    def _recv(self, ids: NDArray[np.int64], timeout_s: float | None) -> StepBatch:
-        batch, first_id = self._pool.recv(ids, timeout_s=timeout_s), self._pool.first_id
-        if first_id and batch.info:
-            batch = replace(batch, info=tuple(info._replace(env_id=info.env_id - first_id) for info in batch.info))
-        if self._autoreset == Autoreset.DISABLED:
-            self._done[batch.env_ids] = batch.terminated | batch.truncated
-        return batch
-
-    def _answers(self, batch: StepBatch) -> tuple[Any, ...]:
+    def _stepped(self, ids: NDArray[np.int64], rows: Any, infos: Columns) -> tuple[Any, ...]:
         """Returns observations, rewards, terminated and truncated as the caller gets them; and the infos."""
-        return self._observations(batch), batch.rew.copy(), batch.terminated.copy(), batch.truncated.copy(), batch.info
+        arrays = self._envs.arrays
+        rew, terminated, truncated = (np.array(arrays[name][rows]) for name in ("rew", "terminated", "truncated"))
+        if self._autoreset == Autoreset.DISABLED:
+            self._done[ids] = terminated | truncated
+        return self._observations(rows), rew, terminated, truncated, infos
 
-    def _observations(self, batch: StepBatch) -> Tree:
+    def _observations(self, rows: Any) -> Tree:
         """Observations as the caller gets them: copied, or, where they are no arrays, batched by Gymnasium."""
-        if self._pool.layout is not None:
-            return tree_map(np.copy, batch.obs) if self.copy else batch.obs
-        return concatenated(self.single_observation_space, list(batch.obs), batch.env_ids)
+        return as_batch(index_tree(self._envs.arrays["obs"], rows), copy=self.copy)
+
+    def _settled(self, infos: Columns) -> Columns:
+        """Returns infos as Gymnasium's own vector environments do."""
+        return settle(infos, common=self._is_native) if infos else {}
 
     def _group(self, group: int) -> NDArray[np.int64]:
         if not 0 <= group < len(self.groups):

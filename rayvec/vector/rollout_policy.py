@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.policies.policy import Policy
-from rayvec.pools.publish_weights import WeightStore
+from rayvec.vector.weights import WeightStore
 
 __all__ = ["RolloutPolicy"]
 
@@ -31,7 +31,7 @@ class RolloutPolicy:
         """Sends what the workers lack of a policy; returns the store through which it gets its weights.
 
         Args:
-            publish: Sends a policy to the workers, as ``PoolAdapter.publish`` does.
+            publish: Sends a policy to the workers, as ``Adapter.publish`` does.
             policy: The policy.
             on_node: Whether it acts in the process that owns the workers of a node, in place of each worker.
         """

@@ -508,7 +508,7 @@ class TestSharedCluster:
             from helpers.testing import CountingEnv
             env = rayvec.RayVecEnv([CountingEnv] * 2, workers_per_node=1, address={address!r})
             env.reset(seed=0)
-            print([pid for pids in env._pool.worker_pids().values() for pid in pids], flush=True)
+            print([pid for pids in env.worker_pids().values() for pid in pids], flush=True)
             while True:
                 env.step([0, 0])
             """,

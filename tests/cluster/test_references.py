@@ -71,7 +71,7 @@ def test_a_store_that_is_full_is_explained(wide: RayVecEnv, monkeypatch: pytest.
     def chunk() -> None:
         raise ray.exceptions.OutOfDiskError("239c2f70", b"\n\x1c", "10.77.0.1")
 
-    node: Any = wide._pool._nodes[1].node  # type: ignore[attr-defined]
+    node: Any = wide._envs.pool._nodes[1].node  # type: ignore[attr-defined]
     for fetch, which in ((node._get, f"an answer of node {node.slice.name}"), (_fetch, "a part of the batch")):
         with pytest.raises(ConfigError, match=f"no room for {which}. Remedy: .*--object-store-memory"):
             fetch(chunk.remote())

@@ -301,7 +301,7 @@ class TestTimes:
     @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_of_environments_and_inference(self, make_vec: MakeVec, inference: Any) -> None:
         envs = [partial(TimedEnv, 0.01)] * 2
-        env = make_vec(envs) if inference == "worker" else local(envs)
+        env = make_vec(envs, 0, int(inference == "worker"))
         split = Collector(env, SlowPolicy(), inference).collect(n_step=2 * 10).stats.time_split_s
         assert split["environment"] >= 10 * 2 * 0.01 and split["inference"] >= 10 * 0.02
 

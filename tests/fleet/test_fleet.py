@@ -71,7 +71,7 @@ class TestTickets:
         halves = np.array([2, 0]), np.array([1, 3])
         tickets = [fleet.post(Command(Op.STEP, rows, np.zeros(2, np.int64))) for rows in halves]
         assert fleet.wait(tickets[1]) and fleet.arrays["obs"][[1, 3], 1].tolist() == [1, 1]
-        assert fleet.wait_any(tickets) == 0 and fleet.arrays["obs"][:, 1].tolist() == [1, 1, 1, 1]
+        assert 0 in fleet.wait_some(tickets) and fleet.arrays["obs"][:, 1].tolist() == [1, 1, 1, 1]
 
     def test_a_wait_that_times_out_takes_nothing(self) -> None:
         fleet = fleet_of([Steps] * 4, 2)

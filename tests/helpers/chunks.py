@@ -25,7 +25,7 @@ def wait_for_parts(env: RayVecEnv, timeout_s: float = DEADLINE_S, chunk: int = 0
 
     Workers of the driver's own node that have ended meanwhile are restarted.
     """
-    for node, wait in env._pool.acting._pending[chunk].requested.values():
+    for node, wait in env._envs.pool.acting._pending[chunk].requested.values():
         if node.transport == "tcp":
             refs = list(inspect.getclosurevars(wait).nonlocals["refs"])
             if len(ray.wait(refs, num_returns=len(refs), timeout=timeout_s, fetch_local=False)[0]) < len(refs):

@@ -21,6 +21,8 @@ from rayvec.errors import WorkerLostError
 from rayvec.fleet.commands import Answer, Autoreset, ChildLost, Command, Op
 from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
+from rayvec.rollout import stepper
+from rayvec.rollout.stepper import Stepper
 from rayvec.vector.batching import in_batch_order
 
 RESTART = RestartPolicy(restart=True)
@@ -92,6 +94,14 @@ def fleet_of(
     spaces = children[0].slice.spaces
     fleet.open(own_arrays(ArrayLayout.with_objects(spaces.observation), bounds[-1]))
     return fleet
+
+
+def stepper_of(env_fns: Sequence[Callable[[], Any]], first_id: int = 0) -> Stepper:
+    """Returns environments of this process as a rollout steps them."""
+    slice_ = slice_of(env_fns, first_id=first_id)
+    layout = ArrayLayout.with_objects(slice_.spaces.observation)
+    slice_.open(layout, own_arrays(layout, slice_.num_envs))
+    return Stepper(stepper.Here(slice_), ArrayLayout.of(slice_.spaces.action), first_id)
 
 
 class OverFleet(VectorEnv[Any, Any, Any]):

@@ -107,11 +107,9 @@ class ReservedKeys(OddValues):
 
     def info(self) -> Any:
         kinds = {
-            "_t": self._t,
             "final_obs": np.full(2, self._t),
             "final_info": {"t": self._t},
             "episode": {"r": 1.5, "l": self._t},
-            "_episode": True,
             "env_id": 7,
             "": None,
         }

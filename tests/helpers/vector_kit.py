@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 def pids_of(env: RayVecEnv) -> list[list[int]]:
     """Process ids of each node: its actor's first, then its workers'."""
-    return list(env._pool.worker_pids().values())
+    return list(env.worker_pids().values())
 
 
 def assert_explained(error: BaseException) -> None:

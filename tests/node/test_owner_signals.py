@@ -14,7 +14,6 @@ import numpy as np
 import psutil
 import pytest
 from helpers.testing import CountingEnv
-from helpers.waiting import alive, wait_until
 
 from rayvec import RayVecEnv
 
@@ -40,46 +39,20 @@ class EndsProcesses(CountingEnv):
         return [forked.exitcode, program.wait(20)]
 
 
-PRESSED_AT_EXIT = """
-import signal
-from rayvec import RayVecEnv
-from rayvec.node.process_watch import ProcessWatch
-from helpers.testing import CountingEnv
-import psutil
-
-if __name__ == "__main__":
-    with RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1) as env:
-        (pids,) = env.worker_pids().values()
-        print(pids[0], psutil.Process(pids[0]).ppid())
-    ProcessWatch.wait = lambda *args: signal.raise_signal(signal.SIGINT)  # while it waits for the fork server
-"""
-
-
-def test_ctrl_c_at_the_end_of_a_program_ends_the_fork_server_too() -> None:
-    done = subprocess.run([sys.executable, "-c", PRESSED_AT_EXIT], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    wait_until(lambda: not any(map(alive, map(int, done.stdout.split()))))
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_workers_and_their_fork_servers_stay(number: int) -> None:
-    """The first process of those listed forks workers; its parent forks such processes."""
+def test_workers_and_their_fork_server_stay(number: int) -> None:
     with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=2, on_env_error="restart") as env:
         env.reset(seed=0)
-        (pids,) = env.worker_pids().values()
-        root = psutil.Process(pids[0]).parent()
-        assert root is not None and root.pid != os.getpid()
-        for pid in (root.pid, *pids):
+        ((_, *pids),) = env.worker_pids().values()
+        server = psutil.Process(pids[0]).ppid()
+        for pid in (server, *pids):
             os.kill(pid, number)
         env.step(np.zeros(2, np.int64))
-        assert [psutil.Process(pid).is_running() for pid in pids] == [True] * 3
-        os.kill(pids[1], signal.SIGKILL)
+        assert all(psutil.Process(pid).is_running() for pid in (server, *pids))
+        os.kill(pids[0], signal.SIGKILL)
         env.step(np.zeros(2, np.int64))
-        ((server, *workers),) = env.worker_pids().values()
-        assert server == pids[0] and len({*workers, *pids[1:]}) == 3
-        with RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1) as another:
-            ((other, _),) = another.worker_pids().values()
-            assert psutil.Process(other).parent() == root
+        ((_, *workers),) = env.worker_pids().values()
+        assert len({*workers, *pids}) == 3 and {psutil.Process(pid).ppid() for pid in workers} == {server}
 
 
 def test_processes_of_environments_end_by_them() -> None:

@@ -150,7 +150,7 @@ def test_the_running_return_outlives_a_cut() -> None:
 
 def test_only_environments_of_one_machine_can_be_cut(ray_cluster: object) -> None:
     with RayVecEnv("CartPole-v1", 2, num_nodes=1, workers_per_node=1) as env:
-        with pytest.raises(ConfigError, match="A chunk can be cut on one machine only"):
+        with pytest.raises(ConfigError, match="`cut` was passed with environments on Ray"):
             Collector(env, lean).collect(n_step=8, cut=lambda steps: True)
     with pytest.raises(ConfigError, match="first_id=3"):
         RayVecEnv("CartPole-v1", 2, num_nodes=1, first_id=3)

@@ -229,7 +229,7 @@ class TestFaults:
 class TestBadInput:
     def test_one_environment_for_several_callables(self) -> None:
         shared = CountingEnv()
-        with pytest.raises(ValueError, match="an environment of its own"):
+        with pytest.raises(ValueError, match="the same environment more than once"):
             RayVecEnv([lambda: shared] * 2, num_nodes=0, workers_per_node=0)
 
     def test_observations_that_no_array_holds(self) -> None:
@@ -264,7 +264,7 @@ class TestBadInput:
         optional.seed(np.int64(30))  # type: ignore[arg-type]
         assert optional.reset()[:, 0].tolist() == [30, 31, 32, 33, 34]
         optional.seed(0.5)  # type: ignore[arg-type]
-        with pytest.raises(gymnasium.error.Error, match=r"whole number.*0\.5"):
+        with pytest.raises(gymnasium.error.Error, match=r"seed has 0\.5"):
             optional.reset()
         optional.seed(30)
         assert optional.reset()[:, 0].tolist() == [30, 31, 32, 33, 34]

@@ -196,7 +196,7 @@ class TestFaults:
 
     def test_a_constructor_that_hangs(self) -> None:
         make([Line]).close()  # starts the fork server, whose start would count too
-        with pytest.raises(WorkerLostError, match=r"start_timeout_s=0\.5"):
+        with pytest.raises(WorkerLostError, match=r"within 0\.5 s \(start_timeout_s\)"):
             within(DEADLINE_S, partial(make, [partial(FaultyEnv, "hang", "init")], start_timeout_s=0.5))
 
     def test_a_child_that_is_forked_leaves_the_environments_alone(self) -> None:

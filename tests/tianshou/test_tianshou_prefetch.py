@@ -104,14 +104,14 @@ def test_an_interrupted_wait_loses_nothing(
         mine = Collector(Exact(), venv, VectorReplayBuffer(2000, 5))
         venv.seed(SEEDS)
         mine.reset()
-    wait, interrupts = venv._pool.finish_rollout, [True, False]
+    wait, interrupts = venv._chunks.finish, [True, False]
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if interrupts and interrupts.pop():
             raise KeyboardInterrupt
         return wait(*args, **kwargs)
 
-    monkeypatch.setattr(venv._pool, "finish_rollout", interrupted)
+    monkeypatch.setattr(venv._chunks, "finish", interrupted)
     mine.collect(n_step=50, random=random)
     with pytest.raises(KeyboardInterrupt):
         mine.collect(n_step=50, random=random)

@@ -49,7 +49,6 @@ from rayvec.collect.collector import Collector
 from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.fleet import restarts
-from rayvec.pools.base import Autoreset
 from rayvec.pools.restart_state import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -241,18 +240,6 @@ def test_hangs_that_take_long_to_notice_are_a_crash_loop_too(monkeypatch: pytest
     assert spent == {"hangs": [True] * 5 + [False] * 3, "ends": [True] * 8}
 
 
-def test_a_worker_that_hangs_over_a_full_pipe_is_restarted(make_vec: Any) -> None:
-    """What is posted has no room in its pipe until the command before it is done, which it never is."""
-    env = make_vec([ObedientEnv] * 2, workers=1, groups=2, on_env_error="restart", step_timeout_s=1.0)
-    env.reset(seed=1)
-    pool = env._pool
-    first, second = env.groups
-    pool.send(first, np.array([HANG]), Autoreset.NEXT_STEP)
-    pool.reset(second, [None], {"large": np.zeros(1 << 17, np.uint8)})
-    assert [info.info.get("env_restarted") for info in pool.recv(first).info] == [True]
-    assert pool.recv(second).obs[0, STEP] == 0
-
-
 def test_chunks_leave_out_what_did_not_happen(make_vec: Any) -> None:
     """A failed step is not valid, the one before it is truncated at the last true observation."""
     env = make_vec([long_env] * 4, workers=2, on_env_error="restart")
@@ -328,7 +315,7 @@ def test_a_policy_that_hangs_is_named_as_such() -> None:
         return np.full(len(obs), GO)
 
     with RayVecEnv([ObedientEnv] * 2, num_nodes=0, workers_per_node=1, step_timeout_s=0.5) as env:
-        with pytest.raises(WorkerLostError, match=r"A policy acts within step_timeout_s, .* within 2\.0 s"):
+        with pytest.raises(WorkerLostError, match=r"(?s)within 2 s \(step_timeout_s\).*in hanging_policy"):
             within(DEADLINE_S, partial(env.rollout, hanging_policy, 4, seed=1))
 
 

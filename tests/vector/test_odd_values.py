@@ -130,7 +130,7 @@ def test_an_info_that_the_driver_can_not_unpickle(inference: Any) -> None:
                 env.rollout(lambda obs: np.zeros(len(obs), int), 3, inference)
         assert env.closed
         if inference != "worker":
-            assert "unpickles a reply of worker" in str(caught.value.__cause__)
+            assert "unpickles an answer of" in str(caught.value.__cause__)
 
 
 class Speaks(CountingEnv):
@@ -234,8 +234,9 @@ class ReturnsAnArray(SpaceEnv):
 @pytest.mark.parametrize("kind", ["tuple", "dict"])
 def test_an_array_in_place_of_objects(kind: str) -> None:
     fns = [partial(ReturnsAnArray, OBJECTS[kind][0], spaces.Discrete(2))]
-    with here(fns, 0) as env, pytest.raises(EnvError, match=r"Environment 0 .* array\(\[0., 0., 0.\]\)"):
+    with here(fns, 0) as env, pytest.raises(ValueError, match=r"array\(\[0., 0., 0.\]\)") as caught:
         env.reset()
+    assert "environment 0" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("as_a", [list, tuple])
@@ -274,11 +275,10 @@ def test_a_dict_of_objects_is_refused() -> None:
 @pytest.mark.parametrize("info", [None, [], ()], ids=repr)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_info_is_a_dict(mode: AutoresetMode, info: Any) -> None:
-    for make in (SyncVectorEnv, partial(here, workers=0)):
-        with closing(make([partial(NoInfo, info)] * 2, autoreset_mode=mode)) as env:
-            env.reset(seed=0)
-            with pytest.raises(AttributeError, match=f"'{type(info).__name__}' object has no attribute 'items'"):
-                env.step(np.zeros(2, int))
+    with here([partial(NoInfo, info)] * 2, 0, autoreset_mode=mode) as env:
+        env.reset(seed=0)
+        with pytest.raises(EnvError, match=f"was {type(info).__name__}. It must be a dict"):
+            env.step(np.zeros(2, int))
 
 
 @pytest.mark.parametrize("wrong", [1.5, "a", np.bool_(True)])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.error import AlreadyPendingCallError
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from helpers.testing import CountingEnv
 from helpers.vector_kit import DEADLINE_S
 
@@ -79,9 +79,9 @@ def test_a_call_from_a_second_thread_is_refused(env: RayVecEnv, second: str) -> 
 
 def test_two_threads_do_not_wait_for_one_step(env: RayVecEnv) -> None:
     with another_thread_in(partial(env.step, np.ones(2, int))) as first:
-        with pytest.raises(AlreadyPendingCallError, match="Another thread"):
+        with pytest.raises(NoAsyncCallError):
             env.step_wait()
-        with pytest.raises(AlreadyPendingCallError, match="pending call to `step`"):
+        with pytest.raises(AlreadyPendingCallError, match="Another thread"):
             env.step(ZEROS)
     assert first.result()[1].tolist() == [1.0, 1.0]
     assert env.step(ZEROS)[0][:, 3].tolist() == [2.0, 2.0]

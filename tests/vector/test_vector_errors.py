@@ -229,8 +229,8 @@ class TestCtrlC:
         driver, limits = os.getpid(), []
         env = RayVecEnv([Stuck], num_nodes=0, workers_per_node=1)
         env.interrupted_close_s = 0.1
-        close = env._pool.close
-        monkeypatch.setattr(env._pool, "close", lambda limit_s: (limits.append(limit_s), close(limit_s)))
+        close = env._envs.close
+        monkeypatch.setattr(env._envs, "close", lambda limit_s: (limits.append(limit_s), close(limit_s)))
         with pytest.raises(KeyboardInterrupt):
             env.reset()
         assert limits == [0.1]

@@ -23,7 +23,6 @@ from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, in_rounds
 from rayvec.data import Chunk
 from rayvec.data.join_chunks import counted_ends, join_chunks
 from rayvec.errors import ConfigError, check_choice, check_count
-from rayvec.pools.publish_weights import WeightStore
 from rayvec.tianshou.collect.buffers import Added, ChunkInsertion, steps_per_env, truncate_open_episode
 from rayvec.tianshou.collect.checks import (
     are_equal,
@@ -40,6 +39,7 @@ from rayvec.tianshou.collect.worker_policy import WorkerPolicy
 from rayvec.tianshou.env.assembly import assembled_chunk
 from rayvec.tianshou.env.vector_env import RayVectorEnv
 from rayvec.tianshou.policies import TianshouPolicy, policy_entry
+from rayvec.vector.weights import WeightStore
 
 __all__ = ["Collector", "PrefetchCollectStats"]
 

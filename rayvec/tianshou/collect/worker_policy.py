@@ -8,9 +8,9 @@ import cloudpickle
 from gymnasium import Space
 from tianshou.algorithm.algorithm_base import Policy
 
-from rayvec.pools.publish_weights import WeightStore
 from rayvec.tianshou.env.vector_env import RayVectorEnv
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy
+from rayvec.vector.weights import WeightStore
 
 __all__ = ["WorkerPolicy"]
 

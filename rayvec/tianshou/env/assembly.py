@@ -1,48 +1,46 @@
-"""Turns a pool's answers into the arrays that Tianshou would have made of what environments returned.
+"""Turns answers into the arrays that Tianshou would have made of what environments returned.
 
 The counterpart of :mod:`rayvec.tianshou.env.pool_env`: rewards of several agents are taken out of the infos.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, Tree, objects, tree_map
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos, Tree, objects, tree_map
+from rayvec.data.columns import unwrapped
+from rayvec.data.layouts import index_tree
 from rayvec.errors import ConfigError
-from rayvec.pools.restart_state import is_restarted
-from rayvec.pools.shared_memory import index_tree
+from rayvec.fleet.restarts import RESTARTED
 from rayvec.tianshou.env.pool_env import REWARD
 
-__all__ = ["StepResult", "assembled_chunk", "infos_of", "own_observations", "stack", "step_result"]
+__all__ = ["StepResult", "assembled_chunk", "own_observations", "stack", "step_result"]
 
 StepResult = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 """Observations, rewards, terminated, truncated and infos, each with one row for each environment."""
 
 
-def step_result(batch: StepBatch, env_ids: Sequence[int] | NDArray[Any]) -> StepResult:
+def step_result(
+    arrays: Mapping[str, Any], infos: list[dict[str, Any]], rows: Any, env_ids: Sequence[int] | NDArray[Any]
+) -> StepResult:
     """Returns what a step returns.
 
     Args:
-        batch: The answers.
-        env_ids: The ids as the caller wrote them, which stand in the infos.
+        arrays: The last answers of all environments.
+        infos: The info of each environment that has answered.
+        rows: Which environments these are.
+        env_ids: The same ids as the caller wrote them, which stand in the infos.
     """
-    infos = infos_of(batch)
-    rewards = _rewards(batch, infos)
+    rewards = _rewards(arrays["rew"][rows], infos)
     for env_id, info in zip(env_ids, infos, strict=True):
         info["env_id"] = env_id
-    obs = stack(own_observations(batch.obs, len(infos)))
-    return obs, rewards, batch.terminated.copy(), batch.truncated.copy(), objects(infos)
-
-
-def infos_of(batch: StepBatch) -> list[dict[str, Any]]:
-    """Returns the info of each row."""
-    by_id = {info.env_id: info.info for info in batch.info}
-    return [by_id.get(env_id) or {} for env_id in batch.env_ids.tolist()]
+    obs = stack(own_observations(index_tree(arrays["obs"], rows), len(infos)))
+    return obs, rewards, arrays["terminated"][rows].copy(), arrays["truncated"][rows].copy(), objects(infos)
 
 
 def own_observations(obs: Tree, count: int) -> NDArray[Any] | list[Any]:
@@ -53,38 +51,41 @@ def own_observations(obs: Tree, count: int) -> NDArray[Any] | list[Any]:
     return [index_tree(own, row) for row in range(count)]
 
 
-def _rewards(batch: StepBatch, infos: Sequence[dict[str, Any]]) -> NDArray[np.float64]:
+def _rewards(rew: NDArray[np.float64], infos: Sequence[dict[str, Any]]) -> NDArray[np.float64]:
     """Returns rewards, ``[n]`` or, of several agents, ``[n, *rew_shape]``."""
     given = [info.pop(REWARD, None) for info in infos]
     shaped = [reward for reward in given if reward is not None]
     if not shaped:
-        return batch.rew.copy()
+        return rew.copy()
     nothing = np.zeros_like(shaped[0])
-    instead = [nothing if is_restarted(info) else rew for info, rew in zip(infos, batch.rew, strict=True)]
-    return np.stack([rew if reward is None else reward for reward, rew in zip(given, instead, strict=True)])
+    instead = [nothing if info.get(RESTARTED) is True else each for info, each in zip(infos, rew, strict=True)]
+    return np.stack([other if reward is None else reward for reward, other in zip(given, instead, strict=True)])
 
 
 def assembled_chunk(chunk: Chunk) -> Chunk:
-    """Returns a chunk with the rewards of several agents, ``rew [T, N, *rew_shape]``, 0 where no step happened.
+    """Returns a chunk with the environments' own infos and, of several agents, rewards ``rew [T, N, *rew_shape]``.
+
+    These are 0 where no step happened.
 
     Raises:
         ConfigError: Not all rewards have one shape.
     """
-    if not chunk.infos.has_key(REWARD):
-        return chunk
-    lacking, infos, rew = chunk.valid.copy(), list[ChunkInfo](), None
-    for item in chunk.infos:
-        info = dict(item.info)
-        reward = info.pop(REWARD, None)
+    lacking, rew = chunk.valid.copy(), None
+    infos, reset_infos = _own_infos(chunk.infos), _own_infos(chunk.reset_infos)
+    for item in infos:
+        reward = item.info.pop(REWARD, None)
         if reward is not None:
             rew = np.zeros((*lacking.shape, *reward.shape)) if rew is None else rew
             _check_shape(reward.shape, rew.shape[2:])
             rew[item.t, item.n], lacking[item.t, item.n] = reward, False
-        infos.append(item._replace(info=info))
-    assert rew is not None
-    if lacking.any():
+    if rew is not None and lacking.any():
         _check_shape((), rew.shape[2:])
-    return replace(chunk, rew=rew, infos=ChunkInfos.of(item for item in infos if item.info))
+    own = ChunkInfos.of(item for item in infos if item.info)
+    return replace(chunk, rew=chunk.rew if rew is None else rew, infos=own, reset_infos=ChunkInfos.of(reset_infos))
+
+
+def _own_infos(infos: ChunkInfos) -> list[ChunkInfo]:
+    return [item._replace(info=unwrapped(item.info)) for item in infos]
 
 
 def _check_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -13,7 +13,8 @@ import gymnasium
 import numpy as np
 from gymnasium import Space
 
-from rayvec.pools.shared_memory import ArrayLayout
+from rayvec.data.columns import whole
+from rayvec.data.layouts import ArrayLayout
 
 __all__ = ["REWARD", "SEEDS", "AnySpace", "PoolEnv"]
 
@@ -100,14 +101,14 @@ class PoolEnv(gymnasium.Env[Any, Any]):
         assert isinstance(result, (tuple, list)) and len(result) == 2 and isinstance(result[1], dict), (
             "The environment does not adhere to the Gymnasium's API."
         )
-        return result[0], result[1]
+        return result[0], whole(result[1])
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Steps; a reward that is an array goes into the info."""
         obs, rew, terminated, truncated, info = self._env.step(action)
         if type(rew) not in _FLOATS and np.ndim(rew):
-            return obs, 0.0, terminated, truncated, {**info, REWARD: np.asarray(rew, np.float64)}
-        return obs, rew, terminated, truncated, info
+            return obs, 0.0, terminated, truncated, {**whole(info), REWARD: np.asarray(rew, np.float64)}
+        return obs, rew, terminated, truncated, whole(info)
 
     def close(self) -> None:
         """Closes."""

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
-import numpy as np
-
-from rayvec.data import RawInfo, StepBatch, SubBatchInfo
-from rayvec.data.sub_batch_infos import info_blocks
+from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError
-from rayvec.pools.base import Autoreset, PoolSpaces
+from rayvec.fleet.commands import Autoreset
 
-__all__ = ["check_not_async", "check_steps_singly", "native_attr", "pop_seed", "unrolled"]
-
-
-def unrolled(batch: StepBatch) -> StepBatch:
-    """Returns answers whose infos are dicts, one for each environment, as Tianshou takes them."""
-    if not batch.info or not isinstance(batch.info[0], SubBatchInfo):
-        return batch
-    infos = [
-        RawInfo(item.n, item.info)
-        for info in batch.info
-        for block in info_blocks(0, info.env_id, info.columns, np.ones(info.num_envs, bool))
-        for item in block.read()
-    ]
-    return replace(batch, info=tuple(sorted(infos, key=lambda info: info.env_id)))
+__all__ = ["check_not_async", "check_steps_singly", "native_attr", "pop_seed"]
 
 
 def native_attr(spaces: PoolSpaces, name: str, count: int) -> list[Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from numbers import Integral
 from typing import Any, Literal
 
@@ -14,16 +13,20 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from numpy.typing import NDArray
 from tianshou.env import BaseVectorEnv
 
-from rayvec.data import StepBatch, objects
+from rayvec.data import objects, tree_map
+from rayvec.data.columns import infos_of
+from rayvec.data.layouts import ArrayLayout, index_tree
+from rayvec.data.trees import as_slice
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
+from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, check_flag, message
-from rayvec.pools.base import Autoreset, NotReady, PoolSpaces, RestartPolicy
-from rayvec.pools.publish_weights import WeightStore
-from rayvec.pools.shared_memory import ArrayLayout
-from rayvec.tianshou.env.assembly import StepResult, infos_of, own_observations, stack, step_result
+from rayvec.fleet.commands import Autoreset, Command, Op
+from rayvec.fleet.restarts import RestartPolicy
+from rayvec.tianshou.env.assembly import StepResult, own_observations, stack, step_result
 from rayvec.tianshou.env.pool_env import SEEDS, AnySpace, PoolEnv
-from rayvec.tianshou.env.sub_batches import check_not_async, check_steps_singly, native_attr, pop_seed, unrolled
-from rayvec.vector.pool_adapter import LOSSES, PoolAdapter
+from rayvec.tianshou.env.sub_batches import check_not_async, check_steps_singly, native_attr, pop_seed
+from rayvec.vector.adapter import LOSSES, Adapter
+from rayvec.vector.weights import WeightStore
 
 __all__ = ["RayVectorEnv", "RayVectorEnvType"]
 
@@ -35,7 +38,7 @@ def _of_each(name: str, doc: str) -> property:
     return property(lambda venv: venv.get_env_attr(name), doc=doc)
 
 
-class RayVectorEnv(PoolAdapter, BaseVectorEnv):
+class RayVectorEnv(Adapter, BaseVectorEnv):
     """Environments on every core of a Ray cluster or of this machine, as one Tianshou vector environment.
 
     It replaces ``tianshou.env.RayVectorEnv``, ``SubprocVectorEnv`` and ``ShmemVectorEnv``: results,
@@ -117,12 +120,13 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             worker_per_env=self.is_async,
             claim_cpus=False,
         )
-        self.env_num = self._pool.num_envs
+        self.env_num = self._envs.num_envs
+        self._tickets: dict[int, Any] = {}  # of environments that are stepping, where stepping is asynchronous
         self.wait_num = wait_num or self.env_num
         self.ready_id = list(range(self.env_num))
         self._everyone = np.arange(self.env_num)
-        spaces = self._pool.spaces
-        self._guarded(lambda: self._pool.allocate(_joint_space(spaces), spaces.action))
+        spaces = self._envs.spaces
+        self._guarded(lambda: self._allocate(_joint_space(spaces), spaces.action))
         self._plain_actions = not isinstance(spaces.action, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple))
 
     @property
@@ -149,20 +153,22 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             AssertionError: One of them is stepping.
         """
         if self._native:
-            return native_attr(self._pool.spaces, key, len(self._free_ids(id))) or self._call(key, id=id)
+            return native_attr(self._envs.spaces, key, len(self._free_ids(id))) or self._call(key, id=id)
         return self._call("get_env_attr", key, id=id)
 
     def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
         """Sets an attribute of some environments, within all wrappers."""
         if self._native:
             pool_ids = self._pool_ids(self._free_ids(id))
-            self._guarded(lambda: self._pool.set_attr(key, [value] * len(pool_ids), pool_ids), LOSSES)
+            self._guarded(lambda: self._run(Command(Op.SET, pool_ids, rest=(key, [value] * len(pool_ids)))), LOSSES)
             return
         self._call("set_env_attr", key, value, id=id)
 
     def _call(self, name: str, *args: Any, id: Ids = None, **kwargs: Any) -> list[Any]:
         pool_ids = self._pool_ids(self._free_ids(id))
-        return self._guarded(lambda: self._pool.call(name, args, kwargs, pool_ids)(None), LOSSES)
+        return list(
+            self._guarded(lambda: self._run(Command(Op.CALL, pool_ids, rest=(name, args, kwargs))).value, LOSSES)
+        )
 
     def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Resets some environments, all with the same arguments.
@@ -191,19 +197,19 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         if self._native and seed is not None:  # one seed for all would be the same for every sub-batch
             seeds = [seed + env_id for env_id in pool_ids.tolist()]
         self._last_seed = int(given) if isinstance(given, Integral) else self._last_seed
-        batch = self._reset(pool_ids, seeds, {"kwargs": kwargs} if kwargs else None)
-        infos, obs = infos_of(unrolled(batch)), own_observations(batch.obs, len(ids))
+        infos = self._reset(pool_ids, seeds, {"kwargs": kwargs} if kwargs else None)
+        obs = own_observations(index_tree(self._envs.arrays["obs"], as_slice(pool_ids)), len(ids))
         if isinstance(obs[0], tuple):
             raise TypeError("Tuple observation space is not supported. ", "Please change it to array or dict space")
         return stack(obs), objects(infos)
 
     def _reset(
         self, ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None
-    ) -> StepBatch:
+    ) -> list[dict[str, Any]]:
         if self._native:
             options = (options or {}).get("kwargs", {}).get("options")
         self._check_options(options)
-        return self._exchange(ids, lambda: self._pool.reset(ids, seeds, options))
+        return self._exchange(Command(Op.RESET, ids, rest=(seeds, options)))
 
     def step(self, action: Any, id: Ids = None) -> StepResult:
         """Steps some environments.
@@ -230,16 +236,14 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
                 raise ValueError("a step needs at least one environment, but got no id")
             pool_ids, actions = self._checked(action, ids)
             if self._native:
-                check_steps_singly(self._pool.spaces)
-                actions = np.asarray(actions)
-            start = partial(self._pool.send, pool_ids, actions, Autoreset.DISABLED)
-            return step_result(unrolled(self._exchange(pool_ids, start)), ids)
+                check_steps_singly(self._envs.spaces)
+            infos = self._exchange(Command(Op.STEP, pool_ids, actions, Autoreset.DISABLED))
+            return step_result(self._envs.arrays, infos, as_slice(pool_ids), ids)
         if action is not None:
             self._assert_id(ids)
             pool_ids, actions = self._checked(action, ids)
             self.num_uses += 1
-            if len(pool_ids):
-                self._guarded(lambda: self._pool.send(pool_ids, actions, Autoreset.DISABLED))
+            self._guarded(lambda: self._post_each(pool_ids, actions))
             self.waiting_id += list(ids)
             self.ready_id = [x for x in self.ready_id if x not in ids]
         return self._step_async()
@@ -251,8 +255,15 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         if hasattr(action, "detach"):
             action = action.detach().cpu().numpy()
         if not (self._plain_actions and type(action) is np.ndarray and action.dtype != object):
-            action = [action[i] for i in range(len(ids))]
+            each = [action[i] for i in range(len(ids))]
+            action = np.asarray(each) if self._native else objects(each)
         return pool_ids, action
+
+    def _post_each(self, ids: NDArray[np.int64], actions: Any) -> None:
+        """Starts a step of each environment by itself."""
+        for place, env_id in enumerate(ids.tolist()):
+            own = tree_map(lambda leaf, at=place: leaf[at : at + 1], actions)
+            self._tickets[env_id] = self._post(Command(Op.STEP, ids[place : place + 1], own, Autoreset.DISABLED))
 
     def _step_async(self) -> StepResult:
         if not self.waiting_id:
@@ -264,18 +275,19 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
                     remedy="Pass actions, or look at waiting_id first.",
                 )
             )
-        batch = self._guarded(self._recv_some)
-        ids = [self.waiting_id.pop(self.waiting_id.index(env_id)) for env_id in batch.env_ids.tolist()]
+        answered = self._guarded(self._take_some)
+        ids = [self.waiting_id.pop(self.waiting_id.index(env_id)) for env_id in answered]
         self.ready_id += ids
-        return step_result(batch, ids)
+        return step_result(self._envs.arrays, list(answered.values()), np.array(ids), ids)
 
-    def _recv_some(self) -> StepBatch:
-        """Waits for `wait_num` environments, or until the timeout for at least one."""
-        while True:
-            with contextlib.suppress(NotReady):
-                return self._pool.recv(min_completed=min(self.wait_num, len(self.waiting_id)), timeout_s=self.timeout)
-            with contextlib.suppress(NotReady):
-                return self._pool.recv(min_completed=1, timeout_s=0.0)
+    def _take_some(self) -> dict[int, dict[str, Any]]:
+        """Waits for `wait_num` environments, or until the timeout for at least one. Returns their infos."""
+        ids, tickets = list(self._tickets), list(self._tickets.values())
+        count = min(self.wait_num, len(ids))
+        found = self._envs.wait_some(tickets, count, self.timeout or math.inf) or self._envs.wait_some(tickets)
+        answered = sorted(ids[index] for index in found)
+        columns = {env_id: self._answer(self._tickets.pop(env_id)).infos for env_id in answered}
+        return {env_id: infos_of(infos, [env_id])[0] for env_id, infos in columns.items()}
 
     def seed(self, seed: int | list[int] | None = None) -> list[list[int] | None]:
         """Seeds the action space and the random numbers of each environment, which resets most environments.
@@ -290,10 +302,10 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         self._assert_id(self._wrap_id(None))
         seeds = env_seeds(seed, self.env_num)
         self._last_seed = seeds[0] or 0
-        batch = self._reset(self._everyone, seeds, {"seed": True})
+        infos = self._reset(self._everyone, seeds, {"seed": True})
         if self._native:
             return [[each] for each in seeds]  # type: ignore[list-item]
-        return [info[SEEDS] for info in infos_of(batch)]
+        return [info[SEEDS] for info in infos]
 
     def render(self, **kwargs: Any) -> list[Any]:
         """Returns what each environment renders.
@@ -316,7 +328,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
             self._failed = False
             return
         super()._assert_is_not_closed()
-        self._close_pool()
+        self._close_envs()
 
     def _close_failed(self, error: BaseException | None = None) -> None:
         super()._close_failed(error)
@@ -325,7 +337,7 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
     @property
     def gives_arrays(self) -> bool:
         """Whether observations are arrays of the space's shape and data type, or dicts of such."""
-        return self._pool.layout is not None
+        return not self._envs.layout.objects
 
     def publish_pickled(self, pickled: bytes, first_version: int = 0) -> WeightStore:
         """Sends a policy, pickled as `as_policy` returns it, to every worker; a chunk may be pending."""
@@ -353,13 +365,12 @@ class RayVectorEnv(PoolAdapter, BaseVectorEnv):
         self._assert_is_not_closed()
         assert self._pending is None, "Cannot interact with environments that take a chunk for a prefetching collector."
 
-    def _exchange(self, ids: NDArray[np.int64], start: Callable[[], None]) -> StepBatch:
-        """Starts a step or a reset of some environments, and waits for all of them."""
+    def _exchange(self, command: Command) -> list[dict[str, Any]]:
+        """Executes a step or a reset of some environments. Returns their infos."""
 
-        def whole() -> StepBatch:
+        def whole() -> list[dict[str, Any]]:
             self.num_uses += 1
-            start()
-            return self._pool.recv(ids)
+            return infos_of(self._run(command).infos, command.rows.tolist())
 
         return self._guarded(whole)
 

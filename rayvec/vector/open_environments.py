@@ -1,4 +1,4 @@
-"""Opens the pool of a vector environment: of a Ray cluster, or of this machine without Ray."""
+"""Opens the environments of a vector environment: on a Ray cluster, or on this machine without Ray."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from rayvec.data.cores import usable_cores
 from rayvec.data.topology import Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, check_choice, check_count
-from rayvec.node.local_pool import LocalPool
+from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
+from rayvec.node.in_process import InProcess
+from rayvec.node.machine import Machine
 from rayvec.node.probe import MAX_WAITING_WORKERS, log_probe, probe_step
-from rayvec.node.process_pool import ProcessPool
-from rayvec.pools.base import NO_RESTARTS, ActingPool, RestartPolicy
 from rayvec.pools.shared_memory import keep_freed_memory
+from rayvec.vector.environments import Environments
 
-__all__ = ["local_workers", "open_pool"]
+__all__ = ["local_workers", "open_environments"]
 
 
-def open_pool(
+def open_environments(
     factory: EnvFactory,
     *,
     num_nodes: int | tuple[int, int] | None,
@@ -32,8 +33,8 @@ def open_pool(
     worker_per_env: bool = False,
     claim_cpus: bool = True,
     probe: bool = True,
-) -> ActingPool:
-    """Opens a pool on the engine that `num_nodes` names: 0 is this machine without Ray, all else a Ray cluster.
+) -> Environments:
+    """Opens environments where `num_nodes` says: 0 is this machine without Ray, all else a Ray cluster.
 
     Args:
         factory: Makes all environments.
@@ -58,22 +59,23 @@ def open_pool(
     if num_nodes == 0 and num_nodes is not False:
         _check_local(address, workers_per_node, restart_policy)
         if workers_per_node == 0:
-            return LocalPool(factory, restart_policy, first_id)
+            return InProcess(factory, restart_policy, first_id)
         name = Topology.of_this_node().nodes[0].name
         num_workers = factory.num_envs if worker_per_env else workers_per_node
         num_workers = num_workers or local_workers(
             factory, usable_cores(), probe=probe, preload=preload, restart_policy=restart_policy
         )
         num_workers = min(num_workers, factory.num_envs)
-        return ProcessPool.of(
+        return Machine(
             factory, num_workers, node=name, preload=preload, restart_policy=restart_policy, first_id=first_id
         )
     if first_id:
         raise ConfigError(f"first_id={first_id} was passed with environments on Ray. It requires num_nodes=0.")
     # Programs without Ray do not import it: that takes a third of a second.
     from rayvec.cluster.open_ray_pool import open_ray_pool
+    from rayvec.vector.ray_environments import RayEnvironments
 
-    return open_ray_pool(
+    pool = open_ray_pool(
         factory,
         num_nodes=num_nodes,
         workers_per_node=workers_per_node,
@@ -85,6 +87,7 @@ def open_pool(
         rehost=on_node_loss == "rehost",
         address=address,
     )
+    return RayEnvironments(pool)
 
 
 def _check_first_id_and_preload(first_id: Any, preload: Any) -> None:

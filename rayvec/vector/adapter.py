@@ -1,7 +1,8 @@
-"""What the vector environments of Gymnasium and of Tianshou share: a pool, and the call that is pending in it."""
+"""What the adapters share: the environments, and the call that is pending in them."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import sys
@@ -12,19 +13,25 @@ from threading import get_ident
 from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
+from gymnasium import Space
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rayvec.data import ChunkRequest, Rollout, Topology, Tree, tree_map
+from rayvec.data.columns import info_of
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.pickled_parts import pickled_for_workers
 from rayvec.errors import NodeLostError, WorkerLostError, check_count
+from rayvec.fleet.commands import Answer, Command, Op
 from rayvec.node.chunk_memory import packed
-from rayvec.pools.base import ActingPool, Cut, NotReady
-from rayvec.pools.publish_weights import WeightStore
+from rayvec.pools.base import Cut
 from rayvec.rollout.loop import as_policy
-from rayvec.vector.open_pool import open_pool
+from rayvec.rollout.policy_host import ChunkOrder
+from rayvec.vector.chunks import Chunks
+from rayvec.vector.environments import Environments, NotReady, answer_of
+from rayvec.vector.open_environments import open_environments
+from rayvec.vector.weights import WeightStore
 
-__all__ = ["LOSSES", "PendingCall", "PoolAdapter"]
+__all__ = ["LOSSES", "Adapter", "PendingCall"]
 
 _T = TypeVar("_T")
 _Fatal = type[BaseException] | tuple[type[BaseException], ...]
@@ -53,11 +60,11 @@ class _Overtaken(Exception):
     """Another thread has started or ended a call since this one was checked."""
 
 
-class PoolAdapter:
-    """A base of vector environments: it owns a pool, checks whether a call may begin, and closes what fails.
+class Adapter:
+    """A base of vector environments: it checks whether a call may begin, and closes environments in which one fails.
 
     Attributes:
-        closed: Whether the pool is closed, or not open yet.
+        closed: Whether the environments are closed, or not open yet.
         num_uses: How many resets, steps and chunks have been started. By it a collector notices uses that are not its
             own.
         fresh_at: `num_uses` after the last reset of all environments; None before the first.
@@ -69,59 +76,72 @@ class PoolAdapter:
     num_uses = 0
     fresh_at: int | None = None
     interrupted_close_s: float | None = None
-    _pool: ActingPool
+    _envs: Environments
+    _chunks: Chunks
     _creator: int
-    _unused: list[int]  # keys of policies whose store was garbage-collected
     _pending: PendingCall | None = None
-    _thread: int | None = None  # which thread calls the pool
-    _closed_by: type[BaseException] | None = None  # the error of the call that closed it, if one did
+    _thread: int | None = None  # which thread calls the environments
+    _closed_by: type[BaseException] | None = None  # the error of the call that closed them, if one did
     close: Any  # a method of the library's own base class
 
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
-        """Opens the pool; `settings` are those of :func:`rayvec.vector.open_pool.open_pool`."""
+        """Makes the environments; `settings` are those of `open_environments`."""
         self._creator = os.getpid()
-        self._unused = []
-        self._pool = open_pool(factory, **settings)
+        self._envs = open_environments(factory, **settings)
         self.closed = False
+
+    def _allocate(self, observation: Space[Any], action: Space[Any]) -> None:
+        """Allocates the arrays for these spaces."""
+        self._envs.allocate(observation, action)
+        self._chunks = Chunks(self._envs)
+
+    def _post(self, command: Command) -> Any:
+        """Starts a command. Returns its ticket."""
+        self._chunks.note(command)
+        return self._envs.post(command)
+
+    def _answer(self, ticket: Any, timeout_s: float | None = None) -> Answer:
+        """Waits for a command, and returns the answer. A wait that is interrupted closes the environments."""
+        try:
+            is_ready = self._envs.wait(ticket, math.inf if timeout_s is None else timeout_s)
+        except BaseException as error:  # what a signal handler raised, too: the answer may be half received
+            self._close_failed(error)
+            raise
+        if not is_ready:
+            raise NotReady("the environments have not answered in time")
+        return answer_of(self._envs, ticket)
+
+    def _run(self, command: Command) -> Answer:
+        """Executes a command."""
+        return self._answer(self._post(command))
 
     def observe(self) -> Tree:
         """Returns a copy of the current observation of each environment, in the form of chunks.
 
-        Trees of ``[N, *obs_shape]``; objects are in an object array. Before the first reset there are none.
+        Trees of ``[N, *obs_shape]``; objects are in object arrays. Before the first reset there are none.
         """
         self._assert_idle("observe")
-        ids = np.arange(self._pool.num_envs)
-
-        def whole() -> Tree:
-            self._pool.observe(ids)
-            return tree_map(np.copy, self._pool.recv(ids).obs)
-
-        return self._guarded(whole)
+        return tree_map(np.copy, self._envs.arrays["obs"])
 
     def first_info(self, seed: int | None) -> dict[str, Any]:
         """Resets the first environment alone and returns its info. A reset of all must follow before they are used."""
-        first = np.zeros(1, np.int64)
-
-        def whole() -> dict[str, Any]:
-            self._pool.reset(first, [seed])
-            infos = self._pool.recv(first).info
-            return infos[0].info if infos else {}
-
-        return self._guarded(whole)
+        self._assert_idle("first_info")
+        reset = Command(Op.RESET, np.zeros(1, np.int64), rest=([seed], None))
+        return info_of(self._guarded(lambda: self._run(reset)).infos, 0)
 
     @property
     def topology(self) -> Topology:
         """Which node holds which environments, and how many workers step them."""
-        return self._pool.topology
+        return self._envs.topology
 
     @property
     def transports(self) -> tuple[str, ...]:
         """How each node is reached: ``"shm"`` or ``"tcp"``, or ``"local"`` if this process steps the environments."""
-        return self._pool.transports
+        return self._envs.transports
 
     def take_replaced(self) -> dict[str, int]:
         """Returns how many workers and nodes were replaced since the last call, by kind: ``worker``, ``node``."""
-        return self._pool.take_replaced()
+        return self._envs.take_replaced()
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids by the node's name: of the process that holds the workers, and after it of each worker.
@@ -131,7 +151,7 @@ class PoolAdapter:
             NodeLostError: A node is lost, and its environments do not restart elsewhere; this closes all of them.
         """
         self._assert_idle("worker_pids")
-        return self._guarded(self._pool.worker_pids, LOSSES)
+        return self._guarded(self._envs.pids, LOSSES)
 
     def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
         """Sends a policy to every worker; returns the store through which it gets its weights.
@@ -150,9 +170,9 @@ class PoolAdapter:
 
     def _publish(self, pickled: bytes, first_version: int, *, on_node: bool = False) -> WeightStore:
         guarded = partial(self._guarded, fatal=LOSSES)  # a policy's error is no loss
-        while self._unused and not self._pool.acting.num_pending:
-            guarded(partial(self._pool.acting.drop, self._unused.pop()))
-        return WeightStore(self._pool, pickled, first_version, guarded, on_node=on_node, unused=self._unused)
+        while self._chunks.unused and not self._chunks.num_pending:
+            guarded(partial(self._chunks.drop, self._chunks.unused.pop()))
+        return WeightStore(self._chunks, pickled, first_version, guarded, on_node=on_node)
 
     def rollout_async(
         self,
@@ -186,13 +206,14 @@ class PoolAdapter:
         """
         self._assert_running()
         is_rollout = self._pending is not None and self._pending.name == "rollout"
-        if not is_rollout or not self._pool.acting.has_room(weights.key, part):
+        if not is_rollout or not self._chunks.has_room(weights.key, part):
             self._assert_idle("rollout")
         check_count("num_steps", num_steps)
 
         def start() -> Wait:
-            self._pool.begin_rollout(weights.key, ChunkRequest(num_steps, first_step, noise_seed, by_reference), part)
-            return self._pool.finish_rollout
+            request = ChunkRequest(num_steps, first_step, noise_seed, by_reference)
+            self._chunks.begin(ChunkOrder(weights.key, request, weights.version, weights.weights), part)
+            return self._chunks.finish
 
         self._start("rollout", start)
 
@@ -208,12 +229,12 @@ class PoolAdapter:
             NoAsyncCallError: Nothing was started.
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
-        return self._finish_chunk(lambda: self._pool.finish_rollout(timeout, cut))
+        return self._finish_chunk(lambda: self._chunks.finish(timeout, cut))
 
     @property
     def parts(self) -> tuple[range, ...]:
         """The environments of each part that takes chunks by itself: a worker, or a node of a cluster."""
-        return self._pool.parts
+        return self._envs.parts
 
     def part_wait(self, parts: Sequence[int]) -> tuple[int, Rollout]:
         """Waits until one of some parts has finished its oldest pending chunk.
@@ -227,22 +248,21 @@ class PoolAdapter:
         Raises:
             NoAsyncCallError: Nothing was started.
         """
-        return self._finish_chunk(lambda: self._pool.finish_any(parts))
+        return self._finish_chunk(lambda: self._chunks.finish_any(parts))
 
     def _finish_chunk(self, finish: Callable[[], _T]) -> _T:
         """Calls what waits for a pending chunk."""
         self._assert_pending("rollout")
-        acting = self._pool.acting
-        num_pending = acting.num_pending
+        num_pending = self._chunks.num_pending
         try:
             rollout = self._guarded(finish, Exception)
         except Exception:
             raise
         except BaseException as error:  # Ctrl-C leaves pending what others do
-            if acting.num_pending < num_pending or not isinstance(error, KeyboardInterrupt):
+            if self._chunks.num_pending < num_pending or not isinstance(error, KeyboardInterrupt):
                 self._close_failed(error)
             raise
-        if not acting.num_pending:
+        if not self._chunks.num_pending:
             self._pending = None
         return rollout
 
@@ -256,7 +276,7 @@ class PoolAdapter:
             self.close()
 
     def __reduce__(self) -> NoReturn:
-        """Refuses copies and pickling: the first copy that is collected would close the pool of the others."""
+        """Refuses copies and pickling: the first copy that is collected would close the environments of the others."""
         raise TypeError(
             "An environment can't be copied or pickled: it owns its workers. Make another one from the same arguments."
         )
@@ -266,15 +286,15 @@ class PoolAdapter:
         if not _is_finalizing():
             self._close_failed()
 
-    def _close_pool(self, timeout_s: float | None = None) -> None:
+    def _close_envs(self, timeout_s: float | None = None) -> None:
         self.closed = True
         if not self._is_forked:  # else what runs belongs to the parent
             if timeout_s is None and self._closed_by is not None and issubclass(self._closed_by, KeyboardInterrupt):
                 timeout_s = self.interrupted_close_s
             try:
-                self._pool.close(timeout_s)
+                self._envs.close(timeout_s)
             except KeyboardInterrupt:  # while it waits for environments: kill what has not ended
-                self._pool.close(0.0)
+                self._envs.close(0.0)
                 raise
 
     def _close_failed(self, error: BaseException | None = None) -> None:
@@ -285,9 +305,9 @@ class PoolAdapter:
             self.close()
 
     def _guarded(self, function: Callable[[], _T], fatal: _Fatal = BaseException) -> _T:
-        """Calls the pool. A timeout leaves the pool as it is; any other error closes it.
+        """Makes a call. A timeout leaves the environments as they are; any other error closes them.
 
-        Ctrl-C closes it too: a later call could mistake the pending result for its own.
+        Ctrl-C closes them too: a later call could mistake the pending result for its own.
         """
         thread, outer = get_ident(), self._thread
         if outer is not None and outer != thread:
@@ -302,7 +322,7 @@ class PoolAdapter:
         except _Overtaken:
             raise _another_thread() from None
         except fatal as error:
-            if self.closed and isinstance(error, Exception):
+            if self.closed and self._closed_by is not type(error) and isinstance(error, Exception):
                 raise ClosedEnvironmentError("`close()` was called by another thread during this call.") from error
             self._close_failed(error)
             raise
@@ -347,7 +367,7 @@ class PoolAdapter:
 
     def _check_options(self, options: Any) -> None:
         """Raises a `TypeError` for options that workers can't get, before any environment begins its reset."""
-        if options and not self._pool.steps_here:
+        if options and self.transports != ("local",):
             packed(options)
 
     @property

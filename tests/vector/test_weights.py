@@ -9,7 +9,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import cloudpickle
 import numpy as np
 import pytest
 from conftest import MakeVec
@@ -20,8 +19,8 @@ from ray.experimental import get_object_locations
 
 from rayvec.data import Chunk
 from rayvec.errors import ConfigError
-from rayvec.pools.publish_weights import WeightStore
 from rayvec.vector.ray_vec_env import RayVecEnv
+from rayvec.vector.weights import WeightStore
 
 
 def rollout(env: RayVecEnv, store: WeightStore, num_steps: int) -> Chunk:
@@ -54,14 +53,12 @@ def test_wrong_weights_are_explained_and_nothing_changes(make_vec: MakeVec) -> N
     env = make_vec([CountingEnv] * 2)
     store = env.publish(Weighs())
     for wrong in (np.zeros(3), np.zeros((3, 1), np.float32), [1.0], np.zeros(2, np.int64)):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match="They must be float32"):
             store.publish(wrong)  # type: ignore[arg-type]
-        for word in ("Expected:", "Got:", "Remedy:"):
-            assert word in str(caught.value)
     assert store.version == 0
     store.publish(np.ones(3, np.float32))
     for wrong in (np.zeros(2, np.float32), np.zeros(4, np.float32), np.zeros(0, np.float32)):
-        with pytest.raises(ConfigError, match="Remedy"):
+        with pytest.raises(ConfigError, match="They must be float32"):
             store.publish(wrong)
     chunk = rollout(env, store, 1)
     assert (store.version, chunk.extras["sum"].tolist()) == (1, [[3.0, 3.0]])
@@ -97,7 +94,7 @@ def test_a_node_fetches_once_and_its_workers_read_the_same_memory(make_vec: Make
         assert (rollout(env, store, 1).extras["sum"] == version * size).all()
         until = time.monotonic() + 60
         nodes = sorted(node.node_id for node in env.topology.nodes)
-        ref = env._pool.acting._weights[store.key].ref
+        ref = env._envs.pool.acting._weights[store.key].ref
         while sorted(get_object_locations([ref])[ref]["node_ids"]) != nodes:
             assert time.monotonic() < until, "Ray reports after a while where a copy lies"
     for pids in env.worker_pids().values():
@@ -118,7 +115,7 @@ def large_memory(pid: int, num_bytes: int) -> set[int]:
 
 def test_the_first_version_may_be_told(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv])
-    store = WeightStore(env._pool, cloudpickle.dumps(Weighs()), first_version=7)
+    store = env.publish(Weighs(), first_version=7)
     assert store.publish(np.zeros(1, np.float32)) == 8
     assert rollout(env, store, 1).weights_version == 8
 
@@ -127,8 +124,9 @@ def test_workers_forget_a_policy_whose_store_nobody_holds() -> None:
     """At the next publishing that finds no chunk pending, such as that of a collector for each evaluation."""
     with RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1) as env:
         (pids,) = env.worker_pids().values()
-        open_files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", *pids)]
-        for _ in range(6):
+        for number in range(9):
+            if number == 3:  # the memory of two pending chunks is there
+                open_files = [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", *pids)]
             store = env.publish(Weighs())
             store.publish(np.zeros(3, np.float32))
             rollout(env, store, 1)

@@ -1,0 +1,113 @@
+"""Environments that this process steps, one after another: for debuggers, and where a step takes microseconds."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+from gymnasium import Space
+
+from rayvec.data.layouts import ArrayLayout
+from rayvec.data.topology import Topology
+from rayvec.data.trees import copied, tree_map
+from rayvec.envs.factory import EnvFactory
+from rayvec.envs.failures import FAILURES, captured, copied_value, is_ctrl_c
+from rayvec.envs.native_slices import NativeSlice
+from rayvec.envs.slices import Slice, own_arrays
+from rayvec.fleet.commands import Answer, Command, Op
+from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
+
+__all__ = ["InProcess"]
+
+logger = logging.getLogger(__name__)
+
+
+class InProcess:
+    """A slice of this process in place of a fleet. A command is executed when it is posted.
+
+    Arguments and results are copies, as where another process steps the environments.
+
+    Args:
+        factory: Makes all environments, or native sub-batches.
+        restart_policy: Whether environments that raise are restarted.
+        first_id: Global index of the first environment.
+
+    Attributes:
+        spaces: The spaces and metadata of the environments.
+
+    Raises:
+        Exception: The exception that the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
+    """
+
+    transports = ("local",)
+    has_nodes = False
+
+    def __init__(self, factory: EnvFactory, restart_policy: RestartPolicy = NO_RESTARTS, first_id: int = 0) -> None:
+        kind = NativeSlice if factory.native else Slice
+        self._slice: Slice = kind(factory, first_id, Topology.this_process, restart_policy, infos_stay=True)
+        self.spaces, self.num_envs, self.first_id = self._slice.spaces, self._slice.num_envs, first_id
+        self.parts = (range(self.num_envs),)
+
+    def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
+        """Allocates the arrays for these spaces."""
+        self.layout, self.action_layout = ArrayLayout.with_objects(observation), ArrayLayout.of_actions(action)
+        self.arrays = own_arrays(self.layout, self.num_envs)
+        self._slice.open(self.layout, self.arrays)
+
+    def post(self, command: Command) -> Answer:
+        """Executes a command. Returns the answer, which serves as ticket."""
+        if command.op == Op.STEP:
+            return self._slice.execute(command._replace(actions=tree_map(copied_value, command.actions)))
+        answer = self._slice.execute(command._replace(rest=command.rest and tuple(map(_copied_parts, command.rest))))
+        if command.op == Op.CALL and answer.failure is None:
+            try:
+                answer = answer._replace(value=deepcopy(answer.value))
+            except Exception as error:
+                where = f"{Topology.this_process}, in what an environment returned, which can't be copied"
+                answer = Answer(failure=captured(error, where))
+        return answer
+
+    def wait(self, ticket: Answer, timeout_s: float = math.inf) -> bool:
+        """Returns True."""
+        return True
+
+    def wait_some(self, tickets: Sequence[Answer], count: int = 1, timeout_s: float = math.inf) -> list[int]:
+        """Returns the indices of all commands."""
+        return list(range(len(tickets)))
+
+    def take(self, ticket: Answer) -> Answer:
+        """Returns the answer."""
+        return ticket
+
+    @property
+    def topology(self) -> Topology:
+        """One node with one worker, this process."""
+        return Topology.of_this_node((0, self.num_envs))
+
+    def pids(self) -> dict[str, list[int]]:
+        """Returns the id of this process, by node name."""
+        return {node.name: [os.getpid()] for node in self.topology.nodes}
+
+    def take_replaced(self) -> dict[str, int]:
+        """Returns nothing: there is no worker to replace."""
+        return {}
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes the environments. Further calls do nothing."""
+        try:
+            self._slice.close()
+        except FAILURES as error:
+            if is_ctrl_c(error):
+                raise
+            logger.exception("an environment did not close in order")
+
+
+def _copied_parts(value: Any) -> Any:
+    """Copies arguments, each by itself: one that can't be copied is passed on as it is."""
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (tuple, list) else copied(value)
