@@ -59,13 +59,7 @@ class LocalWorker:
                 self._policy.start_timeout_s,
             )
         except (EOFError, OSError) as error:
-            raise WorkerLostError(
-                f"{self.name} could not be started.",
-                expected=f"a fork server that starts it within {self._policy.start_timeout_s:g} s (start_timeout_s)",
-                got=f"{type(error).__name__}: {error}",
-                remedy="Correct the preloaded modules, raise the limits of processes, open files or memory, or use "
-                "fewer workers.",
-            ) from error
+            raise self._not_started(error) from error
         finally:
             theirs.close()
         self._is_starting, self._since = True, time.monotonic()
@@ -79,6 +73,26 @@ class LocalWorker:
         """Its process id."""
         return self._process.pid
 
+    def await_fork(self) -> None:
+        """Waits until the fork server has forked it.
+
+        Raises:
+            WorkerLostError: It can't be started.
+        """
+        try:
+            _ = self._process.pid
+        except (EOFError, OSError) as error:
+            raise self._not_started(error) from error
+
+    def _not_started(self, error: Exception) -> WorkerLostError:
+        return WorkerLostError(
+            f"{self.name} could not be started.",
+            expected=f"a fork server that starts it within {self._policy.start_timeout_s:g} s (start_timeout_s)",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Correct the preloaded modules, raise the limits of processes, open files or memory, or use fewer "
+            "workers.",
+        )
+
     def spaces(self) -> PoolSpaces:
         """Waits until its environments have been made. Returns their spaces.
 
@@ -86,6 +100,7 @@ class LocalWorker:
             ChildLost: It has died, or takes longer than ``start_timeout_s``.
             Exception: The exception that the constructor of an environment raised.
         """
+        self.await_fork()
         while not self._pipe.poll(0.1):
             self._check()
         return self._started()
@@ -117,7 +132,7 @@ class LocalWorker:
         objects = [leaf.tolist() for leaf in self._objects]
         with suppress(OSError):  # it has died: wait() says so
             send(self._pipe, pack(Attachment(block.spec, self._index, self._first_id, objects)))
-            reduction.send_handle(self._pipe, block.block.fd, self.pid)
+            reduction.send_handle(self._pipe, block.block.fd, 0)
 
     def post(self, command: Command) -> None:
         """Starts a command."""
@@ -139,7 +154,7 @@ class LocalWorker:
         """Shares the memory of a chunk with the worker, once."""
         if slot not in self._shared:
             self._shared.add(slot)
-            reduction.send_handle(self._pipe, self._block.slots[slot].fd, self.pid)
+            reduction.send_handle(self._pipe, self._block.slots[slot].fd, 0)
 
     def wait(self, timeout_s: float) -> Answer | None:
         """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`."""
@@ -192,6 +207,7 @@ class LocalWorker:
         """
         if self._is_starting and self._pipe.poll():
             self._started()
+        self.await_fork()
         if self._process.exitcode is not None:
             if self._ring is not None and self._ring.done.try_acquire():  # it answered before it died
                 self._ring.done.post()

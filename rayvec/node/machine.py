@@ -87,6 +87,8 @@ class Machine(Fleet):
         try:
             for k, spec in enumerate(self._specs):
                 self._workers.append(LocalWorker(spec, k, self._factories.fd, self._preload))
+                if k == 0:
+                    self._workers[0].await_fork()  # a fork server that can't import shows with the first worker
             found = [worker.spaces() for worker in self._workers]
             sizes = [stop - start for start, stop in pairwise(units)]
             counts = [spaces.num_envs or size for spaces, size in zip(found, sizes, strict=True)]

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from multiprocessing import context, forkserver, reduction, spawn, util
 from multiprocessing.connection import wait
 from multiprocessing.popen_forkserver import Popen
@@ -101,15 +102,10 @@ class _Popen(Popen):
     Args:
         process: What it runs.
         server: The server.
-        timeout_s: How long the server may import before it forks.
-
-    Raises:
-        TimeoutError: The server has not forked it in time.
-        EOFError: The server has ended.
     """
 
-    def __init__(self, process: BaseProcess, server: Any, timeout_s: float) -> None:
-        self._server, self._timeout_s = server, timeout_s
+    def __init__(self, process: BaseProcess, server: Any) -> None:
+        self._server = server
         super().__init__(process)
 
     def _launch(self, process_obj: Any) -> None:
@@ -128,13 +124,10 @@ class _Popen(Popen):
         self.finalizer = util.Finalize(self, util.close_fds, (parent_end, self.sentinel))  # type: ignore[attr-defined]
         with open(to_child, "wb") as stream:
             stream.write(buffer.getbuffer())
-        if not wait([self.sentinel], self._timeout_s):
-            raise TimeoutError(f"the fork server has not imported its modules within {self._timeout_s:g} s")
-        self.pid = forkserver.read_signed(self.sentinel)
 
 
 class OwnedProcess:
-    """A process that ends with this one.
+    """A process that ends with this one. Its start goes on when the constructor returns.
 
     Args:
         target: A function of a module. It runs with `args`.
@@ -143,11 +136,8 @@ class OwnedProcess:
         preload: Modules that the fork server imports.
         timeout_s: How long the fork server may import.
 
-    Attributes:
-        pid: Its process id, which is also that of its session.
-
     Raises:
-        TimeoutError, EOFError, OSError: It can't be started.
+        EOFError, OSError: It can't be started.
     """
 
     def __init__(
@@ -157,13 +147,27 @@ class OwnedProcess:
         server = _Servers.running(preload)
         bond = _Bond(os.getpid(), util.get_temp_dir())
         process = _Process(name, (_environment(), bond, Inherited(self._stack_fd), target, args))
-        self._popen = _Popen(process, server, timeout_s)
-        self.pid: int = self._popen.pid
+        self._popen, self._timeout_s = _Popen(process, server), timeout_s
+
+    @cached_property
+    def pid(self) -> int:
+        """Its process id, which is also that of its session. This waits until the fork server has forked it.
+
+        Raises:
+            TimeoutError, EOFError, OSError: It can't be started.
+        """
+        timeout_s = self._timeout_s
+        if not wait([self._popen.sentinel], timeout_s):
+            self._timeout_s = 0.0  # one such wait is enough
+            raise TimeoutError(f"the fork server has not imported its modules within {timeout_s:g} s")
+        self._popen.pid = forkserver.read_signed(self._popen.sentinel)
+        pid: int = self._popen.pid
+        return pid
 
     @property
     def exitcode(self) -> int | None:
         """The exit code of the process, or the negative number of the signal that ended it; None while it runs."""
-        code: int | None = self._popen.poll()
+        code: int | None = self._popen.poll() if self.pid else None  # which the fork server sends before the code
         return code
 
     def described_end(self) -> str:
@@ -188,18 +192,19 @@ class OwnedProcess:
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until the process has ended. Returns whether it has."""
-        return bool(wait([self._popen.sentinel], timeout_s)) and self.exitcode is not None
+        return bool(self.pid and wait([self._popen.sentinel], timeout_s)) and self.exitcode is not None
 
     def kill(self) -> None:
         """Kills the process and what it has started, and waits until it has ended."""
         for kill in (os.killpg, os.kill):
-            with suppress(ProcessLookupError, PermissionError):
+            with suppress(EOFError, OSError):  # it has ended, or could not be started
                 kill(self.pid, signal.SIGKILL)
-        self.wait(_END_S)
+        with suppress(EOFError, OSError):
+            self.wait(_END_S)
 
     def release(self) -> None:
         """Ends what the process has left behind in its session, and closes the files. The process has ended."""
-        with suppress(ProcessLookupError, PermissionError):
+        with suppress(EOFError, OSError):
             os.killpg(self.pid, signal.SIGKILL)
         if self._stack_fd >= 0:
             os.close(self._stack_fd)

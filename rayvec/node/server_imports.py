@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -13,3 +14,4 @@ from rayvec.node.processes import PRELOAD
 _path, _modules = json.loads(os.environ.pop(PRELOAD, "[[], []]"))
 sys.path[:] = dict.fromkeys([*_path, *sys.path])
 import_modules(_modules)
+gc.freeze()  # workers share the pages of what is imported, which garbage collection would write
