@@ -55,7 +55,6 @@ def main(total_steps: int = 500_000, recurrent: str = "gru", seed: int = 1) -> N
         gae_lambda=0.95,
         clip_value_loss=False,
         entropy_coef=0.0,
-        normalize_reward=True,  # actor and critic share all layers but the last: large values would drown the policy
         seed=seed,
     )
     result = rayvec.train(config)

@@ -31,7 +31,10 @@ class NetworkConfig(TrainConfig):
 
     action_masks: bool = True
     """Choose only among the actions that the environment allows. It allows those of an "action_mask" in its infos or
-    Dict observation, for a Discrete or MultiDiscrete action space."""
+    Dict observation, for Discrete and MultiDiscrete actions, also as parts of a Dict or Tuple."""
+
+    normalize_obs: bool = False
+    """Normalise observed numbers by their running mean and deviation. They are also clipped to ±10."""
 
     @property
     def steps_per_iteration(self) -> int:
@@ -58,9 +61,9 @@ class ActorCriticConfig(NetworkConfig):
     max_grad_norm: Positive = 0.5
     """Largest global norm of the gradients."""
 
-    normalize_reward: bool = False
+    normalize_reward: bool | None = None
     """Divide rewards by the running standard deviation of returns. Returns are discounted, and the divisor is at least
-    1 % of their mean; logs show the raw rewards."""
+    1 % of their mean; logs show the raw rewards. Unset: with `recurrent`, whose shared cell large values would rule."""
 
     clip_reward: Positive | None = None
     """Clip rewards to plus or minus this, after normalisation; unset: no clipping."""
@@ -81,6 +84,9 @@ class ActorCriticConfig(NetworkConfig):
     cnn: Literal["nature", "impala"] = "nature"
     """How the default network reads images: "nature" (three convolutions; three small ones below 36 pixels), or
     "impala" (residual blocks)."""
+
+    scale_actions: bool = True
+    """Act in units in which the bounds of a Box are -1 and 1. Components without finite bounds keep their units."""
 
     log_std_init: Annotated[float, Field(ge=-20, le=5)] = 0.0
     """Logarithm of the standard deviation of Box actions at the start."""
@@ -104,6 +110,11 @@ class ActorCriticConfig(NetworkConfig):
     """Compile each step of the optimizer into one graph, cached on disk and captured on CUDA; without a C++
     compiler a warning says that it runs uncompiled. "auto": on a CPU, where the run is long enough to pay for it,
     which depends on settings and observations alone; your own networks stay uncompiled."""
+
+    @property
+    def scales_reward(self) -> bool:
+        """Whether rewards are normalised: what `normalize_reward` says, or decides where it is unset."""
+        return self.recurrent is not None if self.normalize_reward is None else self.normalize_reward
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,9 +165,6 @@ class PPOConfig(ActorCriticConfig):
     target_kl: Positive | None = None
     """End the epochs once the approximate KL divergence exceeds this. They are those of an iteration; unset: never."""
 
-    normalize_obs: bool = False
-    """Normalise observed numbers by their running mean and deviation. They are also clipped to ±10."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_most("minibatch_size", self.steps_per_iteration, "num_envs * num_steps")
@@ -166,6 +174,21 @@ class PPOConfig(ActorCriticConfig):
             self.recurrent is None or least <= self.minibatch_size,
             f"minibatch_size is {self.minibatch_size}. It must be at least sequence_length * num_learners = {least}.",
         )
+        require(
+            not self.normalize_advantage or self._smallest_minibatch > 1,
+            f"minibatch_size is {self.minibatch_size}, which leaves minibatches of one step: normalised, its advantage "
+            "is 0, and the policy learns nothing from it. Raise minibatch_size, or pass normalize_advantage=False.",
+        )
+
+    @property
+    def _smallest_minibatch(self) -> int:
+        """Fewest steps that a minibatch of whole rollouts can have."""
+        num_minibatches = max(1, round(self.steps_per_iteration / self.minibatch_size))
+        if self.recurrent is None:
+            return self.steps_per_iteration // num_minibatches
+        num_sequences = self.num_envs * -(-self.num_steps // self.sequence_length)
+        shortest = (self.num_steps - 1) % self.sequence_length + 1
+        return shortest * max(1, num_sequences // num_minibatches)
 
     @property
     def minibatches(self) -> tuple[int, int]:
@@ -184,7 +207,7 @@ class IMPALAConfig(ActorCriticConfig):
 
     algorithm: ClassVar[str] = "impala"
 
-    normalize_reward: bool = True
+    normalize_reward: bool | None = True
 
     prefetch: bool | None = None
     """Collect the next iteration's steps while the learner learns from these, with weights one update old, if inference

@@ -45,6 +45,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "gamma": 0.9,
             "gae_lambda": 0.95,
             "num_epochs": 10,
+            "scale_actions": False,
         },
         "box2d": {
             "total_steps": 1_000_000,
@@ -65,6 +66,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "entropy_coef": 0.0,
             "normalize_obs": True,
             "normalize_reward": True,
+            "scale_actions": False,
         },
         "atari": {
             "env_kwargs": {"frameskip": 1},
@@ -87,7 +89,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "mujoco": {"total_steps": 1_000_000, "num_steps": 1, "learning_starts": 5_000},
     },
     "impala": {
-        "classic": {"total_steps": 300_000},
+        "classic": {"total_steps": 300_000, "scale_actions": False},
         "box2d": {"total_steps": 2_000_000, "gamma": 0.99, "num_steps": 128, "num_minibatches": 8},
         "atari": {
             "env_kwargs": {"frameskip": 1},

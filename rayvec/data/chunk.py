@@ -44,7 +44,7 @@ class Chunk:
         extras: What the policy recorded with its actions, by name, ``[T, N, ...]``:
             ``logp`` (float32, log-probability of the action), and whatever else it returns.
         states: Hidden states of a recurrent policy before the steps at which its sequences begin,
-            ``float32 [K, N, D]``; see :meth:`rayvec.policies.recurrent_actors.StatefulActor.state_to_record`. K is 0
+            ``float32 [K, N, D]``; see :meth:`rayvec.policies.recurrent.RecurrentActor.state_to_record`. K is 0
             without one.
         infos: Non-empty infos of steps, sorted by (t, n): a sequence of :class:`~rayvec.data.ChunkInfo` that makes
             the dicts when one of them is first read.

@@ -5,6 +5,7 @@ decides whether a small network gains anything from a second rank.
 
 The block is an anonymous file: it has no name that could be left behind, and ends with the last process that maps it.
 Each rank has a *mark* in it, a counter of the steps that it has reached. A rank that waits for another reads its mark.
+Beside it are the rank's process and the sizes of its latest two tensors.
 There are two ways to sum:
 
 *   A small tensor, of at most `_SMALL_BYTES`: every rank writes it into its own slot. When all marks are at the next
@@ -30,7 +31,7 @@ import time
 import torch
 from torch import Tensor
 
-from rayvec.errors import ConfigError, RankLostError
+from rayvec.errors import ConfigError, LearnerError, RankLostError
 from rayvec.node.process_watch import ProcessWatch
 from rayvec.pools.anonymous_file import anonymous_file
 
@@ -90,7 +91,7 @@ class SharedMemoryRanks:
         self.path = f"/proc/{os.getpid()}/fd/{fd}" if path is None else path
         self._fd: int | None = fd
         self._map(fd)
-        self._pids[rank * 8] = os.getpid()
+        self._lines[rank * 8] = os.getpid()
 
     def _open(self, path: str | None) -> int:
         if path is None:
@@ -110,7 +111,7 @@ class SharedMemoryRanks:
         lines = self.size * _LINE_BYTES
         whole = memoryview(self._block)
         self._marks = whole[:lines].cast("Q")
-        self._pids = whole[lines : 2 * lines].cast("Q")
+        self._lines = whole[lines : 2 * lines].cast("Q")
         self._bytes = torch.frombuffer(self._block, dtype=torch.uint8)
         self._small_start = 2 * lines
         self._large_start = self._small_start + 2 * self.size * _SMALL_BYTES
@@ -121,6 +122,7 @@ class SharedMemoryRanks:
 
         Raises:
             RankLostError: A rank exited, has left, or did not call `sum_` in time.
+            LearnerError: Another rank sums a tensor of another size.
         """
         if self._fd is None:
             raise _lost(self.rank, "has left the group")
@@ -140,7 +142,7 @@ class SharedMemoryRanks:
         slots = (self._views.get(key) or self._make_views(key))[self._num_small & 1]
         self._num_small += 1
         slots[self.rank].copy_(flat)
-        self._wait_for_all()
+        self._wait_for_all(flat.nbytes)
         torch.add(slots[0], slots[1], out=flat)
         for slot in slots[2:]:
             flat.add_(slot)
@@ -167,19 +169,21 @@ class SharedMemoryRanks:
         own, total = slots[self.rank], slots[self.size]
         for other in self._others:
             own[parts[other]].copy_(flat[parts[other]])
-        self._wait_for_all()
+        self._wait_for_all(flat.nbytes)
         mine = parts[self.rank]
         terms = [flat[mine] if rank == self.rank else slots[rank][mine] for rank in range(self.size)]
         torch.add(terms[0], terms[1], out=total[mine])
         for term in terms[2:]:
             total[mine].add_(term)
-        self._wait_for_all()
+        self._wait_for_all(flat.nbytes)
         flat.copy_(total)
 
-    def _wait_for_all(self) -> None:
-        """Sets this rank's mark to the next step, and waits until all marks are there."""
-        marks = self._marks
+    def _wait_for_all(self, num_bytes: int) -> None:
+        """Sets this rank's mark to the next step, and waits until all marks are there, with as many bytes."""
+        marks, lines = self._marks, self._lines
         self._num_steps += 1
+        word = 1 + (self._num_steps & 1)  # of two that alternate: no rank is more than a step ahead
+        lines[self.rank * 8 + word] = num_bytes
         marks[self.rank * 8] = num_steps = self._num_steps
         began_s: float | None = None
         for other in self._others:
@@ -192,6 +196,8 @@ class SharedMemoryRanks:
                 self._wait_for(other, began_s)
             if marks[place] >= _LEFT:
                 self._wait_for(other, time.monotonic())
+            if lines[place + word] != num_bytes:
+                raise _of_another_length(self.rank, num_bytes, other, lines[place + word])
 
     def _wait_for(self, other: int, began_s: float) -> None:
         """Waits for one rank: yields the core at first, then sleeps, and checks that the rank's process lives.
@@ -227,7 +233,7 @@ class SharedMemoryRanks:
 
     def _check_process(self, other: int) -> None:
         """Raises if the process of a rank that has mapped the block has ended."""
-        pid = self._pids[other * 8]
+        pid = self._lines[other * 8]
         if pid == 0:
             return
         if other not in self._watches:
@@ -245,6 +251,13 @@ class SharedMemoryRanks:
         for watch in self._watches.values():
             watch.close()
         self._watches = {}
+
+
+def _of_another_length(rank: int, num_bytes: int, other: int, other_bytes: int) -> LearnerError:
+    return LearnerError(
+        f"Rank {other} sums a tensor of {other_bytes} bytes, and rank {rank} one of {num_bytes}. Every rank must call "
+        "sum_ in the same order, with tensors of the same shape and dtype."
+    )
 
 
 def _lost(rank: int, what: str) -> RankLostError:

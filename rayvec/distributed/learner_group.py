@@ -27,7 +27,7 @@ from rayvec.policies.networks import copy_to_cpu
 
 __all__ = ["LearnerGroup"]
 
-_KEEP_S = 1.0
+_SAVE_INTERVAL_S = 1.0
 """How old the state may be from which new ranks continue, beyond the update in which a rank was lost."""
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         num_nodes: 0 runs the ranks as processes of this machine, without Ray. Unset: as Ray actors.
         address: Of a running Ray cluster.
         fewer: Whether fewer ranks may run, at least 1, where there is no room for all of them.
+        saves_state: Whether the driver saves the state of completed updates; else new ranks continue from the latest
+            `state_dict` or `load_state_dict`, or begin anew.
 
     Raises:
         ConfigError: Settings that can't work, a learner that can't be on several ranks, or a cluster without capacity.
@@ -82,12 +84,13 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         num_nodes: Literal[0] | None = None,
         address: str | None = None,
         fewer: bool = False,
+        saves_state: bool = True,
     ) -> None:
         check_count("num_learners", num_learners)
         check_count("learner_threads", learner_threads)
         self._weights: NDArray[np.float32] | None = None
         self._state: Any = None
-        self._kept_s = 0.0
+        self._saves_state, self._saved_at_s = saves_state, 0.0
         self._is_closed = False
         self._open_host = functools.partial(
             open_host,
@@ -111,7 +114,7 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         self._group = self._start()
 
     def _start(self) -> RankGroup:
-        """Starts ranks with the state that was kept, or at first with that of rank 0."""
+        """Starts ranks with the saved state, or at first with that of rank 0."""
         group = self._open_group(self._open_host())
         try:
             names, shared = group.ask("describe")[0]
@@ -163,18 +166,17 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
                 "or none; each rank learns from environments of its own. Leave max_staleness out, or learn in the "
                 "driver."
             )
-        keep = time.monotonic() - self._kept_s >= _KEEP_S
-        metrics, self._weights, state = self._run("update", batch, keep)[0]
-        if state is not None:
-            self._keep(state)
+        metrics, self._weights = self._run("update", batch)[0]
+        if self._saves_state and time.monotonic() - self._saved_at_s >= _SAVE_INTERVAL_S:
+            self._save(self._group.ask("shared")[0])
         return dict(metrics)
 
     def measure(self, batch: Batch) -> None:
         """Adds the observations of a batch to the moments that normalise later ones; see ``PPOLearner.measure``."""
         self._weights, state = self._run("measure", batch)[0]
-        self._keep(state)
+        self._save(state)
 
-    def _run(self, name: str, batch: Batch, *args: Any) -> list[Any]:
+    def _run(self, name: str, batch: Batch) -> list[Any]:
         """Gives each rank its part of a batch; returns the results."""
         group = self.group
         parts: list[Any]
@@ -185,10 +187,10 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         else:
             shards = [cut_batch(batch, *bounds) for bounds in rank_bounds(batch, group.num_ranks)]
             parts = [group.put(copy_batch(shard)) for shard in shards]
-        return group.run(name, [(part, *args) for part in parts])
+        return group.run(name, [(part,) for part in parts])
 
-    def _keep(self, state: Any) -> None:
-        self._state, self._kept_s = state, time.monotonic()
+    def _save(self, state: Any) -> None:
+        self._state, self._saved_at_s = state, time.monotonic()
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the weights, flat, in the form that ``Policy.load_weights`` takes."""
@@ -203,7 +205,7 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         rank-local parts are in the list ``rank_local``, if the learner has such parts.
         """
         parts = self.group.run("parts")
-        self._keep(parts[0][0])
+        self._save(parts[0][0])
         return join_state(unpack(parts[0][0]), [unpack(local) for _, local in parts])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,7 +223,7 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         whole = group.put(packed)
         group.run("load_state_dict", [(whole, group.put(pack(local))) for local in rank_local])
         self._weights = None
-        self._keep(packed)
+        self._save(packed)
 
     def set_learning_rate(self, value: float | None) -> None:
         """Lets all ranks use a learning rate from the next update on; None: the schedule of the learner."""
@@ -246,22 +248,18 @@ class _RankLearner:
 
     def describe(self) -> tuple[tuple[str, ...], Any]:
         """Returns the names of the rank-local parts of the state, and on rank 0 what all ranks share of it."""
-        return tuple(rank_local_state(self._learner)), self._shared()
+        return tuple(rank_local_state(self._learner)), self.shared()
 
-    def update(self, part: Batch | RemoteShard, keep: bool) -> tuple[dict[str, float], Any, Any]:
-        """Learns from this rank's part of a batch.
-
-        Returns:
-            Metrics; and on rank 0 the weights, and with `keep` what all ranks share of the state.
-        """
+    def update(self, part: Batch | RemoteShard) -> tuple[dict[str, float], Any]:
+        """Learns from this rank's part of a batch; returns metrics, and on rank 0 the weights."""
         metrics = self._learner.update(_fetched(part))
-        return metrics, self._learner.weights() if self._is_first else None, self._shared() if keep else None
+        return metrics, self._learner.weights() if self._is_first else None
 
     def measure(self, part: Batch | RemoteShard) -> tuple[Any, Any]:
         """Adds observations to the moments of the learner, if it has some; returns weights and state, on rank 0."""
         if isinstance(self._learner, MeasuresObservations):
             self._learner.measure(_fetched(part))
-        return self._learner.weights() if self._is_first else None, self._shared()
+        return self._learner.weights() if self._is_first else None, self.shared()
 
     def weights(self) -> NDArray[np.float32]:
         return self._learner.weights()
@@ -271,7 +269,7 @@ class _RankLearner:
 
     def parts(self) -> tuple[Any, Any]:
         """Returns what all ranks share of the state, on rank 0, and what is rank-local, packed."""
-        return self._shared(), pack(rank_local_state(self._learner))
+        return self.shared(), pack(rank_local_state(self._learner))
 
     def load_state_dict(self, shared: Any, rank_local: Any) -> None:
         """Continues from what all ranks share and what is rank-local, packed."""
@@ -280,7 +278,8 @@ class _RankLearner:
     def set_learning_rate(self, value: float | None) -> None:
         set_learning_rate(self._learner, value)
 
-    def _shared(self) -> Any:
+    def shared(self) -> Any:
+        """Returns what all ranks share of the state, on rank 0."""
         return pack(shared_state(self._learner)) if self._is_first else None
 
 

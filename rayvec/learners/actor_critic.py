@@ -13,7 +13,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.data import Chunk, Tree
+from rayvec.data import Batch, Chunk, Tree
 from rayvec.errors import CheckpointError, ConfigError, LearnerError
 from rayvec.learners.actor_critic_networks import make_module
 from rayvec.learners.base import buffers_of, check_buffers, load_buffers, torch_device
@@ -22,7 +22,7 @@ from rayvec.learners.compiling import can_capture
 from rayvec.learners.gradient import Gradient
 from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks
-from rayvec.learners.running_stats import ReturnScale, RunningMoments
+from rayvec.learners.running_stats import ObsMoments, ReturnScale
 from rayvec.learners.sequences import OverSequences
 from rayvec.policies.networks import ActorCriticModule, flat_weights
 from rayvec.policies.precision import prepare
@@ -75,8 +75,7 @@ class ActorCriticLearner:
         keep_freed_memory(512 << 20)
         self.config = config
         self.ranks: Ranks = ALONE
-        normalize_obs = getattr(config, "normalize_obs", False)
-        self.module = module or make_module(observation_space, action_space, config, normalize_obs)
+        self.module = module or make_module(observation_space, action_space, config)
         self._recurrent = self.module if isinstance(self.module, RecurrentActorCritic) else None
         if (self._recurrent is None) != (config.recurrent is None):
             raise ConfigError(
@@ -86,10 +85,10 @@ class ActorCriticLearner:
         self._network = self.module if self._recurrent is None else OverSequences(self._recurrent)
         self._device = torch_device(device or config.learner_device)
         self.module.to(self._device)
-        self.module.compute_in(config.precision)
+        self.module.precision = config.precision
         prepare(config.precision, self._device)
-        self._obs_moments = None if self.module.obs_mean is None else RunningMoments(len(self.module.obs_mean))
-        self._return_scale = ReturnScale(config.gamma) if config.normalize_reward else None
+        self._obs_moments = ObsMoments(self.module)
+        self._return_scale = ReturnScale(config.gamma) if config.scales_reward else None
         self._is_compiled = config.compile is True
         self._gradient = Gradient(self._network, self._loss, self._is_compiled, varies=True, **_CHEAP_TANH)
         self._optimizer = Adam(self._gradient.flat, eps=1e-5)
@@ -205,13 +204,12 @@ class ActorCriticLearner:
         """Sets the learning rate of the next updates, in place of its schedule; None returns to the schedule."""
         self._own_learning_rate = value
 
-    def _normalize(self) -> None:
-        """Sets the mean and scale with which the network and its actors normalise observations."""
-        moments, module = self._obs_moments, self.module
-        if moments is not None and module.obs_mean is not None and module.obs_scale is not None:
-            measured = torch.from_numpy(module.encoder.measured)
-            module.obs_mean.copy_(torch.where(measured, moments.mean, 0.0))
-            module.obs_scale.copy_(torch.where(measured, moments.scale, 1.0))
+    def measure(self, batch: Batch) -> None:
+        """Adds the observations of a batch to the moments that normalise later ones; :meth:`update` does so too.
+
+        Before the first update it lets the policy begin with normalised observations.
+        """
+        self._obs_moments.add(batch, self.ranks)
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of all parameters and what normalises observations, flat, as ``Policy.load_weights`` takes."""
@@ -228,7 +226,7 @@ class ActorCriticLearner:
                 "optimizer": self._optimizer.state_dict(),
                 "num_updates": self._num_updates,
                 "num_steps": self._num_steps,
-                "obs_moments": self._obs_moments.state_dict() if self._obs_moments else {},
+                "obs_moments": self._obs_moments.state_dict(),
                 "return_scale": self._return_scale.state_dict() if self._return_scale else {},
                 "buffers": buffers_of(self.module),
             }
@@ -257,9 +255,7 @@ class ActorCriticLearner:
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self._num_updates = int(state["num_updates"])
         self._num_steps = int(state["num_steps"])
-        if self._obs_moments:
-            self._obs_moments.load_state_dict(state["obs_moments"])
-            self._normalize()
+        self._obs_moments.load_state_dict(state["obs_moments"])
         if self._return_scale:
             self._return_scale.load_state_dict(state["return_scale"])
 

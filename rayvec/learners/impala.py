@@ -125,6 +125,7 @@ class IMPALALearner(ActorCriticLearner):
             self._num_steps += sum(size for _, size in minibatches)
             self._check_finite(stats)
             self._num_updates += 1
+        self.measure(batch)
         return {**self._metrics(stats), "learning_rate": learning_rate}
 
     def _trajectories(self, chunk: Chunk) -> Trajectories:

@@ -194,16 +194,6 @@ class PPOLearner(ActorCriticLearner):
             ]
         return torch.cat(parts)
 
-    def measure(self, batch: Batch) -> None:
-        """Adds the observations of a batch to the moments that normalise later ones; :meth:`update` does so too.
-
-        Before the first update it lets the policy begin with normalised observations.
-        """
-        if self._obs_moments is not None:
-            rows = [self.module.encoder(chunk.obs)[chunk.valid] for chunk in batch.chunks]
-            self._obs_moments.add(torch.from_numpy(np.concatenate(rows)), self.ranks)
-            self._normalize()
-
     def _draw(
         self,
         samples: Samples,
@@ -254,6 +244,8 @@ class PPOLearner(ActorCriticLearner):
     ) -> Sequence[tuple[NDArray[np.int64], int, tuple[NDArray[np.int64], ...]]]:
         """Returns for each minibatch of an epoch which samples of this rank it has, its size and its sequences."""
         num_minibatches = max(1, round(total / self.config.minibatch_size))
+        if self.config.normalize_advantage:  # a minibatch of one sample would have the advantage 0
+            num_minibatches = max(1, min(num_minibatches, total // 2))
         if self._recurrent is not None:
             happened = happened_by_sequence(valid, self._recurrent.sequence_length)
             return draw_sequences(self.ranks, happened, num_minibatches, generator)

@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 class ReplayBuffer:
     """A ring of transitions for each of N environments; steps that did not happen take no place.
 
-    Observations and actions keep the dtype that they have after `encode_obs` and `encode_act`, but float64 becomes
+    Observations keep the dtype that they have after `encode_obs`, and so do actions, but for float64, which becomes
     float32. Memory is allocated by the first chunk; on a CPU it is touched as it fills. Which places are filled is
     known in the host's memory, so sampling on another device uploads row numbers once and reads nothing back.
 
@@ -77,7 +77,7 @@ class ReplayBuffer:
         }
         if self.env_ids is None:
             lead = (self.capacity_steps, chunk.num_envs)
-            empty = {name: _float32(each[:0]) for name, each in columns.items()}
+            empty = {name: _stored(name, each[:0]) for name, each in columns.items()}
             self.columns = {
                 name: _zeros((*lead, *each.shape[2:]), each.dtype, self._device) for name, each in empty.items()
             }
@@ -88,7 +88,7 @@ class ReplayBuffer:
         rows = upload((self._heads[n] + place[t, n]) % self.capacity_steps * chunk.num_envs + n, self._device)
         self.sizes = np.minimum(self.sizes, (self.capacity_steps - counts).clip(min=0))
         for name, values in columns.items():
-            self.columns[name].flatten(0, 1).index_copy_(0, rows, upload(_float32(values[t, n]), self._device))
+            self.columns[name].flatten(0, 1).index_copy_(0, rows, upload(_stored(name, values[t, n]), self._device))
         self._heads = (self._heads + counts) % self.capacity_steps
         self.sizes = np.minimum(self.sizes + counts, self.capacity_steps)
 
@@ -139,8 +139,9 @@ class ReplayBuffer:
         self.columns, self.env_ids, self.sizes, self._heads = columns, env_ids, sizes, heads
 
 
-def _float32(array: NDArray[Any]) -> NDArray[Any]:
-    return array.astype(np.float32) if array.dtype == np.float64 else array
+def _stored(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    """Returns what is stored of a column: of observations all digits, which a mean may take away."""
+    return array if name.endswith("obs") or array.dtype != np.float64 else array.astype(np.float32)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:

@@ -30,6 +30,8 @@ def gae(
 ) -> tuple[Float, Float]:
     """Returns the generalised advantage estimate and the value target of each step.
 
+    Contract: arrays are ``[T, N]``, values float32, masks bool, rewards of any float; nothing is checked or changed.
+
     Schulman et al., "High-dimensional continuous control using generalized advantage estimation",
     ICLR 2016, equation 16: the advantage of step t is the sum over l of ``(gamma * lam)**l`` times the
     TD error of step t + l. A TD error bootstraps from `next_value` unless the step terminated its

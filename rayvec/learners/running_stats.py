@@ -14,10 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rayvec.data import Batch
 from rayvec.errors import LearnerError
 from rayvec.learners.ranks import Ranks, first_bad_reward, global_range
+from rayvec.policies.networks import ActorCriticModule
 
-__all__ = ["ReturnScale", "RunningMoments"]
+__all__ = ["ObsMoments", "ReturnScale", "RunningMoments"]
 
 _EPSILON = 1e-8
 _LEAST_SPREAD = 0.01
@@ -73,6 +75,42 @@ class RunningMoments:
         self.count = int(state["count"])
         self.mean.copy_(state["mean"])
         self.squares.copy_(state["squares"])
+
+
+class ObsMoments:
+    """The moments of a module's observations; without any where the module does not normalise them.
+
+    Args:
+        module: Has `encoder`, `obs_mean` and `obs_scale`, which this sets.
+    """
+
+    def __init__(self, module: ActorCriticModule) -> None:
+        self._module = module
+        self._moments = None if module.obs_mean is None else RunningMoments(len(module.obs_mean))
+
+    def add(self, batch: Batch, ranks: Ranks) -> None:
+        """Adds the observations of this rank's batch and those of all others."""
+        if self._moments is not None:
+            rows = [self._module.encoder(chunk.obs)[chunk.valid] for chunk in batch.chunks]
+            self._moments.add(torch.from_numpy(np.concatenate(rows)), ranks)
+            self._set()
+
+    def _set(self) -> None:
+        moments, module = self._moments, self._module
+        if moments is not None and module.obs_mean is not None and module.obs_scale is not None:
+            measured = torch.from_numpy(module.encoder.measured)
+            module.obs_mean.copy_(torch.where(measured, moments.mean, 0.0))
+            module.obs_scale.copy_(torch.where(measured, moments.scale, 1.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of the moments."""
+        return {} if self._moments is None else self._moments.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state_dict`."""
+        if self._moments is not None:
+            self._moments.load_state_dict(state)
+            self._set()
 
 
 def _occurrences(rows: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:

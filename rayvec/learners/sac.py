@@ -29,8 +29,9 @@ from rayvec.learners.minibatches import check_minibatch
 from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks, first_bad_reward, global_range
 from rayvec.learners.replay import ReplayBuffer
+from rayvec.learners.running_stats import ObsMoments
 from rayvec.learners.sac_networks import is_discrete, make_networks
-from rayvec.policies.networks import to_device, upload
+from rayvec.policies.networks import flat_weights, to_device, upload
 from rayvec.policies.precision import autocast, prepare
 from rayvec.pools.shared_memory import keep_freed_memory
 
@@ -121,7 +122,9 @@ class SACLearner:
         self._is_discrete = is_discrete(self._distribution)
         self._num_act = self._distribution.num_params // (1 if self._is_discrete else 2)
 
-        place: Callable[[nn.Module], nn.Module] = lambda module: module.to(self._device, dtype)  # noqa: E731
+        def place(module: nn.Module) -> nn.Module:
+            return (module.double() if dtype == torch.float64 else module).to(self._device)
+
         self._policy, self._critics = place(_Policy(self.module, config.alpha)), place(critics)
         self._targets = copy.deepcopy(self._critics).requires_grad_(False)
         self._target_flat = flat_parameters(self._targets.parameters())
@@ -134,6 +137,7 @@ class SACLearner:
         self._failed = torch.zeros(1, device=self._device)
         self._adam = {name: Adam(flat, 1e-8, self._failed) for name, flat in parts.items()}
 
+        self._obs_moments = ObsMoments(self.module)
         self._replay = self._empty_replay()
         self._rate = Fraction(str(config.update_to_data))
         self._num_updates = self._num_filled = self._num_credited = 0
@@ -289,6 +293,7 @@ class SACLearner:
             self._refill("it holds steps of other environments than this rank's")
         for chunk in batch.chunks:
             self._replay.add(chunk)
+        self.measure(batch)
         before, after = self._num_filled, self._num_filled + num_steps
         self._num_credited += max(0, after - max(before, self.config.learning_starts))
         self._num_filled = after
@@ -296,6 +301,10 @@ class SACLearner:
         sizes = torch.zeros(total, dtype=torch.int64, device=self._device)
         sizes[self._own_environments.start : self._own_environments.stop] = torch.from_numpy(self._replay.sizes)
         self._sizes = self.ranks.sum_(sizes).cpu().numpy()
+
+    def measure(self, batch: Batch) -> None:
+        """Adds the observations of a batch to the moments that normalise all observations; `update` does so too."""
+        self._obs_moments.add(batch, self.ranks)
 
     def _minibatches(self, count: int) -> list[tuple[Minibatch, Tensor]]:
         """Draws this rank's part of the next minibatches, and the noise of each.
@@ -336,8 +345,8 @@ class SACLearner:
         if self._is_discrete:
             eye = torch.eye(self._num_act, device=found["act"].device)
             found["act"] = eye.index_select(0, found["act"][:, 0])
-        names = ("obs", "act", "rew", "next_obs", "terminated")
-        columns = (to_device(found[name], self._device).to(self._dtype) for name in names)
+        columns = [to_device(found[name], self._device) for name in ("obs", "act", "rew", "next_obs", "terminated")]
+        columns = [each if each.is_floating_point() else each.to(self._dtype) for each in columns]
         return [column.view(*environments.shape, *column.shape[1:]) for column in columns]
 
     def _metrics(self, updates: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
@@ -362,11 +371,11 @@ class SACLearner:
 
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the actor's parameters, flat: what ``Policy.load_weights`` takes."""
-        return self.module.weights()
+        return flat_weights(self.module)
 
     @property
     def _with_buffers(self) -> nn.Module:
-        return nn.ModuleDict({"actor": self.module.net, "critics": self._critics, "targets": self._targets})
+        return nn.ModuleDict({"actor": self.module, "critics": self._critics, "targets": self._targets})
 
     @property
     def _flat(self) -> dict[str, Tensor]:
@@ -394,6 +403,7 @@ class SACLearner:
             **copied(self._flat),
             "optimizers": {name: copied(adam.state_dict()) for name, adam in self._adam.items()},
             "buffers": copied(buffers_of(self._with_buffers)),
+            "obs_moments": self._obs_moments.state_dict(),
             **{name: getattr(self, f"_{name}") for name in _COUNTERS},
         }
 
@@ -404,7 +414,7 @@ class SACLearner:
     @staticmethod
     def with_network(own: dict[str, Any], other: Mapping[str, Any], config: SACConfig) -> dict[str, Any]:
         """Returns the state `own` with the networks of the state `other`; with `autotune` its temperature, too."""
-        networks = {name: other[name] for name in ("critic", "target", "actor", "buffers")}
+        networks = {name: other[name] for name in ("critic", "target", "actor", "buffers", "obs_moments")}
         if not config.autotune:
             networks["actor"] = torch.cat([other["actor"][:-1], own["actor"][-1:]])
         return {**own, **networks}
@@ -432,6 +442,7 @@ class SACLearner:
         for name, adam in self._adam.items():
             adam.load_state_dict(state["optimizers"][name])
         load_buffers(self._with_buffers, state)
+        self._obs_moments.load_state_dict(state["obs_moments"])
         for name in _COUNTERS:
             setattr(self, f"_{name}", int(state[name]))
         if state.get("replay") is None and self._num_filled:

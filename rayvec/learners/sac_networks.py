@@ -1,7 +1,7 @@
 """The networks of soft actor-critic: the default ones, or your own.
 
-A network reads *numbers*, ``float32 [B, *obs_shape]``. *Rows* are what the replay stores of observations: numbers, or
-with action masks ``[B, D + P]``, the mask last.
+A network reads *numbers*, ``float32 [B, *obs_shape]``. *Rows* are what the replay stores of observations: numbers
+before they are normalised, ``[B, D]``, or with action masks ``[B, D + P]``, the mask last.
 """
 
 from __future__ import annotations
@@ -9,133 +9,97 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rayvec.config.references import resolve
-from rayvec.data import Tree, tree_map
+from rayvec.data import Tree
 from rayvec.errors import ConfigError
-from rayvec.policies.actors import Actor, MaskedActor, MLPActor
+from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import (
-    NOT_ALLOWED,
     Categorical,
     Distribution,
     TanhGaussian,
     make_tanh_gaussian,
 )
-from rayvec.policies.encoders import make_encoder
-from rayvec.policies.masks import has_mask, seen, without_mask
-from rayvec.policies.networks import ModuleActor, copy_to_cpu, flat_weights, layer_places, to_tensor
+from rayvec.policies.encoders import Encoder, join, make_encoder, normalized, plain_encoder
+from rayvec.policies.masks import allowed, has_mask, without_mask
+from rayvec.policies.networks import ActorCriticModule, numpy_actor, on_device
 from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch, seeded
-from rayvec.policies.precision import Precision, autocast
-from rayvec.wrappers import MASK_KEY
+from rayvec.policies.precision import autocast
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
 
-__all__ = ["Critics", "Ensemble", "OwnSACActor", "SACActor", "make_networks", "make_sac_distribution"]
+__all__ = ["Critics", "Ensemble", "SACActor", "make_networks", "make_sac_distribution"]
 
 
-class SACActor(nn.Module):
+class SACActor(ActorCriticModule):
     """The actor: a network whose outputs are the parameters of a distribution. The default one acts without torch.
 
     Args:
         net: The network.
-        encoder: From observations to numbers, ``[..., *shape]``; it leaves an action mask out.
+        is_own: Whether it is your own, else linear layers with ReLU between them.
+        encoder: From observations to numbers, ``[..., D]``; it leaves an action mask out.
         distribution: Of actions.
         shape: Of the numbers of one observation.
-        is_masked: Whether observations have an action mask.
-
-    Attributes:
-        precision: In which it computes.
+        masked: Whether observations have an action mask.
+        normalize_obs: Whether numbers are normalised.
     """
 
-    precision: Precision = "float32"
+    cnns = ()
 
     def __init__(
         self,
         net: nn.Module,
-        encoder: Callable[[Tree], NDArray[np.float32]],
+        is_own: bool,
+        encoder: Encoder,
         distribution: Distribution,
         shape: tuple[int, ...],
-        is_masked: bool,
+        *,
+        masked: bool,
+        normalize_obs: bool,
     ) -> None:
         super().__init__()
         self.net, self.encoder, self.distribution = net, encoder, distribution
-        self.shape, self.is_masked = shape, is_masked
+        self.is_own, self.shape, self.is_masked = is_own, shape, masked
+        self._register_statistics(encoder.num_features if normalize_obs else 0)
 
-    def rows(self, obs: Tree) -> NDArray[np.float32]:
-        """Returns what a replay stores, ``[..., *shape]``; with action masks flat, the mask last, ``[..., D + P]``."""
+    def rows(self, obs: Tree) -> Any:
+        """Returns what a replay stores, ``[..., D]`` or ``[..., D + P]``, arrays or tensors."""
         numbers = self.encoder(obs)
-        if not self.is_masked:
-            return numbers
-        mask = np.asarray(obs[MASK_KEY]) != 0
-        flat = numbers.reshape(*mask.shape[:-1], math.prod(self.shape))
-        return np.concatenate([flat, mask.astype(np.float32)], -1)
+        return join([numbers, allowed(obs, self.distribution)]) if self.is_masked else numbers
 
     def encode(self, obs: Tree) -> Tensor:
         """Returns `rows` on the device of the parameters."""
-        return to_tensor(self.rows(obs)).to(next(self.parameters()))
+        return on_device(self.rows(obs), next(self.parameters()).device)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns numbers ``[B, *shape]``, and which choices are allowed, ``bool [B, P]``, or None.
+        """Returns numbers ``[B, *shape]``, normalised, and which choices are allowed, ``bool [B, P]``, or None.
 
         A mask that allows nothing, as that after the last step of an episode may, counts as one that allows all.
         """
         size = math.prod(self.shape)
-        allowed = rows[:, size:] > 0 if self.is_masked else None
-        numbers = rows[:, :size] if self.is_masked else rows
-        return numbers.reshape(-1, *self.shape), None if allowed is None else allowed | ~allowed.any(-1, keepdim=True)
+        numbers, mask = rows[:, :size], rows[:, size:] > 0
+        if self.obs_mean is not None:
+            numbers = normalized(numbers, self.obs_mean, self.obs_scale)
+        numbers = numbers.to(next(self.parameters()).dtype).reshape(-1, *self.shape)
+        return numbers, mask | ~mask.any(-1, keepdim=True) if self.is_masked else None
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        """Returns the distribution's parameters ``[B, P]``, for all choices."""
-        with autocast(self.precision, numbers.device):
-            params: Tensor = self.net(numbers.reshape(-1, *self.shape))
-        return params.to(numbers.dtype)
-
-    def action_parameters(self, rows: Tensor) -> Tensor:
-        """Returns the distribution's parameters ``[B, P]``, for what `encode` returns."""
-        numbers, allowed = self.split(rows)
-        params: Tensor = self(numbers)
-        return params if allowed is None else torch.where(allowed, params, NOT_ALLOWED)
-
-    def weights(self) -> NDArray[np.float32]:
-        """Returns a copy of the parameters and buffers, flat."""
-        return flat_weights(self.net)
+    def _params(self, rows: Tensor) -> Tensor:
+        count = rows.shape[0]
+        with autocast(self.precision, rows.device):
+            params: Tensor = self.net(rows if count else rows.new_zeros(1, *rows.shape[1:]))
+        return params[:count].to(rows.dtype)
 
     def make_actor(self) -> Actor:
-        """Returns the actor with the present weights, free of torch."""
-        weights, layers = self.weights(), layer_places(self.net, nn.Linear)
-        encoder: Any = self.encoder
-        actor = MLPActor(encoder, self.distribution, layers, len(weights), slice(0), activation="relu")
-        actor.load_weights(weights)
-        return MaskedActor(actor) if self.is_masked else actor
-
-
-class OwnSACActor(SACActor):
-    """Your own actor. It acts through torch."""
-
-    def make_actor(self) -> Actor:
-        """Returns the actor with the present weights."""
-        actor = _ReadingActor(copy_to_cpu(self.net).float(), self.distribution, self.encoder)
-        return MaskedActor(actor) if self.is_masked else actor
-
-
-class _ReadingActor(ModuleActor):
-    """Acts with a module that reads what an encoder returns."""
-
-    def __init__(self, module: nn.Module, distribution: Distribution, encoder: Callable[[Tree], Any]) -> None:
-        super().__init__(module, distribution)
-        self._encoder = encoder
-
-    def _evaluate(self, obs: Tree) -> Tensor:
-        return super()._evaluate(self._encoder(obs))
+        """Returns the actor with the present weights: without torch, unless the network is your own."""
+        return super().make_actor() if self.is_own else numpy_actor(self, activation="relu")
 
 
 class Ensemble(nn.Module):
@@ -174,29 +138,10 @@ class Critics(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Returns what each returns, ``[E, B, 1]`` or of all choices ``[E, B, P]``."""
-        return torch.stack([net(*inputs).reshape(len(inputs[0]), -1) for net in self.nets])
-
-
-class Reader:
-    """What your own networks see of observations, ``float32 [..., *obs_shape]``.
-
-    Args:
-        space: Of observations.
-        is_masked: Whether they have an action mask, which is left out.
-
-    Attributes:
-        encoder: Turns observations into rows of numbers; None where a Box is seen, which is read as it is.
-    """
-
-    def __init__(self, space: spaces.Space[Any], is_masked: bool) -> None:
-        self._is_masked = is_masked
-        sees_box = isinstance(without_mask(space) if is_masked else space, spaces.Box)
-        self.encoder = None if sees_box else make_encoder(space, masked=is_masked)
-
-    def __call__(self, obs: Tree) -> NDArray[np.float32]:
-        if self.encoder is not None:
-            return self.encoder(obs)
-        return np.asarray(seen(obs) if self._is_masked else obs, np.float32)
+        count = inputs[0].shape[0]
+        if not count:  # a module need not know what to do then
+            inputs = tuple(each.new_zeros(1, *each.shape[1:]) for each in inputs)
+        return torch.stack([net(*inputs).reshape(len(inputs[0]), -1) for net in self.nets])[:, :count]
 
 
 def make_sac_distribution(space: spaces.Space[Any]) -> TanhGaussian | Categorical:
@@ -228,7 +173,8 @@ def make_networks(
     is_masked = config.action_masks and has_mask(observation_space, action_space)
     if config.network is not None:
         return _own_networks(observation_space, action_space, distribution, is_masked, config)
-    encoder = make_encoder(observation_space, scaled=True, masked=is_masked)
+    settings = {"masked": is_masked, "normalize_obs": config.normalize_obs}
+    encoder = make_encoder(observation_space, scaled=True, masked=is_masked, is_wide=config.normalize_obs)
     generator, num_features = torch.Generator().manual_seed(config.seed), encoder.num_features
     layers = _drawn(1, (num_features, *config.hidden_sizes, distribution.num_params), generator)
     modules: list[nn.Module] = []
@@ -239,7 +185,8 @@ def make_networks(
     num_act, outputs = (0, distribution.num_params) if is_discrete(distribution) else (distribution.num_params // 2, 1)
     sizes = (num_features + num_act, *config.hidden_sizes, outputs)
     critics = Ensemble(*zip(*_drawn(config.num_critics, sizes, generator), strict=True))
-    return SACActor(nn.Sequential(*modules[:-1]), encoder, distribution, (num_features,), is_masked), critics
+    net = nn.Sequential(*modules[:-1])
+    return SACActor(net, False, encoder, distribution, (num_features,), **settings), critics
 
 
 def is_discrete(distribution: Distribution) -> bool:
@@ -274,8 +221,14 @@ def _own_networks(
     """
     assert config.network is not None
     space = without_mask(observation_space) if is_masked else observation_space
-    read = Reader(observation_space, is_masked)
-    obs = torch.from_numpy(read(tree_map(lambda leaf: leaf.numpy(), sample_batch(observation_space))))
+    is_wide = config.normalize_obs
+    if isinstance(space, spaces.Box):
+        path, shape = ("observation",) if is_masked else (), space.shape
+        encoder = plain_encoder(path, space, is_wide)
+    else:
+        encoder = make_encoder(observation_space, masked=is_masked, is_wide=is_wide)
+        shape = (encoder.num_features,)
+    obs = encoder(sample_batch(observation_space)).float().reshape(-1, *shape)
     with seeded(config.seed):
         module = build_network(resolve("network", config.network), space, action_space, config)
         actor, critics = _actor_and_critics(module)
@@ -286,7 +239,8 @@ def _own_networks(
         name = "one value for each action" if is_discrete(distribution) else "one value"
         for critic in critics:
             check_output(name, outputs_of(critic, *inputs), width if is_discrete(distribution) else None)
-    return OwnSACActor(actor, read, distribution, tuple(obs.shape[1:]), is_masked), Critics(critics)
+    settings = {"masked": is_masked, "normalize_obs": config.normalize_obs}
+    return SACActor(actor, True, encoder, distribution, shape, **settings), Critics(critics)
 
 
 def _actor_and_critics(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:

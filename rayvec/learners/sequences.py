@@ -103,7 +103,7 @@ class OverSequences(nn.Module):
         """
         network, whole = self.network, Sequences(*sequences)
         states = whole.states(network).flatten(0, 1)
-        mask = network.mask(tree_map(lambda leaf: leaf[:, -network.sequence_length :].flatten(0, 1), whole.rows))
+        _, mask = network.split(tree_map(lambda leaf: leaf[:, -network.sequence_length :].flatten(0, 1), whole.rows))
         happened = None if mask is None else mask.index_select(0, slots)
         params, values = network.heads(states.index_select(0, slots), happened)
         if following is not None:

@@ -33,6 +33,8 @@ def vtrace_of_rows(
 ) -> tuple[Tensor, Tensor]:
     """Returns the V-trace target and the policy-gradient advantage of each row.
 
+    Contract: all tensors are ``[B]``, of one floating-point dtype and device; nothing is checked or changed.
+
     Espeholt et al., "IMPALA: scalable distributed deep-RL with importance weighted actor-learner architectures",
     ICML 2018, arXiv:1802.01561. The target of step s is equation 1, ``v_s = V(x_s)`` plus the sum over t from s on of
     ``gamma**(t - s) * (c_s * ... * c_{t-1}) * rho_t * (r_t + gamma * V(x_{t+1}) - V(x_t))``,

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
-from rayvec.policies.distributions import NOT_ALLOWED, Distribution
-from rayvec.policies.encoders import OBS_CLIP, Encoder
-from rayvec.wrappers import MASK_KEY
+from rayvec.policies.distributions import Distribution
+from rayvec.policies.encoders import Encoder, normalized
 
-__all__ = ["Activation", "Actor", "MLPActor", "MaskedActor", "check_length", "masked_logits"]
+__all__ = ["Activation", "Actor", "MLPActor", "check_length"]
 
 Float = NDArray[np.float32]
 Activation = Literal["tanh", "relu", "elu", "gelu"]
@@ -36,7 +35,7 @@ class Actor(Protocol):
     distribution: Distribution
 
     def __call__(self, obs: Tree) -> Float:
-        """Returns parameters ``float32 [k, P]`` for an observation tree of ``[k, *obs_shape]``."""
+        """Returns parameters ``float32 [k, P]``, without a mask, for an observation tree of ``[k, *obs_shape]``."""
 
     def load_weights(self, weights: Float) -> None:
         """Loads one flat vector: ``module.parameters()`` in their order, then ``module.buffers()``."""
@@ -54,8 +53,9 @@ class MLPActor:
         num_weights: Length of the flat vector.
         constants: Where in the flat vector the parameters lie that are the same for every observation (logarithms
             of standard deviations), which follow those that the last layer puts out.
-        normalizer: Where in the flat vector the mean of the rows and the factors to scale them by start; None
-            leaves them as they are.
+        normalizer: Where in the flat vector the mean of the rows, of two numbers each (see
+            :func:`rayvec.policies.networks.flat_weights`), and the factors to scale them by start; None leaves them as
+            they are.
         activation: Function between the layers; GELU in its approximation by tanh.
         norms: Likewise of the layer norm after each hidden layer, with its width; none without layer norms.
     """
@@ -68,7 +68,7 @@ class MLPActor:
     normalizer: tuple[int, int] | None = None
     activation: Activation = "tanh"
     norms: tuple[tuple[int, int, int], ...] = ()
-    _moments: tuple[Float, Float] | None = field(init=False, repr=False, default=None)
+    _moments: tuple[NDArray[np.float64], Float] | None = field(init=False, repr=False, default=None)
     _arrays: list[tuple[Float, Float]] = field(init=False, repr=False)
     _norms: list[tuple[Float, Float]] = field(init=False, repr=False)
 
@@ -79,8 +79,7 @@ class MLPActor:
         """Returns parameters ``float32 [k, P]``."""
         rows = self.encoder(obs)
         if self._moments is not None:
-            mean, scale = self._moments
-            rows = ((rows - mean) * scale).clip(-OBS_CLIP, OBS_CLIP)
+            rows = normalized(rows, *self._moments)
         for layer, (weight, bias) in enumerate(self._arrays[:-1]):
             rows = rows @ weight
             rows += bias
@@ -90,7 +89,7 @@ class MLPActor:
         weight, bias = self._arrays[-1]
         rows = rows @ weight
         rows += bias
-        return rows
+        return rows  # type: ignore[no-any-return]
 
     def load_weights(self, weights: Float) -> None:
         """Copies each weight as ``[in, out]``, in which form a product of few rows takes two thirds of the time.
@@ -116,53 +115,10 @@ class MLPActor:
             for scale, shift, width in self.norms
         ]
         if self.normalizer is not None:
-            mean, scale = (weights[start : start + self.encoder.num_features].copy() for start in self.normalizer)
-            self._moments = mean, scale
-
-
-class MaskedActor:
-    """An actor that gives choices that the observation's action mask does not allow the probability 0.
-
-    Args:
-        actor: From observations with a mask to logits.
-    """
-
-    is_masked = True
-
-    def __init__(self, actor: Actor) -> None:
-        self.distribution = actor.distribution
-        self._actor = actor
-
-    def __call__(self, obs: Tree) -> Float:
-        """Returns logits ``float32 [k, P]``."""
-        return masked_logits(self._actor(obs), obs, self.distribution)
-
-    def load_weights(self, weights: Float) -> None:
-        """See :class:`Actor`."""
-        self._actor.load_weights(weights)
-
-
-def masked_logits(logits: Float, obs: Tree, distribution: Any) -> Float:
-    """Returns logits ``float32 [k, P]`` in which choices that are not allowed have the probability 0.
-
-    Args:
-        logits: Of all choices, ``float32 [k, P]``.
-        obs: Observations with a mask.
-        distribution: Of the actions, a :class:`~rayvec.policies.distributions.Categorical`.
-
-    Raises:
-        ConfigError: A mask allows nothing.
-    """
-    mask = np.asarray(obs[MASK_KEY]) != 0
-    allowed = np.logical_or.reduceat(mask, np.cumsum((0, *distribution.sizes[:-1])), -1).all(-1)
-    if not allowed.all():
-        row = int(np.argmin(allowed))
-        raise ConfigError(
-            f"The action mask of row {row} of {len(mask)} allows no choice of a component. Let it allow at least "
-            "one for each, also for an agent that waits for its turn. rayvec.wrappers.ActionMask names the "
-            "environment and step of a wrong mask."
-        )
-    return np.where(mask, logits, np.float32(NOT_ALLOWED))
+            start, scale = self.normalizer
+            count = self.encoder.num_features
+            mean = weights[start : start + 2 * count].reshape(2, count).sum(0, dtype=np.float64)
+            self._moments = mean, weights[scale : scale + count].copy()
 
 
 def _activate(activation: Activation, rows: Float) -> None:

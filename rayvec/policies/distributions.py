@@ -10,6 +10,7 @@ k is a number of environments, B of rows of a minibatch, P of parameters, C of c
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,8 +19,11 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from rayvec.data import Tree
 from rayvec.errors import ConfigError
+from rayvec.policies.encoders import assembled, join, leaf_spaces
 from rayvec.policies.noise import NoiseSpec
+from rayvec.wrappers import num_choices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +33,7 @@ __all__ = [
     "Categorical",
     "Distribution",
     "Gaussian",
+    "Product",
     "TanhGaussian",
     "make_distribution",
     "make_tanh_gaussian",
@@ -49,8 +54,8 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 class Distribution(Protocol):
     """A family of distributions over the actions of one space.
 
-    A *sample* is what was drawn, ``[k, C]``; an *action* is what the environment gets. They differ
-    where a Discrete space does not start at 0, and where a Box cuts off what was drawn.
+    A *sample* is what was drawn, ``[k, C]``; an *action* is what the environment gets, a tree for a Dict or Tuple. They
+    differ where a Discrete space does not start at 0, and where a Box scales or cuts off what was drawn.
     """
 
     @property
@@ -59,7 +64,11 @@ class Distribution(Protocol):
 
     @property
     def num_params(self) -> int:
-        """P, the number of outputs that a network needs."""
+        """P, the number of parameters."""
+
+    @property
+    def num_constants(self) -> int:
+        """How many of the parameters, the last ones, need not depend on the observation."""
 
     def sample(self, params: Float, noise: NDArray[np.float64]) -> tuple[NDArray[Any], Float]:
         """Returns samples ``[k, C]`` and their log-probabilities ``[k]`` from ``[k, P]`` and ``[k, lanes]``."""
@@ -74,13 +83,13 @@ class Distribution(Protocol):
     def mode(self, params: Float) -> tuple[NDArray[Any], Float]:
         """Returns the most probable samples ``[k, C]`` and their log-probabilities ``[k]``."""
 
-    def action(self, sample: NDArray[Any]) -> NDArray[Any]:
-        """Returns what the environments get, ``[k, *act_shape]`` in the dtype of the space."""
+    def action(self, sample: NDArray[Any]) -> Tree:
+        """Returns what the environments get, tree of ``[k, *act_shape]`` in the dtypes of the space."""
 
     def extras(self, sample: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Returns what a chunk must record besides the actions, so that `recorded` can return the samples."""
 
-    def recorded(self, act: NDArray[Any], extras: dict[str, NDArray[Any]]) -> NDArray[Any]:
+    def recorded(self, act: Tree, extras: dict[str, NDArray[Any]]) -> NDArray[Any]:
         """Returns the samples ``[..., C]`` behind the ``act`` and ``extras`` of a chunk."""
 
     def logp_entropy(self, params: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,6 +113,7 @@ class Categorical:
     starts: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    num_constants = 0
 
     @property
     def noise(self) -> NoiseSpec:
@@ -158,6 +168,10 @@ class Categorical:
         sample: NDArray[np.int64] = act.reshape(*lead, len(self.sizes)).astype(np.int64) - np.array(self.starts)
         return sample
 
+    def allowed(self, mask: Any) -> Any:
+        """Returns which logits a mask leaves as they are, ``bool [..., P]``, an array or a tensor."""
+        return mask != 0
+
     def logp_entropy(self, params: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over the components, which are independent."""
         logits = self._tensor_table(params)
@@ -204,11 +218,13 @@ class _Normal:
         low: Lower bounds, ``[*act_shape]``.
         high: Upper bounds, likewise.
         dtype: Of actions.
+        is_scaled: Whether finite bounds are -1 and 1 in the units of samples.
     """
 
     low: NDArray[Any]
     high: NDArray[Any]
     dtype: np.dtype[Any]
+    is_scaled: bool = True
 
     @property
     def noise(self) -> NoiseSpec:
@@ -220,6 +236,20 @@ class _Normal:
         """A mean and a number for the standard deviation for each component."""
         return 2 * self.low.size
 
+    @cached_property
+    def units(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """What a sample of 0 stands for, and the width of a unit, ``[*act_shape]`` each."""
+        scales = self.is_scaled & np.isfinite(self.low) & np.isfinite(self.high)
+        low, high = (np.where(scales, bound, 0).astype(self.low.dtype) for bound in (self.low, self.high))
+        return 0.5 * low + 0.5 * high, np.where(scales, 0.5 * high - 0.5 * low, 1).astype(self.low.dtype)
+
+    def action(self, sample: NDArray[Any]) -> NDArray[Any]:
+        """Converts to the units of the space, and clips to the bounds."""
+        centre, unit = self.units
+        act = centre + unit * sample.reshape(len(sample), *self.low.shape)
+        inside: NDArray[Any] = np.clip(act, self.low, self.high)
+        return inside.astype(self.dtype, copy=False)
+
 
 @dataclass(frozen=True)
 class Gaussian(_Normal):
@@ -228,6 +258,11 @@ class Gaussian(_Normal):
     The parameters are C means, then C logarithms of standard deviations. Log-probabilities are those
     of the numbers as drawn: what was cut off tells the gradient nothing, so chunks record both.
     """
+
+    @property
+    def num_constants(self) -> int:
+        """The logarithms of standard deviations."""
+        return self.low.size
 
     def sample(self, params: Float, noise: NDArray[np.float64]) -> tuple[Float, Float]:
         """Shifts and scales the noise."""
@@ -243,7 +278,8 @@ class Gaussian(_Normal):
                 f"The bounds of actions are {self.low.min()} and {self.high.max()}. Uniform actions need a Box "
                 "with finite bounds: bound it with gymnasium.wrappers.RescaleAction."
             )
-        low, width = self.low.ravel(), (self.high - self.low).ravel()
+        centre, unit = self.units
+        low, width = ((self.low - centre) / unit).ravel(), ((self.high - self.low) / unit).ravel()
         share = np.array([0.5 + 0.5 * math.erf(z / math.sqrt(2)) for z in noise.flat]).reshape(noise.shape)
         logp = np.full(len(noise), -np.log(width).sum(), np.float32)
         return (low + share * width).astype(np.float32), logp
@@ -252,11 +288,6 @@ class Gaussian(_Normal):
         """The means."""
         mean, log_std = np.split(params, 2, axis=-1)
         return mean, np.add.reduce(-log_std - _HALF_LOG_TAU, -1).astype(np.float32)
-
-    def action(self, sample: NDArray[Any]) -> NDArray[Any]:
-        """Clips to the bounds."""
-        clipped: NDArray[Any] = np.clip(sample.reshape(len(sample), *self.low.shape), self.low, self.high)
-        return clipped.astype(self.dtype, copy=False)
 
     def extras(self, sample: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """The sample, as ``raw_act`` ``float32 [k, C]``: clipping can't be undone."""
@@ -284,13 +315,7 @@ class TanhGaussian(_Normal):
     entropy that soft actor-critic aims at then does not depend on the units of actions.
     """
 
-    @cached_property
-    def _centre(self) -> NDArray[Any]:
-        return 0.5 * self.low + 0.5 * self.high
-
-    @cached_property
-    def _half_width(self) -> NDArray[Any]:
-        return 0.5 * self.high - 0.5 * self.low
+    num_constants = 0
 
     def sample(self, params: Float, noise: NDArray[np.float64]) -> tuple[Float, Float]:
         """Shifts and scales the noise, and squashes it."""
@@ -310,12 +335,6 @@ class TanhGaussian(_Normal):
         logp = np.add.reduce(-log_std - _HALF_LOG_TAU - _log_volume(mean), -1)
         return np.tanh(mean), logp.astype(np.float32)
 
-    def action(self, sample: NDArray[Any]) -> NDArray[Any]:
-        """Stretches to the bounds."""
-        action = self._centre + self._half_width * sample.reshape(len(sample), *self.low.shape)
-        inside: NDArray[Any] = np.clip(action, self.low, self.high)
-        return inside.astype(self.dtype, copy=False)
-
     def extras(self, sample: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Nothing: the action determines the sample."""
         return {}
@@ -331,8 +350,8 @@ class TanhGaussian(_Normal):
 
     def recorded(self, act: NDArray[Any], extras: dict[str, NDArray[Any]]) -> Float:
         """Shrinks actions to [-1, 1] again; a component that has no width becomes 0."""
-        width = np.where(self._half_width > 0, self._half_width, 1)
-        sample: NDArray[Any] = (act - self._centre) / width
+        centre, unit = self.units
+        sample: NDArray[Any] = (act - centre) / np.where(unit > 0, unit, 1)
         lead = act.shape[: act.ndim - self.low.ndim]
         return sample.astype(np.float32).reshape(*lead, self.low.size)
 
@@ -353,6 +372,128 @@ class TanhGaussian(_Normal):
     def _mean_log_std(self, params: Float) -> tuple[Float, Float]:
         mean, raw = np.split(params, 2, axis=-1)
         return mean, np.float32(0.5 * (LOG_STD_MAX - LOG_STD_MIN)) * (np.tanh(raw) + 1) + np.float32(LOG_STD_MIN)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Independent parts: the Boxes, Discretes, MultiDiscretes and MultiBinaries of a Dict or Tuple.
+
+    The parameters are those of the parts without their constants, side by side, and then the constants of all parts. A
+    sample has the samples of the parts side by side, as ``float32``.
+
+    Attributes:
+        space: Of actions.
+        parts: Distributions over the leaves of the space, in their order.
+    """
+
+    space: spaces.Space[Any]
+    parts: tuple[Distribution, ...]
+
+    @property
+    def noise(self) -> NoiseSpec:
+        """Uniform numbers: one for a choice, two for a normal number."""
+        return NoiseSpec("uniform", sum(_lanes(part) for part in self.parts))
+
+    @property
+    def num_params(self) -> int:
+        """Those of all parts."""
+        return sum(part.num_params for part in self.parts)
+
+    @property
+    def num_constants(self) -> int:
+        """Those of all parts."""
+        return sum(part.num_constants for part in self.parts)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of choices to which an action mask applies, component by component."""
+        return num_choices(self.space)
+
+    def sample(self, params: Float, noise: NDArray[np.float64]) -> tuple[Float, Float]:
+        """Draws each part."""
+        numbers = self._noise(noise)
+        drawn = [part.sample(own, next(numbers)) for part, own in zip(self.parts, self._params(params), strict=True)]
+        return _joined(drawn)
+
+    def uniform(self, noise: NDArray[np.float64]) -> tuple[Float, Float]:
+        """Draws each part."""
+        return _joined([part.uniform(numbers) for part, numbers in zip(self.parts, self._noise(noise), strict=True)])
+
+    def mode(self, params: Float) -> tuple[Float, Float]:
+        """The most probable sample of each part."""
+        return _joined([part.mode(own) for part, own in zip(self.parts, self._params(params), strict=True)])
+
+    def action(self, sample: NDArray[Any]) -> Tree:
+        """Returns the actions of the parts in the form of the space."""
+        pieces = zip(self.parts, self._samples(sample), strict=True)
+        actions = [part.action(own.astype(np.int64) if isinstance(part, Categorical) else own) for part, own in pieces]
+        return assembled(self.space, iter(actions))
+
+    def extras(self, sample: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """The sample, as ``raw_act`` ``float32 [k, C]``."""
+        return {"raw_act": sample}
+
+    def recorded(self, act: Tree, extras: dict[str, NDArray[Any]]) -> NDArray[Any]:
+        """Returns ``raw_act``."""
+        return extras["raw_act"]
+
+    def logp_entropy(self, params: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the parts."""
+        pieces = zip(self.parts, self._params(params), self._samples(sample), strict=True)
+        terms = [
+            part.logp_entropy(own, drawn.long() if isinstance(part, Categorical) else drawn)
+            for part, own, drawn in pieces
+        ]
+        return sum(logp for logp, _ in terms), sum(entropy for _, entropy in terms)  # type: ignore[return-value]
+
+    def allowed(self, mask: NDArray[Any]) -> NDArray[np.bool_]:
+        """Returns which parameters a mask leaves as they are, ``bool [..., P]``: all but the logits of some choices."""
+        allowed = np.ones((*mask.shape[:-1], self.num_params), bool)
+        start = first = 0
+        for (_, leaf), part in zip(leaf_spaces(self.space), self.parts, strict=True):
+            count = sum(num_choices(leaf))
+            allowed[..., start : start + count] = mask[..., first : first + count] != 0
+            start, first = start + part.num_params - part.num_constants, first + count
+        return allowed
+
+    def _params(self, params: Any) -> Iterator[Any]:
+        """Yields the parameters of each part, arrays or tensors."""
+        start, constant = 0, self.num_params - self.num_constants
+        for part in self.parts:
+            stop, last = start + part.num_params - part.num_constants, constant + part.num_constants
+            pieces = [params[..., start:stop], params[..., constant:last]]
+            yield join(pieces) if part.num_constants else pieces[0]
+            start, constant = stop, last
+
+    def _samples(self, sample: Any) -> Iterator[Any]:
+        """Yields the samples of each part."""
+        start = 0
+        for part in self.parts:
+            stop = start + part.noise.lanes
+            yield sample[..., start:stop]
+            start = stop
+
+    def _noise(self, noise: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+        """Yields noise for each part; normal numbers by Box and Muller (1958)."""
+        start = 0
+        for part in self.parts:
+            stop = start + _lanes(part)
+            uniform = noise[:, start:stop]
+            if part.noise.kind == "normal":
+                radius, angle = np.split(uniform, 2, axis=-1)
+                uniform = np.sqrt(-2 * np.log(radius)) * np.cos(2 * np.pi * angle)
+            yield uniform
+            start = stop
+
+
+def _lanes(part: Distribution) -> int:
+    return part.noise.lanes * (2 if part.noise.kind == "normal" else 1)
+
+
+def _joined(drawn: Sequence[tuple[NDArray[Any], Float]]) -> tuple[Float, Float]:
+    """Returns samples side by side, and the log-probability of all."""
+    samples, logps = zip(*drawn, strict=True)
+    return np.concatenate(samples, -1).astype(np.float32), np.add.reduce(logps).astype(np.float32)
 
 
 def mean_and_log_std(params: Tensor) -> tuple[Tensor, Tensor]:
@@ -382,8 +523,12 @@ def make_tanh_gaussian(space: spaces.Space[Any]) -> TanhGaussian:
     )
 
 
-def make_distribution(space: spaces.Space[Any]) -> Distribution:
+def make_distribution(space: spaces.Space[Any], scaled: bool = False) -> Distribution:
     """Returns the family of distributions over the actions of `space`.
+
+    Args:
+        space: Of actions.
+        scaled: Whether finite bounds of a Box are -1 and 1 for the network.
 
     Raises:
         ConfigError: There is none for such a space.
@@ -398,10 +543,12 @@ def make_distribution(space: spaces.Space[Any]) -> Distribution:
             count = int(np.prod(space.shape))
             return Categorical((2,) * count, (0,) * count, space.shape, _dtype(space))
         case spaces.Box() if np.issubdtype(_dtype(space), np.floating):
-            return Gaussian(space.low, space.high, _dtype(space))
+            return Gaussian(space.low, space.high, _dtype(space), scaled)
+        case spaces.Dict() | spaces.Tuple() if len(space.spaces):
+            return Product(space, tuple(make_distribution(leaf, scaled) for _, leaf in leaf_spaces(space)))
     raise ConfigError(
-        f"The action space is {space}. A policy needs Discrete, MultiDiscrete, MultiBinary or a floating-point "
-        "Box: transform the actions with a Gymnasium wrapper."
+        f"The action space is {space}. A policy needs Discrete, MultiDiscrete, MultiBinary, a floating-point "
+        "Box, or a Dict or Tuple of these: transform the actions with a Gymnasium wrapper."
     )
 
 

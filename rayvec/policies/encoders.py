@@ -1,12 +1,15 @@
-"""Observations as rows of numbers: which leaves are images, and how the others are flattened."""
+"""Observations as rows of numbers: which leaves are images, and how the others are flattened.
+
+An encoder takes arrays, to act and to learn, or tensors, to be exported. This module does not import torch.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,11 +25,15 @@ __all__ = [
     "OBS_CLIP",
     "Encoder",
     "ImageLeaf",
+    "assembled",
     "float_encoder",
     "has_images",
+    "join",
     "leaf_spaces",
     "make_encoder",
-    "unencoded",
+    "normalized",
+    "plain_encoder",
+    "replaced",
 ]
 
 Float = NDArray[np.float32]
@@ -77,14 +84,13 @@ class Encoder:
     num_features: int
     images: tuple[ImageLeaf, ...] = ()
 
-    def __call__(self, obs: Tree) -> Float:
-        """Returns ``float32 [..., D]``; a flat float32 array is returned as it is, without a copy."""
-        rows = [encode(functools.reduce(operator.getitem, path, obs)) for path, encode in self.leaves]
-        return rows[0] if len(rows) == 1 else np.concatenate(rows, axis=-1)
+    def __call__(self, obs: Tree) -> Any:
+        """Returns ``[..., D]``, float32, or float64 where that keeps digits to be normalised; a flat array as it is."""
+        return join([encode(at(obs, path)) for path, encode in self.leaves])
 
-    def image_arrays(self, obs: Tree) -> list[NDArray[np.uint8]]:
+    def image_arrays(self, obs: Tree) -> list[Any]:
         """Returns the images, each ``uint8 [..., *shape]``, as they are."""
-        return [functools.reduce(operator.getitem, image.path, obs) for image in self.images]
+        return [at(obs, image.path) for image in self.images]
 
     @property
     def measured(self) -> NDArray[np.bool_]:
@@ -95,18 +101,21 @@ class Encoder:
 
 @dataclass(frozen=True)
 class _Flatten:
-    """A Box or MultiBinary of the given shape: its numbers."""
+    """A Box or MultiBinary of the given shape: its numbers, in float64 if `is_wide`."""
 
     shape: tuple[int, ...]
+    is_wide: bool = False
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def __call__(self, obs: NDArray[Any]) -> Float:
+    def __call__(self, obs: Any) -> Any:
         if len(self.shape) != 1:
             obs = obs.reshape(*obs.shape[: obs.ndim - len(self.shape)], math.prod(self.shape))
-        return obs.astype(np.float32, copy=False)
+        if isinstance(obs, np.ndarray):
+            return obs.astype(np.float64 if self.is_wide else np.float32, copy=False)
+        return obs.double() if self.is_wide else obs.float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,10 +126,10 @@ class _Scaled(_Flatten):
         scale: One over each number's upper bound, ``float32 [D_leaf]``.
     """
 
-    scale: Float
+    scale: Float = field(kw_only=True)
 
-    def __call__(self, obs: NDArray[Any]) -> Float:
-        return super().__call__(obs) * self.scale
+    def __call__(self, obs: Any) -> Any:
+        return super().__call__(obs) * _like(obs, self.scale)
 
 
 @dataclass(frozen=True)
@@ -135,17 +144,82 @@ class _OneHot:
     def size(self) -> int:
         return sum(self.sizes)
 
-    def __call__(self, obs: NDArray[Any]) -> Float:
+    def __call__(self, obs: Any) -> Any:
         components = obs.reshape(*obs.shape[: obs.ndim - len(self.shape)], len(self.sizes))
-        hot = [
-            components[..., c, None] == np.arange(start, start + size)
-            for c, (size, start) in enumerate(zip(self.sizes, self.starts, strict=True))
-        ]
-        return np.concatenate(hot, axis=-1).astype(np.float32)
+        hot = join(
+            [
+                components[..., c, None] == _like(obs, np.arange(start, start + size))
+                for c, (size, start) in enumerate(zip(self.sizes, self.starts, strict=True))
+            ]
+        )
+        return hot.astype(np.float32) if isinstance(hot, np.ndarray) else hot.float()
+
+
+def at(tree: Tree, path: Path) -> Any:
+    """Returns what is at a place of a tree."""
+    return functools.reduce(operator.getitem, path, tree)
+
+
+def replaced(tree: Tree, path: Path, value: Any) -> Tree:
+    """Returns a tree with another value at a place.
+
+    >>> replaced({"a": (1, 2), "b": 3}, ("a", 1), 9)
+    {'a': (1, 9), 'b': 3}
+    """
+    if not path:
+        return value
+    part = replaced(tree[path[0]], path[1:], value)
+    if isinstance(tree, dict):
+        return {**tree, path[0]: part}
+    return (*tree[: path[0]], part, *tree[path[0] + 1 :])
+
+
+def join(parts: list[Any]) -> Any:
+    """Returns arrays or tensors side by side, ``[..., D]``; one as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts, axis=-1)
+    import torch
+
+    return torch.cat(parts, -1)
+
+
+def _like(obs: Any, constant: NDArray[Any]) -> Any:
+    """Returns a constant as an array or as a tensor, as `obs` is."""
+    if isinstance(obs, np.ndarray):
+        return constant
+    import torch
+
+    return torch.from_numpy(constant).to(obs.device)
+
+
+def normalized(rows: Any, mean: Any, scale: Any) -> Any:
+    """Returns rows shifted and scaled, in the dtype of `scale`; arrays or tensors.
+
+    With a mean in float64 no digits are lost where numbers are far from 0.
+    """
+    shifted = rows - mean
+    near = shifted.astype(scale.dtype) if isinstance(rows, np.ndarray) else shifted.to(scale.dtype)
+    return (near * scale).clip(-OBS_CLIP, OBS_CLIP)
+
+
+def assembled(space: spaces.Space[Any], leaves: Iterator[Any]) -> Tree:
+    """Returns arrays, given in the order of `leaf_spaces`, in the form of a space."""
+    if isinstance(space, spaces.Dict):
+        return {key: assembled(part, leaves) for key, part in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(assembled(part, leaves) for part in space.spaces)
+    return next(leaves)
 
 
 def make_encoder(
-    space: spaces.Space[Any], *, images: bool = False, scaled: bool = False, masked: bool = False
+    space: spaces.Space[Any],
+    *,
+    images: bool = False,
+    scaled: bool = False,
+    masked: bool = False,
+    is_wide: bool = False,
 ) -> Encoder:
     """Returns the encoder of `space`: numbers as they are, choices one-hot, the parts of a Dict or Tuple side by side.
 
@@ -157,6 +231,7 @@ def make_encoder(
         images: Whether the network reads images.
         scaled: Whether the numbers of other Boxes of uint8 are divided by their upper bounds.
         masked: Whether a Dict's action mask is left out.
+        is_wide: Whether numbers that float32 can't hold stay in float64, to be normalised.
 
     Raises:
         ConfigError: The space, or a part of it, can't be turned into a fixed number of numbers, or is an image and
@@ -172,7 +247,7 @@ def make_encoder(
             case spaces.Box() if image and images:
                 seen.append(image)
             case spaces.Box(shape=shape) if not _is_large(image) and (len(shape) < 3 or math.prod(shape) < _FEW):
-                leaves.append((path, _numbers(leaf, scaled)))
+                leaves.append((path, _numbers(leaf, scaled, is_wide)))
             case spaces.MultiBinary(shape=shape):
                 leaves.append((path, _Flatten(shape)))
             case spaces.Discrete():
@@ -203,23 +278,23 @@ def make_encoder(
 def float_encoder(space: spaces.Space[Any]) -> Encoder:
     """Returns the encoder of the parts of `space` that are Boxes of floating-point numbers, but for an action mask."""
     leaves = tuple(
-        (path, _Flatten(leaf.shape))
+        (path, _numbers(leaf, False, True))
         for path, leaf in leaf_spaces(space)
         if isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating) and path != (MASK_KEY,)
     )
     return Encoder(leaves, sum(encode.size for _, encode in leaves))
 
 
-def unencoded(num_features: int) -> Encoder:
-    """Returns the encoder of what is encoded already."""
-    return Encoder((((), _Flatten((num_features,))),), num_features)
+def plain_encoder(path: Path, space: spaces.Box, is_wide: bool) -> Encoder:
+    """Returns the encoder of one Box of any shape, at a place of observations, whose numbers stay as they are."""
+    return Encoder(((path, _numbers(space, False, is_wide)),), math.prod(space.shape))
 
 
-def _numbers(space: spaces.Box, scaled: bool) -> _Flatten:
+def _numbers(space: spaces.Box, scaled: bool, is_wide: bool) -> _Flatten:
     high = np.asarray(space.high, np.float32).ravel()
     if not scaled or space.dtype != np.uint8 or not high.size or high.max() <= 1:
-        return _Flatten(space.shape)
-    return _Scaled(space.shape, (1 / high.clip(1)).astype(np.float32))
+        return _Flatten(space.shape, is_wide and np.result_type(space.dtype, np.float32) == np.float64)
+    return _Scaled(space.shape, scale=(1 / high.clip(1)).astype(np.float32))
 
 
 _FEW = 5000  # an array of three dimensions with more numbers is an image in a form that no network here reads

@@ -1,9 +1,9 @@
 """Action masks: actions that an environment does not allow have probability 0, in acting and in learning.
 
 The mask is a part of the observation, under the key ``action_mask``: the numbers of all choices of a Discrete or
-MultiDiscrete action space, 0 where a choice is not allowed. Its logit then counts as `NOT_ALLOWED` (Huang and Ontañón,
-"A closer look at invalid action masking in policy gradient algorithms", 2022, arXiv:2006.14171). The network does not
-see the mask.
+MultiDiscrete action space, or of these parts of a Dict or Tuple, 0 where a choice is not allowed. Its logit then counts
+as `NOT_ALLOWED` (Huang and Ontañón, "A closer look at invalid action masking in policy gradient algorithms", 2022,
+arXiv:2006.14171). The network does not see the mask. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -11,18 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from gymnasium import spaces
-from torch import Tensor
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
-from rayvec.policies.actors import Actor, MaskedActor
 from rayvec.policies.distributions import NOT_ALLOWED
-from rayvec.policies.networks import ActorCriticModule, upload
 from rayvec.wrappers import MASK_KEY, num_choices
 
-__all__ = ["MaskedActorCritic", "has_mask", "seen", "without_mask"]
+__all__ = ["allowed", "check_mask", "has_mask", "masked", "seen", "without_mask"]
 
 _OBSERVATION_KEY = "observation"
 
@@ -59,59 +55,25 @@ def seen(obs: Tree) -> Tree:
     return parts[_OBSERVATION_KEY] if set(parts) == {_OBSERVATION_KEY} else parts
 
 
-class MaskedActorCritic(ActorCriticModule):
-    """An actor-critic that gives choices that are not allowed the probability 0.
-
-    Rows are a pair: those of the actor-critic, and the mask, ``bool [..., P]``.
-
-    Args:
-        module: The actor-critic, which reads observations without their mask; it becomes a part of this one.
-    """
-
-    is_masked = True
-
-    def __init__(self, module: ActorCriticModule) -> None:
-        super().__init__()
-        self.module = module
-        self.encoder, self.distribution = module.encoder, module.distribution
-
-    @property
-    def cnns(self) -> Any:  # type: ignore[override]
-        """See :class:`ActorCriticModule`."""
-        return self.module.cnns
-
-    @property
-    def obs_mean(self) -> Tensor | None:  # type: ignore[override]
-        """See :class:`ActorCriticModule`."""
-        return self.module.obs_mean
-
-    @property
-    def obs_scale(self) -> Tensor | None:  # type: ignore[override]
-        """See :class:`ActorCriticModule`."""
-        return self.module.obs_scale
-
-    def encode(self, obs: Tree) -> Tree:
-        """See :class:`ActorCriticModule`."""
-        device = next(self.parameters()).device
-        return self.module.encode(obs), upload(np.asarray(obs[MASK_KEY]) != 0, device)
-
-    def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
-        """See :class:`ActorCriticModule`."""
-        params, value = self.module(rows[0])
-        return _masked(params, rows[1]), value
-
-    def action_parameters(self, rows: Tree) -> Tensor:
-        """See :class:`ActorCriticModule`."""
-        return _masked(self.module.action_parameters(rows[0]), rows[1])
-
-    def value(self, rows: Tree) -> Tensor:
-        """See :class:`ActorCriticModule`."""
-        return self.module.value(rows[0])
-
-    def make_actor(self) -> Actor:
-        """See :class:`ActorCriticModule`."""
-        return MaskedActor(self.module.make_actor())
+def allowed(obs: Tree, distribution: Any) -> Any:
+    """Returns which parameters the mask of observations leaves as they are, ``bool [..., P]``, as `obs` is."""
+    return distribution.allowed(obs[MASK_KEY])
 
 
-def _masked(params: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, params, NOT_ALLOWED)
+def masked(params: Any, allowed: Any) -> Any:
+    """Returns parameters ``[..., P]`` in which choices that are not allowed have probability 0; arrays or tensors."""
+    if isinstance(params, np.ndarray):
+        return np.where(allowed, params, np.float32(NOT_ALLOWED))
+    return params.masked_fill(~allowed, NOT_ALLOWED)
+
+
+def check_mask(obs: Tree, distribution: Any) -> None:
+    """Raises a ConfigError where the mask of ``[k]`` observations allows no choice of a component."""
+    mask = np.asarray(obs[MASK_KEY]) != 0
+    is_open = np.logical_or.reduceat(mask, np.cumsum((0, *distribution.sizes[:-1])), -1).all(-1)
+    if not is_open.all():
+        raise ConfigError(
+            f"The action mask of row {int(np.argmin(is_open))} of {len(mask)} allows no choice of a component. Let it "
+            "allow at least one for each, also for an agent that waits for its turn. rayvec.wrappers.ActionMask names "
+            "the environment and step of a wrong mask."
+        )

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from rayvec.data import Tree, tree_map
 from rayvec.policies.actors import Activation, Actor, MLPActor, check_length
 from rayvec.policies.cnns import SQRT2, NatureCNN, initialised, make_cnn
-from rayvec.policies.distributions import Distribution, Gaussian, make_distribution
-from rayvec.policies.encoders import OBS_CLIP, Encoder, make_encoder
+from rayvec.policies.distributions import Distribution, make_distribution
+from rayvec.policies.encoders import Encoder, make_encoder, normalized
+from rayvec.policies.masks import allowed, masked
 from rayvec.policies.precision import Precision, autocast, float32
 
 __all__ = [
@@ -27,9 +28,10 @@ __all__ = [
     "NatureCNN",
     "copy_to_cpu",
     "flat_weights",
-    "layer_places",
     "load_flat_weights",
     "make_actor_critic",
+    "numpy_actor",
+    "on_device",
     "to_device",
     "upload",
 ]
@@ -48,51 +50,84 @@ _ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
 class ActorCriticModule(nn.Module):
     """What learners of an actor-critic train: a module that encodes observations, acts on them and values them.
 
-    *Rows* are encoded observations: a tree of tensors ``[..., *shape]``.
+    *Rows* are encoded observations: a tree of tensors ``[..., *shape]``. With action masks they are a pair: what the
+    network reads, and which parameters of the distribution the mask leaves as they are, ``bool [..., P]``. A subclass
+    has `_read`, `_params` and `_value`.
 
     Attributes:
         encoder: From observations to rows of numbers.
         distribution: Of actions.
+        is_masked: Whether observations have an action mask, which the encoder leaves out.
         cnns: Networks that may read images: where there are some, values are computed for few observations at once.
-        obs_mean: Mean of the numbers, ``[D]``, which the learner sets; None leaves the numbers as they are.
+        obs_mean: Mean of the numbers, ``float64 [D]``, which the learner sets; None leaves the numbers as they are.
         obs_scale: By what the numbers less their mean are multiplied, ``[D]``.
         precision: In which it computes; weights and results are float32.
     """
 
     precision: Precision = "float32"
+    is_masked = False
     encoder: Encoder
     distribution: Distribution
     cnns: nn.ModuleList | tuple[nn.Module, ...]
     obs_mean: Tensor | None
     obs_scale: Tensor | None
 
-    def compute_in(self, precision: Precision) -> None:
-        """Computes in another precision from now on, and so do the actor-critics within this one."""
-        for module in self.modules():
-            if isinstance(module, ActorCriticModule):
-                module.precision = precision
+    def _register_statistics(self, count: int) -> None:
+        """Adds the buffers that normalise so many numbers; none for 0."""
+        self.register_buffer("obs_mean", torch.zeros(count, dtype=torch.float64) if count else None)
+        self.register_buffer("obs_scale", torch.ones(count) if count else None)
+
+    def _numbers(self, obs: Tree) -> Tensor:
+        """Returns the numbers of observations, ``[..., D]``, normalised, on the device of the parameters."""
+        like = next(self.parameters())
+        numbers = on_device(self.encoder(obs), like.device)
+        if self.obs_mean is not None:
+            numbers = normalized(numbers, self.obs_mean, self.obs_scale)
+        return numbers.to(like.dtype)
 
     def encode(self, obs: Tree) -> Tree:
-        """Returns rows for an observation tree of ``[..., *obs_shape]``, on the device of the parameters."""
-        raise NotImplementedError
+        """Returns rows for an observation tree of ``[..., *obs_shape]``, of arrays or tensors."""
+        rows = self._read(obs)
+        if not self.is_masked:
+            return rows
+        return rows, on_device(allowed(obs, self.distribution), next(self.parameters()).device)
+
+    def split(self, rows: Tree) -> tuple[Tree, Tensor | None]:
+        """Returns what the network reads of rows, and what their mask allows; None for a network without masks."""
+        return rows if self.is_masked else (rows, None)
 
     def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
         """Returns the distribution's parameters ``[..., P]`` and values ``[...]``."""
-        raise NotImplementedError
+        read, mask = self.split(rows)
+        params, value = self._outputs(read)
+        return params if mask is None else masked(params, mask), value
 
     def action_parameters(self, rows: Tree) -> Tensor:
         """Returns the distribution's parameters ``[..., P]``."""
-        params: Tensor = self(rows)[0]
-        return params
+        read, mask = self.split(rows)
+        return self._params(read) if mask is None else masked(self._params(read), mask)
 
     def value(self, rows: Tree) -> Tensor:
         """Returns values ``[...]``."""
-        value: Tensor = self(rows)[1]
-        return value
+        return self._value(self.split(rows)[0])
+
+    def _read(self, obs: Tree) -> Tree:
+        """Returns what the network reads of observations."""
+        raise NotImplementedError
+
+    def _outputs(self, rows: Tree) -> tuple[Tensor, Tensor]:
+        """Returns parameters and values for what the network reads."""
+        raise NotImplementedError
+
+    def _params(self, rows: Tree) -> Tensor:
+        return self._outputs(rows)[0]
+
+    def _value(self, rows: Tree) -> Tensor:
+        return self._outputs(rows)[1]
 
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights."""
-        raise NotImplementedError
+        return EncodedActor(self, self.distribution)
 
 
 class ActorCritic(ActorCriticModule):
@@ -114,6 +149,7 @@ class ActorCritic(ActorCriticModule):
         encoder: From observations to rows.
         distribution: Of actions.
         hidden_sizes: Widths of the hidden layers, the same for actor and critic.
+        masked: Whether observations have an action mask.
         shared_trunk: Whether actor and critic share them.
         normalize_obs: Whether numbers are shifted and scaled by ``obs_mean`` and ``obs_scale``, buffers ``[D]`` that
             the learner sets and that travel with the weights, and clipped to ±10.
@@ -132,6 +168,7 @@ class ActorCritic(ActorCriticModule):
         distribution: Distribution,
         hidden_sizes: Sequence[int] = (64, 64),
         *,
+        masked: bool = False,
         shared_trunk: bool = False,
         normalize_obs: bool = False,
         activation: Activation = "tanh",
@@ -142,9 +179,8 @@ class ActorCritic(ActorCriticModule):
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.encoder, self.distribution = encoder, distribution
-        is_gaussian = isinstance(distribution, Gaussian)
-        num_outputs = distribution.num_params // 2 if is_gaussian else distribution.num_params
+        self.encoder, self.distribution, self.is_masked = encoder, distribution, masked
+        num_outputs = distribution.num_params - distribution.num_constants
         self.activation: Activation = activation
         self.cnns = nn.ModuleList(make_cnn(cnn, image, generator) for image in encoder.images)
         width = encoder.num_features + sum(net.num_features for net in self.cnns)  # type: ignore[misc]
@@ -159,36 +195,26 @@ class ActorCritic(ActorCriticModule):
             width, hidden = hidden[-1], ()
         self.actor = _mlp((width, *hidden, num_outputs), 0.01, generator, after)
         self.critic = _mlp((width, *hidden, 1), 1.0, generator, after)
-        self.log_std = nn.Parameter(torch.full((num_outputs,), log_std_init)) if is_gaussian else None
-        numbers = torch.zeros(encoder.num_features) if normalize_obs and encoder.num_features else None
-        self.register_buffer("obs_mean", numbers)
-        self.register_buffer("obs_scale", None if numbers is None else torch.ones_like(numbers))
+        constants = torch.full((distribution.num_constants,), log_std_init)
+        self.log_std = nn.Parameter(constants) if len(constants) else None
+        self._register_statistics(encoder.num_features if normalize_obs else 0)
 
-    def encode(self, obs: Tree) -> Tree:
-        """Returns rows for an observation tree of ``[..., *obs_shape]``, on the device of the parameters."""
-        like = next(self.parameters())
-        rows = [upload(images, like.device) for images in self.encoder.image_arrays(obs)]
+    def _read(self, obs: Tree) -> Tree:
+        device = next(self.parameters()).device
+        rows = [on_device(images, device) for images in self.encoder.image_arrays(obs)]
         if self.encoder.num_features:
-            rows.insert(0, self._normalized(upload(self.encoder(obs), like.device, like.dtype)))
+            rows.insert(0, self._numbers(obs))
         return rows[0] if len(rows) == 1 else tuple(rows)
 
-    def _normalized(self, numbers: Tensor) -> Tensor:
-        if self.obs_mean is None or self.obs_scale is None:
-            return numbers
-        return ((numbers - self.obs_mean) * self.obs_scale).clamp(-OBS_CLIP, OBS_CLIP)
-
-    def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
-        """Returns the distribution's parameters ``[..., P]`` and values ``[...]``."""
+    def _outputs(self, rows: Tree) -> tuple[Tensor, Tensor]:
         features = self._features(rows)
-        return self._outputs(features), self._value(features)
+        return self._params_of(features), self._value_of(features)
 
-    def action_parameters(self, rows: Tree) -> Tensor:
-        """Returns the distribution's parameters ``[..., P]``."""
-        return self._outputs(self._features(rows))
+    def _params(self, rows: Tree) -> Tensor:
+        return self._params_of(self._features(rows))
 
-    def value(self, rows: Tree) -> Tensor:
-        """Returns values ``[...]``."""
-        return self._value(self._features(rows))
+    def _value(self, rows: Tree) -> Tensor:
+        return self._value_of(self._features(rows))
 
     def _features(self, rows: Tree) -> Tensor:
         """Returns what actor and critic share, ``[..., F]``."""
@@ -200,14 +226,13 @@ class ActorCritic(ActorCriticModule):
             features: Tensor = self.trunk(joined[0] if len(joined) == 1 else torch.cat(joined, -1))
         return float32(features)
 
-    def _outputs(self, features: Tensor) -> Tensor:
-        return self.with_log_std(self._head(self.actor, features))
+    def _params_of(self, features: Tensor) -> Tensor:
+        outputs = self._head(self.actor, features)
+        if self.log_std is None:
+            return outputs
+        return torch.cat([outputs, self.log_std.expand(*outputs.shape[:-1], len(self.log_std))], -1)
 
-    def with_log_std(self, outputs: Tensor) -> Tensor:
-        """Returns the distribution's parameters ``[..., P]`` for outputs of the actor's MLP."""
-        return outputs if self.log_std is None else torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
-
-    def _value(self, features: Tensor) -> Tensor:
+    def _value_of(self, features: Tensor) -> Tensor:
         return self._head(self.critic, features).squeeze(-1)
 
     def _head(self, net: nn.Module, features: Tensor) -> Tensor:
@@ -217,23 +242,26 @@ class ActorCritic(ActorCriticModule):
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights: without torch, unless there are images."""
         if self.cnns:
-            return EncodedActor(self, self.distribution)
-        starts, stop = _starts(self)
-        constants = (
-            slice(starts["log_std"], starts["log_std"] + len(self.log_std)) if self.log_std is not None else slice(0)
-        )
-        actor = MLPActor(
-            self.encoder,
-            self.distribution,
-            layers=layer_places(self, nn.Linear, ("trunk.", "actor.")),
-            norms=layer_places(self, nn.LayerNorm, ("trunk.", "actor.")),
-            num_weights=stop,
-            constants=constants,
-            normalizer=(starts["obs_mean"], starts["obs_scale"]) if "obs_mean" in starts else None,
-            activation=self.activation,
-        )
-        actor.load_weights(flat_weights(self))
-        return actor
+            return super().make_actor()
+        return numpy_actor(self, ("trunk.", "actor."), activation=self.activation)
+
+
+def numpy_actor(module: ActorCriticModule, prefixes: Sequence[str] = ("",), **settings: Any) -> MLPActor:
+    """Returns the actor of a module in NumPy: its linear layers, and layer norms after them."""
+    starts, stop = _starts(module)
+    first = starts.get("log_std", 0)
+    actor = MLPActor(
+        module.encoder,
+        module.distribution,
+        layers=_layer_places(module, nn.Linear, prefixes),
+        norms=_layer_places(module, nn.LayerNorm, prefixes),
+        num_weights=stop,
+        constants=slice(first, first + module.distribution.num_constants),
+        normalizer=(starts["obs_mean"], starts["obs_scale"]) if "obs_mean" in starts else None,
+        **settings,
+    )
+    actor.load_weights(flat_weights(module))
+    return actor
 
 
 def make_actor_critic(
@@ -242,6 +270,7 @@ def make_actor_critic(
     hidden_sizes: Sequence[int] = (64, 64),
     *,
     masked: bool = False,
+    scaled: bool = False,
     **settings: Any,
 ) -> ActorCritic:
     """Returns an actor-critic for the spaces of one environment.
@@ -250,14 +279,16 @@ def make_actor_critic(
         observation_space: Of one environment.
         action_space: Of one environment.
         hidden_sizes: Widths of the hidden layers, the same for actor and critic.
-        masked: Whether the network leaves out the observation's action mask.
+        masked: Whether the network leaves out the observation's action mask and applies it.
+        scaled: Whether finite bounds of a Box of actions are -1 and 1 for the network.
         settings: Further arguments of :class:`ActorCritic`.
 
     Raises:
         ConfigError: There is no encoder for the observations, or no distribution for the actions.
     """
-    encoder = make_encoder(observation_space, images=True, scaled=True, masked=masked)
-    return ActorCritic(encoder, make_distribution(action_space), hidden_sizes, **settings)
+    is_wide = settings.get("normalize_obs", False)
+    encoder = make_encoder(observation_space, images=True, scaled=True, masked=masked, is_wide=is_wide)
+    return ActorCritic(encoder, make_distribution(action_space, scaled), hidden_sizes, masked=masked, **settings)
 
 
 class ModuleActor:
@@ -278,7 +309,7 @@ class ModuleActor:
         self._is_placed = device == "cpu"
         self._module = copy_to_cpu(module).requires_grad_(False).eval()
         if isinstance(self._module, ActorCriticModule):
-            self._module.compute_in("float32")  # as actors without torch do
+            self._module.precision = "float32"  # as actors without torch compute
 
     def __call__(self, obs: Tree) -> NDArray[np.float32]:
         """Returns parameters ``float32 [k, P]``."""
@@ -298,7 +329,10 @@ class ModuleActor:
 
 
 class EncodedActor(ModuleActor):
-    """Acts with a module that encodes observations, through torch: one that reads images, your own, or on a GPU."""
+    """Acts with a module that encodes observations, through torch: one that reads images, your own, or on a GPU.
+
+    A mask is applied by the module, too.
+    """
 
     _module: Any
 
@@ -316,7 +350,7 @@ def copy_to_cpu(module: nn.Module) -> Any:
     return copied
 
 
-def layer_places(module: nn.Module, kind: type[nn.Module], prefixes: Sequence[str] = ("",)) -> tuple[Any, ...]:
+def _layer_places(module: nn.Module, kind: type[nn.Module], prefixes: Sequence[str]) -> tuple[Any, ...]:
     """Returns where the layers of a kind lie in the flat vector of a module's weights; see `MLPActor.layers`."""
     starts, _ = _starts(module)
     return tuple(
@@ -328,9 +362,17 @@ def layer_places(module: nn.Module, kind: type[nn.Module], prefixes: Sequence[st
 
 
 def flat_weights(module: nn.Module) -> NDArray[np.float32]:
-    """Returns a copy of a module's weights as one ``float32`` vector: parameters in their order, then buffers."""
-    flat = torch.cat([part.detach().reshape(-1).float() for part in _parts(module)])
-    return flat.cpu().numpy()
+    """Returns a copy of a module's weights as one ``float32`` vector: parameters in their order, then buffers.
+
+    A buffer in float64, such as the mean of observations, is there twice: rounded, and then what rounding took away.
+    """
+    parts = []
+    for _, part, width in _parts(module):
+        rest = part.detach().reshape(-1)
+        for _ in range(width):
+            parts.append(rest.float())
+            rest = rest - parts[-1]
+    return torch.cat(parts).cpu().numpy()
 
 
 def load_flat_weights(module: nn.Module, weights: NDArray[np.float32]) -> None:
@@ -339,22 +381,23 @@ def load_flat_weights(module: nn.Module, weights: NDArray[np.float32]) -> None:
     Raises:
         ConfigError: The vector is of another length than the module's parameters and buffers.
     """
-    parts = list(_parts(module))
-    check_length(weights, sum(part.numel() for part in parts))
-    start = 0
+    starts, length = _starts(module)
+    check_length(weights, length)
     with torch.no_grad():
-        for part in parts:
-            part.copy_(torch.tensor(weights[start : start + part.numel()]).view_as(part))
-            start += part.numel()
+        for name, part, width in _parts(module):
+            piece = torch.tensor(weights[starts[name] : starts[name] + width * part.numel()])
+            part.copy_(piece.to(part.dtype).view(width, *part.shape).sum(0) if width > 1 else piece.view_as(part))
 
 
-def _parts(module: nn.Module) -> Iterator[Tensor]:
-    return itertools.chain(module.parameters(), module.buffers())
+def _parts(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+    """Yields each part of the flat vector of a module's weights, its name, and how many numbers hold one of its."""
+    yield from ((name, part, 1) for name, part in module.named_parameters())
+    yield from ((name, part, 1 + (part.dtype == torch.float64)) for name, part in module.named_buffers())
 
 
 def _starts(module: nn.Module) -> tuple[dict[str, int], int]:
     """Returns where each part begins in the flat vector of a module's weights, by name, and where it ends."""
-    sizes = {name: part.numel() for name, part in itertools.chain(module.named_parameters(), module.named_buffers())}
+    sizes = {name: part.numel() * width for name, part, width in _parts(module)}
     ends = list(itertools.accumulate([0, *sizes.values()]))
     return dict(zip(sizes, ends, strict=False)), ends[-1]
 
@@ -372,6 +415,11 @@ def upload(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None 
     """
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return to_device(tensor.to(dtype or tensor.dtype), device)
+
+
+def on_device(part: Any, device: torch.device) -> Tensor:
+    """Returns an array or a tensor on a device, in its own dtype."""
+    return part.to(device) if isinstance(part, Tensor) else upload(part, device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

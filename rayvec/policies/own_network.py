@@ -18,10 +18,10 @@ from torch.nn.utils import parametrize
 
 from rayvec.data import Tree, tree_map
 from rayvec.errors import ConfigError, RayvecError, counted
-from rayvec.policies.actors import Actor
 from rayvec.policies.distributions import Distribution
-from rayvec.policies.encoders import OBS_CLIP, Encoder, float_encoder, leaf_spaces
-from rayvec.policies.networks import ActorCriticModule, EncodedActor, to_tensor
+from rayvec.policies.encoders import Encoder, float_encoder, leaf_spaces, replaced
+from rayvec.policies.masks import seen, without_mask
+from rayvec.policies.networks import ActorCriticModule, on_device, to_tensor
 from rayvec.policies.precision import autocast
 
 __all__ = ["OwnActorCritic", "build_network", "check_module", "check_output", "outputs_of", "sample_batch", "seeded"]
@@ -39,14 +39,14 @@ class OwnActorCritic(ActorCriticModule):
 
     Args:
         net: The module; it becomes a part of this one.
-        observation_space: What it sees.
+        observation_space: Of one environment.
         distribution: Of actions.
-        see: From a whole observation to what the module sees of it.
-        normalized_space: Space of whole observations whose floating-point numbers are shifted and scaled by
-            ``obs_mean`` and ``obs_scale``, and clipped to ±10; None leaves them as they are.
+        masked: Whether observations have an action mask, which the module does not see.
+        normalize_obs: Whether floating-point numbers are shifted and scaled by ``obs_mean`` and ``obs_scale``, and
+            clipped to ±10.
 
     Raises:
-        ConfigError: The module has no parameters, can't be pickled, raises, or returns something else.
+        ConfigError: The module has no parameters, can't be copied, raises, or returns something else.
     """
 
     def __init__(
@@ -54,22 +54,16 @@ class OwnActorCritic(ActorCriticModule):
         net: nn.Module,
         observation_space: Space[Any],
         distribution: Distribution,
-        see: Callable[[Tree], Tree] | None = None,
-        normalized_space: Space[Any] | None = None,
+        *,
+        masked: bool = False,
+        normalize_obs: bool = False,
     ) -> None:
         super().__init__()
-        self.net, self.distribution, self._see = net.eval(), distribution, see
+        self.net, self.distribution, self.is_masked = net.eval(), distribution, masked
         self.cnns = (net,)
-        self.encoder = Encoder((), 0) if normalized_space is None else float_encoder(normalized_space)
-        count = self.encoder.num_features
-        self.register_buffer("obs_mean", torch.zeros(count) if count else None)
-        self.register_buffer("obs_scale", torch.ones(count) if count else None)
-        self._places: dict[Any, tuple[int, tuple[int, ...]]] = {}
-        start = 0
-        for path, encode in self.encoder.leaves:
-            self._places[path] = start, encode.shape
-            start += encode.size
-        sample = sample_batch(observation_space)
+        self.encoder = float_encoder(observation_space) if normalize_obs else Encoder((), 0)
+        self._register_statistics(self.encoder.num_features)
+        sample = sample_batch(without_mask(observation_space) if masked else observation_space)
         self._num_axes = tree_map(lambda leaf: leaf.ndim - 1, sample)
         check_module(net)
         outputs = outputs_of(net, sample)
@@ -86,32 +80,23 @@ class OwnActorCritic(ActorCriticModule):
         """Keeps the evaluation mode."""
         return super().train(False)
 
-    def encode(self, obs: Tree) -> Tree:
-        """See :class:`ActorCriticModule`. Rows are what the module sees."""
+    def _read(self, obs: Tree) -> Tree:
+        """Returns what the module sees of whole observations: normalised, and without a mask."""
         device = next(self.parameters()).device
-        return self.read(tree_map(lambda leaf: to_tensor(leaf).to(device), obs))
+        obs = tree_map(lambda leaf: on_device(leaf, device), obs)
+        if self.obs_mean is not None:
+            numbers = self._numbers(obs)
+            sizes = [encode.size for _, encode in self.encoder.leaves]
+            for (path, encode), part in zip(self.encoder.leaves, torch.split(numbers, sizes, -1), strict=True):
+                obs = replaced(obs, path, part.reshape(*part.shape[:-1], *encode.shape))
+        obs = tree_map(lambda leaf: leaf.float() if leaf.dtype == torch.float64 else leaf, obs)
+        return seen(obs) if self.is_masked else obs
 
-    def read(self, obs: Tree) -> Tree:
-        """Returns what the module sees of whole observations, as tensors: normalised, and without a mask."""
-        normalized = obs if self.obs_mean is None else self._normalized(obs, ())
-        return normalized if self._see is None else self._see(normalized)
-
-    def _normalized(self, part: Tree, path: tuple[Any, ...]) -> Tree:
-        if isinstance(part, dict):
-            return {key: self._normalized(value, (*path, key)) for key, value in part.items()}
-        if isinstance(part, tuple):
-            return tuple(self._normalized(value, (*path, place)) for place, value in enumerate(part))
-        if path not in self._places or self.obs_mean is None or self.obs_scale is None:
-            return part
-        start, shape = self._places[path]
-        mean, scale = (each[start : start + math.prod(shape)].view(shape) for each in (self.obs_mean, self.obs_scale))
-        return ((part - mean) * scale).clamp(-OBS_CLIP, OBS_CLIP)
-
-    def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
-        """See :class:`ActorCriticModule`.
+    def _outputs(self, rows: Tree) -> tuple[Tensor, Tensor]:
+        """Calls the module.
 
         Raises:
-            ConfigError: The module returned something else than for the first observations.
+            ConfigError: It returned something else than for the first observations.
         """
         leaf, num_axes = _first(rows, self._num_axes)
         lead = leaf.shape[: leaf.ndim - num_axes]
@@ -146,10 +131,6 @@ class OwnActorCritic(ActorCriticModule):
             f"{counted(count, 'observation')}. Let forward return (params, value) as tensors of shape "
             f"{(count, num_params)} and {(count,)}."
         )
-
-    def make_actor(self) -> Actor:
-        """See :class:`ActorCriticModule`. It acts through torch."""
-        return EncodedActor(self, self.distribution)
 
 
 @contextlib.contextmanager
@@ -195,7 +176,7 @@ def build_network(
 
 
 def check_module(net: nn.Module) -> None:
-    """Raises a ConfigError for a module that can't be trained or sent to workers."""
+    """Raises a ConfigError for a module that can't be trained."""
     parameters = list(net.parameters())
     if not any(each.requires_grad for each in parameters):
         raise ConfigError(
@@ -212,14 +193,20 @@ def check_module(net: nn.Module) -> None:
             f"The integer buffers {', '.join(changed)} hold values above 2**24, which float32 can't hold. Keep "
             "larger numbers in plain attributes."
         )
+
+
+def _check_copy(net: nn.Module) -> None:
+    """Raises a ConfigError for a module that can't be copied, to workers and where it acts."""
     try:
         cloudpickle.dumps(net)
+        copy.deepcopy(net)
     except Exception as error:
+        has_hooks = any(parametrize.is_parametrized(each) or each._forward_pre_hooks for each in net.modules())
         raise ConfigError(
-            f"{type(net).__name__} can't be pickled: {type(error).__name__}: {error}. "
+            f"{type(net).__name__} can't be copied: {type(error).__name__}: {error}. "
             + (
-                "Do in forward() what a torch.nn.utils.parametrizations does."
-                if any(map(parametrize.is_parametrized, net.modules()))
+                "Compute in forward() what spectral_norm, weight_norm or another parametrization does."
+                if has_hooks
                 else "Remove attributes such as locks, open files and generators."
             )
         ) from error
@@ -254,7 +241,7 @@ def outputs_of(net: nn.Module, *inputs: Tree) -> Any:
     """Returns what a module returns for sample inputs.
 
     Raises:
-        ConfigError: The module raises, or returns tensors without a gradient.
+        ConfigError: The module raises, returns tensors without a gradient, or can't be copied.
     """
     try:
         with torch.enable_grad():
@@ -271,6 +258,7 @@ def outputs_of(net: nn.Module, *inputs: Tree) -> Any:
             f"{type(net).__name__} returned tensors without a gradient. Remove torch.no_grad(), detach() and "
             "NumPy from forward."
         )
+    _check_copy(net)  # not before: a hook may have changed its weights
     return outputs
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from rayvec.data import Tree, tree_leaves
 from rayvec.errors import ConfigError
-from rayvec.policies.actors import Actor, MaskedActor, masked_logits
 from rayvec.policies.distributions import make_distribution
+from rayvec.policies.masks import allowed, check_mask, masked
 from rayvec.policies.noise import NO_NOISE, NoiseSpec
-from rayvec.policies.recurrent_actors import StatefulActor
 
 __all__ = ["Policy"]
 
@@ -30,7 +29,7 @@ class Policy:
     which ``logp`` belongs, as ``raw_act``.
 
     The policy holds a copy of the module's weights: training the module does not change it, `load_weights` does. It
-    pickles without gradients and, for a module that has ``make_actor``, without torch.
+    pickles without gradients, and without torch where the module is an MLP without memory.
 
     For a recurrent module, the policy keeps a hidden state for each environment, and acts on the same environments in
     each call. A rollout resets the states where episodes begin. `act_from` acts from states that the caller keeps.
@@ -71,15 +70,20 @@ class Policy:
                 "deterministic=True and random_start=True were passed together. A random start draws its "
                 "actions: leave one of them out."
             )
-        self._actor = _make_actor(module, action_space, device)
+        self._actor: Any = _make_actor(module, action_space, device)
+        self._is_masked: bool = getattr(module, "is_masked", False)
         self._random = random_start
         self._deterministic = deterministic
         self.noise = NO_NOISE if deterministic else self._actor.distribution.noise
-        if isinstance(self._actor, StatefulActor):  # what rayvec.rollout.loop.RecurrentPolicy has besides
+        if self._is_recurrent:  # what rayvec.rollout.loop.RecurrentPolicy has besides
             self.begin_episodes = self._actor.begin_episodes
             self.state_to_record = self._actor.state_to_record
 
-    def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+    @property
+    def _is_recurrent(self) -> bool:
+        return hasattr(self._actor, "initial_state")
+
+    def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
         """Chooses an action for each of k environments.
 
         Args:
@@ -87,18 +91,19 @@ class Policy:
             noise: ``float64 [k, lanes]``, of the kind that `noise` asks for.
 
         Returns:
-            Actions ``[k, *act_shape]`` in the dtype of the space, and extras: ``logp`` ``float32 [k]``, the
-            log-probability of the sample, and for a Box ``raw_act`` ``float32 [k, C]``, the sample before clipping.
+            Actions, tree of ``[k, *act_shape]`` in the dtypes of the space, and extras: ``logp`` ``float32 [k]``, the
+            log-probability of the sample, and ``raw_act`` ``float32 [k, C]``, the sample, where actions do not tell it:
+            for a Box, whose bounds cut it off, and for a Dict or Tuple.
         """
         distribution = self._actor.distribution
-        if self._random and getattr(self._actor, "is_masked", False):
-            allowed = masked_logits(np.zeros((len(noise), distribution.num_params), np.float32), obs, distribution)
-            sample, logp = distribution.sample(allowed, noise)
-        elif self._random:
+        if self._random and not self._is_masked:
             sample, logp = distribution.uniform(noise)
-        else:
-            params = self._actor(obs)
-            sample, logp = distribution.mode(params) if self._deterministic else distribution.sample(params, noise)
+            return distribution.action(sample), {"logp": logp, **distribution.extras(sample)}
+        params = np.zeros((len(noise), distribution.num_params), np.float32) if self._random else self._actor(obs)
+        if self._is_masked:
+            check_mask(obs, distribution)
+            params = masked(params, allowed(obs, distribution))
+        sample, logp = distribution.mode(params) if self._deterministic else distribution.sample(params, noise)
         return distribution.action(sample), {"logp": logp, **distribution.extras(sample)}
 
     def initial_state(self, count: int) -> Float | None:
@@ -106,11 +111,11 @@ class Policy:
 
         It is ``float32 [count, D]``, or None for a module without a hidden state.
         """
-        return self._actor.actor.initial_state(count) if isinstance(self._actor, StatefulActor) else None
+        return self._actor.initial_state(count) if self._is_recurrent else None
 
     def act_from(
         self, obs: Tree, noise: NDArray[np.float64], state: Float | None
-    ) -> tuple[NDArray[Any], dict[str, NDArray[Any]], Float | None]:
+    ) -> tuple[Tree, dict[str, NDArray[Any]], Float | None]:
         """Chooses actions as `act` does, from hidden states that the caller keeps. Those of `act` are not touched.
 
         Args:
@@ -124,20 +129,20 @@ class Policy:
         Raises:
             ConfigError: There is not one state for each observation.
         """
-        if not isinstance(self._actor, StatefulActor):
+        if not self._is_recurrent:
             return *self.act(obs, noise), None
-        expected = self._actor.actor.initial_state(len(next(tree_leaves(obs)))).shape
+        expected = self._actor.initial_state(len(next(tree_leaves(obs)))).shape
         if state is None or np.shape(state) != expected:
             raise ConfigError(
                 f"The hidden state is {None if state is None else np.shape(state)}. It must have shape "
                 f"{expected}: pass policy.initial_state(k) where episodes begin, and then what the last call "
                 "returned."
             )
-        kept, self._actor.state = self._actor.state, np.asarray(state, np.float32)
+        own, self._actor.state = self._actor.state, np.asarray(state, np.float32)
         try:
             return *self.act(obs, noise), self._actor.state
         finally:
-            self._actor.state = kept
+            self._actor.state = own
 
     def load_weights(self, weights: Float) -> None:
         """Loads new weights, ``float32``: one flat vector of the module's parameters, then its buffers; copied.
@@ -167,9 +172,9 @@ class Policy:
         return (sent, *slots) if slots else sent
 
 
-def _make_actor(module: Any, action_space: spaces.Space[Any] | None, device: str) -> Actor:
+def _make_actor(module: Any, action_space: spaces.Space[Any] | None, device: str) -> Any:
     if hasattr(module, "make_actor") and device == "cpu":
-        return cast(Actor, module.make_actor())
+        return module.make_actor()
     if hasattr(module, "make_actor"):
         if not hasattr(module, "action_parameters") or hasattr(module, "next_state"):
             raise ConfigError(
@@ -178,8 +183,7 @@ def _make_actor(module: Any, action_space: spaces.Space[Any] | None, device: str
             )
         from rayvec.policies.networks import EncodedActor
 
-        actor = EncodedActor(module, module.distribution, device)
-        return MaskedActor(actor) if getattr(module, "is_masked", False) else actor
+        return EncodedActor(module, module.distribution, device)
     if action_space is None:
         raise ConfigError(f"{type(module).__name__} has no make_actor(). Pass action_space=env.single_action_space.")
     from rayvec.policies.networks import ModuleActor

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,22 +11,15 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rayvec.data import Tree
-from rayvec.policies.actors import MLPActor
-from rayvec.policies.distributions import NOT_ALLOWED, Distribution, make_distribution
-from rayvec.policies.encoders import Encoder, make_encoder, unencoded
-from rayvec.policies.networks import ActorCritic, ModuleActor, flat_weights, layer_places, upload
-from rayvec.policies.recurrent_actors import (
-    CellKind,
-    NumPyRecurrentActor,
-    RecurrentActor,
-    StatefulActor,
-    num_gates,
-    state_size,
-)
-from rayvec.wrappers import MASK_KEY
+from rayvec.data import Tree, tree_leaves
+from rayvec.policies.distributions import Distribution, make_distribution
+from rayvec.policies.encoders import Encoder, make_encoder
+from rayvec.policies.masks import masked as apply_mask
+from rayvec.policies.networks import ActorCritic, ModuleActor
 
-__all__ = ["RecurrentActorCritic", "RecurrentCell", "make_recurrent_actor_critic"]
+__all__ = ["CellKind", "RecurrentActor", "RecurrentActorCritic", "RecurrentCell", "make_recurrent_actor_critic"]
+
+CellKind = Literal["gru", "lstm"]
 
 
 class RecurrentCell(nn.Module):
@@ -47,8 +39,8 @@ class RecurrentCell(nn.Module):
 
     def __init__(self, kind: CellKind, num_features: int, size: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.kind, self.size, self.state_size = kind, size, state_size(kind, size)
-        gates = [size] * num_gates(kind)
+        self.kind, self.size, self.state_size = kind, size, size if kind == "gru" else 2 * size
+        gates = [size] * (3 if kind == "gru" else 4)
         self.inputs = _linear(num_features, gates, 1.0, generator)
         self.recurrent = _linear(size, gates, 1.0, generator)
         with torch.no_grad():
@@ -92,14 +84,12 @@ class RecurrentActorCritic(ActorCritic):
     """An actor and a critic that share a memory: hidden layers or a CNN, then a recurrent cell, then a head each.
 
     Hidden layers, initial weights and *rows* are those of :class:`~rayvec.policies.networks.ActorCritic` with
-    ``shared_trunk``. With action masks, rows are a pair: those of the network, and the mask, ``bool [..., P]``.
+    ``shared_trunk``.
 
     Args:
         encoder: From observations to rows.
         distribution: Of actions.
         hidden_sizes: Widths of the hidden layers before the cell.
-        masked: Whether observations have an action mask, as for
-            :class:`~rayvec.policies.masks.MaskedActorCritic`; the encoder leaves it out.
         kind: Of the cell, ``"gru"`` or ``"lstm"``.
         recurrent_size: H, the number of units of the cell.
         sequence_length: L, the number of steps in a sequence of the learner; the policy records a state for each.
@@ -114,7 +104,6 @@ class RecurrentActorCritic(ActorCritic):
         distribution: Distribution,
         hidden_sizes: Sequence[int] = (64, 64),
         *,
-        masked: bool = False,
         kind: CellKind = "gru",
         recurrent_size: int = 64,
         sequence_length: int = 16,
@@ -127,21 +116,9 @@ class RecurrentActorCritic(ActorCritic):
         last = self.actor[-1]  # heads on the cell's output replace those on the features
         assert isinstance(last, nn.Linear)
         self.sequence_length, self.burn_in = sequence_length, burn_in
-        self.is_masked = masked
         self.cell = RecurrentCell(kind, last.in_features, recurrent_size, generator)
         self.actor = nn.Sequential(_linear(recurrent_size, [last.out_features], 0.01, generator))
         self.critic = nn.Sequential(_linear(recurrent_size, [1], 1.0, generator))
-
-    def encode(self, obs: Tree) -> Tree:
-        """See :class:`~rayvec.policies.networks.ActorCriticModule`."""
-        rows = super().encode(obs)
-        if not self.is_masked:
-            return rows
-        return rows, upload(np.asarray(obs[MASK_KEY]) != 0, next(self.parameters()).device)
-
-    def mask(self, rows: Tree) -> Tensor | None:
-        """Returns the action mask of encoded observations, ``bool [..., P]``; None for a network without masks."""
-        return rows[1] if self.is_masked else None
 
     def forward(self, rows: Tree, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the distribution's parameters ``[k, P]`` and values ``[k]`` of one observation each.
@@ -150,7 +127,7 @@ class RecurrentActorCritic(ActorCritic):
             rows: Encoded observations, tree of ``[k, ...]``.
             state: States before them, ``[k, D]``; None where episodes begin.
         """
-        return self.heads(self.next_state(rows, state), self.mask(rows))
+        return self.heads(self.next_state(rows, state), self.split(rows)[1])
 
     def action_parameters(self, rows: Tree, state: Tensor | None = None) -> Tensor:
         """Returns the first part of what `forward` returns."""
@@ -171,37 +148,22 @@ class RecurrentActorCritic(ActorCritic):
 
     def features(self, rows: Tree) -> Tensor:
         """Returns the inputs of the cell, ``[..., F]``, for encoded observations, tree of ``[..., ...]``."""
-        return self._features(rows[0] if self.is_masked else rows)
+        return self._features(self.split(rows)[0])
 
     def heads(self, states: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns parameters ``[..., P]`` and values ``[...]``.
 
         Args:
             states: States of the cell, ``[..., D]``.
-            mask: What `mask` returns; without it every choice is allowed.
+            mask: Second part of what `split` returns; without it every choice is allowed.
         """
         output = states[..., : self.cell.size]
-        params = self._outputs(output)
-        return params if mask is None else torch.where(mask, params, NOT_ALLOWED), self._value(output)
+        params = self._params_of(output)
+        return params if mask is None else apply_mask(params, mask), self._value_of(output)
 
-    def make_actor(self) -> StatefulActor:
-        """Returns the actor with the present weights: without torch, unless there are images."""
-        whole = super().make_actor()
-        actor: RecurrentActor = TorchRecurrentActor(self, self.distribution)
-        if isinstance(whole, MLPActor):
-            [(weight, bias, _, size)] = layer_places(self, nn.Linear, ("cell.recurrent",))
-            layers = layer_places(self, nn.Linear, ("trunk.", "cell.inputs"))
-            inputs = replace(whole, layers=layers, constants=slice(0))
-            outputs = replace(
-                whole,
-                encoder=unencoded(size),
-                layers=layer_places(self, nn.Linear, ("actor.",)),
-                norms=(),
-                normalizer=None,
-            )
-            actor = NumPyRecurrentActor(self.cell.kind, inputs, (weight, bias, size), outputs)
-            actor.load_weights(flat_weights(self))
-        return StatefulActor(actor, self.sequence_length, self.burn_in, is_masked=self.is_masked)
+    def make_actor(self) -> RecurrentActor:
+        """Returns the actor with the present weights."""
+        return RecurrentActor(self)
 
 
 def make_recurrent_actor_critic(
@@ -210,6 +172,7 @@ def make_recurrent_actor_critic(
     hidden_sizes: Sequence[int] = (64, 64),
     *,
     masked: bool = False,
+    scaled: bool = False,
     **settings: Any,
 ) -> RecurrentActorCritic:
     """Returns a recurrent actor-critic for the spaces of one environment.
@@ -219,30 +182,67 @@ def make_recurrent_actor_critic(
         action_space: Of one environment.
         hidden_sizes: Widths of the hidden layers before the cell.
         masked: Whether the network leaves out the observation's action mask and applies it.
+        scaled: Whether finite bounds of a Box of actions are -1 and 1 for the network.
         **settings: Further arguments of :class:`RecurrentActorCritic`.
 
     Raises:
         ConfigError: There is no encoder for the observations, or no distribution for the actions.
     """
-    encoder = make_encoder(observation_space, images=True, scaled=True, masked=masked)
-    distribution = make_distribution(action_space)
+    is_wide = settings.get("normalize_obs", False)
+    encoder = make_encoder(observation_space, images=True, scaled=True, masked=masked, is_wide=is_wide)
+    distribution = make_distribution(action_space, scaled)
     return RecurrentActorCritic(encoder, distribution, hidden_sizes, masked=masked, **settings)
 
 
-class TorchRecurrentActor(ModuleActor):
-    """Acts with a copy of a recurrent module in torch; see :class:`rayvec.policies.recurrent_actors.RecurrentActor`."""
+class RecurrentActor(ModuleActor):
+    """Acts with a copy of a recurrent module, and keeps the hidden state of each environment between calls.
+
+    It acts on the same environments in each call. The state is not pickled: where a copy acts, all episodes begin.
+
+    Attributes:
+        state: ``float32 [k, D]``. A row that is not there yet is 0.
+    """
 
     _module: RecurrentActorCritic
 
+    def __init__(self, module: RecurrentActorCritic) -> None:
+        super().__init__(module, module.distribution)
+        self.state = self.initial_state(0)
+
     def initial_state(self, count: int) -> NDArray[np.float32]:
-        """Returns zeros, ``float32 [count, D]``."""
+        """Returns the state of `count` environments at the beginning of their episodes, ``float32 [count, D]``."""
         return np.zeros((count, self._module.cell.state_size), np.float32)
 
-    def __call__(self, obs: Tree, state: NDArray[np.float32]) -> Any:  # type: ignore[override]
-        """Returns parameters ``float32 [k, P]`` and the next states ``float32 [k, D]``."""
+    def step(self, obs: Tree, state: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Returns parameters ``float32 [k, P]``, without a mask, and the states after `state`, ``float32 [k, D]``."""
         with torch.inference_mode():
             following = self._module.next_state(self._module.encode(obs), torch.from_numpy(state))
             return self._module.heads(following)[0].numpy(), following.numpy()
+
+    def __call__(self, obs: Tree) -> NDArray[np.float32]:  # noqa: D102
+        params, self.state = self.step(obs, self._states(len(next(tree_leaves(obs)))))
+        return params
+
+    def begin_episodes(self, rows: NDArray[np.int64]) -> None:
+        """Resets the state of some environments to 0; see :class:`rayvec.rollout.loop.RecurrentPolicy`."""
+        self.state[rows[rows < len(self.state)]] = 0
+
+    def state_to_record(self, t: int, count: int) -> NDArray[np.float32] | None:
+        """Returns the states of `count` environments if the chunk keeps them before its step t, else None.
+
+        Sequence i has the steps from i L on, and starts its burn-in from the state before step i L - B. The first
+        sequence of a chunk has no burn-in: the chunk keeps the state before step 0.
+        """
+        module = self._module
+        is_start = t == 0 or (t + module.burn_in) % module.sequence_length == 0
+        return self._states(count) if is_start else None
+
+    def _states(self, count: int) -> NDArray[np.float32]:
+        missing = max(0, count - len(self.state))
+        return np.concatenate([self.state[:count], self.initial_state(missing)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "state": self.state[:0]}
 
 
 def _linear(num_inputs: int, parts: Sequence[int], gain: float, generator: torch.Generator) -> nn.Linear:

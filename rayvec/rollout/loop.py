@@ -58,7 +58,7 @@ class RecurrentPolicy(ActingPolicy, Protocol):
     """A policy with a hidden state for each environment: it acts on all of them at once, and learns of new episodes.
 
     If it has a method ``state_to_record``, the chunk keeps what that returns: see
-    :meth:`rayvec.policies.recurrent_actors.StatefulActor.state_to_record`.
+    :meth:`rayvec.policies.recurrent.RecurrentActor.state_to_record`.
     """
 
     def begin_episodes(self, rows: NDArray[np.int64]) -> None:

@@ -41,11 +41,7 @@ class _Actor(nn.Module):
     def forward(self, obs: Any, state: Any = None, info: Any = None) -> tuple[Any, Any]:
         """Returns logits ``[B, n]``, or means and standard deviations, each ``[B, C]``; and `state`."""
         module = self.module
-        if isinstance(module, ActorCritic):
-            params = module.action_parameters(module.encode(_tree(obs)))
-        else:
-            like = next(module.parameters())
-            params = module(torch.as_tensor(module.encoder(_tree(obs))).to(like))
+        params = module.action_parameters(module.encode(_tree(obs)))
         if isinstance(module.distribution, Gaussian):
             mean, log_std = params.chunk(2, -1)
             return (mean, log_std.exp()), state

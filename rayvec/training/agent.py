@@ -149,14 +149,15 @@ class Agent:
             state = np.asarray(state)[None]
         action, _, state = policy.act_from(batch, noise[0], state)
         if is_single:
-            action, state = action[0], None if state is None else state[0]
+            action, state = tree_map(lambda leaf: leaf[0], action), None if state is None else state[0]
         return (action, state) if self.is_recurrent else action
 
     def export(self, path: Path | str) -> Path:
         """Writes the greedy policy to an ONNX file, which runs without rayvec; returns its path.
 
         The file has an input for each array of an observation (``obs``, or the names in a Dict), with any number of
-        rows, and one output, ``action``. Observations in float64 are passed as float32, and Discrete ones as int64.
+        rows, and one output, ``action``. Arrays have the dtypes of the space. A policy with memory has an input
+        ``state`` besides, zeros where episodes begin, and an output ``next_state``.
 
         Args:
             path: Ends with ``.onnx``.

@@ -24,6 +24,7 @@ from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.run_state import acting_weights
 from rayvec.training.runs import network_of, open_env
 from rayvec.training.space_checks import check_kept_spaces
+from rayvec.training.wrapper_statistics import forget_wrapper_statistics
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Evaluation", "evaluate", "evaluate_run", "greedy_policy", "saying_where", "time_limit"]
@@ -107,6 +108,7 @@ def evaluate(
         num_episodes = config.num_eval_episodes(limit)
     if num_episodes == 0:
         return Evaluation(np.zeros(0), np.zeros(0, np.int64))
+    forget_wrapper_statistics(env, config)
     collector = Collector(env, greedy_policy(module, weights), inference=config.inference, seed=seed)
     try:
         collector.reset(seed=seed)

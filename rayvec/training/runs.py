@@ -30,6 +30,7 @@ from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
 from rayvec.training.own_env_and_network import environment_of
 from rayvec.training.run_state import EPISODE_METRICS
+from rayvec.training.wrapper_statistics import warn_of_wrapper_statistics
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.open_environments import local_workers
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -128,6 +129,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
 
     env = make(wrappers)
     try:
+        warn_of_wrapper_statistics(env, config)
         if not _has_masks(env, config, first_id):
             return env
     except BaseException:
@@ -151,7 +153,8 @@ def _wrappers(config: TrainConfig) -> list[Any]:
 
 
 def _preload(config: TrainConfig) -> tuple[str, ...]:
-    acts_by_torch = getattr(config, "network", None) is not None and config.inference == "worker"
+    needs_torch = any(getattr(config, name, None) is not None for name in ("network", "recurrent"))
+    acts_by_torch = needs_torch and config.inference == "worker"
     return (*config.preload, *(("torch",) if acts_by_torch else ()))
 
 
@@ -259,6 +262,7 @@ def open_learner(config: TrainConfig, env: RayVecEnv, *, fewer: bool = False) ->
             num_nodes=0 if config.num_nodes == 0 and config.address is None else None,
             address=config.address,
             fewer=fewer,
+            saves_state=False,  # a run continues from its checkpoint
         )
         with contextlib.closing(group):
             yield group

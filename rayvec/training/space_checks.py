@@ -25,7 +25,7 @@ _UNBOUNDED = 1e30
 
 def warn_of_wide_ranges(observation_space: spaces.Space[Any], config: TrainConfig) -> None:
     """Warns where a Box has bounds beyond ±100 and nothing normalises what the default network reads."""
-    if not isinstance(config, NetworkConfig) or config.network is not None or getattr(config, "normalize_obs", False):
+    if not isinstance(config, NetworkConfig) or config.network is not None or config.normalize_obs:
         return
     for path, leaf in leaf_spaces(observation_space):
         if not isinstance(leaf, spaces.Box) or leaf.dtype == np.uint8:
@@ -34,12 +34,9 @@ def warn_of_wide_ranges(observation_space: spaces.Space[Any], config: TrainConfi
         wide = bounds[(bounds > _WIDE) & (bounds < _UNBOUNDED)]
         if len(wide):
             place = "".join(f"[{key!r}]" for key in path)
-            setting = "Pass normalize_obs=True, or wrap" if hasattr(config, "normalize_obs") else "Wrap"
-            is_box = isinstance(observation_space, spaces.Box)
-            wrappers = "NormalizeObservation or RescaleObservation" if is_box else "TransformObservation"
             warnings.warn(
                 f"Observations{place} range up to ±{wide.max():g}, and nothing normalises them. Networks learn badly "
-                f"from numbers beyond ±{_WIDE:g}. {setting} the environment in gymnasium.wrappers.{wrappers}.",
+                f"from numbers beyond ±{_WIDE:g}. Pass normalize_obs=True, or scale them in the environment.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -157,7 +157,8 @@ class Trainer:
         self._stragglers, self._first_id = stragglers, first_id
         self._num_steps = -(-config.steps_per_iteration // config.num_envs) * env.num_envs
         self.collector = begin_collecting(config, env, learner, progress, collector_state, first_id)
-        if collector_state is None and config.init_from is None and isinstance(learner, MeasuresObservations):
+        is_new = collector_state is None and config.init_from is None and not config.random_steps
+        if is_new and isinstance(learner, MeasuresObservations):
             if getattr(learner.module, "obs_mean", None) is not None:
                 self._measure(learner)
                 self.collector.reset(seed=config.train_seed(progress.steps) + first_id)

@@ -27,7 +27,7 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
     :func:`rayvec.train` applies this wrapper itself where the first info has a mask.
 
     Args:
-        env: An environment with a Discrete or MultiDiscrete action space.
+        env: An environment with a Discrete or MultiDiscrete action space, or with such parts in a Dict or Tuple.
 
     Raises:
         ConfigError: The action space is another one.
@@ -93,10 +93,16 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def num_choices(action_space: spaces.Space[Any]) -> tuple[int, ...]:
-    """Returns the number of choices of each component of a Discrete or MultiDiscrete; nothing for other spaces."""
+    """Returns the number of choices of each component of a Discrete or MultiDiscrete; nothing for other spaces.
+
+    For a Dict or Tuple, it is those of all its parts.
+    """
     match action_space:
         case spaces.Discrete(n=n):
             return (int(n),)
         case spaces.MultiDiscrete(nvec=nvec):
             return tuple(int(n) for n in nvec.flat)
+        case spaces.Dict() | spaces.Tuple():
+            parts = action_space.values() if isinstance(action_space, spaces.Dict) else action_space.spaces
+            return tuple(size for part in parts for size in num_choices(part))
     return ()

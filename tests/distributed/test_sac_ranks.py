@@ -16,6 +16,7 @@ from helpers.sac_kit import make_batch, make_falling_learner, make_learner
 
 import rayvec
 from rayvec.learners.base import KeepsRankLocalState
+from rayvec.policies.networks import flat_weights
 
 MakeGroup = Callable[..., rayvec.LearnerGroup]
 
@@ -43,8 +44,7 @@ def test_a_group_equals_a_learner_and_resumes_exactly(make_group: MakeGroup, cap
         assert distance(group.weights(), learner.weights()) < 1e-6
     assert not np.array_equal(group.weights(), make_learner().weights())
     assert isinstance(learner, KeepsRankLocalState)
-    assert group.group.state_dict().keys() == learner.shared_state().keys(), "the replay is copied after every update"
-    np.testing.assert_array_equal(group.module.weights(), group.weights())
+    np.testing.assert_array_equal(flat_weights(group.module), group.weights())
 
     file = io.BytesIO()
     torch.save(group.state_dict(), file)

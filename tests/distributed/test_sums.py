@@ -6,12 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.rank_processes import fall_before_second_sum, on_processes, sum_at_random, sum_each, sum_strided, tensor_of
+from helpers.rank_processes import (
+    fall_before_second_sum,
+    on_processes,
+    sum_at_random,
+    sum_each,
+    sum_of_length,
+    sum_strided,
+    tensor_of,
+)
 from helpers.waiting import shm_names, wait_until
 from torch import Tensor
 
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
-from rayvec.errors import RankLostError
+from rayvec.errors import LearnerError, RankLostError
 from rayvec.learners.ranks import ALONE, gather_counts, global_moments
 
 KINDS = pytest.mark.parametrize("kind", ["shared memory", "collective"])
@@ -104,3 +112,9 @@ def test_one_rank_alone_counts_and_sums() -> None:
     mean, variance = global_moments(ALONE, [padded], [3, 2], [3, 2])
     assert mean.tolist() == [3.0, 8.0]
     torch.testing.assert_close(variance, torch.tensor([14 / 3, 1.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("lengths", [(3, 4), (3, 70_001), (70_001, 80_001)], ids=str)
+def test_tensors_of_other_lengths_are_an_error_on_every_rank(lengths: tuple[int, int]) -> None:
+    for result in on_processes(2, sum_of_length, lengths, kind="shared memory"):
+        assert isinstance(result, LearnerError) and "of the same shape and dtype" in str(result)

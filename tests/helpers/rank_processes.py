@@ -87,6 +87,10 @@ def tensor_of(rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]
     return torch.randint(-(2**40), 2**40, shape, generator=generator).to(dtype)
 
 
+def sum_of_length(ranks: ClosableRanks, lengths: tuple[int, ...]) -> Tensor:
+    return ranks.sum_(torch.ones(lengths[ranks.rank]))
+
+
 def sum_each(ranks: ClosableRanks, cases: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
     """Returns the sums of given dtypes and shapes."""
     return [ranks.sum_(tensor_of(ranks.rank, number, *case)) for number, case in enumerate(cases)]

@@ -12,7 +12,6 @@ from helpers.device_cases import CASES, Case
 from helpers.thread_ranks import learn_on_ranks
 
 from rayvec.errors import ConfigError
-from rayvec.policies import precision
 from rayvec.policies.policy import Policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:precision='bf16' is slower")
@@ -107,22 +106,6 @@ def test_policies_act_in_float32(case: Case) -> None:
     (one, extras), (other, others) = (actor.act(obs, noise) for actor in actors)
     np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(extras["logp"], others["logp"])
-
-
-def test_a_device_that_is_slower_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes on, and the user learns both figures."""
-    monkeypatch.setattr(precision, "products_per_s", lambda device: (2_000.0, 1_500.0))
-    case = CASES[0]
-    with pytest.warns(RuntimeWarning, match=r"slower.*cpu.*1,500 against 2,000.*precision='float32'") as warned:
-        learner = case.learner("cpu", precision="bf16")
-    assert len(warned) == 1
-    learner.update(case.batches(1)[0])
-
-
-def test_a_device_is_measured_once() -> None:
-    single, half = precision.products_per_s(torch.device("cpu"))
-    assert single > 0 and half > 0
-    assert precision.products_per_s(torch.device("cpu")) == (single, half)
 
 
 def test_tf32_is_float32_on_a_cpu() -> None:

@@ -55,7 +55,9 @@ def test_the_actor_acts_in_numpy_as_in_torch(action_space: spaces.Space[Any]) ->
     learner.update(make_batch(action_space, 1))
     policy.load_weights(learner.weights())
     actor = learner.module.make_actor()
-    np.testing.assert_allclose(actor(rows), learner.module(torch.from_numpy(rows)).detach(), atol=1e-6)
+    np.testing.assert_allclose(
+        actor(rows), learner.module.action_parameters(torch.from_numpy(rows)).detach(), atol=1e-6
+    )
     noise = keyed_noise(policy.noise, seed=0, env_ids=np.arange(20), first_step=0, num_steps=1)[0]
     actions, _ = policy.act(rows, noise)
     assert all(action_space.contains(action) for action in actions)
@@ -292,7 +294,7 @@ def test_your_own_networks_learn_what_the_default_ones_do(
     again.load_state_dict(own.state_dict())
     assert torch.equal(networks(again), networks(own))
     obs = chunk.obs[0] if not masked else {name: part[0] for name, part in chunk.obs.items()}
-    wanted = default.module.make_actor()(obs)
+    wanted = default.module.action_parameters(default.module.encode(obs)).detach().numpy()
     np.testing.assert_allclose(own.module.make_actor()(renamed(obs)), wanted, atol=1e-4)
     if action_space is DISCRETE:
         actions = GreedyModule(own.module.float(), space)(*map(torch.as_tensor, tree_leaves(renamed(obs))))

@@ -40,7 +40,7 @@ def test_it_acts_as_the_module_and_takes_any_number_of_leading_axes(
     action_space: spaces.Space[Any], observation_space: spaces.Space[Any]
 ) -> None:
     config = PPOConfig(network=refer(own_parts.two_heads))
-    module = make_module(observation_space, action_space, config, False)
+    module = make_module(observation_space, action_space, config)
     obs = draw(observation_space, 6)
     params, value = module(module.encode(obs))
     assert value.shape == (6,)
@@ -66,7 +66,7 @@ def test_it_acts_as_the_module_and_takes_any_number_of_leading_axes(
     ],
 )
 def test_a_network_that_later_returns_something_else_is_named(changed: Any, got: str) -> None:
-    module = make_module(BOX, ACTIONS["discrete"], PPOConfig(network=refer(own_parts.two_heads)), False)
+    module = make_module(BOX, ACTIONS["discrete"], PPOConfig(network=refer(own_parts.two_heads)))
     module.net.register_forward_hook(lambda net, args, outputs: changed(*outputs))
     with pytest.raises(ConfigError, match=rf"returned {got} for 6 observations.* shape \(6, 4\) and \(6,\)"):
         module(module.encode(draw(BOX, 6)))
@@ -84,7 +84,7 @@ def test_the_parts_of_a_dict_may_have_any_order_and_number_of_axes() -> None:
             out = self.layer(torch.cat([obs["far"], obs["wide"].flatten(1)], -1))
             return out[:, :4], out[:, 4]
 
-    module = make_module(space, ACTIONS["discrete"], PPOConfig(network=refer(lambda *args: Net())), False)
+    module = make_module(space, ACTIONS["discrete"], PPOConfig(network=refer(lambda *args: Net())))
     drawn = draw(space, 6)
     obs = {key: drawn[key] for key in space.spaces}
     params, value = module(module.encode(obs))
@@ -106,7 +106,7 @@ def test_a_dict_observation_reaches_the_module_in_its_own_dtypes() -> None:
             return super().forward(torch.cat([obs["far"], obs["sight"].flatten(1), one], -1))
 
     config = IMPALAConfig(network=refer(lambda o, a, c: Net(o, a)))
-    module = make_module(space, spaces.Discrete(2), config, False)
+    module = make_module(space, spaces.Discrete(2), config)
     obs = draw(space, 4)
     lead = tree_map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[1:]), obs)
     assert module(module.encode(lead))[0].shape == (2, 2, 2)
@@ -115,7 +115,7 @@ def test_a_dict_observation_reaches_the_module_in_its_own_dtypes() -> None:
 def test_initial_weights_depend_on_the_seed_alone() -> None:
     def weights(seed: int) -> Any:
         config = PPOConfig(network=refer(own_parts.two_heads), seed=seed)
-        return flat_weights(make_module(BOX, spaces.Discrete(2), config, False))
+        return flat_weights(make_module(BOX, spaces.Discrete(2), config))
 
     torch.manual_seed(3)
     first, expected = weights(1), torch.random.get_rng_state()
@@ -138,8 +138,9 @@ class Detached(own_parts.TwoHeads):
     [
         (own_parts.too_many_outputs, r"shape \(3, 7\) .*shape \(3, 2\)"),
         (own_parts.no_parameters, "None of the 0 parameters"),
-        (own_parts.not_picklable, "can't be pickled.*lock"),
-        (lambda o, a, c: torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(3, 3)), "Do in forward"),
+        (own_parts.not_picklable, "can't be copied.*lock"),
+        (lambda o, a, c: torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(3, 3)), "Compute in forward"),
+        (lambda o, a, c: torch.nn.utils.spectral_norm(torch.nn.Linear(3, 3)), "Compute in forward"),
         (lambda: torch.nn.Linear(3, 2), "raised TypeError.*observation space, action space, settings"),
         (own_parts.no_module, "returned function.*torch.nn.Module"),
         (own_parts.raises, r"Linear raised RuntimeError.*\(3, 3, 'torch.float32'\)"),
@@ -151,7 +152,7 @@ class Detached(own_parts.TwoHeads):
 )
 def test_a_network_that_cannot_work_is_refused(function: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        make_module(BOX, spaces.Discrete(2), PPOConfig(network=refer(function)), False)
+        make_module(BOX, spaces.Discrete(2), PPOConfig(network=refer(function)))
 
 
 def _with_buffer(module: torch.nn.Module, number: int) -> torch.nn.Module:
@@ -163,7 +164,7 @@ def _with_buffer(module: torch.nn.Module, number: int) -> torch.nn.Module:
 def test_what_is_no_tensor_is_refused(part: spaces.Space[Any]) -> None:
     config = PPOConfig(network=refer(lambda o, a, c: torch.nn.Linear(3, 2)))
     with pytest.raises(ConfigError, match="space has the part"):
-        make_module(spaces.Dict({"a": BOX, "b": part}), spaces.Discrete(2), config, False)
+        make_module(spaces.Dict({"a": BOX, "b": part}), spaces.Discrete(2), config)
 
 
 def test_floats_are_normalised_before_an_own_network_sees_them() -> None:
@@ -176,8 +177,8 @@ def test_floats_are_normalised_before_an_own_network_sees_them() -> None:
             found.update(obs)
             return super().forward(obs["far"].flatten(1))
 
-    config = PPOConfig(network=refer(lambda o, a, c: Net(o["far"], a)))
-    module = make_module(space, spaces.Discrete(2), config, True)
+    config = PPOConfig(network=refer(lambda o, a, c: Net(o["far"], a)), normalize_obs=True)
+    module = make_module(space, spaces.Discrete(2), config)
     assert module.obs_mean is not None and module.obs_scale is not None and len(module.obs_mean) == 4
     module.obs_mean.copy_(torch.arange(4))
     module.obs_scale.fill_(0.5)
@@ -188,7 +189,7 @@ def test_floats_are_normalised_before_an_own_network_sees_them() -> None:
     np.testing.assert_allclose(found["far"], expected, rtol=1e-5)
     assert found["which"].dtype == torch.int64
     np.testing.assert_allclose(module.make_actor()(obs), params.detach(), atol=1e-6)
-    np.testing.assert_array_equal(module.encoder(obs), obs["observation"]["far"].reshape(3, 4).astype(np.float32))
+    np.testing.assert_array_equal(module.encoder(obs), obs["observation"]["far"].reshape(3, 4))
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu", "elu", "gelu"])
@@ -214,7 +215,7 @@ def test_numpy_computes_what_the_default_network_computes(
 
 
 def test_the_initial_standard_deviation_is_a_setting() -> None:
-    module = make_module(BOX, ACTIONS["box"], PPOConfig(log_std_init=-1.5), False)
+    module = make_module(BOX, ACTIONS["box"], PPOConfig(log_std_init=-1.5))
     assert module.make_actor()(draw(BOX, 1))[0, 2:].tolist() == [-1.5, -1.5]
 
 
@@ -222,7 +223,7 @@ def test_the_initial_standard_deviation_is_a_setting() -> None:
 @pytest.mark.parametrize("shape", [(32, 32, 3), (3, 32, 32), (10, 10, 1), (84, 84, 3), (4, 84, 84), (8, 9, 7)])
 def test_images_of_any_size_are_read_by_a_cnn(cnn: Any, shape: tuple[int, ...]) -> None:
     space = spaces.Box(0, 255, shape, np.uint8)
-    module = make_module(space, spaces.Discrete(2), PPOConfig(cnn=cnn), False)
+    module = make_module(space, spaces.Discrete(2), PPOConfig(cnn=cnn))
     assert len(module.cnns) == 1
     obs = draw(space, 2)
     np.testing.assert_allclose(module.make_actor()(obs), module(module.encode(obs))[0].detach(), atol=1e-6)

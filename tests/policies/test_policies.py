@@ -16,18 +16,21 @@ import torch
 from gymnasium import spaces
 from gymnasium.spaces.utils import flatten
 from gymnasium.vector.utils import batch_space, iterate
+from helpers import own_parts
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
 from rayvec.data import tree_leaves, tree_map
 from rayvec.errors import ConfigError
-from rayvec.policies.actors import masked_logits
 from rayvec.policies.distributions import Categorical, Distribution, make_distribution
-from rayvec.policies.encoders import make_encoder
+from rayvec.policies.encoders import leaf_spaces, make_encoder
+from rayvec.policies.masks import masked
 from rayvec.policies.networks import ActorCritic, flat_weights, make_actor_critic
 from rayvec.policies.noise import keyed_noise
+from rayvec.policies.own_network import OwnActorCritic
 from rayvec.policies.policy import Policy
+from rayvec.policies.recurrent import make_recurrent_actor_critic
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 ACTION_SPACES: dict[str, spaces.Space[Any]] = {
@@ -175,9 +178,9 @@ def test_choices_stay_allowed_and_in_the_space_where_a_network_diverges(logit: f
     for deterministic in (True, False):
         draw = distribution.mode if deterministic else lambda rows: distribution.sample(rows, np.full((1, 2), 0.99))
         assert space.contains(distribution.action(draw(params)[0])[0])
-        masked = masked_logits(params, {"action_mask": mask}, distribution)
-        assert distribution.action(draw(masked)[0]).tolist() == [[1, 0]]
-    logp, entropy = distribution.logp_entropy(torch.from_numpy(masked), torch.tensor([[1, 0]]))
+        open_params = masked(params, mask != 0)
+        assert distribution.action(draw(open_params)[0]).tolist() == [[1, 0]]
+    logp, entropy = distribution.logp_entropy(torch.from_numpy(open_params), torch.tensor([[1, 0]]))
     assert logp.item() == entropy.item() == 0
 
 
@@ -353,7 +356,7 @@ def test_buffers_travel_with_the_weights() -> None:
         np.testing.assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("space", [spaces.Box(0, 9, (2,), np.int64), spaces.Text(3), spaces.Dict(a=BOX)])
+@pytest.mark.parametrize("space", [spaces.Box(0, 9, (2,), np.int64), spaces.Text(3), spaces.Dict(a=spaces.Text(3))])
 def test_actions_without_a_distribution_are_refused(space: spaces.Space[Any]) -> None:
     with pytest.raises(ConfigError, match=r"The action space is .*Discrete, MultiDiscrete"):
         make_actor_critic(BOX, space)
@@ -494,3 +497,105 @@ def test_initial_weights_are_orthogonal_and_depend_on_the_seed_alone() -> None:
     np.testing.assert_array_equal(flat_weights(module), again)
     assert (again != other).any()
     assert isinstance(module, ActorCritic) and module.value(module.encode(np.ones((5, 3)))).shape == (5,)
+
+
+HYBRID = spaces.Dict(
+    gear=spaces.Discrete(3, start=1),
+    lamps=spaces.MultiBinary(2),
+    wheel=spaces.Box(-2, 2, (2,), np.float32),
+    who=spaces.Tuple([spaces.MultiDiscrete([2, 4]), spaces.Box(0, 100, (1,), np.float64)]),
+)
+
+
+def test_a_product_is_its_parts() -> None:
+    """Its probabilities are products, its actions are in the space, and its constants are the last parameters."""
+    whole = make_distribution(HYBRID, scaled=True)
+    parts = [make_distribution(leaf, scaled=True) for _, leaf in leaf_spaces(HYBRID)]
+    assert (whole.num_params, whole.num_constants) == (3 + 4 + 4 + 6 + 2, 3)
+    params = draw_params(whole, 200)
+    sample, acting_logp = whole.sample(params, draw_noise(whole, 200))
+    for action in iterate(batch_space(HYBRID, 200), whole.action(sample)):
+        assert action in HYBRID
+    outputs, constants = np.split(params, [16], axis=-1)
+    expected_logp, expected_entropy = torch.zeros(200), torch.zeros(200)
+    for part in parts:
+        free = part.num_params - part.num_constants
+        own = np.concatenate([outputs[:, :free], constants[:, : part.num_constants]], -1)
+        outputs, constants = outputs[:, free:], constants[:, part.num_constants :]
+        drawn = torch.from_numpy(sample[:, : part.noise.lanes])
+        sample = sample[:, part.noise.lanes :]
+        drawn = drawn.long() if isinstance(part, Categorical) else drawn
+        logp, entropy = part.logp_entropy(torch.from_numpy(own), drawn)
+        expected_logp, expected_entropy = expected_logp + logp, expected_entropy + entropy
+    np.testing.assert_allclose(acting_logp, expected_logp, atol=1e-4)
+    sample, _ = whole.sample(params, draw_noise(whole, 200))
+    logp, entropy = whole.logp_entropy(torch.from_numpy(params), torch.from_numpy(sample))
+    torch.testing.assert_close(logp, expected_logp, atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=0)
+    assert (whole.mode(params)[1] >= acting_logp).all()
+
+
+def test_normal_parts_of_a_product_have_the_mean_and_deviation_they_should() -> None:
+    distribution, count = make_distribution(spaces.Tuple([BOX, spaces.Discrete(2)])), 20_000
+    params = np.repeat(np.array([[0.5, -2.0, 3.0, 0.0, 0.0, 0.0, -1.0, 1.0]], np.float32), count, 0)
+    sample, _ = distribution.sample(params, draw_noise(distribution, count))
+    std = np.exp(params[0, 5:])
+    assert (np.abs(sample[:, :3].mean(0) - params[0, :3]) < 4 * std / math.sqrt(count)).all()
+    assert (np.abs(sample[:, :3].std(0) / std - 1) < 4 / math.sqrt(2 * count)).all()
+    assert abs(sample[:, 3].mean() - 0.5) < 4 * 0.5 / math.sqrt(count)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_mask_applies_to_the_discrete_parts_of_a_product(deterministic: bool) -> None:
+    """Its numbers are those of "gear" and then those of "who"."""
+    space = spaces.Dict(observation=BOX, action_mask=spaces.MultiBinary(9))
+    module = perturbed(make_actor_critic(space, HYBRID, (8,), masked=True))
+    mask = np.tile(np.array([0, 1, 0, 1, 0, 0, 0, 1, 0], np.int8), (50, 1))
+    obs = {"observation": np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32), "action_mask": mask}
+    for policy in (Policy(module, deterministic=deterministic), Policy(module, random_start=not deterministic)):
+        noise = keyed_noise(policy.noise, seed=0, env_ids=np.arange(50), first_step=0, num_steps=1)[0]
+        act, extras = policy.act(obs, noise)
+        assert (act["gear"] == 2).all() and (act["who"][0] == [0, 2]).all()
+        assert len(np.unique(act["lamps"], axis=0)) > 1 or deterministic
+    with torch.no_grad():
+        params = module.action_parameters(module.encode(obs))
+    policy = Policy(module, deterministic=deterministic)
+    act, extras = policy.act(obs, draw_noise(module.distribution, 50)[:, : policy.noise.lanes])
+    logp, entropy = module.distribution.logp_entropy(params, torch.from_numpy(extras["raw_act"]))
+    np.testing.assert_allclose(extras["logp"], logp, atol=2e-5)
+    assert entropy.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_scaled_actions_reach_their_finite_bounds(dtype: Any) -> None:
+    space = spaces.Box(np.array([0, -1, 5, 100], dtype), np.array([100, 1, np.inf, 104], dtype), dtype=dtype)
+    distribution = make_distribution(space, scaled=True)
+    ends = np.array([[-1, -1, -1, -1], [0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 7, 2]], np.float32)
+    assert distribution.action(ends).tolist() == [[0, -1, 5, 100], [50, 0, 5, 102], [100, 1, 5, 104], [100, 1, 7, 104]]
+    assert make_distribution(space).action(ends).tolist()[2] == [1, 1, 5, 100]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+@pytest.mark.parametrize("kind", ["numpy", "recurrent", "own"])
+def test_numbers_far_from_0_keep_their_digits_where_they_are_normalised(dtype: Any, kind: str) -> None:
+    """float32 has no digit left for what tells them apart."""
+    low, offset = (-np.inf, 2.0**31) if dtype is np.float64 else (-(2**62), 2**50)
+    space = spaces.Box(low, -low, (2,), dtype)
+    obs = (offset + np.arange(8).reshape(4, 2)).astype(dtype)
+    if kind == "recurrent":
+        module: Any = make_recurrent_actor_critic(space, BOX, (8,), normalize_obs=True)
+    elif kind == "own":
+        space = spaces.Box(low, -low, (2,), np.float64)
+        module = OwnActorCritic(own_parts.TwoHeads(space, BOX), space, make_distribution(BOX), normalize_obs=True)
+        obs = obs.astype(np.float64)
+    else:
+        module = make_actor_critic(space, BOX, (8,), normalize_obs=True)
+    module.obs_mean.copy_(torch.tensor([offset + 3, offset + 4], dtype=torch.float64))
+    module.obs_scale.fill_(0.5)
+    expected = torch.from_numpy((np.arange(8).reshape(4, 2) - [3, 4]) * 0.5).float()
+    torch.testing.assert_close(module.encode(obs), expected)
+    policy = Policy(module, deterministic=True)
+    policy.load_weights(flat_weights(module))
+    with torch.no_grad():
+        params = module.action_parameters(module.encode(obs))
+    np.testing.assert_allclose(policy.act(obs, np.zeros((4, 0)))[1]["raw_act"], params[:, :3], atol=1e-5)

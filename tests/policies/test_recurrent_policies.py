@@ -1,11 +1,8 @@
-"""Policies with a hidden state: in NumPy as in torch, without torch where they act, with states that callers keep."""
+"""Policies with a hidden state: they act as the network computes, also from states that callers keep."""
 
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -13,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.actor_critic_kit import BOX, DISCRETE, FAR, MIXED, OBS, SIGHT, draw_obs, perturb
+from helpers.actor_critic_kit import BOX, DISCRETE, MIXED, OBS, SIGHT, draw_obs, perturb
 from torch import nn
 
 from rayvec.data import tree_map
@@ -59,13 +56,13 @@ def test_the_actor_computes_what_the_network_does(kind: str, space: Any, act: An
     perturb(module, 0.1)
     if module.obs_mean is not None:
         module.obs_mean.fill_(0.5)
-    actor = Policy(module)._actor.actor  # type: ignore[attr-defined]
+    actor = module.make_actor()
     state, expected = actor.initial_state(K), torch.zeros(K, module.cell.state_size)
     assert state.shape == expected.shape
     rng = np.random.default_rng(0)
     for _ in range(4):
         obs = draw_obs(space, rng, K)
-        params, state = actor(obs, state)
+        params, state = actor.step(obs, state)
         with torch.no_grad():
             expected = module.next_state(module.encode(obs), expected)
             torch.testing.assert_close(torch.from_numpy(params), module.heads(expected)[0], atol=2e-6, rtol=1e-5)
@@ -168,21 +165,6 @@ def test_weights_are_loaded_and_states_stay() -> None:
             policy.load_weights(wrong)
     with pytest.raises(ConfigError, match="weights have shape"):
         Policy(make(obs=SIGHT)).load_weights(flat_weights(module))
-
-
-def test_it_acts_without_torch(tmp_path: Path) -> None:
-    for name in ("gru", "lstm"):
-        (tmp_path / name).write_bytes(cloudpickle.dumps(Policy(make(name, FAR, BOX, normalize_obs=True))))
-    code = (
-        "import pickle, sys, numpy as np\n"
-        "for name in sys.argv[1:]:\n"
-        "    policy = pickle.load(open(name, 'rb'))\n"
-        "    for _ in range(3):\n"
-        "        policy.act(np.ones((2, 3), np.float32), np.zeros((2, 2)))\n"
-        "    policy.begin_episodes(np.array([0]))\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code, *(str(tmp_path / name) for name in ("gru", "lstm"))], check=True)
 
 
 def test_large_numbers_do_not_overflow() -> None:

@@ -51,7 +51,7 @@ def make_module(kind: Any = "gru", seed: int = 0) -> RecurrentActorCritic:
 
 def assert_states_follow(module: RecurrentActorCritic, chunks: Sequence[Chunk]) -> int:
     """Replays every environment alone; returns how many episodes ended. All begin an episode with the first chunk."""
-    actor = module.make_actor().actor
+    actor = module.make_actor()
     count = 0
     for n in range(N):
         state = actor.initial_state(1)
@@ -63,7 +63,7 @@ def assert_states_follow(module: RecurrentActorCritic, chunks: Sequence[Chunk]) 
             for t in range(chunk.num_steps):
                 if t in starts:
                     np.testing.assert_allclose(chunk.states[starts.index(t), n], state[0], atol=2e-6)
-                params, state = actor(chunk.obs[t, n][None], state)
+                params, state = actor.step(chunk.obs[t, n][None], state)
                 if chunk.valid[t, n]:
                     chosen = params[0] - np.log(np.exp(params[0]).sum())
                     assert chunk.extras["logp"][t, n] == pytest.approx(chosen[chunk.act[t, n]], abs=5e-6)
@@ -102,12 +102,12 @@ def test_states_outlive_new_weights_and_end_with_the_episode(make: Make, inferen
     second = collector.collect(n_step=N * 8).chunks[0]
     running = np.flatnonzero(~first.done[-1])
     assert np.abs(second.states[0, running]).min(0).max() > 0
-    actor = module.make_actor().actor
+    actor = module.make_actor()
     for n in running.tolist():
         began = int(np.flatnonzero([True, *first.done[:, n]])[-1])
         state = actor.initial_state(1)
         for t in range(began, 8):
-            state = actor(first.obs[t, n][None], state)[1]
+            state = actor.step(first.obs[t, n][None], state)[1]
         np.testing.assert_allclose(second.states[0, n], state[0], atol=2e-6)
 
     collector.reset(seed=9)
@@ -240,7 +240,7 @@ def test_a_callable_with_any_attributes_may_act_again(make: Make, inference: Any
 def assert_steps_of(module: RecurrentActorCritic, chunk: Chunk) -> None:
     """Of the first step: the module acted, from a state that is not empty."""
     assert chunk.states[0].any()
-    params = module.make_actor().actor(chunk.obs[0], chunk.states[0])[0]
+    params = module.make_actor().step(chunk.obs[0], chunk.states[0])[0]
     logp = params - np.log(np.exp(params).sum(1, keepdims=True))
     np.testing.assert_allclose(chunk.extras["logp"][0], logp[np.arange(N), chunk.act[0]], atol=5e-6)
 

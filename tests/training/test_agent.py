@@ -22,7 +22,7 @@ from rayvec.config.references import refer
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.policies.networks import flat_weights
 from rayvec.training.agent import Agent
-from rayvec.training.evaluation import evaluate_run, greedy_policy
+from rayvec.training.evaluation import greedy_policy
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS, make_env, make_learner
 from rayvec.training.saved_spaces import space_from_plain, space_to_plain
@@ -82,7 +82,7 @@ def leaves_of(batch: Any) -> dict[str, np.ndarray]:
     if not isinstance(batch, dict | tuple):
         return {"obs": batch}
     items = batch.items() if isinstance(batch, dict) else enumerate(batch)
-    return {str(key): part.astype(np.float32) if part.dtype == np.float64 else part for key, part in items}
+    return {str(key): part for key, part in items}
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
@@ -106,8 +106,6 @@ def test_an_agent_with_memory_returns_its_state(cell: Any) -> None:
     with pytest.raises(ConfigError, match="hidden state is"):
         agent.predict(obs[0], "left")
     np.testing.assert_array_equal(agent.predict(obs[0], state[0].tolist())[1], agent.predict(obs[0], state[0])[1])
-    with pytest.raises(ConfigError, match="without memory"):
-        agent.export("policy.onnx")
 
 
 @every_kind
@@ -345,18 +343,6 @@ def test_arrays_without_numbers_are_exported(observed: Any, acted: Any, tmp_path
     seen = {each.name for each in session.get_inputs()}  # without an array that has no numbers
     inputs = {name: part for name, part in leaves_of(obs).items() if name in seen}
     np.testing.assert_array_equal(session.run(["action"], inputs)[0], agent.predict(obs))
-
-
-def test_no_warning_of_bf16_where_a_policy_only_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It acts in float32: the warning is about the learner."""
-    monkeypatch.setattr("rayvec.policies.precision.products_per_s", lambda device: (2.0, 1.0))
-    settings = {"total_steps": 64, "eval_episodes": 1, "eval_interval_steps": 64, "precision": "bf16"}
-    with pytest.warns(RuntimeWarning, match="bf16") as caught:
-        run_dir = rayvec.train(tiny(tmp_path / "a", **settings)).run_dir
-    assert len([each for each in caught if "bf16" in str(each.message)]) == 1
-    agent = rayvec.load(run_dir)
-    assert agent.module.precision == "float32"
-    evaluate_run(run_dir, num_episodes=1)
 
 
 class Loops(own_parts.TwoHeads):

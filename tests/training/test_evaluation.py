@@ -205,3 +205,35 @@ def test_the_longest_episode_of_an_evaluation() -> None:
     assert PPOConfig(env_kwargs={"max_episode_steps": 60_000}).longest_eval_episode(500) == 60_000
     without = PPOConfig(env_kwargs={"max_episode_steps": -1})
     assert without.longest_eval_episode(500) == 50_000 and without.num_eval_episodes(500) == 100
+
+
+class Drifting(gymnasium.Env[Any, Any]):
+    """Observations far from 0, whose statistics take long to settle."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.np_random.normal(500, 100, 2).astype(np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        return self.np_random.normal(500, 100, 2).astype(np.float32), float(action[0]), False, self.steps == 8, {}
+
+
+@pytest.mark.parametrize("of_rewards", [False, True], ids=["obs", "reward"])
+def test_statistics_of_wrappers_are_warned_of_and_new_in_each_evaluation(tmp_path: Path, of_rewards: bool) -> None:
+    wrapper = gymnasium.wrappers.NormalizeReward if of_rewards else gymnasium.wrappers.NormalizeObservation
+
+    def make() -> gymnasium.Env[Any, Any]:
+        return wrapper(Drifting())
+
+    config = tiny(tmp_path / "a", total_steps=256, learning_rate=0.1, **{**EVALUATED, "eval_episodes": 6})
+    setting = "normalize_reward" if of_rewards else "normalize_obs"
+    with pytest.warns(UserWarning, match=f"running statistics.*{setting}=True"):
+        result = rayvec.train(config, env=make)
+    with pytest.warns(UserWarning, match="running statistics"):
+        again = evaluate_run(tmp_path / "a", num_episodes=6, env=make)
+    assert again.return_mean == pytest.approx(result.eval_return_mean, abs=1e-9)
