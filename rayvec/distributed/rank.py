@@ -84,11 +84,11 @@ class Rank:
     def prepare(self) -> tuple[int, str | None]:
         """Returns the process of this rank, and the path of the memory through which all ranks sum, if they do so."""
         check_device(self._device)
-        place = self._placement
-        is_shared = place.size > 1 and place.num_nodes == 1 and self._device == "cpu" and can_share_memory()
-        if place.rank or not is_shared:
+        placement = self._placement
+        is_shared = placement.size > 1 and placement.num_nodes == 1 and self._device == "cpu" and can_share_memory()
+        if placement.rank or not is_shared:
             return os.getpid(), None
-        block = SharedMemoryRanks(0, place.size, timeout_s=self._timeout_s)
+        block = SharedMemoryRanks(0, placement.size, timeout_s=self._timeout_s)
         self._ranks = block
         return os.getpid(), block.path
 
@@ -100,13 +100,13 @@ class Rank:
             path: Of the memory of rank 0, if ranks sum in it.
             make: Pickled function of this rank's `Ranks` that returns the object.
         """
-        place, timeout_s = self._placement, self._timeout_s
-        if path is not None and place.rank:
-            self._ranks = SharedMemoryRanks(place.rank, place.size, path, timeout_s=timeout_s)
-        elif path is None and place.size > 1:
+        placement, timeout_s = self._placement, self._timeout_s
+        if path is not None and placement.rank:
+            self._ranks = SharedMemoryRanks(placement.rank, placement.size, path, timeout_s=timeout_s)
+        elif path is None and placement.size > 1:
             store = make_store(timeout_s)
             self._ranks = CollectiveRanks(
-                place.rank, place.size, store, host=place.host, device=self._device, timeout_s=timeout_s
+                placement.rank, placement.size, store, host=placement.host, device=self._device, timeout_s=timeout_s
             )
         self._object = pickle.loads(make)(self._ranks)
 

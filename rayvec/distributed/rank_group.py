@@ -137,8 +137,8 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
         """
         if not self._ranks:
             raise LearnerError("RankGroup has ended: it was closed, or a rank was lost. Make a new one.")
-        everyone = args or [()] * len(self._ranks)
-        return [self._host.call(rank, name, *each) for rank, each in zip(self._ranks, everyone, strict=True)]
+        for_each_rank = args or [()] * len(self._ranks)
+        return [self._host.call(rank, name, *each) for rank, each in zip(self._ranks, for_each_rank, strict=True)]
 
     def gather(self, calls: Sequence[Any], limit_s: float = math.inf) -> list[Any]:
         """Waits for calls that `post` returned; returns their results.

@@ -19,10 +19,10 @@ from rayvec.errors import ConfigError, counted
 __all__ = ["NodeCapacity", "RankNodes", "ResourceRequest", "capacities", "find_placements", "place_ranks", "rank_share"]
 
 _PLACE_S = 10.0
-_LOOK_AGAIN_S = 0.25
+_POLL_INTERVAL_S = 0.25
 _JOIN_TIMEOUT_S = 3.0
 """How long a node that has just joined may take to answer, or to have its cores shown as free."""
-_LOOK_S = 1.0
+_NODES_INTERVAL_S = 1.0
 """How often nodes that joined or leave are looked for."""
 _WAIT_S = 300.0
 _WAIT_AGAIN_S = 8.0
@@ -143,7 +143,7 @@ def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = F
         try:
             nodes = capacities(request)
             if fewer and time.monotonic() < spread_by and _waits_for_spread(nodes, num_ranks, request):
-                time.sleep(_LOOK_AGAIN_S)
+                time.sleep(_POLL_INTERVAL_S)
                 continue
             return place_ranks(nodes, num_ranks, request.num_nodes, remedy)
         except ConfigError:
@@ -157,7 +157,7 @@ def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = F
                 return place_ranks(nodes, room)
             if is_late:
                 raise
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def rank_share(
@@ -180,10 +180,10 @@ def rank_share(
     request = ResourceRequest(0 if is_restart else 1, 0)  # with 0, all cores of a node count
     needed = 1 if is_restart else num_nodes or 1
 
-    def look() -> list[NodeCapacity]:
+    def count_free() -> list[NodeCapacity]:
         return sorted((node for node in capacities(request) if node.capacity), key=lambda node: -node.capacity)
 
-    free = look_until(look, lambda free: len(free) >= needed, _JOIN_TIMEOUT_S)
+    free = look_until(count_free, lambda free: len(free) >= needed, _JOIN_TIMEOUT_S)
     count = min(num_ranks, num_nodes or len(free), len(free))
     if len(free) < needed:
         raise ConfigError(
@@ -254,7 +254,7 @@ class RankNodes:
         self._cores.update((node.node_id, node.cpus) for node in chosen if node.node_id not in self._cores)
         self.node_ids = tuple(node.node_id for node in chosen)
         self.num_ranks = max(1, num_learners * len(chosen) // self._high)
-        self._next_look_s = time.monotonic() + _LOOK_S
+        self._next_read_s = time.monotonic() + _NODES_INTERVAL_S
         self._has_changed = False
 
     def workers_per_rank(self, workers_per_node: int | None) -> int:
@@ -270,13 +270,13 @@ class RankNodes:
         Args:
             used: Ids of the nodes that ranks are on; the chosen ones may have had no room.
         """
-        if not self._has_changed and time.monotonic() >= self._next_look_s:
+        if not self._has_changed and time.monotonic() >= self._next_read_s:
             found = capacities(self._request)
             chosen = {node.node_id for node in self._choose(found)}
             alive = {node.node_id for node in found}
             is_enough = len(chosen) >= self._low and alive.issuperset(used)
             self._has_changed = is_enough and chosen != alive.intersection(self.node_ids)
-            self._next_look_s = time.monotonic() + _LOOK_S
+            self._next_read_s = time.monotonic() + _NODES_INTERVAL_S
         return self._has_changed
 
     def _choose(self, found: Sequence[NodeCapacity]) -> list[NodeCapacity]:

@@ -68,7 +68,7 @@ def split_state(
     if rank_local is None and own:
         rank_local = [own]
     if rank_local is not None and len(rank_local) != num_ranks:
-        kept, count = ", ".join(rank_local[0]), len(rank_local)
-        logger.warning("the %s of %s does not fit %d, and refills", kept, counted(count, "rank"), num_ranks)
+        names_of_parts, count = ", ".join(rank_local[0]), len(rank_local)
+        logger.warning("the %s of %s does not fit %d, and refills", names_of_parts, counted(count, "rank"), num_ranks)
         rank_local = None
     return shared, rank_local or [{}] * num_ranks

@@ -21,7 +21,7 @@ from rayvec.pools.base import Cut
 
 __all__ = ["Arrivals", "SharedArrivals", "Stragglers"]
 
-_LOOK_S = 0.001
+_POLL_INTERVAL_S = 0.001
 
 
 class Arrivals(Protocol):
@@ -141,4 +141,4 @@ class Stragglers:
         """
         self._arrivals.arrive(self._iteration)
         while not self._arrivals.have_arrived(self._iteration, self._size):
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)

@@ -16,7 +16,7 @@ from rayvec.errors import RankLostError
 
 __all__ = ["RayArrivals", "start_counter"]
 
-_LOOK_S = 0.005
+_POLL_INTERVAL_S = 0.005
 
 
 class ArrivalCounter:
@@ -58,7 +58,7 @@ class RayArrivals:
         self._counter = counter
         self._asked = (0, 0)
         self._answer: Any = None
-        self._look_at_s = 0.0
+        self._next_poll_s = 0.0
 
     def arrive(self, iteration: int) -> None:
         """See :class:`~rayvec.distributed.stragglers.Arrivals`."""
@@ -68,8 +68,8 @@ class RayArrivals:
         """See :class:`~rayvec.distributed.stragglers.Arrivals`."""
         if (iteration, count) != self._asked:
             self._asked, self._answer = (iteration, count), self._counter.until.remote(iteration, count)
-        if self._answer is not None and time.monotonic() >= self._look_at_s:
-            self._look_at_s = time.monotonic() + _LOOK_S
+        if self._answer is not None and time.monotonic() >= self._next_poll_s:
+            self._next_poll_s = time.monotonic() + _POLL_INTERVAL_S
             if ray.wait([self._answer], timeout=0)[0]:
                 try:
                     self._answer = ray.get(self._answer)

@@ -116,9 +116,9 @@ def global_range(ranks: Ranks, count: int) -> tuple[range, int]:
 def gather_values(ranks: Ranks, values: NDArray[Any]) -> NDArray[Any]:
     """Returns the values ``[n]`` of all ranks one after another; each has any number of them."""
     rows, total = global_range(ranks, len(values))
-    everyone = np.zeros(total, values.dtype)
-    everyone[rows.start : rows.stop] = values
-    return ranks.sum_(torch.from_numpy(everyone)).numpy()
+    gathered = np.zeros(total, values.dtype)
+    gathered[rows.start : rows.stop] = values
+    return ranks.sum_(torch.from_numpy(gathered)).numpy()
 
 
 def global_moments(

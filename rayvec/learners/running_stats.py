@@ -183,7 +183,7 @@ class ReturnScale:
             rows, total = env_ids, 1 + int(env_ids.max(initial=-1))
         missing = max(0, total - len(self._returns))
         before = np.concatenate([self._returns.numpy(), np.zeros(missing)])
-        everyone = before.copy() if ranks.size == 1 else np.zeros_like(before)
+        shared = before.copy() if ranks.size == 1 else np.zeros_like(before)
         returns = np.zeros(rew.shape)
         num_steps = (len(rew) - valid[::-1].argmax(0)) * valid.any(0)  # after them nothing happened: the chunk was cut
         for columns in _occurrences(rows):
@@ -192,9 +192,9 @@ class ReturnScale:
                 current = np.where(valid[t, columns], self._gamma * running + rew[t, columns], 0.0)
                 returns[t, columns] = current
                 running = np.where(t < num_steps[columns], np.where(done[t, columns], 0.0, current), running)
-            before[rows[columns]] = everyone[rows[columns]] = running
+            before[rows[columns]] = shared[rows[columns]] = running
         own = self._moments.sums(torch.from_numpy(returns[valid])[:, None])
-        sums = ranks.sum_(torch.cat([own, torch.from_numpy(everyone)]))  # one sum and not two
+        sums = ranks.sum_(torch.cat([own, torch.from_numpy(shared)]))  # one sum and not two
         if not sums.isfinite().all():
             _refuse(rew, valid, rows, ranks)
         self._moments.merge(sums[: len(own)])

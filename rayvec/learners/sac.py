@@ -214,8 +214,8 @@ class SACLearner:
         does not read.
         """
         with torch.no_grad():
-            value, _, _ = self._value(self._targets, self._policy, next_obs, noise)
-            target = rew + self.config.gamma * (1 - terminated) * value
+            next_q, logp, alpha = self._expected(self._targets, self._policy, next_obs, noise)
+            target = rew + self.config.gamma * (1 - terminated) * (next_q - alpha * logp)
         q = self._q(critics, obs, act)
         loss = 0.5 * ((q - target).square() @ weight).sum()
         return loss, torch.stack([loss, q.mean(0) @ weight]).detach()
@@ -228,26 +228,28 @@ class SACLearner:
         The actor minimises the expected ``alpha * log pi - min Q`` (arXiv:1812.05905, equation 9; arXiv:1910.07207,
         equation 12), the temperature ``alpha * (entropy - target_entropy)`` (equation 18; 11).
         """
-        value, logp, alpha = self._value(self._critics, policy, obs, noise)
-        actor_loss, entropy = -(value @ weight), -(logp @ weight)
+        q, logp, alpha = self._expected(self._critics, policy, obs, noise)
+        actor_loss = (alpha.detach() * logp - q) @ weight
+        entropy = -(logp @ weight)
         surplus = entropy.detach() - self._target_entropy(obs, weight)
         alpha_loss = (alpha * surplus).sum() if self.config.autotune else 0.0
         return actor_loss + alpha_loss, torch.stack([actor_loss, entropy]).detach()
 
-    def _value(
+    def _expected(
         self, critics: Callable[..., Tensor], policy: Callable[..., Any], obs: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the expected ``min Q - alpha * log pi``, the expected ``log pi``, ``[B]`` each, and alpha, ``[1]``.
+        """Returns the smallest Q and the log-probability of actions of the policy, ``[B]`` each, and alpha, ``[1]``.
 
-        That is equation 3 of arXiv:1812.05905, and 10 of arXiv:1910.07207. Alpha is a constant in the first.
+        Of a Box they are those of a sample (arXiv:1812.05905, equation 3), of a Discrete means (arXiv:1910.07207,
+        equation 10).
         """
         params, alpha = policy(obs)
         if self._is_discrete:
             logp = params.log_softmax(-1)
             q = self._q(critics, obs).amin(0)
-            return (logp.exp() * (q - alpha.detach() * logp)).sum(-1), (logp.exp() * logp).sum(-1), alpha
+            return (logp.exp() * q).sum(-1), (logp.exp() * logp).sum(-1), alpha
         act, logp = self._distribution.rsample(params, noise)
-        return self._q(critics, obs, act).amin(0) - alpha.detach() * logp, logp, alpha
+        return self._q(critics, obs, act).amin(0), logp, alpha
 
     def _q(self, critics: Callable[..., Tensor], obs: Tensor, act: Tensor | None = None) -> Tensor:
         """Returns the values of an action ``[E, B]``, or of all choices ``[E, B, C]``."""

@@ -149,14 +149,14 @@ def cut(
     def by_sequence(steps: Tensor) -> Tensor:  # from [K, B + L, N, ...] to [S, B + L, ...]
         return steps.movedim(2, 0).flatten(0, 1)
 
-    kept = by_sequence(torch.from_numpy(happened)).to(device)
+    happened_here = by_sequence(torch.from_numpy(happened)).to(device)
     index = torch.from_numpy(place).to(device)
 
     def cut_rows(leaf: Tensor) -> Tensor:
         steps = by_sequence(leaf[index])
         if not steps.is_floating_point():
             return steps
-        return steps.masked_fill(~kept.view(*kept.shape, *[1] * (steps.ndim - 2)), 0.0)
+        return steps.masked_fill(~happened_here.view(*happened_here.shape, *[1] * (steps.ndim - 2)), 0.0)
 
     return Sequences(
         tree_map(cut_rows, rows),

@@ -198,6 +198,41 @@ def test_a_reward_that_is_not_finite_is_refused_on_all_ranks() -> None:
 # Action masks
 
 
+@SPACES
+def test_observations_are_normalised_by_moments_of_all_ranks(action_space: spaces.Space[Any]) -> None:
+    """Also of a rank without environments; and a state has the moments."""
+    batches = [make_batch(action_space, seed) for seed in range(4)]
+
+    def work(ranks: ThreadRanks) -> SACLearner:
+        learner = make_learner(action_space, normalize_obs=True)
+        learner.ranks = ranks
+        start, stop = [(0, 2), (2, 2), (2, 4)][ranks.rank]
+        for batch in batches:
+            learner.update(Batch((batch.chunks[0].columns(start, stop),), STATS))
+        return learner
+
+    alone = make_learner(action_space, normalize_obs=True)
+    for batch in batches:
+        alone.update(batch)
+    for each in on_ranks(3, work):
+        torch.testing.assert_close(networks(each), networks(alone), atol=1e-12, rtol=0)
+        np.testing.assert_allclose(each.weights(), alone.weights(), atol=1e-6)
+    seen = np.concatenate([batch.chunks[0].obs.reshape(-1, 3) for batch in batches])
+    np.testing.assert_allclose(alone.module.obs_mean, seen.mean(0, dtype=np.float64), atol=1e-9)
+    np.testing.assert_allclose(alone.module.obs_scale, 1 / seen.std(0, dtype=np.float64), rtol=1e-6)
+    again = make_learner(action_space, normalize_obs=True)
+    again.load_state_dict(alone.state_dict())
+    following = make_batch(action_space, 9)
+    assert again.update(following) == alone.update(following)
+    np.testing.assert_array_equal(again.weights(), alone.weights())
+    policy = Policy(alone.module, deterministic=True)
+    policy.load_weights(alone.weights())
+    rows = following.chunks[0].obs[0]
+    params = alone.module.action_parameters(alone.module.encode(rows)).detach().numpy().astype(np.float32)
+    expected = alone.module.distribution.action(alone.module.distribution.mode(params)[0])
+    np.testing.assert_allclose(policy.act(rows, np.zeros((N, 0)))[0], expected, atol=1e-5)
+
+
 def test_where_everything_is_allowed_it_is_sac_without_masks() -> None:
     plain, masked = make_learner(DISCRETE), SACLearner(MASKED, DISCRETE, make_config(), dtype=torch.float64)
     for seed in range(3):

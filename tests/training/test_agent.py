@@ -49,6 +49,8 @@ KINDS: list[tuple[Any, Any, Any, dict[str, Any]]] = [
     (rayvec.PPOConfig, MASKED, MANY, {"network": refer(own_parts.two_heads)}),
     (rayvec.IMPALAConfig, spaces.Box(0, 255, (6,), np.uint8), FEW, {}),
     (rayvec.SACConfig, VECTOR, TORQUES, {"network": refer(own_parts.actor_and_critics)}),
+    (rayvec.SACConfig, VECTOR, TORQUES, {"normalize_obs": True}),
+    (rayvec.IMPALAConfig, spaces.Box(-(2**40), 2**40, (2,), np.int64), TORQUES, {"normalize_obs": True}),
 ]
 
 
@@ -106,6 +108,34 @@ def test_an_agent_with_memory_returns_its_state(cell: Any) -> None:
     with pytest.raises(ConfigError, match="hidden state is"):
         agent.predict(obs[0], "left")
     np.testing.assert_array_equal(agent.predict(obs[0], state[0].tolist())[1], agent.predict(obs[0], state[0])[1])
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_onnx_of_a_policy_with_memory_takes_and_returns_its_state(cell: Any, tmp_path: Path) -> None:
+    import onnxruntime
+
+    agent = make_agent(rayvec.PPOConfig, VECTOR, FEW, {"recurrent": cell, "recurrent_size": 8, "normalize_obs": True})
+    session = onnxruntime.InferenceSession(agent.export(tmp_path / "policy.onnx"))
+    obs = batch_of(VECTOR, 5)
+    _, state = agent.predict(obs)
+    given = np.zeros_like(state)
+    for step in range(3):
+        actions, given = session.run(["action", "next_state"], {"obs": obs + step, "state": given})
+        expected, state = agent.predict(obs + step, None if step == 0 else state)
+        np.testing.assert_array_equal(actions, expected)
+        np.testing.assert_allclose(given, state, atol=1e-5)
+
+
+def test_an_agent_chooses_several_parts(tmp_path: Path) -> None:
+    parts = spaces.Dict(gear=FEW, torques=TORQUES, flags=spaces.Tuple([spaces.MultiBinary(2)]))
+    agent = make_agent(rayvec.PPOConfig, VECTOR, parts, {})
+    obs = batch_of(VECTOR, 3)
+    for deterministic in (True, False):
+        several = agent.predict(obs, deterministic=deterministic)
+        assert several["torques"].shape == (3, 2) and several["flags"][0].shape == (3, 2)
+        assert agent.predict(obs[0], deterministic=deterministic) in parts
+    with pytest.raises(ConfigError, match="actions are one array"):
+        agent.export(tmp_path / "policy.onnx")
 
 
 @every_kind

@@ -218,3 +218,40 @@ def test_a_rank_that_is_killed_in_an_update_changes_nothing(tmp_path: Path, monk
     weights = [load_run(run.run_dir)[1]["weights"] for run in (undisturbed, result)]
     assert torch.equal(*weights)
     assert result.eval_return_mean == undisturbed.eval_return_mean
+
+
+class Steered(gymnasium.Env[Any, Any]):
+    """The reward is the share of the two parts of an action that are right."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Dict(gear=gymnasium.spaces.Discrete(3), wheel=gymnasium.spaces.Box(0, 10, (1,)))
+
+    def observe(self) -> Any:
+        self.seen = self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        return {"observation": self.seen, "action_mask": np.array([1, 1, self.steps % 2], np.int8)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert action in self.action_space and (action["gear"] < 2 or self.steps % 2)
+        right = (action["gear"] == (self.seen[0] > 0)) + max(0.0, 1 - abs(action["wheel"][0] - 5 - 4 * self.seen[1]))
+        self.steps += 1
+        return self.observe(), float(right) / 2, False, self.steps == 10, {}
+
+
+class MaskedSteered(Steered):
+    observation_space = gymnasium.spaces.Dict(  # type: ignore[assignment]
+        observation=Steered.observation_space, action_mask=gymnasium.spaces.MultiBinary(3)
+    )
+
+
+@pytest.mark.parametrize("kind", ["ppo", "impala"])
+def test_hybrid_actions_are_learned(tmp_path: Path, kind: str) -> None:
+    """Random actions give 3.6; the mask belongs to the choice of a gear."""
+    common: dict[str, Any] = {**HERE, "num_envs": 16, "num_steps": 32, "total_steps": 40_960, "eval_episodes": 8}
+    common |= {"run_dir": tmp_path / "a", "learning_rate": 3e-3, "entropy_coef": 0.0, "gamma": 0.0}
+    config = PPOConfig(**common) if kind == "ppo" else rayvec.IMPALAConfig(**common)
+    assert rayvec.train(config, env=MaskedSteered).eval_return_mean > 6.5
