@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from rayvec.data import Chunk, Tree
 from rayvec.errors import CheckpointError, ConfigError, check_count
 from rayvec.policies.networks import upload
 
-__all__ = ["ReplayBuffer"]
+__all__ = ["ReplayBuffer", "bad_reward"]
 
 _CPU = torch.device("cpu")
 
@@ -137,6 +137,18 @@ class ReplayBuffer:
             columns[name] = _zeros(shape, values.numpy().dtype, self._device)
             columns[name][:used].copy_(values)
         self.columns, self.env_ids, self.sizes, self._heads = columns, env_ids, sizes, heads
+
+
+def bad_reward(chunks: Sequence[Chunk]) -> tuple[int, int, float] | None:
+    """Returns the first reward that a replay can't hold as environment, step and reward; None if there is none."""
+    for number, chunk in enumerate(chunks):
+        with np.errstate(over="ignore"):  # what is too large is to be found, not to be warned of
+            bad = chunk.valid & ~np.isfinite(np.asarray(chunk.rew, np.float32))
+        if bad.any():
+            t, n = np.argwhere(bad)[0]
+            before = sum(len(each.valid) for each in chunks[:number])
+            return int(chunk.env_ids[n]), before + int(t), float(chunk.rew[t, n])
+    return None
 
 
 def _stored(name: str, array: NDArray[Any]) -> NDArray[Any]:

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
-from rayvec.data import Batch, Chunk
+from rayvec.data import Batch
 from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.base import buffers_of, check_buffers, explains_memory, load_buffers, torch_device
 from rayvec.learners.gradient import Gradient, flat_parameters
 from rayvec.learners.minibatches import check_minibatch
 from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks, first_bad_reward, global_range
-from rayvec.learners.replay import ReplayBuffer
+from rayvec.learners.replay import ReplayBuffer, bad_reward
 from rayvec.learners.running_stats import ObsMoments
 from rayvec.learners.sac_networks import is_discrete, make_networks
 from rayvec.policies.networks import flat_weights, to_device, upload
@@ -283,7 +283,7 @@ class SACLearner:
         known = self._replay.env_ids
         is_foreign = known is not None and any(not np.array_equal(known, chunk.env_ids) for chunk in batch.chunks)
         count = sum(int(chunk.valid.sum()) for chunk in batch.chunks)
-        bad = _bad_reward(batch.chunks)
+        bad = bad_reward(batch.chunks)
         news = torch.tensor([count, is_foreign, bad is not None], dtype=torch.int64, device=self._device)
         num_steps, num_foreign, num_bad = self.ranks.sum_(news).tolist()
         if num_bad:
@@ -471,15 +471,3 @@ def _described(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the shapes of a state's networks, the names of its optimizers, and which counters it has."""
     shapes = {name: tuple(getattr(state.get(name), "shape", ())) for name in ("critic", "target", "actor")}
     return {**shapes, "optimizers": sorted(state.get("optimizers") or ()), **{n: n in state for n in _COUNTERS}}
-
-
-def _bad_reward(chunks: Sequence[Chunk]) -> tuple[int, int, float] | None:
-    """Returns the first reward that a replay can't hold as environment, step and reward; None if there is none."""
-    for number, chunk in enumerate(chunks):
-        with np.errstate(over="ignore"):  # what is too large is to be found, not to be warned of
-            bad = chunk.valid & ~np.isfinite(np.asarray(chunk.rew, np.float32))
-        if bad.any():
-            t, n = np.argwhere(bad)[0]
-            before = sum(len(each.valid) for each in chunks[:number])
-            return int(chunk.env_ids[n]), before + int(t), float(chunk.rew[t, n])
-    return None
