@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayvec.data import RawInfo, StepBatch, SubBatchInfo
+from rayvec.data.layouts import ArrayLayout, index_tree
 from rayvec.pools.ids_by_owner import Plan
 from rayvec.pools.restart_state import LastAnswers
-from rayvec.pools.shared_memory import ArrayLayout, index_tree
 
 __all__ = ["JoinedAnswers"]
 

@@ -24,11 +24,11 @@ from rayvec.cluster.ray_session import RaySession
 from rayvec.cluster.reachability import check_connected
 from rayvec.cluster.remote_node import RemoteNode
 from rayvec.data import ChunkSummary, NodeSlice, Topology
+from rayvec.data.layouts import index_tree
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, WorkerLostError, without_remedy
 from rayvec.pools.base import NO_RESTARTS, PoolSpaces, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.restart_state import RESTARTS_OF_A_NODE, NodeState, RestartBudget
-from rayvec.pools.shared_memory import index_tree
 
 __all__ = ["NodeSupervisor"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from rayvec.data import Chunk, ChunkInfos, ChunkSummary, tree_leaves
-from rayvec.node.chunk_memory import dumps
+from rayvec.node.messages import dumps
 
 __all__ = ["Pickled", "with_objects_pickled"]
 

@@ -27,14 +27,14 @@ from rayvec.cluster.software_versions import check_versions
 from rayvec.cluster.tcp_stream import FrameSocket, connect
 from rayvec.cluster.wire_format import FrameFormat, Kind
 from rayvec.data import ChunkRequest, NodeSlice, RawInfo, StepBatch, SubBatchInfo, Tree, tree_map
+from rayvec.data.layouts import ArrayLayout
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.pickled_parts import carrying_sys
 from rayvec.errors import NodeLostError, RemoteFailure
-from rayvec.node.chunk_memory import packed
+from rayvec.node.messages import packed
 from rayvec.node.object_store import room_for
 from rayvec.pools.base import Autoreset, NotReady, RestartPolicy, deadline_in, seconds_until
 from rayvec.pools.restart_state import NodeState, are_restarted, is_restarted
-from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["RemoteNode"]
 

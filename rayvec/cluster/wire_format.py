@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import StepBatch, Tree, tree_leaves
-from rayvec.node.chunk_memory import dumps, packed
+from rayvec.data.layouts import ArrayLayout, Field
+from rayvec.node.messages import dumps, packed
 from rayvec.node.step_memory import action_leaves
 from rayvec.pools.base import Autoreset
-from rayvec.pools.shared_memory import ArrayLayout, Field
 
 __all__ = ["Answer", "FrameFormat", "Frames", "Kind", "Request"]
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from rayvec.errors import ConfigError, LearnerError, RankLostError
 from rayvec.node.process_watch import ProcessWatch
-from rayvec.pools.anonymous_file import anonymous_file
+from rayvec.node.shared_memory import anonymous_file
 
 __all__ = ["SharedMemoryRanks", "can_share_memory"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-from rayvec.pools.anonymous_file import anonymous_file
+from rayvec.node.shared_memory import anonymous_file
 
 __all__ = ["MemoryFile"]
 

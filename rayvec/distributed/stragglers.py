@@ -15,8 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
+from rayvec.node.shared_memory import anonymous_file
 from rayvec.node.slow_workers import EnoughSteps
-from rayvec.pools.anonymous_file import anonymous_file
 from rayvec.pools.base import Cut
 
 __all__ = ["Arrivals", "SharedArrivals", "Stragglers"]

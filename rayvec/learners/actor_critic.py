@@ -24,10 +24,10 @@ from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ObsMoments, ReturnScale
 from rayvec.learners.sequences import OverSequences
+from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.policies.networks import ActorCriticModule, flat_weights
 from rayvec.policies.precision import prepare
 from rayvec.policies.recurrent import RecurrentActorCritic
-from rayvec.pools.shared_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from rayvec.config.algorithms import ActorCriticConfig

@@ -31,9 +31,9 @@ from rayvec.learners.ranks import ALONE, Ranks, first_bad_reward, global_range
 from rayvec.learners.replay import ReplayBuffer, bad_reward
 from rayvec.learners.running_stats import ObsMoments
 from rayvec.learners.sac_networks import is_discrete, make_networks
+from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.policies.networks import flat_weights, to_device, upload
 from rayvec.policies.precision import autocast, prepare
-from rayvec.pools.shared_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig

@@ -6,68 +6,21 @@ import math
 import mmap
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, ChunkInfos, RolloutTimes, tree_leaves
-from rayvec.errors import message
-from rayvec.pools.anonymous_file import allocate
+from rayvec.node.messages import dumps
+from rayvec.node.shared_memory import aligned, allocate
 from rayvec.pools.base import MOST_CHUNKS
-from rayvec.pools.shared_memory import aligned
 
-__all__ = ["ChunkMemory", "Packed", "PackedChunk", "dumps", "packed"]
+__all__ = ["ChunkMemory", "Packed", "PackedChunk"]
 
 _IN_BAND_BYTES = 1 << 15
-
-
-def dumps(
-    value: Any,
-    buffer_callback: Callable[[pickle.PickleBuffer], bool] | None = None,
-    start_again: Callable[[], None] = lambda: None,
-) -> bytes:
-    """Pickles an object for another process.
-
-    Functions and classes of the script (``__main__``, or ``__mp_main__`` in a process that multiprocessing has
-    spawned) are pickled by value, because the other process can't import them.
-
-    Args:
-        value: The object to pickle.
-        buffer_callback: The argument of ``pickle.dumps``.
-        start_again: Called before a second attempt, to discard the buffers of the first attempt.
-    """
-    try:
-        data = pickle.dumps(value, 5, buffer_callback=buffer_callback)
-        if b"_main__" not in data:
-            return data
-    except Exception:  # such as a local function, which cloudpickle can handle
-        pass
-    start_again()
-    by_value: bytes = cloudpickle.dumps(value, 5, buffer_callback=buffer_callback)
-    return by_value
-
-
-def packed(value: Any) -> bytes:
-    """Pickles what a worker gets.
-
-    Raises:
-        TypeError: A part of it can't be pickled.
-    """
-    try:
-        return dumps(value)
-    except Exception as error:
-        raise TypeError(
-            message(
-                "Workers get actions, options and arguments by pickling.",
-                expected="objects that can be pickled",
-                got=f"{type(error).__name__}: {error}",
-                remedy="Pass other values, or step in this process: num_nodes=0, workers_per_node=0.",
-            )
-        ) from error
 
 
 class Packed(NamedTuple):

@@ -18,8 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, tree_map
 from rayvec.data.chunk import AXES
-from rayvec.pools.anonymous_file import allocate
-from rayvec.pools.shared_memory import aligned
+from rayvec.node.shared_memory import aligned, allocate
 from rayvec.rollout.policy_host import ChunkPlace
 
 __all__ = ["ChunkColumns", "ChunkSlot"]

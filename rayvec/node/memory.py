@@ -22,7 +22,7 @@ from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import ENV_ARRAYS
 from rayvec.node.chunk_slots import ChunkSlot
 from rayvec.node.messages import receive
-from rayvec.pools.shared_memory import Semaphore, SharedBlock
+from rayvec.node.shared_memory import Semaphore, SharedBlock
 
 __all__ = ["CHUNK_STEP_BITS", "ActionRows", "BlockSpec", "MachineBlock", "Ring", "action_leaves"]
 

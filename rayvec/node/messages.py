@@ -6,20 +6,66 @@ import itertools
 import mmap
 import os
 import pickle
+from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 
-from rayvec.node.chunk_memory import dumps, packed
-from rayvec.pools.anonymous_file import anonymous_file
-from rayvec.pools.shared_memory import aligned
+from rayvec.errors import message
+from rayvec.node.shared_memory import aligned, anonymous_file
 
-__all__ = ["Message", "pack", "packed_message", "receive", "send"]
+__all__ = ["Message", "dumps", "pack", "packed", "packed_message", "receive", "send"]
 
 _IN_PIPE_BYTES = 1 << 14
 """Larger messages go through a file of their own, so that no pipe is ever full while both ends write."""
+
+
+def dumps(
+    value: Any,
+    buffer_callback: Callable[[pickle.PickleBuffer], bool] | None = None,
+    start_again: Callable[[], None] = lambda: None,
+) -> bytes:
+    """Pickles an object for another process.
+
+    Functions and classes of the script (``__main__``, or ``__mp_main__`` in a process that multiprocessing has
+    spawned) are pickled by value, because the other process can't import them.
+
+    Args:
+        value: The object to pickle.
+        buffer_callback: The argument of ``pickle.dumps``.
+        start_again: Called before a second attempt, to discard the buffers of the first attempt.
+    """
+    try:
+        data = pickle.dumps(value, 5, buffer_callback=buffer_callback)
+        if b"_main__" not in data:
+            return data
+    except Exception:  # such as a local function, which cloudpickle can handle
+        pass
+    start_again()
+    by_value: bytes = cloudpickle.dumps(value, 5, buffer_callback=buffer_callback)
+    return by_value
+
+
+def packed(value: Any) -> bytes:
+    """Pickles what a worker gets.
+
+    Raises:
+        TypeError: A part of it can't be pickled.
+    """
+    try:
+        return dumps(value)
+    except Exception as error:
+        raise TypeError(
+            message(
+                "Workers get actions, options and arguments by pickling.",
+                expected="objects that can be pickled",
+                got=f"{type(error).__name__}: {error}",
+                remedy="Pass other values, or step in this process: num_nodes=0, workers_per_node=0.",
+            )
+        ) from error
 
 
 class Message(NamedTuple):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, ChunkSummary, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
 from rayvec.data.join_chunks import join_chunks, summarize
+from rayvec.data.layouts import index_tree, split_actions
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.pickled_parts import PickledParts
@@ -28,7 +29,6 @@ from rayvec.node.worker_processes import WorkerSet
 from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in
 from rayvec.pools.ids_by_owner import Part, Plan
 from rayvec.pools.restart_state import NodeState
-from rayvec.pools.shared_memory import index_tree, split_actions
 
 __all__ = ["ProcessPool"]
 

@@ -27,7 +27,7 @@ from rayvec.node.chunk_slots import ChunkColumns, ChunkSlot
 from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, MachineBlock
 from rayvec.node.messages import Message, pack, receive, send
 from rayvec.node.preloaded import check_threads
-from rayvec.pools.shared_memory import keep_freed_memory
+from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
 from rayvec.rollout.stepper import Here, Stepper
 

@@ -20,9 +20,10 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import Tree
+from rayvec.data.layouts import ArrayLayout, Field, index_tree
 from rayvec.node.memory import ActionRows, action_leaves
+from rayvec.node.shared_memory import Semaphore, SharedBlock
 from rayvec.pools.restart_state import ENV_ARRAYS
-from rayvec.pools.shared_memory import ArrayLayout, Field, Semaphore, SharedBlock, index_tree
 
 __all__ = ["ActionRows", "BlockShape", "NodeBlock", "Unknown", "action_leaves"]
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, Tree
+from rayvec.data.layouts import index_tree
 from rayvec.errors import WorkerLostError, without_remedy
 from rayvec.fleet.deferred_signals import Uninterrupted
 from rayvec.node.pipe import LOOK_S
@@ -24,7 +25,6 @@ from rayvec.node.worker_inference import WorkerInference
 from rayvec.node.worker_processes import WorkerSet
 from rayvec.pools.base import NotReady, seconds_until
 from rayvec.pools.restart_state import EpisodeState, LastAnswers, RestartBudget, seed_of
-from rayvec.pools.shared_memory import index_tree
 
 __all__ = ["Supervisor"]
 

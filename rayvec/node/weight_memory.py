@@ -9,7 +9,7 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.pools.anonymous_file import allocate
+from rayvec.node.shared_memory import allocate
 from rayvec.pools.base import MOST_CHUNKS
 
 __all__ = ["WeightMemory"]

@@ -21,19 +21,21 @@ from typing import Any
 
 from rayvec.data import ChunkRequest, RawInfo, SubBatchInfo
 from rayvec.data.global_random import seed_globals
+from rayvec.data.layouts import split_actions
 from rayvec.envs.pickled_parts import Places, load_part
 from rayvec.errors import RemoteFailure
-from rayvec.node.chunk_memory import ChunkMemory, PackedChunk, dumps
+from rayvec.node.chunk_memory import ChunkMemory, PackedChunk
+from rayvec.node.messages import dumps
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.preloaded import check_threads
 from rayvec.node.protocol import Op, Reply, Setup, WeightsRef
+from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.node.step_memory import AUTORESET, CHUNK_STEP_BITS, COUNT, DTYPES, FIRST_ROWS, OP, ROWS_AT, NodeBlock
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.pools.base import Autoreset, RestartPolicy
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, captured, end_if_forked, failures_ignored
 from rayvec.pools.make import make_pool
 from rayvec.pools.restart_state import seed_of
-from rayvec.pools.shared_memory import keep_freed_memory, split_actions
 from rayvec.pools.sub_batch_pool import NativePool
 from rayvec.rollout.inference import Inference
 from rayvec.rollout.loop import ActingPolicy, as_policy

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import RawInfo
 from rayvec.errors import RemoteFailure, WorkerLostError
-from rayvec.node.chunk_memory import packed
+from rayvec.node.messages import packed
 from rayvec.node.pipe import LOOK_S
 from rayvec.node.protocol import Op, Reply
 from rayvec.node.step_memory import AUTORESET, COUNT, FIRST_ROWS, OP, ROWS_AT, NodeBlock, Unknown

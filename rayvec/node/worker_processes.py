@@ -21,8 +21,9 @@ from gymnasium import Space
 
 from rayvec.envs.pickled_parts import PickledParts
 from rayvec.errors import LIMITS_REMEDY, ConfigError, RemoteFailure, WorkerLostError, duration
-from rayvec.node.chunk_memory import ChunkMemory, dumps
+from rayvec.node.chunk_memory import ChunkMemory
 from rayvec.node.fork_server import ForkServer
+from rayvec.node.messages import dumps
 from rayvec.node.pipe import MessagePipe
 from rayvec.node.process_watch import ProcessWatch
 from rayvec.node.protocol import Setup

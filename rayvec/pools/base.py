@@ -22,7 +22,7 @@ from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 
 if TYPE_CHECKING:
     from rayvec.data import Rollout, Topology
-    from rayvec.pools.shared_memory import ArrayLayout
+    from rayvec.data.layouts import ArrayLayout
 
 __all__ = [
     "MOST_CHUNKS",

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import StepBatch, Tree, tree_map
+from rayvec.data.layouts import ArrayLayout, index_tree, split_actions
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.failures import (
     FAILURES,
@@ -25,7 +26,6 @@ from rayvec.errors import ConfigError, EnvError, RemoteFailure, message
 from rayvec.pools.base import NO_RESTARTS, Autoreset, RestartPolicy
 from rayvec.pools.ids_by_owner import Keys
 from rayvec.pools.restart_state import ENV_ARRAYS, RestartBudget
-from rayvec.pools.shared_memory import ArrayLayout, index_tree, split_actions
 
 __all__ = [
     "FAILURES",

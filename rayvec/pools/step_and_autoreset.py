@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import RawInfo
+from rayvec.data.layouts import ArrayLayout, index_tree, tree_writer
 from rayvec.envs.factory import check_env
 from rayvec.errors import EnvError, RemoteFailure
 from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_value, raise_failures
 from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of, store_seed
-from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
 __all__ = ["SerialPool"]
 

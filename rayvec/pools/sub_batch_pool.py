@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import SubBatchInfo, Tree, as_slice, tree_leaves, tree_map
+from rayvec.data.layouts import ArrayLayout
 from rayvec.data.sub_batch_infos import merge_reset
 from rayvec.envs.sub_batch import SubBatch
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
@@ -18,7 +19,6 @@ from rayvec.pools.base import Autoreset, PoolSpaces
 from rayvec.pools.ids_by_owner import Plans
 from rayvec.pools.in_process_base import FAILURES, EnvsFailed, InProcessPool, copied_actions, raise_failures
 from rayvec.pools.restart_state import RESTARTED, EpisodeState, seed_of, store_seed
-from rayvec.pools.shared_memory import ArrayLayout
 
 __all__ = ["NativePool"]
 

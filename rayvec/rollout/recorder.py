@@ -14,9 +14,9 @@ from numpy.typing import DTypeLike, NDArray
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, StepBatch, Tree, as_slice, tree_map
 from rayvec.data.infos import InfoBlock
 from rayvec.data.join_chunks import check_extras
+from rayvec.data.layouts import ArrayLayout, index_tree, tree_writer
 from rayvec.errors import ConfigError
 from rayvec.pools.restart_state import is_restarted
-from rayvec.pools.shared_memory import ArrayLayout, index_tree, tree_writer
 
 __all__ = ["Empty", "Recorder", "assign", "check_rows", "empty_like", "form", "places_of"]
 

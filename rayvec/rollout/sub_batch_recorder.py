@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkInfo, StepBatch, SubBatchInfo, Tree, tree_map
+from rayvec.data.layouts import tree_writer
 from rayvec.data.sub_batch_infos import info_blocks
 from rayvec.pools.restart_state import are_restarted
-from rayvec.pools.shared_memory import tree_writer
 from rayvec.rollout.recorder import Recorder
 from rayvec.wrappers import MASK_KEY
 

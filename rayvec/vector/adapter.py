@@ -22,7 +22,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.envs.pickled_parts import pickled_for_workers
 from rayvec.errors import NodeLostError, WorkerLostError, check_count
 from rayvec.fleet.commands import Answer, Command, Op
-from rayvec.node.chunk_memory import packed
+from rayvec.node.messages import packed
 from rayvec.pools.base import Cut
 from rayvec.rollout.loop import as_policy
 from rayvec.rollout.policy_host import ChunkOrder

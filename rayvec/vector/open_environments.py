@@ -14,7 +14,7 @@ from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.in_process import InProcess
 from rayvec.node.machine import Machine
 from rayvec.node.probe import MAX_WAITING_WORKERS, log_probe, probe_step
-from rayvec.pools.shared_memory import keep_freed_memory
+from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.vector.environments import Environments
 
 __all__ = ["local_workers", "open_environments"]

@@ -15,8 +15,8 @@ from hypothesis import given, strategies as st
 
 from rayvec.cluster.wire_format import FrameFormat, Kind
 from rayvec.data import RawInfo, StepBatch, tree_leaves, tree_map
+from rayvec.data.layouts import ArrayLayout
 from rayvec.pools.base import Autoreset
-from rayvec.pools.shared_memory import ArrayLayout
 
 
 def frame_format(observation: str, action: str) -> FrameFormat:

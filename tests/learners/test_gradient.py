@@ -213,7 +213,7 @@ def faults_of_blocks(before: str) -> int:
     """Returns how often pages fault in while blocks of 48 MiB, more than glibc keeps by itself, are made and freed."""
     code = (
         "import resource, torch\n"
-        "from rayvec.pools.shared_memory import keep_freed_memory\n"
+        "from rayvec.node.shared_memory import keep_freed_memory\n"
         f"{before}\n"
         "def faults():\n"
         "    blocks = [torch.ones(12 << 20) for _ in range(3)]\n"

@@ -14,7 +14,8 @@ from helpers.testing import assert_identical
 from helpers.waiting import shm_names, wait_until
 from hypothesis import given, strategies as st
 
-from rayvec.node.chunk_memory import ChunkMemory, dumps
+from rayvec.node.chunk_memory import ChunkMemory
+from rayvec.node.messages import dumps
 
 DTYPES = st.sampled_from(["u1", "f4", "f8", "?"])
 SIZES = st.sampled_from([0, 1, 63, 4096, 32768, 50_000])

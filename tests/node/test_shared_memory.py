@@ -22,12 +22,13 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as st_np
 
 from rayvec.data import tree_map
+from rayvec.data.layouts import ArrayLayout, index_tree, split_actions, tree_writer
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.errors import ConfigError
 from rayvec.node.chunk_memory import ChunkMemory
+from rayvec.node.shared_memory import Semaphore, SharedBlock
 from rayvec.node.weight_memory import WeightMemory
-from rayvec.pools.shared_memory import ArrayLayout, Semaphore, SharedBlock, index_tree, split_actions, tree_writer
 
 FIELDS = {"a": (np.int64, (3, 2)), "odd": (np.bool_, (5,)), "scalar": (np.float32, ()), "none": (np.int8, (0, 4))}
 

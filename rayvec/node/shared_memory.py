@@ -1,4 +1,4 @@
-"""Shared memory without names: memfd blocks, array layouts of spaces, and semaphores.
+"""Shared memory without names: anonymous files, blocks of arrays in them, and semaphores.
 
 A block is an anonymous file (``memfd_create``). It has no name, so it can't leak in ``/dev/shm``. The kernel frees it
 when the last process that maps it ends. For the same reason, semaphores are unnamed POSIX semaphores inside a block.
@@ -12,6 +12,7 @@ import errno
 import math
 import mmap
 import os
+import resource
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,20 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data.layouts import ArrayLayout, Field, index_tree, split_actions, tree_writer
-from rayvec.pools.anonymous_file import anonymous_file
+from rayvec.data.layouts import Field
+from rayvec.errors import ConfigError
 
-__all__ = [
-    "ArrayLayout",
-    "Field",
-    "Semaphore",
-    "SharedBlock",
-    "aligned",
-    "index_tree",
-    "keep_freed_memory",
-    "split_actions",
-    "tree_writer",
-]
+__all__ = ["Semaphore", "SharedBlock", "aligned", "allocate", "anonymous_file", "keep_freed_memory"]
 
 _ALIGN_BYTES = 64
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -44,6 +35,40 @@ _kept_bytes = 0
 def aligned(num_bytes: int) -> int:
     """Returns `num_bytes` rounded up to the alignment of arrays in shared memory."""
     return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def anonymous_file(name: str, num_bytes: int) -> int:
+    """Returns the descriptor of a new anonymous file (``memfd_create``) of this size, filled with zeros.
+
+    Raises:
+        ConfigError: The system's limit on the size of files does not allow it.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        allocate(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def allocate(fd: int, num_bytes: int) -> None:
+    """Sets the size of an anonymous file.
+
+    Raises:
+        ConfigError: The system's limit on the size of files does not allow it.
+    """
+    try:
+        os.ftruncate(fd, num_bytes)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise ConfigError(
+            "Processes share memory as anonymous files. The limit on the size of files applies to them.",
+            expected=f"a limit of at least {num_bytes} bytes",
+            got=f"a limit of {resource.getrlimit(resource.RLIMIT_FSIZE)[0]} bytes",
+            remedy="Raise the limit: ulimit -f unlimited.",
+        ) from error
 
 
 class SharedBlock:
