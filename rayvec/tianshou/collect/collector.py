@@ -247,13 +247,12 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         except StopIteration:  # from a finite data set that has ended, in a reset: its steps are stored
             self._way = "steps"
             raise
-        self._way = "steps"
+        self._way = self._way and "steps"  # after whole episodes Tianshou resets
         return stats
 
     def _collect_chunks(
         self, chunks: ChunkScheduler, n_step: int | None, n_episode: int | None, random: bool
     ) -> CollectStats:
-        store = self._published(random)
         if n_episode and self._prefetch:
             raise ConfigError(
                 f"n_episode={n_episode} was passed with prefetch or max_staleness, which take steps ahead. "
@@ -271,7 +270,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             )
         if n_episode and not chunks.is_idle:
             self.reset_env()  # a call before was interrupted: its chunk need not have been for this one
-        stats = self.collect_stats_class()
+        store, stats = self._published(random), self.collect_stats_class()
         self._fill(chunks, store, n_step, n_episode, stats, goes_ahead=self._prefetch and not random)
         self.collect_step += stats.n_collected_steps
         self.collect_episode += stats.n_collected_episodes
