@@ -357,7 +357,7 @@ class TestAgents:
         collector = Collector(Exact(), env, VectorReplayBuffer(500, 5))
         collector.reset()
         env.set_env_attr("alone_at", 2)
-        with pytest.raises(ConfigError, match=r"have one shape.*of shape \(3,\) at every step"):
+        with pytest.raises(ConfigError, match=r"have the shapes.*\(3,\)"):
             collector.collect(n_step=50)
         env.set_env_attr("alone_at", None)
 

@@ -106,5 +106,5 @@ def test_a_seed_of_a_reset_is_any_whole_number_and_other_arguments_are_refused()
             np.testing.assert_array_equal(env.reset(seed=seed)[0], expected)
         with pytest.raises(ConfigError, match=r"seed=\[1, 2\]"):
             env.reset(seed=[1, 2])
-        with pytest.raises(ConfigError, match="Got: level"):
+        with pytest.raises(ConfigError, match="level"):
             env.reset(level=3)

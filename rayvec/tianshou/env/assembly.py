@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkInfo, ChunkInfos, Tree, objects, tree_map
+from rayvec.data import Chunk, ChunkInfos, Tree, objects, tree_map
 from rayvec.data.columns import unwrapped
 from rayvec.data.layouts import index_tree
 from rayvec.errors import ConfigError
 from rayvec.fleet.restarts import RESTARTED
 from rayvec.tianshou.env.pool_env import REWARD
 
-__all__ = ["StepResult", "assembled_chunk", "own_observations", "stack", "step_result"]
+__all__ = ["StepResult", "assembled_chunk", "observations", "step_result"]
 
 StepResult = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 """Observations, rewards, terminated, truncated and infos, each with one row for each environment."""
@@ -39,16 +39,30 @@ def step_result(
     rewards = _rewards(arrays["rew"][rows], infos)
     for env_id, info in zip(env_ids, infos, strict=True):
         info["env_id"] = env_id
-    obs = stack(own_observations(index_tree(arrays["obs"], rows), len(infos)))
+    obs = observations(arrays, rows, len(infos))
     return obs, rewards, arrays["terminated"][rows].copy(), arrays["truncated"][rows].copy(), objects(infos)
 
 
-def own_observations(obs: Tree, count: int) -> NDArray[Any] | list[Any]:
-    """Returns observations in memory of their own, as one array if they are all in one, else one by one."""
-    own = tree_map(np.copy, obs)
+def observations(arrays: Mapping[str, Any], rows: Any, count: int, *, of_reset: bool = False) -> NDArray[Any]:
+    """Returns observations of some environments in memory of their own, stacked as Tianshou does.
+
+    Dicts, and what can't be stacked, are objects.
+
+    Raises:
+        TypeError: They are tuples, which Tianshou refuses in a reset.
+    """
+    own: Tree = tree_map(np.copy, index_tree(arrays["obs"], rows))
     if isinstance(own, np.ndarray) and own.dtype != object:
         return own
-    return [index_tree(own, row) for row in range(count)]
+    each = [index_tree(own, row) for row in range(count)]
+    if of_reset and isinstance(each[0], tuple):
+        raise TypeError("Tuple observation space is not supported. ", "Please change it to array or dict space")
+    if all(type(value) is dict for value in each):
+        return objects(each)
+    try:
+        return np.stack(each)
+    except ValueError:
+        return np.array(each, dtype=object)
 
 
 def _rewards(rew: NDArray[np.float64], infos: Sequence[dict[str, Any]]) -> NDArray[np.float64]:
@@ -65,46 +79,22 @@ def _rewards(rew: NDArray[np.float64], infos: Sequence[dict[str, Any]]) -> NDArr
 def assembled_chunk(chunk: Chunk) -> Chunk:
     """Returns a chunk with the environments' own infos and, of several agents, rewards ``rew [T, N, *rew_shape]``.
 
-    These are 0 where no step happened.
+    These are 0 where no step happened. The infos of resets are left out.
 
     Raises:
         ConfigError: Not all rewards have one shape.
     """
-    lacking, rew = chunk.valid.copy(), None
-    infos, reset_infos = _own_infos(chunk.infos), _own_infos(chunk.reset_infos)
-    for item in infos:
-        reward = item.info.pop(REWARD, None)
-        if reward is not None:
-            rew = np.zeros((*lacking.shape, *reward.shape)) if rew is None else rew
-            _check_shape(reward.shape, rew.shape[2:])
-            rew[item.t, item.n], lacking[item.t, item.n] = reward, False
-    if rew is not None and lacking.any():
-        _check_shape((), rew.shape[2:])
+    infos = [item._replace(info=unwrapped(dict(item.info))) for item in chunk.infos]
+    rewards = {(item.t, item.n): item.info.pop(REWARD) for item in infos if REWARD in item.info}
     own = ChunkInfos.of(item for item in infos if item.info)
-    return replace(chunk, rew=chunk.rew if rew is None else rew, infos=own, reset_infos=ChunkInfos.of(reset_infos))
-
-
-def _own_infos(infos: ChunkInfos) -> list[ChunkInfo]:
-    return [item._replace(info=unwrapped(item.info)) for item in infos]
-
-
-def _check_shape(found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
+    if not rewards:
+        return replace(chunk, infos=own, reset_infos=ChunkInfos())
+    shapes = {reward.shape for reward in rewards.values()} | ({()} if len(rewards) < chunk.valid.sum() else set())
+    if len(shapes) > 1:
         raise ConfigError(
-            "The rewards of a chunk have one shape.",
-            expected=f"rewards of shape {expected} at every step",
-            got=f"one of shape {found}",
-            remedy="Let all environments return rewards of one shape.",
+            f"The rewards of a chunk have the shapes {sorted(shapes)}. Let all environments return rewards of one "
+            "shape at every step."
         )
-
-
-def stack(obs: NDArray[Any] | list[Any]) -> NDArray[Any]:
-    """Stacks observations as Tianshou does, which leaves dicts, and what can't be stacked, as objects."""
-    if isinstance(obs, np.ndarray):
-        return obs
-    if all(type(value) is dict for value in obs):
-        return objects(obs)
-    try:
-        return np.stack(obs)
-    except ValueError:
-        return np.array(obs, dtype=object)
+    rew = np.zeros((*chunk.rew.shape, *shapes.pop()))
+    rew[tuple(np.array(list(rewards)).T)] = list(rewards.values())
+    return replace(chunk, rew=rew, infos=own, reset_infos=ChunkInfos())

@@ -15,16 +15,15 @@ from tianshou.env import BaseVectorEnv
 
 from rayvec.data import objects, tree_map
 from rayvec.data.columns import infos_of
-from rayvec.data.layouts import ArrayLayout, index_tree
+from rayvec.data.layouts import ArrayLayout
 from rayvec.data.trees import as_slice
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
 from rayvec.envs.spaces import PoolSpaces
-from rayvec.errors import ConfigError, check_flag, message
+from rayvec.errors import ConfigError, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RestartPolicy
-from rayvec.tianshou.env.assembly import StepResult, own_observations, stack, step_result
+from rayvec.tianshou.env.assembly import StepResult, observations, step_result
 from rayvec.tianshou.env.pool_env import SEEDS, AnySpace, PoolEnv
-from rayvec.tianshou.env.sub_batches import check_not_async, check_steps_singly, native_attr, pop_seed
 from rayvec.vector.adapter import LOSSES, Adapter
 from rayvec.vector.weights import WeightStore
 
@@ -98,8 +97,11 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
         factory = EnvFactory.build(check_env_fns(env_fns), wrappers=() if native else (PoolEnv,), native=native)
         self._native = native
-        if native:
-            check_not_async(wait_num, timeout)
+        if native and (wait_num is not None or timeout is not None):
+            raise ConfigError(
+                f"wait_num={wait_num} and timeout={timeout} were passed with native=True. A native sub-batch steps as "
+                "a whole: leave them out, or use ordinary environments."
+            )
         most = factory.num_envs
         assert 1 <= (wait_num or most) <= most, f"wait_num should be in [1, {most}], but got {wait_num}"
         self.timeout = timeout
@@ -152,23 +154,25 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
             AttributeError: An environment does not have it.
             AssertionError: One of them is stepping.
         """
-        if self._native:
-            return native_attr(self._envs.spaces, key, len(self._free_ids(id))) or self._call(key, id=id)
-        return self._call("get_env_attr", key, id=id)
+        spaces = self._envs.spaces
+        known = {"action_space": spaces.action, "observation_space": spaces.observation, "metadata": spaces.metadata}
+        if self._native and key in known:
+            return [known[key]] * len(self._free_ids(id))
+        return self._call(key, id=id) if self._native else self._call("get_env_attr", key, id=id)
 
     def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
         """Sets an attribute of some environments, within all wrappers."""
         if self._native:
-            pool_ids = self._pool_ids(self._free_ids(id))
-            self._guarded(lambda: self._run(Command(Op.SET, pool_ids, rest=(key, [value] * len(pool_ids)))), LOSSES)
-            return
-        self._call("set_env_attr", key, value, id=id)
+            self._apply(Op.SET, id, (key, [value] * len(self._free_ids(id))))
+        else:
+            self._call("set_env_attr", key, value, id=id)
 
     def _call(self, name: str, *args: Any, id: Ids = None, **kwargs: Any) -> list[Any]:
-        pool_ids = self._pool_ids(self._free_ids(id))
-        return list(
-            self._guarded(lambda: self._run(Command(Op.CALL, pool_ids, rest=(name, args, kwargs))).value, LOSSES)
-        )
+        return list(self._apply(Op.CALL, id, (name, args, kwargs)))
+
+    def _apply(self, op: Op, id: Ids, rest: Any) -> Any:
+        rows = self._pool_ids(self._free_ids(id))
+        return self._guarded(lambda: self._run(Command(op, rows, rest=rest)), LOSSES).value
 
     def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Resets some environments, all with the same arguments.
@@ -189,7 +193,7 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
             raise IndexError("a reset needs at least one environment, but got no id")
         given = kwargs.get("seed")
         if self._native:
-            seed = pop_seed(kwargs)
+            seed = _native_seed(kwargs)
         else:
             seed = kwargs.pop("seed") if type(given) is int else None
         pool_ids = self._pool_ids(ids)
@@ -198,10 +202,7 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
             seeds = [seed + env_id for env_id in pool_ids.tolist()]
         self._last_seed = int(given) if isinstance(given, Integral) else self._last_seed
         infos = self._reset(pool_ids, seeds, {"kwargs": kwargs} if kwargs else None)
-        obs = own_observations(index_tree(self._envs.arrays["obs"], as_slice(pool_ids)), len(ids))
-        if isinstance(obs[0], tuple):
-            raise TypeError("Tuple observation space is not supported. ", "Please change it to array or dict space")
-        return stack(obs), objects(infos)
+        return observations(self._envs.arrays, as_slice(pool_ids), len(ids), of_reset=True), objects(infos)
 
     def _reset(
         self, ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None
@@ -235,8 +236,12 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
             if len(ids) == 0:
                 raise ValueError("a step needs at least one environment, but got no id")
             pool_ids, actions = self._checked(action, ids)
-            if self._native:
-                check_steps_singly(self._envs.spaces)
+            if self._native and self._envs.spaces.native_mode == Autoreset.SAME_STEP:
+                raise ConfigError(
+                    "The native sub-batches have autoreset_mode SAME_STEP, but Tianshou resets environments by itself, "
+                    "after the step that ended their episode. Collect chunks with rayvec.tianshou.Collector, or make "
+                    "the sub-batches with NEXT_STEP or DISABLED."
+                )
             infos = self._exchange(Command(Op.STEP, pool_ids, actions, Autoreset.DISABLED))
             return step_result(self._envs.arrays, infos, as_slice(pool_ids), ids)
         if action is not None:
@@ -267,14 +272,7 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
 
     def _step_async(self) -> StepResult:
         if not self.waiting_id:
-            raise RuntimeError(
-                message(
-                    "A step without actions returns the answers of environments that are stepping.",
-                    expected="at least one of them",
-                    got="none",
-                    remedy="Pass actions, or look at waiting_id first.",
-                )
-            )
+            raise RuntimeError("No environment is stepping, and no actions were passed. Look at waiting_id first.")
         answered = self._guarded(self._take_some)
         ids = [self.waiting_id.pop(self.waiting_id.index(env_id)) for env_id in answered]
         self.ready_id += ids
@@ -390,10 +388,7 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
         pool_ids = pool_ids % self.env_num
         if len(set(pool_ids.tolist())) < len(pool_ids):
             raise ConfigError(
-                "A call names each environment once.",
-                expected="each id once",
-                got=pool_ids.tolist(),
-                remedy="Make one call for each repetition.",
+                f"The ids are {pool_ids.tolist()}. Pass each id once, and make a call for each repetition."
             )
         return pool_ids
 
@@ -428,3 +423,15 @@ def _joint_space(spaces: PoolSpaces) -> gymnasium.Space[Any]:
     ):
         return spaces.observation
     return AnySpace()
+
+
+def _native_seed(kwargs: dict[str, Any]) -> int | None:
+    """Takes the seed out of the arguments of a reset of native sub-batches, and checks the others."""
+    seed: Any = kwargs.pop("seed", None)
+    others = kwargs.keys() - {"options"}
+    if others or isinstance(seed, bool) or not (seed is None or isinstance(seed, Integral)):
+        raise ConfigError(
+            f"A reset of native sub-batches got seed={seed!r} and {sorted(others)}. It takes a whole number as seed, "
+            "from which each environment gets its own, and options. For other seeds call env.seed([...]) before."
+        )
+    return None if seed is None else int(seed)
