@@ -20,10 +20,11 @@ from rayvec.cluster.merge_answers import JoinedAnswers
 from rayvec.cluster.node_interface import Request, join_node_parts, reading_others
 from rayvec.cluster.node_supervisor import NodeSupervisor
 from rayvec.data import ChunkRequest, Rollout, StepBatch, Topology, Tree
+from rayvec.data.chunk import Cut
 from rayvec.data.layouts import ArrayLayout
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.node.parted_pool import PartedPool
-from rayvec.pools.base import Autoreset, Cut, deadline_in, seconds_until
+from rayvec.pools.base import Autoreset, deadline_in, seconds_until
 from rayvec.pools.ids_by_owner import Plan
 
 __all__ = ["RayPool"]

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 from rayvec.data.infos import ChunkInfos
 from rayvec.data.trees import Tree, tree_map
 
-__all__ = ["AXES", "Chunk", "ChunkRef", "ChunkRequest"]
+__all__ = ["AXES", "Chunk", "ChunkRef", "ChunkRequest", "Cut"]
+
+Cut = Callable[[int], bool]
+"""Whether to cut a chunk, given the number of steps that its environments have taken together so far."""
 
 _STEPS = {"axes": "T, N"}  # tree of arrays [T, N, ...]
 _STATES = {"axes": "K, N"}  # array [K, N, ...]

@@ -25,11 +25,11 @@ from rayvec.data.global_random import seed_globals
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank import MakeStore, RankPlacement, lost
 from rayvec.distributed.stragglers import Arrivals, SharedArrivals
+from rayvec.envs.failures import FAILURES
 from rayvec.errors import LIMITS_REMEDY, ConfigError, LearnerError
 from rayvec.node.fork_server import ForkServer
 from rayvec.node.process_watch import ProcessWatch
 from rayvec.pools.base import NotReady
-from rayvec.pools.in_process_base import FAILURES
 
 if TYPE_CHECKING:
     from rayvec.distributed.rank import Rank

@@ -17,9 +17,9 @@ from rayvec.cluster.node_variables import restore_variables
 from rayvec.data.topology import Topology
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks, can_share_memory
 from rayvec.distributed.allreduce_torch import CollectiveRanks, check_device
+from rayvec.envs.failures import FAILURES, captured
 from rayvec.errors import RankLostError, RemoteFailure
 from rayvec.learners.ranks import ALONE, ClosableRanks
-from rayvec.pools.in_process_base import FAILURES, captured
 
 __all__ = ["MakeStore", "Rank", "RankPlacement", "divided_workers", "lost", "pack", "unpack"]
 

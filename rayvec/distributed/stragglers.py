@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
+from rayvec.data.chunk import Cut
 from rayvec.node.shared_memory import anonymous_file
 from rayvec.node.slow_workers import EnoughSteps
-from rayvec.pools.base import Cut
 
 __all__ = ["Arrivals", "SharedArrivals", "Stragglers"]
 

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import ChunkRequest, Rollout
+from rayvec.data.chunk import Cut
 from rayvec.node.object_store import as_rollout
-from rayvec.pools.base import Acting, Cut, EnvPool
+from rayvec.pools.base import Acting, EnvPool
 from rayvec.rollout.inference import Inference
 from rayvec.rollout.loop import ActingPolicy, as_policy
 

@@ -7,11 +7,11 @@ import resource
 
 from rayvec.errors import ConfigError
 
-__all__ = ["allow_open_files"]
+__all__ = ["FILES_OF_A_WORKER", "SPARE_FILES", "allow_open_files"]
 
-_FILES_OF_A_WORKER = 5
-"""The pipe, two of the process, the file for its stack, and a message."""
-_SPARE_FILES = 64
+FILES_OF_A_WORKER = 7
+"""The pipe, two of the process, the file for its stack, two of its chunks, and a message."""
+SPARE_FILES = 64
 
 
 def allow_open_files(num_workers: int) -> None:
@@ -21,7 +21,7 @@ def allow_open_files(num_workers: int) -> None:
         ConfigError: The hard limit does not allow them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + _FILES_OF_A_WORKER * num_workers + _SPARE_FILES
+    needed = len(os.listdir("/proc/self/fd")) + FILES_OF_A_WORKER * num_workers + SPARE_FILES
     if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
         raise ConfigError(
             f"{num_workers} workers need more open files than a hard limit of {hard} allows. Raise it to at least "

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Rollout, StepBatch
+from rayvec.data.chunk import Cut
 from rayvec.data.layouts import ArrayLayout
 from rayvec.node.pipe import LOOK_S
 from rayvec.node.process_watch import readable
-from rayvec.pools.base import Autoreset, Cut, NotReady, deadline_in, seconds_until
+from rayvec.pools.base import Autoreset, NotReady, deadline_in, seconds_until
 from rayvec.pools.ids_by_owner import Plan, Plans
 
 __all__ = ["PartedPool"]

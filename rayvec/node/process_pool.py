@@ -12,6 +12,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, ChunkSummary, RawInfo, Rollout, RolloutTimes, StepBatch, Topology, Tree
+from rayvec.data.chunk import Cut
 from rayvec.data.join_chunks import join_chunks, summarize
 from rayvec.data.layouts import index_tree, split_actions
 from rayvec.data.partition import even_bounds
@@ -26,7 +27,7 @@ from rayvec.node.supervisor import Supervisor
 from rayvec.node.worker_client import Reports, WorkerClient, pack_call
 from rayvec.node.worker_inference import WorkerInference
 from rayvec.node.worker_processes import WorkerSet
-from rayvec.pools.base import NO_RESTARTS, Autoreset, Cut, PoolSpaces, RestartPolicy, deadline_in
+from rayvec.pools.base import NO_RESTARTS, Autoreset, PoolSpaces, RestartPolicy, deadline_in
 from rayvec.pools.ids_by_owner import Part, Plan
 from rayvec.pools.restart_state import NodeState
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.pools.base import Cut
+from rayvec.data.chunk import Cut
 
 __all__ = ["EnoughSteps", "StepTimes"]
 
@@ -20,7 +20,7 @@ _FASTER = 4.0
 class EnoughSteps:
     """Cuts a chunk once its environments have taken a number of steps together, whichever of them took the steps.
 
-    A process pool that gets it as a :data:`~rayvec.pools.base.Cut` lets slow workers end the chunk before that, so that
+    A process pool that gets it as a :data:`~rayvec.data.chunk.Cut` lets slow workers end the chunk before that, so that
     no worker begins a step for which all others would wait.
 
     Attributes:
@@ -32,7 +32,7 @@ class EnoughSteps:
     or_if: Cut
 
     def __call__(self, taken: int) -> bool:
-        """See :data:`~rayvec.pools.base.Cut`."""
+        """See :data:`~rayvec.data.chunk.Cut`."""
         return taken >= self.num_steps or self.or_if(taken)
 
 

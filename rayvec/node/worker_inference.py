@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest
+from rayvec.data.chunk import Cut
 from rayvec.data.topology import Topology, split_groups
 from rayvec.fleet.deferred_signals import Uninterrupted
 from rayvec.node.chunk_memory import PackedChunk
@@ -21,7 +22,7 @@ from rayvec.node.step_memory import CHUNK_STEP_BITS
 from rayvec.node.weight_memory import WeightMemory
 from rayvec.node.worker_client import WorkerClient, pack_call
 from rayvec.node.worker_processes import WorkerSet, within_file_limit
-from rayvec.pools.base import MOST_CHUNKS, Acting, Cut, NotReady, deadline_in
+from rayvec.pools.base import MOST_CHUNKS, Acting, NotReady, deadline_in
 
 __all__ = ["WorkerInference"]
 

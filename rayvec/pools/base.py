@@ -16,6 +16,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import ChunkRequest, StepBatch, Tree
+from rayvec.data.chunk import Cut
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.fleet.commands import Autoreset
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
@@ -30,7 +31,6 @@ __all__ = [
     "Acting",
     "ActingPool",
     "Autoreset",
-    "Cut",
     "EnvPool",
     "NotReady",
     "PoolSpaces",
@@ -38,10 +38,6 @@ __all__ = [
     "deadline_in",
     "seconds_until",
 ]
-
-Cut = Callable[[int], bool]
-"""Whether to cut a chunk, given the number of steps that its environments have taken together so far."""
-
 
 MOST_CHUNKS = 2
 """The most chunks that may be pending, or in a worker's memory: the worker fills one, the pool copies the other."""

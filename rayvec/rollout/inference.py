@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, RolloutTimes
-from rayvec.pools.base import Cut, EnvPool
+from rayvec.data.chunk import Cut
+from rayvec.pools.base import EnvPool
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, rollout
 from rayvec.rollout.recorder import Empty
 from rayvec.rollout.stepper import Stepper

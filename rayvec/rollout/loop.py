@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, RolloutTimes, StepBatch, SubBatchInfo, Tree
+from rayvec.data.chunk import Cut
 from rayvec.data.layouts import ArrayLayout
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
-from rayvec.pools.base import Autoreset, Cut, EnvPool
+from rayvec.pools.base import Autoreset, EnvPool
 from rayvec.pools.restart_state import are_restarted, is_restarted
 from rayvec.rollout.column_recorder import ColumnRecorder, restarted_in
 from rayvec.rollout.recorder import Empty, Recorder

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, RolloutTimes, Tree
-from rayvec.pools.base import Cut
+from rayvec.data.chunk import Cut
 from rayvec.rollout.inference import Inference
 from rayvec.rollout.loop import ActingPolicy, as_policy
 from rayvec.rollout.recorder import Empty

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.data.topology import Topology
+from rayvec.envs.failures import captured
 from rayvec.errors import RayvecError
 from rayvec.policies.policy import Policy
-from rayvec.pools.in_process_base import captured
 from rayvec.training.atomic_files import local_path
 from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run_dir import load_checkpoint, load_config

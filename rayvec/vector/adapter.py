@@ -17,13 +17,13 @@ from gymnasium import Space
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rayvec.data import ChunkRequest, Rollout, Topology, Tree, tree_map
+from rayvec.data.chunk import Cut
 from rayvec.data.columns import info_of
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.pickled_parts import pickled_for_workers
 from rayvec.errors import NodeLostError, WorkerLostError, check_count
 from rayvec.fleet.commands import Answer, Command, Op
 from rayvec.node.messages import packed
-from rayvec.pools.base import Cut
 from rayvec.rollout.loop import as_policy
 from rayvec.rollout.policy_host import ChunkOrder
 from rayvec.vector.chunks import Chunks

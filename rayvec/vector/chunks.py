@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from rayvec.data import ChunkRequest, Rollout
+from rayvec.data.chunk import Cut
 from rayvec.data.join_chunks import join_chunks
 from rayvec.data.topology import split_groups
 from rayvec.errors import ConfigError
@@ -20,7 +21,6 @@ from rayvec.fleet.deferred_signals import Uninterrupted
 from rayvec.node.machine import Machine
 from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.node.slow_workers import EnoughSteps, StepTimes
-from rayvec.pools.base import Cut
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
 from rayvec.rollout.stepper import Stepper
 from rayvec.vector.environments import Environments, NotReady, answer_of, log_notes

@@ -17,6 +17,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree
+from rayvec.data.chunk import Cut
 from rayvec.data.columns import Columns, select, settle
 from rayvec.data.layouts import as_batch, index_tree
 from rayvec.data.topology import split_groups
@@ -25,7 +26,6 @@ from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RestartPolicy
-from rayvec.pools.base import Cut
 from rayvec.rollout.inference import Inference
 from rayvec.rollout.loop import as_policy
 from rayvec.rollout.policy_host import TakenChunk
