@@ -88,9 +88,11 @@ class ColumnRecorder:
         self._cuts: list[tuple[int, int]] = []
         self._next_step = next_step
         self._ended = np.zeros((num_steps + 1, len(env_ids)), bool)  # before step t; only where the next step resets
+        self._asked = np.zeros((len(groups), len(env_ids)), bool)
         for group, batch in enumerate(batches):
+            self._asked[group, self.columns[group]] = True
             self._ended[0, self.columns[group]] = next_step & (batch.terminated | batch.truncated)
-            self._add_infos(-1, batch)
+            self._add_infos(-1, group, batch)
 
     def add_obs(self, t: int, group: int, obs: Tree) -> None:
         """Records what the policy sees before step t; after the last step, what it would see next."""
@@ -167,31 +169,32 @@ class ColumnRecorder:
         chunk.terminated[t, columns] = batch.terminated
         chunk.truncated[t, columns] = batch.truncated
         if batch.info:
-            self._add_infos(t, batch)
+            self._add_infos(t, group, batch)
         if self._next_step:
             done = self._ended[t + 1, columns] = batch.terminated | batch.truncated
             last = np.flatnonzero(done & chunk.valid[t, columns] & ~self._ended[t, columns])
             self._finals.append((t, batch.env_ids[last], tree_map(lambda leaf: leaf[last], batch.obs)))
 
-    def _add_infos(self, t: int, batch: StepBatch) -> None:
-        columns, num_envs = dict(batch.info), self._chunk.num_envs
-        asked, done = np.zeros((2, num_envs), bool)
-        asked[batch.env_ids], done[batch.env_ids] = True, batch.terminated | batch.truncated
-        final_obs, final_info = columns.pop("final_obs", None), columns.pop("final_info", None)
-        ended = columns.pop("_final_obs", done)
+    def _add_infos(self, t: int, group: int, batch: StepBatch) -> None:
+        columns, asked = dict(batch.info), self._asked[group]
+        final_obs, ended = columns.pop("final_obs", None), columns.pop("_final_obs", None)
+        final_info = columns.pop("final_info", None)
         columns.pop("_final_info", None)
-        of_reset = asked & (self._ended[t] if t >= 0 else True)
+        of_reset = asked & self._ended[t] if t >= 0 else asked
         if t < 0:
-            restarted = restarted_in(columns, num_envs) & asked
+            restarted = restarted_in(columns, len(asked)) & asked
             self._restarts += [(-1, n) for n in np.flatnonzero(restarted).tolist()]
         elif self._next_step or final_obs is None:
             self._take_back(t, columns, asked)
         else:
-            of_reset = asked & np.asarray(ended, bool)
-            last = of_reset & ~self._take_back(t, final_info, of_reset)
+            done = self._chunk.terminated[t] | self._chunk.truncated[t] if ended is None else np.asarray(ended, bool)
+            of_reset = last = asked & done
+            if isinstance(final_info, Mapping) and RESTARTED in final_info:
+                last = of_reset & ~self._take_back(t, final_info, of_reset)
             rows = np.flatnonzero(last)
             self._finals.append((t, rows, tree_map(lambda leaf: np.asarray(leaf)[rows], final_obs)))
-            self._infos += info_blocks(t, 0, _as_columns(final_info, rows, num_envs), last)
+            if final_info is not None and len(final_info):
+                self._infos += info_blocks(t, 0, _as_columns(final_info, rows, len(asked)), last)
         if columns:
             self._infos += info_blocks(t, 0, columns, asked & ~of_reset)
             self._reset_infos += info_blocks(t, 0, columns, of_reset)
@@ -267,6 +270,6 @@ class ColumnRecorder:
 
 def _as_columns(final_info: Any, rows: NDArray[np.int64], num_envs: int) -> Columns:
     """Returns the last infos of episodes as columns; some vector environments give an array of dicts."""
-    if final_info is None or isinstance(final_info, Mapping):
-        return dict(final_info or {})
+    if isinstance(final_info, Mapping):
+        return dict(final_info)
     return columns_of([(n, final_info[n]) for n in rows.tolist() if final_info[n]], num_envs)

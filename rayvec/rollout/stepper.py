@@ -50,7 +50,7 @@ class Here:
     def post(self, command: Command) -> Answer:
         """Executes a command. Actions are copied: environments may keep a reference to them."""
         if command.op == Op.STEP:
-            command = command._replace(actions=tree_map(np.array, command.actions))
+            command = Command(Op.STEP, command.rows, tree_map(np.array, command.actions), command.mode)
         answer: Answer = self._slice.execute(command)
         return answer
 
