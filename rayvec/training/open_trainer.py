@@ -20,7 +20,7 @@ from rayvec.training.initial_network import initial_state
 from rayvec.training.rank_trainer import DecentralizedTrainer, RankTrainer
 from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import LEARNERS, choose_engine, open_env, open_learner, wait_limit_s
-from rayvec.training.space_checks import check_kept_spaces, warn_of_wide_ranges
+from rayvec.training.space_checks import check_kept_spaces, warn_of_unreachable_actions, warn_of_wide_ranges
 from rayvec.training.trainer import RunTrainer, Trainer
 
 __all__ = ["open_trainer"]
@@ -56,6 +56,7 @@ def _open_here(
     """Yields a training of this process, whose learner may be ranks."""
     with open_env(config, trains=True) as env, open_learner(config, env, fewer=fewer) as learner:
         warn_of_wide_ranges(env.single_observation_space, config)
+        warn_of_unreachable_actions(env.single_action_space, config)
         spaces = env.single_observation_space, env.single_action_space
         if state:
             check_kept_spaces(spaces, state)

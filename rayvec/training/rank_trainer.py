@@ -37,7 +37,12 @@ from rayvec.training.evaluation import Evaluation, time_limit
 from rayvec.training.initial_network import initial_state
 from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import make_env, probed_workers
-from rayvec.training.space_checks import check_kept_spaces, check_same_spaces, warn_of_wide_ranges
+from rayvec.training.space_checks import (
+    check_kept_spaces,
+    check_same_spaces,
+    warn_of_unreachable_actions,
+    warn_of_wide_ranges,
+)
 from rayvec.training.trainer import Iteration, Trainer
 
 __all__ = ["DecentralizedTrainer", "RankTrainer"]
@@ -188,6 +193,7 @@ class DecentralizedTrainer:
         if state:
             check_kept_spaces(spaces, state)
         warn_of_wide_ranges(spaces[0], config)
+        warn_of_unreachable_actions(spaces[1], config)
         choice = choice_of(config, spaces[0])
         if choice is not None:
             print(f"rayvec: {choice}", file=sys.stderr)

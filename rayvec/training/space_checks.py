@@ -10,15 +10,16 @@ import numpy as np
 from gymnasium import spaces
 
 from rayvec.config import TrainConfig
-from rayvec.config.algorithms import NetworkConfig
+from rayvec.config.algorithms import ActorCriticConfig, NetworkConfig
 from rayvec.errors import ConfigError
 from rayvec.policies.encoders import leaf_spaces
 from rayvec.training.saved_spaces import spaces_from_plain
 from rayvec.wrappers import MASK_KEY
 
-__all__ = ["check_kept_spaces", "check_same_spaces", "parts_of", "warn_of_wide_ranges"]
+__all__ = ["check_kept_spaces", "check_same_spaces", "parts_of", "warn_of_unreachable_actions", "warn_of_wide_ranges"]
 
 _WIDE = 100.0
+_FAR_ACTION, _WIDE_ACTION = 3.0, 20.0
 _UNBOUNDED = 1e30
 """Bounds beyond this mean that there is none."""
 
@@ -41,6 +42,27 @@ def warn_of_wide_ranges(observation_space: spaces.Space[Any], config: TrainConfi
                 stacklevel=2,
             )
             return
+
+
+def warn_of_unreachable_actions(action_space: spaces.Space[Any], config: TrainConfig) -> None:
+    """Warns where a Box has bounds far from what a policy of PPO or IMPALA draws at first, about -1 to 1."""
+    if not isinstance(config, ActorCriticConfig):
+        return
+    for path, leaf in leaf_spaces(action_space):
+        if not isinstance(leaf, spaces.Box):
+            continue
+        low, high = leaf.low.astype(np.float64), leaf.high.astype(np.float64)
+        is_bounded = np.isfinite(low) & np.isfinite(high)
+        is_odd = (is_bounded & (high - low > _WIDE_ACTION)) | (low > _FAR_ACTION) | (high < -_FAR_ACTION)
+        if (is_odd & ~(is_bounded & config.scale_actions)).any():
+            place = "".join(f"[{key!r}]" for key in path)
+            warnings.warn(
+                f"Actions{place} range from {low.min():g} to {high.max():g}, and the policy draws about -1 to "
+                "1 at first: it may never reach most of them. Leave scale_actions at True, and give the Box finite "
+                "bounds.",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def check_same_spaces(found: Sequence[tuple[spaces.Space[Any], spaces.Space[Any]]]) -> None:

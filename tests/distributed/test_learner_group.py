@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,6 +132,31 @@ def test_after_a_lost_rank_the_weights_stay_and_the_next_update_has_new_ranks(
     assert group.update(second) == pytest.approx(learner.update(second), rel=1e-3, abs=1e-5)
     assert distance(group.weights(), learner.weights()) < 1e-6
     assert not set(group.group.pids) & set(pids)
+
+
+def make_slow() -> Any:
+    """Returns a learner whose updates take longer than the interval at which states are saved."""
+    learner = make_learner(DISCRETE)
+    update = learner.update
+
+    def slowly(batch: Batch) -> dict[str, float]:
+        time.sleep(1.1)
+        return update(batch)
+
+    learner.update = slowly
+    return learner
+
+
+def test_a_completed_update_that_took_long_is_not_lost_with_a_rank(make_group: MakeGroup) -> None:
+    first, lost, second = make_batches(DISCRETE, 3)
+    group, learner = make_group(1, make_slow, num_nodes=0), make_learner(DISCRETE)
+    group.update(first)
+    os.kill(group.group.pids[0], signal.SIGKILL)
+    with pytest.raises(LearnerError, match="its process has ended"):
+        group.update(lost)
+    learner.update(first)
+    assert group.update(second) == pytest.approx(learner.update(second), rel=1e-3, abs=1e-5)
+    assert distance(group.weights(), learner.weights()) < 1e-6
 
 
 def test_a_rank_that_stops_in_an_update_is_waited_for_as_long_as_sums_are(make_group: MakeGroup) -> None:

@@ -29,7 +29,7 @@ from rayvec.errors import CheckpointError, ConfigError, EnvError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import make_env, make_learner
-from rayvec.training.space_checks import warn_of_wide_ranges
+from rayvec.training.space_checks import warn_of_unreachable_actions, warn_of_wide_ranges
 
 LOCAL_LINE = lambda: Line(4)  # noqa: E731
 
@@ -263,6 +263,20 @@ def test_a_wide_range_is_warned_of(tmp_path: Path, high: float, settings: dict[s
         config = tiny(tmp_path / "a", total_steps=64, eval_episodes=0, **settings)
         rayvec.train(config, env=lambda: own_envs.Line(high=high))
     assert ["±500" in str(each.message) for each in caught] == ([True] if warned else [])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "scaled", "warned"),
+    [(0, 100, False, True), (0, 100, True, False), (100, np.inf, True, True), (-3, 3, False, False)],
+)
+def test_actions_out_of_reach_are_warned_of(low: float, high: float, scaled: bool, warned: bool) -> None:
+    space = spaces.Dict(valve=spaces.Box(low, high, (2,)), gear=spaces.Discrete(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for config in (rayvec.PPOConfig(scale_actions=scaled), rayvec.IMPALAConfig(scale_actions=scaled)):
+            warn_of_unreachable_actions(space, config)
+        warn_of_unreachable_actions(space, rayvec.SACConfig())
+    assert ["Actions['valve'] range from" in str(each.message) for each in caught] == [True, True] * warned
 
 
 def test_the_warning_of_a_wide_range_names_the_part() -> None:
