@@ -175,11 +175,11 @@ class IMPALALearner(ActorCriticLearner):
         """Returns which rows a minibatch has, of `size` steps on all ranks, these environments of this rank.
 
         Returns:
-            The weight of each of its B steps in the loss, ``[B]``; the rows of these steps, environment by environment
-            in the order of time, ``int64 [B]``; where the observation after each step is: the number of a step of
-            these, or -1 - i for the i-th of the other observations, ``int64 [B]``; and the rows of the others, each
-            once. For a recurrent network then come the numbers of the sequences, and `slots` and `before` of
-            `OverSequences`.
+            Four vectors. The weight of each of its B steps in the loss, ``[B]``. The rows of these steps, environment
+            by environment in the order of time, ``int64 [B]``. Where the observation after each step is, ``int64
+            [B]``: the number of one of these steps, or -1 - i for the i-th of the other observations. The rows of
+            these others, each once. For a recurrent network, the numbers of the sequences follow, and `slots` and
+            `before` of `OverSequences`.
         """
         chunk = trajectories.chunk
         steps = _rows_of_steps(chunk.valid, environments)

@@ -137,11 +137,11 @@ class PPOLearner(ActorCriticLearner):
         gamma, lam = self.config.gamma, self.config.gae_lambda
         advantage, target = gae(rew, value, next_value, terminated, truncated, gamma=gamma, lam=lam, valid=valid)
         n, t = valid.T.nonzero()  # numbers and not a mask, which a GPU would wait for
-        kept = torch.from_numpy(t * valid.shape[1] + n)
+        happened = torch.from_numpy(t * valid.shape[1] + n)
 
         def by_environment(*parts: Tensor) -> Tensor:
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            return whole.flatten(0, 1)[kept.to(whole.device)].to(self._device)
+            return whole.flatten(0, 1)[happened.to(whole.device)].to(self._device)
 
         observed = tree_map(by_environment, *obs) if self._recurrent is None else join_sequences(obs, valid.shape[1])
         others = (by_environment(torch.from_numpy(array)) for array in (sample, logp, value, advantage, target))
@@ -212,10 +212,10 @@ class PPOLearner(ActorCriticLearner):
             generator: In the same state on every rank.
 
         Returns:
-            What this rank has of each minibatch of each epoch: weights, numbers of samples, their advantages normalised
-            by the moments of the whole minibatch, ``[b]`` each, and for a recurrent network the numbers of sequences
-            and which of their steps these samples are; and the variance of the targets that the values before the
-            update explain, as a share.
+            Two results. First, for each epoch, this rank's part of each minibatch: the weights, numbers and normalised
+            advantages of its samples, ``[b]`` each. The moments that normalise are those of the whole minibatch. For a
+            recurrent network, the numbers of its sequences follow, and the steps of these that the samples are.
+            Second, the share of the variance of the targets that the values before the update explain.
         """
         num_epochs = self.config.num_epochs if total else 0
         epochs = [self._shuffled(valid, own, total, generator) for _ in range(num_epochs)]
