@@ -54,7 +54,6 @@ class RecurrentCell(nn.Module):
             state: State before the first step, ``[S, D]``.
             reset: Where the state is set to 0 before a step, ``bool [L, S]``.
         """
-        step = self._gru if self.kind == "gru" else self._lstm
         states = []
         inputs = self.inputs(features.flatten(0, 1)).unflatten(0, reset.shape)  # of all steps at once
         # from a GPU it would be read after all that was launched before, and a compiled graph can't read it
@@ -63,9 +62,16 @@ class RecurrentCell(nn.Module):
         for gates, begins, any_begins in zip(inputs, reset.unsqueeze(-1), any_begin, strict=True):
             if any_begins:
                 state = state.masked_fill(begins, 0.0)
-            state = step(gates, state)
+            state = self._after(gates, state)
             states.append(state)
         return torch.stack(states)
+
+    def step(self, features: Tensor, state: Tensor) -> Tensor:
+        """Returns the states after one step, ``[S, D]``, for inputs ``[S, F]`` and states ``[S, D]``."""
+        return self._after(self.inputs(features), state)
+
+    def _after(self, inputs: Tensor, state: Tensor) -> Tensor:
+        return self._gru(inputs, state) if self.kind == "gru" else self._lstm(inputs, state)
 
     def _gru(self, inputs: Tensor, state: Tensor) -> Tensor:
         gates, new = inputs.tensor_split((2 * self.size,), -1)
@@ -141,10 +147,8 @@ class RecurrentActorCritic(ActorCritic):
         """Returns the states after one observation each, ``[k, D]``; arguments are those of `forward`."""
         features = self.features(rows)
         if state is None:
-            state = features.new_zeros(len(features), self.cell.state_size)
-        reset = torch.zeros(1, len(features), dtype=torch.bool, device=features.device)
-        following: Tensor = self.cell(features[None], state, reset)[0]
-        return following
+            state = features.new_zeros(features.shape[0], self.cell.state_size)
+        return self.cell.step(features, state)
 
     def features(self, rows: Tree) -> Tensor:
         """Returns the inputs of the cell, ``[..., F]``, for encoded observations, tree of ``[..., ...]``."""
