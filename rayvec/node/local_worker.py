@@ -161,6 +161,8 @@ class LocalWorker:
         ring = self._ring
         assert ring is not None
         if not ring.done.acquire(timeout_s):
+            if self._is_starting and self._pipe.poll():
+                self._started()
             if self._pending:
                 self._check()
             return None
@@ -200,13 +202,7 @@ class LocalWorker:
     _held = ""
 
     def _check(self) -> None:
-        """Raises ``ChildLost`` if the worker has died, or takes longer than its limits allow.
-
-        Raises:
-            Exception: The exception that the constructor of an environment raised, in place of a lost worker.
-        """
-        if self._is_starting and self._pipe.poll():
-            self._started()
+        """Raises ``ChildLost`` if the worker has died, or takes longer than its limits allow."""
         self.await_fork()
         if self._process.exitcode is not None:
             if self._ring is not None and self._ring.done.try_acquire():  # it answered before it died
