@@ -123,14 +123,14 @@ class Ages:
 
 
 class Waits(Steps):
-    """Its steps wait until a file exists."""
+    """Its steps wait until a file exists, except for the first ones."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, num_steps: int = 0) -> None:
         super().__init__()
-        self.path = path
+        self.path, self.num_steps = path, num_steps
 
     def step(self, action: Any) -> Any:
-        while not self.path.exists():
+        while self.calls >= self.num_steps and not self.path.exists():
             time.sleep(0.01)
         return super().step(action)
 
@@ -306,6 +306,21 @@ class TestFleets:
             assert second[1].chunk.restarts.tolist() == [[-1, 0], [-1, 1]] and machine.num_replaced == 1
             assert_identical(second[0].chunk.obs[0], first[0].chunk.last_obs)
             assert third[1].chunk.restarts.size == 0
+
+    def test_a_replacement_leaves_a_chunk_alone_that_was_not_read(self, tmp_path: Path) -> None:
+        """The second worker dies in its second chunk, and takes that again."""
+        path = tmp_path / "go"
+        with loaded([partial(Waits, path, STEPS)] * 4, first_action) as machine:
+            first, second = (ask(machine, order(k)) for k in range(2))
+            assert machine.wait(first, 30.0)
+            os.kill(machine.worker_pids()[1], signal.SIGKILL)
+            deadline = time.monotonic() + 30.0
+            while 1 not in second.answers:
+                assert time.monotonic() < deadline and not machine.wait(second, 0.2)
+            path.touch()
+            ours = taken(machine, first)
+            assert taken(machine, second).restarts.tolist() == [[-1, 2], [-1, 3]]
+        assert_same([ours], chunks_of(slice_host([Steps] * 4), first_action)[:1])
 
     def test_ctrl_c_in_a_wait_loses_no_chunk(self, tmp_path: Path) -> None:
         machine = Machine(EnvFactory.build([partial(Waits, tmp_path / "go")] * 4), 2)
