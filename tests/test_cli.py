@@ -388,8 +388,19 @@ def test_train_resume_and_eval(
     assert load_run(run_dir)[1]["progress"]["steps"] == 128
     assert_refused(["train", "sac", "--resume", str(run_dir)], "algorithm='sac' after 'ppo'.", "Leave these out")
     assert_refused(["train", "--resume", str(run_dir), "--run-dir", "b"], "--run-dir b", "--init-from")
-    another = ["train", "ppo", "--resume", str(run_dir), "--gamma", "0.98", "--seed", "3", "--no-anneal-lr"]
-    assert_refused(another, "seed=3 after 1, anneal_lr=False after True.")
+    another = [
+        "train",
+        "ppo",
+        "--resume",
+        str(run_dir),
+        "--gamma",
+        "0.98",
+        "--seed",
+        "3",
+        "--learning-rate-schedule",
+        "cosine",
+    ]
+    assert_refused(another, "seed=3 after 1, learning_rate_schedule='cosine' after 'linear'.")
 
 
 @pytest.mark.usefixtures("ray_cluster")

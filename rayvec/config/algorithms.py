@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, InstanceOf
+from pydantic import BeforeValidator, Field, InstanceOf
 
 from rayvec.config.base import TrainConfig
 from rayvec.config.schema import Count, Fraction, Natural, NonNegative, Positive, dataclass, require
 
 __all__ = ["ActorCriticConfig", "IMPALAConfig", "NetworkConfig", "PPOConfig", "SACConfig"]
 
+_POINTS = 101
+
+
+def _sampled(value: Any) -> Any:
+    """Returns the values of a function of the share of a run that is taken; another value as it is."""
+    return tuple(float(value(k / (_POINTS - 1))) for k in range(_POINTS)) if callable(value) else value
+
+
+Values = Annotated[tuple[NonNegative, ...], Field(min_length=2)]
+Scheduled = Annotated[NonNegative | Values, BeforeValidator(_sampled)]
+PositiveScheduled = Annotated[Positive | Values, BeforeValidator(_sampled)]
+Schedule = Literal["linear", "cosine", "constant"]
 _A_SHARE = ": each rank computes on some samples of every minibatch"
 
 
@@ -46,17 +58,21 @@ class NetworkConfig(TrainConfig):
 class ActorCriticConfig(NetworkConfig):
     """Settings of an algorithm whose network has a policy and a value."""
 
-    learning_rate: Positive = 1e-3
-    """Step size of the optimizer at the start."""
+    learning_rate: PositiveScheduled = 1e-3
+    """Step size of the optimizer at the start. In Python also a function of the share of total_steps that is taken;
+    settings keep its values at 101 even distances, between which it is interpolated."""
 
-    anneal_lr: bool = True
-    """Lower the learning rate linearly to 0 over the run."""
+    learning_rate_schedule: Schedule = "linear"
+    """How the learning rate falls to 0 over the run: "linear", "cosine", or not at all ("constant")."""
 
     value_coef: NonNegative = 0.5
     """Weight of the value loss."""
 
-    entropy_coef: NonNegative = 0.01
-    """Weight of the entropy bonus."""
+    entropy_coef: Scheduled = 0.01
+    """Weight of the entropy bonus; in Python also a function, as for learning_rate."""
+
+    entropy_coef_schedule: Schedule = "constant"
+    """As learning_rate_schedule."""
 
     max_grad_norm: Positive = 0.5
     """Largest global norm of the gradients."""
@@ -142,7 +158,7 @@ class PPOConfig(ActorCriticConfig):
     algorithm: ClassVar[str] = "ppo"
 
     num_steps: Count = 128
-    learning_rate: Positive = 2.5e-4
+    learning_rate: PositiveScheduled = 2.5e-4
 
     gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation: 0 trusts the value function, 1 the returns."""
@@ -153,8 +169,12 @@ class PPOConfig(ActorCriticConfig):
     minibatch_size: Count = 256
     """Steps in a minibatch, approximately: the minibatches of an epoch differ by at most one step."""
 
-    clip_coef: Positive = 0.2
-    """Distance from 1 at which ratios of action probabilities are clipped."""
+    clip_coef: PositiveScheduled = 0.2
+    """Distance from 1 at which ratios of action probabilities are clipped; in Python also a function, as for
+    learning_rate."""
+
+    clip_coef_schedule: Schedule = "constant"
+    """As learning_rate_schedule."""
 
     clip_value_loss: bool = True
     """Clip the change of the value by clip_coef too."""

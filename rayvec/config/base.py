@@ -31,7 +31,7 @@ from rayvec.errors import check_node_range
 
 __all__ = ["ADJUSTABLE", "CONFIGS", "TrainConfig"]
 
-_EVAL_STEPS = 50_000
+_EVAL_STEPS, _EVAL_EPISODE_STEPS = 50_000, 10_000
 Scalar = None | bool | int | Annotated[float, Field(allow_inf_nan=True)] | str
 NodeCount = Annotated[
     Natural | tuple[int, int] | None,
@@ -42,6 +42,7 @@ CONFIGS: dict[str, type[TrainConfig]] = {}
 """Config classes by the name of their algorithm on the command line."""
 
 ADJUSTABLE = (
+    "total_steps",
     "num_nodes",
     "workers_per_node",
     "probe",
@@ -59,14 +60,22 @@ ADJUSTABLE = (
     "eval_episodes",
     "eval_steps",
     "eval_interval_steps",
+    "eval_max_episode_steps",
+    "eval_deterministic",
+    "eval_env",
+    "eval_env_kwargs",
+    "episode_metrics",
     "track",
     "on_env_error",
     "step_timeout_s",
+    "start_timeout_s",
+    "on_bad_obs",
     "on_node_loss",
     "groups",
     "preload",
 )
-"""Settings of where and how fast a run executes, not of what it learns. Resuming and evaluating may change them.
+"""Settings of where, how long and how fast a run executes, not of what it learns. Resuming and evaluating may change
+them.
 
 Two have a second effect in a run with `prefetch`: unless ``inference="worker"``, and with ``learners="decentralized"``,
 no steps are collected ahead, so the weights that act are the newest ones instead of being one update old. And where
@@ -176,8 +185,23 @@ class TrainConfig:
 
     eval_steps: Count | None = None
     """Environment steps that one evaluation may take: it plays no more episodes than fit into them if each lasts for
-    the environment's time limit, but at least one. An episode that is longer than this number, than the time limit and
-    than 50,000 steps is an error. Unset: a tenth of total_steps, at least 50,000."""
+    the environment's time limit, but at least one. Unset: a tenth of total_steps, at least 50,000."""
+
+    eval_max_episode_steps: Count | None = None
+    """Environment steps after which an episode of an evaluation is cut. It counts with the rewards so far. Unset: the
+    environment's time limit, at least 10,000."""
+
+    eval_deterministic: bool = True
+    """Evaluate greedily, with the most probable actions; off: with actions that are drawn, as in training."""
+
+    eval_env: InstanceOf[str] | None = None
+    """Environment of evaluations, as env_id; unset: that of the training."""
+
+    eval_env_kwargs: dict[str, Scalar | list[Scalar]] = field(default_factory=dict)
+    """Arguments of the environment of evaluations that differ from env_kwargs."""
+
+    episode_metrics: tuple[str, ...] = ("is_success",)
+    """Numbers in the info of an episode's last step whose means over the last 100 episodes are metrics."""
 
     eval_interval_steps: Count | None = None
     """Environment steps between two greedy evaluations during training. Each comes with a checkpoint. They have
@@ -197,6 +221,12 @@ class TrainConfig:
     step_timeout_s: Positive | None = None
     """Seconds that a worker may take to step, or reset, all its environments, one after another, before it is killed;
     unset: no limit."""
+
+    start_timeout_s: Positive = 300.0
+    """Seconds that a worker may take to make all its environments, one after another, or to load a policy."""
+
+    on_bad_obs: Literal["raise", "keep"] = "raise"
+    """What happens to an observation or a reward that is NaN or infinite: "raise" ends the run, "keep" keeps it."""
 
     on_node_loss: Literal["rehost", "raise"] = "rehost"
     """What happens to the environments of a lost node: "rehost" restarts them on the nodes that remain, "raise" ends
@@ -326,12 +356,12 @@ class TrainConfig:
         return min(self.eval_episodes, max(1, eval_steps // time_limit))
 
     def longest_eval_episode(self, time_limit: int | None) -> int:
-        """Returns the steps after which an episode of an evaluation counts as one without an end.
+        """Returns the steps after which an episode of an evaluation is cut.
 
         Args:
             time_limit: Steps after which the environment is registered to truncate an episode; None without a limit.
         """
-        return max(_EVAL_STEPS, self.total_steps // 10, self.eval_steps or 0, self._time_limit(time_limit) or 0)
+        return self.eval_max_episode_steps or max(_EVAL_EPISODE_STEPS, self._time_limit(time_limit) or 0)
 
     def _time_limit(self, registered: int | None) -> int | None:
         """Returns the time limit of environments; to Gymnasium None is the registered one, and -1 is none."""

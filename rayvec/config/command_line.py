@@ -20,13 +20,14 @@ __all__ = ["OptionParser", "read_options"]
 _GROUPS = {
     "run": "total_steps seed preset config resume run_dir init_from learner_device",
     "environment": "env_id env_kwargs wrappers num_envs",
-    "algorithm": "num_steps learning_rate anneal_lr policy_lr q_lr gamma",
+    "algorithm": "num_steps learning_rate learning_rate_schedule policy_lr q_lr gamma",
     "network": "network recurrent hidden_sizes activation cnn action_masks",
     "evaluation": "eval_episodes eval_interval_steps",
-    "logging": "track checkpoint_interval_s",
+    "logging": "episode_metrics track checkpoint_interval_s",
     "cluster": "num_nodes workers_per_node address inference learners num_learners sync_fraction variable_lengths",
-    "faults": "on_env_error step_timeout_s on_node_loss",
-    "expert": "native probe preload groups learner_threads precision compile plugin eval_steps shared_trunk layer_norm "
+    "faults": "on_env_error step_timeout_s start_timeout_s on_bad_obs on_node_loss",
+    "expert": "native probe preload groups learner_threads precision compile plugin eval_steps eval_max_episode_steps "
+    "eval_deterministic eval_env eval_env_kwargs entropy_coef_schedule clip_coef_schedule shared_trunk layer_norm "
     "log_std_init recurrent_size sequence_length burn_in replay_on_device checkpoint_replay clip_value_loss",
 }
 """The groups of options of ``train``, in the order of the help. Settings in none of them are of the algorithm."""
@@ -81,7 +82,7 @@ def read_options(
         near = suggested(name, [*fields_of(cls), *others])
         advice = f"Did you mean --{near.replace('_', '-')}?" if near else f"`rayvec {command} --help-all` lists them."
         raise ConfigError(f"{option} is no option of `rayvec {command}`. {advice}")
-    return {name: _pairs(value) if name == "env_kwargs" else value for name, value in given.items()}
+    return {name: _pairs(value) if name.endswith("env_kwargs") else value for name, value in given.items()}
 
 
 def _add(parser: OptionParser, cls: Any, name: str) -> None:

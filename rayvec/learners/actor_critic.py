@@ -23,6 +23,7 @@ from rayvec.learners.gradient import Gradient
 from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ObsMoments, ReturnScale
+from rayvec.learners.schedules import is_constant, scheduled
 from rayvec.learners.sequences import OverSequences
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.policies.networks import ActorCriticModule, flat_weights
@@ -62,6 +63,8 @@ class ActorCriticLearner:
     reads_infos: ClassVar[bool] = False
     _are_even: ClassVar[bool] = False
     """Whether minibatches differ little in their lengths, so that one compiled call takes the steps of several."""
+    _may_change: ClassVar[tuple[str, ...]] = ("entropy_coef",)
+    """Settings that the loss reads and that may have a schedule."""
 
     def __init__(
         self,
@@ -92,7 +95,9 @@ class ActorCriticLearner:
         self._is_compiled = config.compile is True
         self._gradient = Gradient(self._network, self._loss, self._is_compiled, varies=True, **_CHEAP_TANH)
         self._optimizer = Adam(self._gradient.flat, eps=1e-5)
-        self._learning_rate: float = config.learning_rate
+        self._learning_rate = scheduled(config, "learning_rate", 0.0)
+        changing = [name for name in self._may_change if not is_constant(config, name)]
+        self._scheduled = {name: torch.zeros((), device=self._device) for name in changing}
         self._own_learning_rate: float | None = None
         parts = self._gradient, self._select, self._optimizer, config.max_grad_norm
         has_loop = self._is_compiled and self._are_even and self._recurrent is None
@@ -193,12 +198,18 @@ class ActorCriticLearner:
         return rew if clip is None else rew.clip(-clip, clip)
 
     def _begin_update(self) -> float:
-        """Sets the learning rate of an update, in proportion to the remaining steps, and returns it."""
+        """Sets the learning rate of an update, and other settings that have a schedule; returns the learning rate."""
         self._optimizer.failed.zero_()
-        left = 1 - self._num_steps / self.config.total_steps if self.config.anneal_lr else 1.0
+        progress = min(1.0, self._num_steps / self.config.total_steps)
+        for name, tensor in self._scheduled.items():
+            tensor.fill_(scheduled(self.config, name, progress))
         own = self._own_learning_rate
-        self._learning_rate = self.config.learning_rate * max(left, 0.0) if own is None else own
+        self._learning_rate = scheduled(self.config, "learning_rate", progress) if own is None else own
         return self._learning_rate
+
+    def _coefficient(self, name: str) -> Any:
+        """Returns a setting that the loss reads: a number, or a tensor whose value changes over the run."""
+        return self._scheduled[name] if name in self._scheduled else getattr(self.config, name)
 
     def set_learning_rate(self, value: float | None) -> None:
         """Sets the learning rate of the next updates, in place of its schedule; None returns to the schedule."""

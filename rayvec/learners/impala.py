@@ -263,7 +263,8 @@ class IMPALALearner(ActorCriticLearner):
         )
         policy_loss = -logp * advantage
         value_loss = 0.5 * (value - target).square()
-        loss = (policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy) @ weight
+        entropy_coef = self._coefficient("entropy_coef")
+        loss = (policy_loss + config.value_coef * value_loss - entropy_coef * entropy) @ weight
 
         ratio, error = log_ratio.exp(), target - value
         is_clipped = (ratio > config.rho_bar * (1 + 1e-5)).to(ratio)  # rounding of two equal probabilities is no clip

@@ -85,6 +85,7 @@ class PPOLearner(ActorCriticLearner):
 
     config: PPOConfig
     _are_even = True
+    _may_change = ("entropy_coef", "clip_coef")
 
     @explains_memory("Lower minibatch_size, num_envs or num_steps")
     def update(self, batch: Batch) -> dict[str, float]:
@@ -286,7 +287,7 @@ class PPOLearner(ActorCriticLearner):
             old_value: The value before the update, ``[b]``.
             target: What the value should be, ``[b]``.
         """
-        config, clip = self.config, self.config.clip_coef
+        config, clip = self.config, self._coefficient("clip_coef")
         params, value = network(*inputs)
         logp, entropy = self.module.distribution.logp_entropy(params, sample)
 
@@ -300,7 +301,8 @@ class PPOLearner(ActorCriticLearner):
             error = torch.maximum(error, (near - target).square())
         value_loss = 0.5 * error
 
-        loss = (policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy) @ weight
+        entropy_coef = self._coefficient("entropy_coef")
+        loss = (policy_loss + config.value_coef * value_loss - entropy_coef * entropy) @ weight
         is_clipped = ((ratio - 1).abs() > clip).to(ratio)
         metrics = torch.stack([policy_loss, value_loss, entropy, ratio - 1 - log_ratio, is_clipped]).detach()
         return loss, metrics @ weight

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
-from rayvec.errors import ConfigError, check_count
+from rayvec.errors import ConfigError, RayvecError, check_count
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.evaluation import Evaluation
 from rayvec.training.metrics_line import MetricsLine
@@ -171,7 +171,7 @@ class RunContext:
             self.progress.has_cut = True
             logger.warning(
                 "%d of %d episodes of an evaluation were cut: they did not end within %s steps. They count with the "
-                "rewards so far. Wrap the environment in gymnasium.wrappers.TimeLimit",
+                "rewards so far. Wrap the environment in gymnasium.wrappers.TimeLimit, or set eval_max_episode_steps",
                 evaluation.num_cut,
                 len(evaluation.lens),
                 f"{evaluation.lens.max():,}",
@@ -272,6 +272,8 @@ def call(callbacks: Sequence[Any], hook: str, context: RunContext) -> None:
             try:
                 method(context)
             except Exception as error:
+                if hook == "on_start" and isinstance(error, RayvecError):
+                    raise  # it says what the run can't begin with
                 error.add_note(f"raised in {hook} of the callback {type(callback).__name__}")
                 raise
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from rayvec.training.plots import draw_learning_curve
 from rayvec.training.progress_display import ProgressDisplay, progress_text
 from rayvec.training.ray_metrics import RayMetrics
 from rayvec.training.run_dir import save_checkpoint
-from rayvec.training.runs import choose_engine, make_env, network_of
+from rayvec.training.runs import make_eval_env, network_of
 from rayvec.training.wandb_run import WeightsAndBiases
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -67,19 +66,12 @@ class Evaluator:
         """Makes the environments."""
         config = context.config
         if self._env is None:
-            self._env = self._opened(config)
+            self._env = make_eval_env(config, is_final=False)
             with torch.random.fork_rng(devices=[]):  # an algorithm may draw its weights from the global generator
                 env = self._env
                 self._module = network_of(config, env.single_observation_space, env.single_action_space)
         self._num_done = self._number(context, 0)
         self._request(context)
-
-    def _opened(self, config: TrainConfig) -> RayVecEnv:
-        workers = config.workers_per_node if choose_engine(config).num_nodes == 0 else None
-        here = replace(config, num_nodes=0, workers_per_node=workers, address=None)
-        # a sub-batch of games takes certain numbers of environments only: that of the run fits
-        num_envs = config.num_envs if config.native is not None else min(config.num_envs, config.eval_episodes)
-        return make_env(here, num_envs, config.num_envs, seed=config.eval_seed(is_final=False))
 
     def on_iteration(self, context: RunContext) -> None:
         """Plays the episodes, which are the same every time, if an evaluation is due and the run goes on."""

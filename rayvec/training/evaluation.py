@@ -22,7 +22,7 @@ from rayvec.training.atomic_files import local_path
 from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.run_state import acting_weights
-from rayvec.training.runs import network_of, open_env
+from rayvec.training.runs import eval_settings, network_of, open_env
 from rayvec.training.space_checks import check_kept_spaces
 from rayvec.training.wrapper_statistics import forget_wrapper_statistics
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -61,14 +61,15 @@ class Evaluation:
         return {"eval/return_mean": self.return_mean, "eval/return_std": self.return_std, **cut}
 
 
-def greedy_policy(module: Any, weights: NDArray[np.float32]) -> Policy:
-    """Returns a policy that takes the most probable action.
+def greedy_policy(module: Any, weights: NDArray[np.float32], *, deterministic: bool = True) -> Policy:
+    """Returns a policy that takes the most probable action, or draws one.
 
     Args:
         module: The network, as :class:`rayvec.Policy` takes it.
         weights: Weights to act with in place of the module's own.
+        deterministic: False draws actions, as in training.
     """
-    policy = Policy(module, deterministic=True)
+    policy = Policy(module, deterministic=deterministic)
     policy.load_weights(weights)
     return policy
 
@@ -86,8 +87,9 @@ def evaluate(
     num_episodes: int | None = None,
     *,
     seed: int,
+    first_id: int = 0,
 ) -> Evaluation:
-    """Plays greedy episodes in `env`.
+    """Plays episodes in `env`, greedily unless the settings say otherwise.
 
     Each environment gets its quota of episodes beforehand, so that short episodes do not crowd out long ones. All
     environments are reset first. An episode that does not end is cut after
@@ -102,6 +104,7 @@ def evaluate(
         num_episodes: F, the number of episodes; 0 plays none. By default as the settings say.
         seed: Environment i begins with `seed` + i; :meth:`rayvec.config.TrainConfig.eval_seed` gives a seed that
             training never uses.
+        first_id: Global index of the first environment, where a rank plays its share.
     """
     limit = time_limit(env)
     if num_episodes is None:
@@ -109,9 +112,10 @@ def evaluate(
     if num_episodes == 0:
         return Evaluation(np.zeros(0), np.zeros(0, np.int64))
     forget_wrapper_statistics(env, config)
-    collector = Collector(env, greedy_policy(module, weights), inference=config.inference, seed=seed)
+    policy = greedy_policy(module, weights, deterministic=config.eval_deterministic)
+    collector = Collector(env, policy, config.inference, seed=seed, on_bad_obs=config.on_bad_obs)
     try:
-        collector.reset(seed=seed)
+        collector.reset(seed=seed + first_id)
         stats = collector.play(num_episodes, max_len=config.longest_eval_episode(limit))
     except KeyboardInterrupt:
         env.close(terminate=True)  # else the collector would wait for its pending chunks
@@ -143,6 +147,7 @@ def evaluate_run(
     seed: int | None = None,
     checkpoint: str = "checkpoint.pt",
     env: Any = None,
+    eval_env: Any = None,
     network: Callable[..., Any] | None = None,
     **changes: Any,
 ) -> Evaluation:
@@ -154,6 +159,7 @@ def evaluate_run(
         seed: The seed of the episodes; unset: the run's own, which gives the episodes of the evaluation at its end.
         checkpoint: File in that directory, by default the last checkpoint; as of :func:`rayvec.load`.
         env: The environment of the run, where it was passed in Python and has no name.
+        eval_env: The environment of its evaluations, if that is another one, likewise.
         network: The network of the run, likewise.
         changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own.
 
@@ -163,8 +169,8 @@ def evaluate_run(
     """
     run_dir = local_path(run_dir)
     config, state = load_config(run_dir), load_checkpoint(run_dir, checkpoint)
-    config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
-    config = config if seed is None else replace(config, seed=seed)
+    config = with_own_parts(config.adjusted(**changes), env, network, eval_env, begun=True)
+    config = eval_settings(config if seed is None else replace(config, seed=seed))
     with open_env(config) as envs:
         check_kept_spaces((envs.single_observation_space, envs.single_action_space), state)
         module = network_of(config, envs.single_observation_space, envs.single_action_space)

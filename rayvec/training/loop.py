@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +18,20 @@ from rayvec.training.callbacks import TrainResult
 from rayvec.training.evaluation import saying_where
 from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run import Run
-from rayvec.training.run_dir import best_return, free_run_dir, load_result, load_run, locked
+from rayvec.training.run_dir import best_return, free_run_dir, load_result, load_run, locked, save_config
 from rayvec.training.stop_signals import Interrupts
 from rayvec.training.trainer import RunTrainer
 
 __all__ = ["resume", "train"]
+
+logger = logging.getLogger(__name__)
 
 
 def train(
     config: TrainConfig,
     *,
     env: Any = None,
+    eval_env: Any = None,
     network: Callable[..., Any] | None = None,
     callbacks: Sequence[Any] | Callable[[list[Any]], list[Any]] = (),
 ) -> TrainResult:
@@ -40,7 +45,10 @@ def train(
 
     Args:
         config: Settings; their class decides which learner is used.
-        env: The environment, in place of ``config.env_id``: an id, a spec, or a class or function that makes one.
+        env: The environment, in place of ``config.env_id``: an id, a spec, a class or function that makes one, or a
+            list of one such for each environment. If it has a parameter ``env_index``, it gets the index of the
+            environment, for a port or a folder of its own.
+        eval_env: The environment of evaluations, in place of ``config.eval_env``, likewise.
         network: Function or class, called with (observation space, action space, settings), that makes the torch
             module to train, in place of ``config.network``.
         callbacks: Objects with any of the methods ``on_start``, ``on_iteration``, ``on_evaluation``, ``on_log``,
@@ -55,7 +63,7 @@ def train(
             begun, it has a note that says how to resume from the last checkpoint.
         KeyboardInterrupt: Training was interrupted; the message, or a note, says how to resume.
     """
-    config = with_own_parts(config, env, network)
+    config = with_own_parts(config, env, network, eval_env)
     return _run(config, free_run_dir(config), None, callbacks)
 
 
@@ -63,6 +71,7 @@ def resume(
     run_dir: Path | str,
     *,
     env: Any = None,
+    eval_env: Any = None,
     network: Callable[..., Any] | None = None,
     callbacks: Sequence[Any] | Callable[[list[Any]], list[Any]] = (),
     **changes: Any,
@@ -76,9 +85,12 @@ def resume(
     Args:
         run_dir: Directory of the run.
         env: The environment of the run, where it was passed in Python and has no name.
+        eval_env: The environment of its evaluations, likewise.
         network: The network of the run, likewise.
         callbacks: As of :func:`rayvec.train`; those of the run before are not kept.
-        changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own.
+        changes: Settings of :data:`rayvec.config.ADJUSTABLE` to use in place of the run's own. With `total_steps` a run
+            is trained longer: the run keeps that number, and schedules, such as that of the learning rate, are those
+            of a run with so many steps from the beginning.
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run, another process trains in it, or a change is of
@@ -96,7 +108,9 @@ def resume(
             result = load_result(run_dir)
             if result.get("total_steps") == progress["steps"]:
                 progress["wall_s"] = max(progress["wall_s"], result.get("wall_s", 0.0))
-        config = with_own_parts(config.adjusted(**changes), env, network, begun=True)
+        before, config = config, with_own_parts(config.adjusted(**changes), env, network, eval_env, begun=True)
+        if config.total_steps != before.total_steps:
+            save_config(run_dir, replace(before, total_steps=config.total_steps))
         return _run(config, run_dir, state, callbacks)
 
 
@@ -115,7 +129,9 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
                     run.start(trainer)
                     with interrupts.deferred():
                         _iterate(run, trainer, interrupts)
-                    if not interrupts.requested and not run.has_more(interrupts):
+                    if run.has_more(interrupts):
+                        logger.warning("nodes joined or leave: ranks are placed again")
+                    elif not interrupts.requested:
                         run.evaluate(trainer)
             except Exception as error:
                 if not run.recovers(error):

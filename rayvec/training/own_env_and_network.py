@@ -23,7 +23,12 @@ __all__ = ["environment_of", "resume_command", "with_own_parts"]
 
 
 def with_own_parts(
-    config: TrainConfig, env: Any = None, network: Callable[..., Any] | None = None, *, begun: bool = False
+    config: TrainConfig,
+    env: Any = None,
+    network: Callable[..., Any] | None = None,
+    eval_env: Any = None,
+    *,
+    begun: bool = False,
 ) -> TrainConfig:
     """Returns settings that name an environment and a network, and carry them.
 
@@ -32,6 +37,7 @@ def with_own_parts(
         env: An id, a spec, a class or function that makes an environment, or a list of one for each environment; None
             keeps that of the settings.
         network: See :attr:`rayvec.config.algorithms.NetworkConfig.network`; None keeps that of the settings.
+        eval_env: As `env`, for evaluations; None keeps that of the settings.
         begun: Whether the run has begun. Then only what the settings could not name may be passed, or the same again.
 
     Raises:
@@ -49,6 +55,8 @@ def with_own_parts(
     parts: dict[str, str] = {}
     if env is not None:
         parts["env_id"] = _named_env(env)
+    if eval_env is not None:
+        parts["eval_env"] = _named_env(eval_env)
     if network is not None:
         is_module = hasattr(network, "parameters") and not isinstance(network, type)
         if not callable(network) or is_module:  # a module can be called, too
@@ -64,7 +72,7 @@ def with_own_parts(
         parts["network"] = refer(network)
     for name, part in parts.items() if begun else ():
         before = getattr(config, name)
-        if part != before and not (before is not None and is_unnamed(before)):
+        if name != "eval_env" and part != before and not (before is not None and is_unnamed(before)):
             raise ConfigError(
                 f"The {name} is {part}, and the run began with {before}. Leave {name.removesuffix('_id')}= out, "
                 "or start a new run."
@@ -107,7 +115,7 @@ def environment_of(config: TrainConfig) -> Any:
 
 def resume_command(config: TrainConfig, run_dir: Path) -> str:
     """Returns how to resume a run: on the command line, or in Python where a part has no name."""
-    names = {"env": config.env_id, "network": getattr(config, "network", None)}
+    names = {"env": config.env_id, "eval_env": config.eval_env, "network": getattr(config, "network", None)}
     unnamed = [f", {argument}=..." for argument, name in names.items() if name is not None and is_unnamed(name)]
     if unnamed:
         return f"rayvec.resume({str(run_dir)!r}{''.join(unnamed)})"

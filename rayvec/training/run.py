@@ -23,11 +23,12 @@ from rayvec.config.presets import describe_preset
 from rayvec.errors import LearnerError, RankLostError, WorkerLostError, counted, origin
 from rayvec.training.callbacks import RunContext, TrainResult, call, checked_callbacks, has_hooks
 from rayvec.training.default_callbacks import default_callbacks
-from rayvec.training.evaluation import saying_where
+from rayvec.training.evaluation import Evaluation, evaluate, saying_where
 from rayvec.training.open_trainer import open_trainer
 from rayvec.training.own_env_and_network import resume_command
 from rayvec.training.run_dir import begin_run_dir, load_checkpoint, locked, save_checkpoint, save_result
 from rayvec.training.run_state import Progress
+from rayvec.training.runs import make_eval_env, network_of
 from rayvec.training.stop_signals import Interrupts
 from rayvec.training.trainer import Iteration, RunTrainer
 
@@ -201,12 +202,22 @@ class Run(contextlib.AbstractContextManager["Run"]):
         if self.config.eval_episodes:
             print(f"rayvec: evaluating up to {counted(self.config.eval_episodes, 'episode')}", file=sys.stderr)
         with saying_where():
-            evaluation = trainer.evaluate()
+            evaluation = self._evaluated(trainer)
         if len(evaluation.returns) and self._weights is not None:
             context.add_evaluation(evaluation, self._weights, time.monotonic() - began_s)
             self._call("on_evaluation")
         self._save_result()
         self.is_done = True
+
+    def _evaluated(self, trainer: RunTrainer) -> Evaluation:
+        """Plays in the environments of the training, or in others if the settings name some."""
+        config = self.config
+        if config.eval_episodes == 0 or (config.eval_env is None and not config.eval_env_kwargs):
+            return trainer.evaluate()
+        assert self._weights is not None
+        with make_eval_env(config, is_final=True) as env:
+            module = network_of(config, env.single_observation_space, env.single_action_space)
+            return evaluate(config, env, module, self._weights, seed=config.eval_seed())
 
     def end(self) -> TrainResult:
         """Returns the totals of the run, and keeps them in its directory."""

@@ -51,6 +51,7 @@ __all__ = [
     "locked",
     "save_best",
     "save_checkpoint",
+    "save_config",
     "save_result",
 ]
 
@@ -102,7 +103,7 @@ def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> 
     partial = run_dir.with_name(f".{secrets.token_hex(8)}.tmp")  # no part of a name that may be as long as one can be
     try:
         partial.mkdir(parents=True)
-        (partial / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        save_config(partial, config)
         save_checkpoint(partial, state)
         partial.rename(run_dir)  # replaces an empty directory at most
     except OSError as error:
@@ -114,6 +115,12 @@ def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> 
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def save_config(run_dir: Path, config: TrainConfig) -> None:
+    """Writes, or replaces, ``config.yaml``."""
+    with written_whole(run_dir / "config.yaml") as file:
+        file.write(config.to_yaml().encode())
 
 
 @contextlib.contextmanager

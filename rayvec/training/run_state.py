@@ -22,7 +22,6 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["WINDOW", "Progress", "acting_weights", "begin_collecting", "check_state", "restore"]
 
-EPISODE_METRICS = ("is_success",)
 WINDOW = 100
 """Returns and lengths in metrics are about this many last episodes."""
 
@@ -161,7 +160,8 @@ def begin_collecting(
         prefetch=in_workers and config.collects_ahead,
         by_reference=in_workers and outlives_update and config.learner_mode in ("shared", "dedicated"),
         max_staleness=getattr(config, "max_staleness", None) if in_workers else None,
-        episode_metrics=EPISODE_METRICS,
+        on_bad_obs=config.on_bad_obs,
+        episode_metrics=config.episode_metrics,
     )
     if state is not None:
         restore(collector, state)

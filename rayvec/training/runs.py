@@ -18,7 +18,7 @@ import torch
 from gymnasium import spaces
 
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
-from rayvec.config.references import resolve
+from rayvec.config.references import is_unnamed, resolve
 from rayvec.data.global_random import seed_globals
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, counted
@@ -29,7 +29,6 @@ from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
 from rayvec.training.own_env_and_network import environment_of
-from rayvec.training.run_state import EPISODE_METRICS
 from rayvec.training.wrapper_statistics import warn_of_wrapper_statistics
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.open_environments import local_workers
@@ -39,7 +38,9 @@ from rayvec.wrappers import MASK_KEY, ActionMask, KeepInfos, num_choices
 __all__ = [
     "LEARNERS",
     "choose_engine",
+    "eval_settings",
     "make_env",
+    "make_eval_env",
     "make_learner",
     "make_one_env",
     "network_of",
@@ -113,6 +114,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         probe=config.probe,
         groups=config.groups,
         step_timeout_s=config.step_timeout_s,
+        start_timeout_s=config.start_timeout_s,
         on_env_error=config.on_env_error,
         on_node_loss=config.on_node_loss,
         preload=_preload(config),
@@ -122,7 +124,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
     )
 
     def make(wrappers: Sequence[Any], masks: bool = True) -> RayVecEnv:
-        keep = functools.partial(KeepInfos, names=EPISODE_METRICS, masks=masks)
+        keep = functools.partial(KeepInfos, names=config.episode_metrics, masks=masks)
         env = RayVecEnv(wrappers=[*wrappers, *([] if reads_infos else [keep])], **settings)
         env.interrupted_close_s = 0.0
         return env
@@ -139,12 +141,42 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
     return make([*wrappers, ActionMask], masks=False)
 
 
+def make_eval_env(config: TrainConfig, *, is_final: bool) -> RayVecEnv:
+    """Returns environments for evaluations alone, on this machine; the caller closes them.
+
+    Args:
+        config: Settings of the run.
+        is_final: Whether training has ended.
+
+    Raises:
+        ConfigError: The environments of the run are a list, which has none for evaluations.
+    """
+    workers = config.workers_per_node if choose_engine(config).num_nodes == 0 else None
+    here = replace(eval_settings(config), num_nodes=0, workers_per_node=workers, address=None)
+    # a sub-batch of games takes certain numbers of environments only: that of the run fits
+    num_envs = config.num_envs if config.native is not None else min(config.num_envs, config.eval_episodes)
+    if isinstance(environment_of(here), list | tuple) and config.eval_env is None:
+        raise ConfigError(
+            "eval_interval_steps was passed with a list of environments, which are those of the training. Pass "
+            "eval_env=, a class or function that makes environments for evaluations."
+        )
+    return make_env(here, num_envs, config.num_envs, seed=config.eval_seed(is_final=is_final))
+
+
+def eval_settings(config: TrainConfig) -> TrainConfig:
+    """Returns the settings of a run with the environment of its evaluations."""
+    if config.eval_env is not None and is_unnamed(config.eval_env):
+        resolve("eval_env", config.eval_env)  # which says so if it was not passed again
+    env_kwargs = {**config.env_kwargs, **config.eval_env_kwargs}
+    return replace(config, env_id=config.eval_env or config.env_id, env_kwargs=env_kwargs)
+
+
 def probed_workers(config: TrainConfig, num_envs: int, cores: int) -> int:
     """Returns the number of workers for `num_envs` environments: `cores`, or `num_envs` if their steps wait."""
     if config.native is not None:
         return cores
     factory = EnvFactory.build(environment_of(config), num_envs, config.env_kwargs, _wrappers(config))
-    policy = RestartPolicy.of(config.on_env_error, config.step_timeout_s)
+    policy = RestartPolicy.of(config.on_env_error, config.step_timeout_s, config.start_timeout_s)
     return local_workers(factory, cores, preload=_preload(config), restart_policy=policy)
 
 

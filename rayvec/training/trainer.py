@@ -246,7 +246,8 @@ class Trainer:
             self._learner.module,
             self._learner.weights(),
             num_episodes,
-            seed=self._config.eval_seed() + self._first_id,
+            seed=self._config.eval_seed(),
+            first_id=self._first_id,
         )
 
 

@@ -30,8 +30,8 @@ ppo_configs = st.builds(
     num_nodes=st.none() | st.integers(0, 100),
     address=st.none() | st.text(),
     inference=st.sampled_from(["worker", "driver", "node"]),
-    learning_rate=st.floats(1e-12, 1e3),
-    anneal_lr=st.booleans(),
+    learning_rate=st.floats(1e-12, 1e3) | st.lists(st.floats(0, 1), min_size=2, max_size=3).map(tuple),
+    learning_rate_schedule=st.sampled_from(["linear", "cosine", "constant"]),
     gamma=st.floats(0, 1),
     target_kl=st.none() | st.floats(1e-9, 10),
     hidden_sizes=st.lists(st.integers(1, 999), max_size=4).map(tuple),
@@ -82,7 +82,8 @@ def test_every_setting_is_described() -> None:
         ({"inference": "cloud"}, "'worker', 'driver' or 'node'"),
         ({"hidden_sizes": (64, 0)}, "at least 1"),
         ({"hidden_sizes": "64"}, "tuple"),
-        ({"anneal_lr": 2}, "a valid boolean"),
+        ({"clip_value_loss": 2}, "a valid boolean"),
+        ({"learning_rate_schedule": "step"}, "'linear', 'cosine' or 'constant'"),
         ({"groups": 3}, "at most 2"),
         ({"compile": "maybe"}, "'auto' or a valid boolean"),
         ({"env_id": ""}, "an id that Gymnasium knows"),
@@ -233,7 +234,7 @@ def test_a_run_may_move_but_not_change() -> None:
     assert config.adjusted(num_nodes=None, num_learners=3, gamma=config.gamma) == dataclasses.replace(
         config, num_nodes=None, num_learners=3
     )
-    with pytest.raises(ConfigError, match=r"gamma=0.5 after 0.98\. Only num_nodes, "):
+    with pytest.raises(ConfigError, match=r"gamma=0.5 after 0.98\. Only total_steps, num_nodes, "):
         config.adjusted(num_nodes=1, gamma=0.5)
     with pytest.raises(ConfigError, match=r"replay_on_device=True after 'no such setting'") as raised:
         config.adjusted(replay_on_device=True)

@@ -25,7 +25,7 @@ CLEANRL = {
     "entropy_coef": 0.01,
     "value_coef": 0.5,
     "max_grad_norm": 0.5,
-    "anneal_lr": True,
+    "learning_rate_schedule": "linear",
     "normalize_advantage": True,
 }
 

@@ -149,8 +149,37 @@ def test_the_learning_rate_falls_to_0_with_the_steps_seen(make: MakeLearner) -> 
     before = learner.weights()
     learner.update(batch)
     np.testing.assert_array_equal(learner.weights(), before)
-    constant = make(total_steps=1, anneal_lr=False, learning_rate=0.3)
+    constant = make(total_steps=1, learning_rate_schedule="constant", learning_rate=0.3)
     assert [constant.update(batch)["learning_rate"] for _ in range(2)] == [0.3, 0.3]
+
+
+@LEARNERS
+def test_the_learning_rate_follows_a_schedule(make: MakeLearner) -> None:
+    def rates(**settings: Any) -> list[float]:
+        learner = make(total_steps=4 * T * N, **settings)
+        batch = make_batch(Policy(learner.module))
+        return [learner.update(batch)["learning_rate"] for _ in range(5)]
+
+    cosine = [0.3 * (1 + np.cos(np.pi * progress)) / 2 for progress in (0, 0.25, 0.5, 0.75, 1)]
+    assert rates(learning_rate=0.3, learning_rate_schedule="cosine") == pytest.approx(cosine)
+    assert rates(learning_rate=lambda progress: 0.1 + progress**2) == pytest.approx([0.1, 0.1625, 0.35, 0.6625, 1.1])
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@LEARNERS
+def test_coefficients_of_the_loss_follow_a_schedule(make: MakeLearner, compiled: bool) -> None:
+    """Each update is that of a learner whose coefficient is always what the schedule has reached."""
+    total = 2 * T * N
+    changes = make(total_steps=total, entropy_coef=lambda progress: 0.5 * progress, compile=compiled)
+    batch = make_batch(Policy(changes.module))
+    for coefficient in (0.0, 0.25):
+        fixed = make(total_steps=total, entropy_coef=coefficient, compile=False)
+        fixed.load_state_dict(changes.state_dict())
+        for learner in (fixed, changes):
+            learner.update(batch)
+        np.testing.assert_allclose(changes.weights(), fixed.weights(), atol=2e-6)
+        other = make(total_steps=total, entropy_coef=coefficient + 0.25, compile=False)
+    assert np.abs(changes.weights() - other.weights()).max() > 1e-3
 
 
 @LEARNERS

@@ -26,7 +26,7 @@ from rayvec.training.runs import torch_threads
 
 
 def test_each_chunk_is_an_update() -> None:
-    once, twice = (IMPALALearner(OBS, BOX, impala_config(anneal_lr=False)) for _ in range(2))
+    once, twice = (IMPALALearner(OBS, BOX, impala_config(learning_rate_schedule="constant")) for _ in range(2))
     first, second = (make_batch(Policy(once.module), seed).chunks[0] for seed in range(2))
     once.update(Batch((first,), STATS))
     once.update(Batch((second,), STATS))

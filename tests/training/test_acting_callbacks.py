@@ -124,7 +124,10 @@ def test_a_callback_sets_the_learning_rate(tmp_path: Path, where: dict[str, Any]
                 context.stop("half")
 
     sets = SetsRate()
-    rayvec.train(tiny(tmp_path / "a", **where, learning_rate=2.5e-4, anneal_lr=False), callbacks=[sets, Stops()])
+    rayvec.train(
+        tiny(tmp_path / "a", **where, learning_rate=2.5e-4, learning_rate_schedule="constant"),
+        callbacks=[sets, Stops()],
+    )
     assert (sets.learners[0] is None) == (where is RANKS)
     rayvec.resume(tmp_path / "a", callbacks=sets)
     rates = [line["learner/learning_rate"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")]
@@ -147,8 +150,8 @@ def test_the_list_of_callbacks_may_be_thinned_out(tmp_path: Path, capsys: pytest
         hooks = ("on_start", "on_iteration", "on_log", "on_checkpoint", "on_end", "on_close")
         return [*kept, SimpleNamespace(**{hook: lambda context, hook=hook: seen.append(hook) for hook in hooks})]
 
-    rayvec.train(tiny(tmp_path / "a", total_steps=128, log_interval_steps=1000, eval_episodes=0), callbacks=chosen)
-    assert seen == ["on_start", "on_iteration", "on_iteration", "on_log", "on_checkpoint", "on_end", "on_close"]
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), callbacks=chosen)
+    assert seen == ["on_start", "on_iteration", "on_log", "on_checkpoint", "on_end", "on_close"]
     assert not (tmp_path / "a" / "learning_curve.png").exists() and "steps/s" not in capsys.readouterr().err
 
 

@@ -186,10 +186,9 @@ class Endless(gymnasium.Env[np.ndarray, int]):
 
 @pytest.mark.parametrize("where", [{}, pytest.param({"learners": "decentralized", "num_learners": 2}, marks=SLOW)])
 def test_episodes_without_an_end_are_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: dict[str, Any]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("rayvec.config.base._EVAL_STEPS", 200)
-    run = rayvec.train(tiny(tmp_path / "a", **EVALUATED, **where), env=Endless)
+    run = rayvec.train(tiny(tmp_path / "a", **EVALUATED, **where, eval_max_episode_steps=200), env=Endless)
     assert run.eval_return_mean == 200.0 and list(evaluations(run.run_dir)) == [128, 256, 384, 512]
     assert caplog.text.count("3 of 3 episodes of an evaluation were cut: they did not end within 200 steps") == 1
     assert list(read_metrics(run.run_dir / "metrics.jsonl"))[1]["eval/episodes_cut"] == 3
@@ -198,13 +197,73 @@ def test_episodes_without_an_end_are_cut(
 
 
 def test_the_longest_episode_of_an_evaluation() -> None:
-    assert PPOConfig(eval_steps=10).longest_eval_episode(None) == 50_000
-    assert PPOConfig(total_steps=10**6).longest_eval_episode(None) == 100_000
-    assert PPOConfig().longest_eval_episode(500) == 50_000
+    assert PPOConfig().longest_eval_episode(None) == PPOConfig().longest_eval_episode(500) == 10_000
+    assert PPOConfig(eval_max_episode_steps=10).longest_eval_episode(500) == 10
     assert PPOConfig().longest_eval_episode(70_000) == 70_000
     assert PPOConfig(env_kwargs={"max_episode_steps": 60_000}).longest_eval_episode(500) == 60_000
     without = PPOConfig(env_kwargs={"max_episode_steps": -1})
-    assert without.longest_eval_episode(500) == 50_000 and without.num_eval_episodes(500) == 100
+    assert without.longest_eval_episode(500) == 10_000 and without.num_eval_episodes(500) == 100
+
+
+class Counts(gymnasium.Env[np.ndarray, int]):
+    """Episodes of some steps, each with the reward 1, or with that of the action."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, length: int = 10, by_action: bool = False) -> None:
+        self.length, self.by_action = length, by_action
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        reward = float(action) if self.by_action else 1.0
+        return np.zeros(1, np.float32), reward, self.steps == self.length, False, {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"eval_env_kwargs": {"length": 5}}, [5.0] * 3),
+        ({"eval_env": f"{__name__}:Endless", "eval_max_episode_steps": 7}, [7.0] * 3),
+        ({"eval_max_episode_steps": 4}, [4.0] * 3),
+    ],
+    ids=str,
+)
+def test_evaluations_in_an_environment_of_their_own(
+    tmp_path: Path, settings: dict[str, Any], expected: list[float]
+) -> None:
+    run = rayvec.train(tiny(tmp_path / "a", **EVALUATED, **settings, total_steps=256), env=Counts)
+    assert list(evaluations(run.run_dir).values()) == expected[:1] and run.eval_return_mean == expected[0]
+    assert evaluate_run(run.run_dir, num_episodes=3, env=Counts).returns.tolist() == expected
+    assert load_run(run.run_dir)[1]["progress"]["recent_lens"][:3] == [10] * 3
+
+
+@pytest.mark.parametrize("where", [{}, pytest.param({"learners": "decentralized", "num_learners": 2}, marks=SLOW)])
+def test_sampled_evaluations_are_the_same_wherever_they_are_played(tmp_path: Path, where: dict[str, Any]) -> None:
+    """A policy that has learned nothing draws both actions."""
+    settings = {**where, "eval_deterministic": False, "total_steps": 64, "learning_rate": 1e-9, "eval_episodes": 8}
+    run = rayvec.train(tiny(tmp_path / "a", **settings), env=lambda: Counts(100, by_action=True))
+    assert 30 < run.eval_return_mean < 70
+    again = evaluate_run(run.run_dir, num_episodes=8, env=lambda: Counts(100, by_action=True))
+    assert again.return_mean == run.eval_return_mean
+    greedy = {"env": lambda: Counts(100, by_action=True), "eval_deterministic": True}
+    assert evaluate_run(run.run_dir, num_episodes=8, **greedy).return_mean in (0.0, 100.0)
+
+
+def test_evaluations_beside_a_list_of_environments_need_one_of_their_own(tmp_path: Path) -> None:
+    fns = [lambda length=length: Counts(length) for length in (10, 11, 12, 13)]
+    with pytest.raises(ConfigError, match="eval_env="):
+        rayvec.train(tiny(tmp_path / "a", **EVALUATED), env=fns)
+    run = rayvec.train(tiny(tmp_path / "b", **EVALUATED, total_steps=192), env=fns, eval_env=lambda: Counts(5))
+    assert run.eval_return_mean == 5.0 and list(evaluations(run.run_dir).values()) == [5.0]
+    with pytest.raises(ConfigError, match="eval_env"):
+        rayvec.resume(run.run_dir, env=fns, total_steps=256)
+    assert rayvec.resume(run.run_dir, env=fns, eval_env=lambda: Counts(6), total_steps=256).eval_return_mean == 6.0
 
 
 class Drifting(gymnasium.Env[Any, Any]):

@@ -68,7 +68,7 @@ def test_a_run_goes_from_one_process_to_ranks_and_back(tmp_path: Path) -> None:
     kind, settings = CONFIGS[0]
     final = {}
     for name, changes in {"stays": [{}, {}], "goes": [{**UNCUT, "num_learners": 2}, {}]}.items():
-        run = rayvec.train(kind(run_dir=tmp_path / name, **{**settings, "anneal_lr": False}))
+        run = rayvec.train(kind(run_dir=tmp_path / name, **{**settings, "learning_rate_schedule": "constant"}))
         for number, change in enumerate(changes):
             lengthen(run.run_dir, 640 + 256 * number, 896 + 256 * number)
             back = {"num_learners": 1, "learners": None} if not change else change

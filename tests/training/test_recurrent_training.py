@@ -16,7 +16,8 @@ from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import best_return, load_run
 
 COMMON: dict[str, Any] = {
-    "num_envs": 8, "num_steps": 16, "total_steps": 512, "eval_episodes": 5, "seed": 5, "anneal_lr": False,
+    "num_envs": 8, "num_steps": 16, "total_steps": 512, "eval_episodes": 5, "seed": 5,
+    "learning_rate_schedule": "constant",
     "recurrent_size": 8, "hidden_sizes": (8,), "sequence_length": 6, "burn_in": 2, **HERE,
 }  # fmt: skip
 CONFIGS: list[tuple[type[Any], dict[str, Any]]] = [
