@@ -412,10 +412,9 @@ class TestInput:
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
     def test_a_closed_collector(self, inference: Any) -> None:
-        """Before, the driver acted in place of the workers, with the weights of the beginning."""
         with local([CountingEnv]) as env:
             collector = Collector(env, TablePolicy(), inference)
-            collector.set_weights(collector._policy.weights())  # type: ignore[attr-defined]
+            collector.set_weights(TablePolicy().weights())
             collector.close()
             for call in (
                 partial(collector.collect, n_step=1),

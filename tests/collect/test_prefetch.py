@@ -142,7 +142,6 @@ def test_an_episode_that_loses_steps_to_dropped_chunks_does_not_count(prefetchin
 
 
 def test_another_collector_waits_for_the_pending_chunk_to_be_returned(counting: RayVecEnv) -> None:
-    """Before, it returned that chunk as its own."""
     first, second = (Collector(counting, TablePolicy(), prefetch=True) for _ in range(2))
     second.collect(n_step=50, ahead=False)
     first.collect(n_step=50)

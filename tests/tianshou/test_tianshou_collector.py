@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -20,9 +20,8 @@ from helpers.exact import DriftEnv
 from helpers.testing import FaultyEnv
 from helpers.tianshou_buffers import assert_same_buffer
 from helpers.tianshou_kit import Agents, Drift, Exact, Pointed, Remembers
-from tianshou.algorithm import DQN, PPO
+from tianshou.algorithm import PPO
 from tianshou.algorithm.algorithm_base import Policy
-from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
 from tianshou.algorithm.optim import AdamOptimizerFactory
 from tianshou.data import (
@@ -35,7 +34,7 @@ from tianshou.data import (
 )
 from tianshou.data.buffer.buffer_base import MalformedBufferError
 from tianshou.env import DummyVectorEnv, VectorEnvNormObs
-from tianshou.trainer import OffPolicyTrainerParams, OnPolicyTrainerParams
+from tianshou.trainer import OnPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 
@@ -465,76 +464,36 @@ def test_by_step_a_failed_step_is_one_truncated_row_without_reward() -> None:
     np.testing.assert_array_equal(rows.obs_next[others][:, 2:], rows.obs[others][:, 2:] + 1)
 
 
-class TestTrainers:
-    def test_dqn(self, venvs: dict[str, RayVectorEnv]) -> None:
-        model: Any = Net(state_shape=(2,), action_shape=2, hidden_sizes=(16,))
-        policy = DiscreteQLearningPolicy(model=model, action_space=DriftEnv.action_space, eps_training=0.2)
-        algorithm: Any = DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-3))
-        collectors = [
-            Collector(algorithm, venvs["drift"], VectorReplayBuffer(500, 5)),
-            Collector(policy, venvs["drift"]),
-        ]
-        seen: list[int] = []
-        result = algorithm.run_training(
-            OffPolicyTrainerParams(
-                training_collector=collectors[0],
-                test_collector=collectors[1],
-                max_epochs=1,
-                epoch_num_steps=60,
-                collection_step_num_env_steps=20,
-                test_step_num_episodes=5,
-                batch_size=16,
-                update_step_num_gradient_steps_per_sample=0.1,
-                training_fn=lambda epoch, step: (seen.append(step), policy.set_eps_training(0.5 / (1 + step)))[0],
-                verbose=False,
-                show_progress=False,
-            )
+def test_the_unmodified_on_policy_trainer_runs(venvs: dict[str, RayVectorEnv]) -> None:
+    actor = DiscreteActor(preprocess_net=Net(state_shape=(2,), hidden_sizes=(16,)), action_shape=2)
+    critic = DiscreteCritic(preprocess_net=Net(state_shape=(2,), hidden_sizes=(16,)))
+    policy = DiscreteActorPolicy(actor=actor, action_space=DriftEnv.action_space)
+    algorithm: Any = PPO(policy=policy, critic=critic, optim=AdamOptimizerFactory(lr=1e-3))
+    training = Collector(algorithm, venvs["drift"], VectorReplayBuffer(500, 5))
+    algorithm.run_training(
+        OnPolicyTrainerParams(
+            training_collector=training,
+            test_collector=Collector(algorithm, venvs["drift"]),
+            max_epochs=1,
+            epoch_num_steps=200,
+            collection_step_num_env_steps=100,
+            test_step_num_episodes=5,
+            batch_size=32,
+            update_step_num_repetitions=1,
+            verbose=False,
+            show_progress=False,
         )
-        assert result.timing.total_time > 0 and seen
-        assert collectors[0].collect_step == 60 and collectors[1].collect_episode >= 5
-
-    def test_ppo(self, venvs: dict[str, RayVectorEnv]) -> None:
-        actor = DiscreteActor(preprocess_net=Net(state_shape=(2,), hidden_sizes=(16,)), action_shape=2)
-        critic = DiscreteCritic(preprocess_net=Net(state_shape=(2,), hidden_sizes=(16,)))
-        policy = DiscreteActorPolicy(actor=actor, action_space=DriftEnv.action_space)
-        algorithm: Any = PPO(policy=policy, critic=critic, optim=AdamOptimizerFactory(lr=1e-3))
-        training = Collector(algorithm, venvs["drift"], VectorReplayBuffer(500, 5))
-        algorithm.run_training(
-            OnPolicyTrainerParams(
-                training_collector=training,
-                test_collector=Collector(algorithm, venvs["drift"]),
-                max_epochs=1,
-                epoch_num_steps=200,
-                collection_step_num_env_steps=100,
-                test_step_num_episodes=5,
-                batch_size=32,
-                update_step_num_repetitions=1,
-                verbose=False,
-                show_progress=False,
-            )
-        )
-        assert training.collect_step == 200
-        training.reset()
-        stats = training.collect(n_step=50)
-        assert stats.pred_dist_std_array.shape == (50, 1)
-        torch_std = policy(Batch(obs=training.buffer.obs[:1], info=Batch())).dist.probs
-        assert stats.pred_dist_std_array[0, 0] == pytest.approx(torch_std.prod().sqrt().item(), abs=1e-6)
-
-
-class CollectorProtocol(Protocol):
-    """What a training loop may use of a collector, rayvec's or Tianshou's."""
-
-    def collect(self, n_step: int | None = None, n_episode: int | None = None) -> Any:
-        """Collects that many steps or episodes; what it returns, or its ``stats``, counts ``n_collected_steps``."""
-        ...
-
-    def reset(self) -> Any:
-        """Begins new episodes everywhere."""
-        ...
+    )
+    assert training.collect_step == 200
+    training.reset()
+    stats = training.collect(n_step=50)
+    assert stats.pred_dist_std_array.shape == (50, 1)
+    torch_std = policy(Batch(obs=training.buffer.obs[:1], info=Batch())).dist.probs
+    assert stats.pred_dist_std_array[0, 0] == pytest.approx(torch_std.prod().sqrt().item(), abs=1e-6)
 
 
 def test_it_is_a_collector(venvs: dict[str, RayVectorEnv]) -> None:
-    collector: CollectorProtocol = Collector(Exact(), venvs["drift"], VectorReplayBuffer(500, 5))
+    collector = Collector(Exact(), venvs["drift"], VectorReplayBuffer(500, 5))
     collector.reset()
     assert collector.collect(n_step=10).n_collected_steps == 10
     assert isinstance(collector, tianshou.data.BaseCollector)
@@ -545,12 +504,19 @@ def test_before_the_first_reset_it_says_so(venvs: dict[str, RayVectorEnv]) -> No
         Collector(Exact(), venvs["drift"]).collect(n_step=5)
 
 
-def test_what_cannot_be_had_together_is_refused(venvs: dict[str, RayVectorEnv]) -> None:
-    with pytest.raises(ConfigError, match="inference"):
-        Collector(Exact(), venvs["drift"], inference="moon")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="buffers"):
-        Collector(Exact(), venvs["drift"], VectorReplayBuffer(100, 2))
-    collector = Collector(Exact(), venvs["drift"], inference="driver", unbiased=True)
+def test_what_cannot_work_is_refused(venvs: dict[str, RayVectorEnv]) -> None:
+    drift, ours = venvs["drift"], r"Pass rayvec\.tianshou\.RayVectorEnv"
+    for policy, env, settings, words in (
+        (Exact(), drift, {"inference": "moon"}, "inference"),
+        (Exact(), drift, {"buffer": VectorReplayBuffer(100, 2)}, "buffers"),
+        (None, drift, {}, "Tianshou 2 policy"),
+        (torch.nn.Linear(2, 2), drift, {}, "Tianshou 2 policy"),
+        (Exact(), None, {}, ours),
+        (Exact(), gymnasium.vector.SyncVectorEnv([Drift]), {}, ours),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Collector(policy, env, **settings)  # type: ignore[arg-type]
+    collector = Collector(Exact(), drift, inference="driver", unbiased=True)
     collector.reset()
     with pytest.raises(ConfigError, match="unbiased=True requires chunks"):
         collector.collect(n_episode=5)
@@ -846,18 +812,6 @@ def test_after_an_exception_of_a_hook_no_transition_joins_two_episodes(
         inner = ~buffer.done[rows] & (buffer.next(rows) != rows)
         assert inner.sum() > 150
         np.testing.assert_array_equal(buffer.obs[buffer.next(rows[inner])], buffer.obs_next[rows[inner]])
-
-
-@pytest.mark.parametrize("policy", [None, torch.nn.Linear(2, 2)], ids=["None", "a network"])
-def test_a_policy_that_is_none_of_tianshous_is_refused(policy: Any) -> None:
-    with pytest.raises(ConfigError, match="Tianshou 2 policy"):
-        Collector(policy, DummyVectorEnv([Drift]))
-
-
-@pytest.mark.parametrize("make", [lambda fns: None, gymnasium.vector.SyncVectorEnv], ids=["None", "Gymnasium's"])
-def test_environments_of_another_library_are_refused(make: Any) -> None:
-    with pytest.raises(ConfigError, match=r"Pass rayvec\.tianshou\.RayVectorEnv"):
-        Collector(Exact(), make([Drift]))
 
 
 def test_vector_environments_of_gymnasium_that_are_tianshous_too_are_taken() -> None:

@@ -104,14 +104,14 @@ def test_an_interrupted_wait_loses_nothing(
         mine = Collector(Exact(), venv, VectorReplayBuffer(2000, 5))
         venv.seed(SEEDS)
         mine.reset()
-    wait, interrupts = venv._chunks.finish, [True, False]
+    wait, interrupts = venv.rollout_wait, [True, False]
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if interrupts and interrupts.pop():
             raise KeyboardInterrupt
         return wait(*args, **kwargs)
 
-    monkeypatch.setattr(venv._chunks, "finish", interrupted)
+    monkeypatch.setattr(venv, "rollout_wait", interrupted)
     mine.collect(n_step=50, random=random)
     with pytest.raises(KeyboardInterrupt):
         mine.collect(n_step=50, random=random)
@@ -194,13 +194,14 @@ def actor_critic() -> dict[str, Any]:
 
 def test_what_cannot_be_prefetched_is_refused(venv: RayVectorEnv) -> None:
     ppo = PPO(**actor_critic())
-    for algorithm in (ppo, ppo.policy):
-        with pytest.raises(ConfigError, match="its present policy"):
-            Collector(algorithm, venv, prefetch=True)
-    with pytest.raises(ConfigError, match="inference='worker'"):
-        Collector(Exact(), venv, inference="driver", prefetch=True)
-    with pytest.raises(ConfigError, match="RayVectorEnv"):
-        Collector(Exact(), DummyVectorEnv([DriftEnv] * 2), prefetch=True)
+    for policy, env, settings, words in (
+        (ppo, venv, {}, "its present policy"),
+        (ppo.policy, venv, {}, "its present policy"),
+        (Exact(), venv, {"inference": "driver"}, "inference='worker'"),
+        (Exact(), DummyVectorEnv([DriftEnv] * 2), {}, "RayVectorEnv"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Collector(policy, env, prefetch=True, **settings)  # type: ignore[arg-type]
     collector = Collector(Exact(), venv, prefetch=True)
     collector.reset()
     with pytest.raises(ConfigError, match="n_episode=5"):
