@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,26 +13,7 @@ from rayvec.data.steps import StepBatch
 from rayvec.data.trees import Tree, as_slice, tree_map
 from rayvec.fleet.commands import Answer, Autoreset, Command, Op
 
-__all__ = ["Executes", "Here", "Stepper"]
-
-
-class Executes(Protocol):
-    """What executes commands: a fleet, or a slice of this process."""
-
-    num_envs: int
-    arrays: dict[str, Any]
-
-    def post(self, command: Command) -> Any:
-        """Starts a command. Returns the ticket with which to wait for it."""
-        ...
-
-    def wait(self, ticket: Any) -> bool:
-        """Waits until a command is answered."""
-        ...
-
-    def take(self, ticket: Any) -> Answer:
-        """Returns the answer."""
-        ...
+__all__ = ["Here", "Stepper"]
 
 
 class Here:
@@ -67,7 +48,7 @@ class Stepper:
     """Steps groups of environments.
 
     Args:
-        target: Executes the commands.
+        target: Executes the commands, with the methods and arrays of :class:`rayvec.fleet.fleet.Fleet`.
         action_layout: How actions lie in arrays; None where they are objects.
         first_id: Global index of the first environment.
         native_mode: The autoreset mode of native sub-batches; None for ordinary environments.
@@ -78,14 +59,13 @@ class Stepper:
 
     def __init__(
         self,
-        target: Executes,
+        target: Any,
         action_layout: ArrayLayout | None,
         first_id: int = 0,
         native_mode: Autoreset | None = None,
     ) -> None:
         self.num_envs, self.first_id, self.native_mode = target.num_envs, first_id, native_mode
         self.action_layout = action_layout
-        self.layout = None
         self.notes: list[str] = []
         self._target = target
         self._tickets: dict[bytes, Any] = {}
