@@ -23,7 +23,7 @@ from rayvec.config.schema import (
     checked_class,
     dataclass,
     docs_of,
-    fields_of,
+    field_names,
     require,
     suggested,
 )
@@ -371,7 +371,7 @@ class TrainConfig:
     @classmethod
     def adjustable(cls) -> list[str]:
         """Returns which of the settings in `ADJUSTABLE` this algorithm has."""
-        return [name for name in ADJUSTABLE if name in fields_of(cls)]
+        return [name for name in ADJUSTABLE if name in field_names(cls)]
 
     def adjusted(self, **changes: Any) -> TrainConfig:
         """Returns the settings of the same run with changes of where and how fast it executes.

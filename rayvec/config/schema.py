@@ -23,6 +23,7 @@ __all__ = [
     "checked_class",
     "dataclass",
     "docs_of",
+    "field_names",
     "fields_of",
     "require",
     "suggested",
@@ -157,6 +158,11 @@ def fields_of(cls: Any) -> dict[str, FieldInfo]:
     """Returns pydantic's descriptions of the fields of a class of settings, in the order of declaration."""
     fields: dict[str, FieldInfo] = checked_class(cls).__pydantic_fields__
     return fields
+
+
+def field_names(cls: Any) -> list[str]:
+    """Returns the names of the settings of a class, in the order of declaration."""
+    return list(fields_of(cls))
 
 
 def docs_of(cls: Any) -> dict[str, str]:

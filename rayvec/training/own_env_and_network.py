@@ -16,7 +16,7 @@ from rayvec.config.algorithms import NetworkConfig
 from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import changed
 from rayvec.config.references import Reference, is_unnamed, refer, resolve
-from rayvec.config.schema import fields_of
+from rayvec.config.schema import field_names
 from rayvec.errors import ConfigError
 
 __all__ = ["environment_of", "resume_command", "with_own_parts"]
@@ -64,7 +64,7 @@ def with_own_parts(
                 f"network is {repr(network)[:200]}. It must be a function or class that makes the module from "
                 "(observation space, action space, settings); a name, 'module:name', belongs in the settings."
             )
-        if "network" not in fields_of(type(config)):
+        if "network" not in field_names(type(config)):
             raise ConfigError(
                 f"{type(config).__name__} has no setting `network`: its learner makes its own network. Leave "
                 "network out, and change the learner."

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rayvec.config import ADJUSTABLE, TrainConfig
 from rayvec.config.references import is_unnamed
-from rayvec.config.schema import fields_of
+from rayvec.config.schema import field_names
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import local_path, written_whole
 from rayvec.training.loggers import read_metrics
@@ -187,7 +187,7 @@ def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
     Where presets differ, their names stand for the settings that have the values of the presets.
     """
     kin = [each for each in others if type(each) is type(config) and each.env_id == config.env_id]
-    names = [name for name in fields_of(type(config)) if name not in _IGNORED_IN_GROUPS]
+    names = [name for name in field_names(type(config)) if name not in _IGNORED_IN_GROUPS]
     differing = [name for name in names if len({_shown(each, name) for each in kin}) > 1]
     if "preset" in differing:
         presets = [(each, type(each)(env_id=each.env_id, preset=each.preset)) for each in kin]

@@ -30,7 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("algorithm", SMALL)
 def test_the_life_of_a_run(algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed, copy = tmp_path / "killed", tmp_path / "copy"
-    settings = {**SMALL[algorithm], **HERE, "total_steps": 10_000_000, "eval_episodes": 4, "run_dir": killed}
+    settings = {**SMALL[algorithm], **HERE, "total_steps": 200_000, "eval_episodes": 4, "run_dir": killed}
     args = ["train", algorithm, *options(settings), "--checkpoint-interval-s=0.2"]
     with running(args, tmp_path) as command:
         command.wait_until(lambda: lines_of(killed / "metrics.jsonl") >= 5)
