@@ -26,7 +26,8 @@ if "RAYVEC_TEST_BEGAN" not in os.environ:  # workers that import this have what 
     os.environ["RAYVEC_TEST_BEGAN"] = "yes"
     for _name in filter(_OF_THE_USER.match, [*os.environ]):  # else a test would use the user's cluster, for example
         del os.environ[_name]
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in the background has it ignored
+if threading.current_thread() is threading.main_thread():  # a node's thread imports this with a policy
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in the background has it ignored
 # Workers import what tests define: from the folders of the test modules and from this one.
 _FOLDERS = [str(path) for path in Path(__file__).parent.glob("*/") if path.is_dir()]
 os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -171,7 +171,7 @@ def test_modules_that_drawings_name_exist() -> None:
         for drawing in (DOCS / "images").glob("*.svg")
         for name in re.findall(r">([a-z_]+\.[a-z_]+)<", drawing.read_text())
     }
-    assert "cluster.wire_format" in named
+    assert "cluster.stream" in named
     assert [name for name in sorted(named) if not (ROOT / "rayvec" / f"{name.replace('.', '/')}.py").exists()] == []
 
 

@@ -108,13 +108,13 @@ def modes() -> None:
 
 def pools() -> None:
     """Three levels of one contract."""
-    figure = Figure(600, 260, "Pools within pools")
-    figure.box(15, 15, 570, 230, "RayPool: the cluster, over the network", DRIVER, top=True)
+    figure = Figure(600, 260, "Fleets within fleets")
+    figure.box(15, 15, 570, 230, "Cluster: a fleet of nodes, over the network", DRIVER, top=True)
     for i in range(2):
         x = 32 + 272 * i
-        figure.box(x, 55, 262, 175, f"ProcessPool: node {i + 1}", NODE, top=True)
+        figure.box(x, 55, 262, 175, f"Machine: node {i + 1}", NODE, top=True)
         for j in range(2):
-            figure.box(x + 14 + 120 * j, 95, 114, 120, "SerialPool\nworker\nenv env env", WORKER)
+            figure.box(x + 14 + 120 * j, 95, 114, 120, "Slice\nworker\nenv env env", WORKER)
     figure.save("pools.svg")
 
 
@@ -144,14 +144,14 @@ def paths() -> None:
         "An action on its way to a remote environment, and its observation on its way back",
         [
             (0, "actions are checked", "vector"),
-            (0, "sent by node", "cluster.ray_pool"),
-            (0, "packed, sent", "cluster.wire_format"),
-            (1, "unpacked", "cluster.node_actor"),
-            (1, "written to memory", "node.process_pool"),
-            (2, "worker wakes up", "node.worker"),
-            (2, "environment steps", "pools.step_and_autoreset"),
-            (1, "answer is packed", "cluster.node_actor"),
-            (0, "answers are joined", "cluster.merge_answers"),
+            (0, "divided by node", "fleet.fleet"),
+            (0, "sent", "cluster.stream"),
+            (1, "received", "cluster.node_server"),
+            (1, "written to memory", "node.memory"),
+            (2, "worker wakes up", "node.serve"),
+            (2, "environment steps", "envs.slices"),
+            (1, "rows are sent", "cluster.node_server"),
+            (0, "infos are merged", "fleet.fleet"),
             (0, "obs and infos", "vector"),
         ],
         lanes,
@@ -161,8 +161,8 @@ def paths() -> None:
         "A chunk on its way from a worker to a minibatch",
         [
             (2, "policy, envs step", "rollout.loop"),
-            (2, "steps are recorded", "node.chunk_memory"),
-            (1, "parts are gathered", "node.process_pool"),
+            (2, "steps are recorded", "node.chunk_slots"),
+            (1, "chunk of a machine", "cluster.node"),
             (0, "parts are joined", "data.join_chunks"),
             (0, "episodes counted", "collect.collector"),
             (0, "minibatch rows", "learners.minibatches"),
@@ -177,9 +177,9 @@ def paths() -> None:
             (0, "the optimizer steps", "learners.optimizer"),
             (0, "one flat vector", "learners.actor_critic"),
             (0, "gets a version", "vector.weights"),
-            (0, "published once", "cluster.cluster_inference"),
-            (1, "copied to memory", "node.worker_inference"),
-            (2, "loaded for a chunk", "node.worker"),
+            (0, "sent once", "cluster.remote"),
+            (1, "copied to memory", "node.machine"),
+            (2, "loaded for a chunk", "node.serve"),
         ],
         lanes,
     )

@@ -24,6 +24,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError
 from rayvec.fleet.commands import STEPPING, Answer, Child, ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import Fleet
+from rayvec.fleet.restarts import RESTARTS_OF_A_NODE
 
 __all__ = ["Cluster", "NodeChild", "Places"]
 
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 _POLL_S = 0.1
-_RESTARTS = 1 << 20
-"""How often the environments of a node that is replaced count as restarted: more often than they were on the node."""
 
 
 class NodeChild(Child, Protocol):
@@ -134,7 +133,7 @@ class Cluster(Fleet):
                 raise error.error from error
             raise
         bounds = np.cumsum([0, *sizes]).tolist()
-        super().__init__(nodes, bounds, self._replacement, restarts=_RESTARTS)
+        super().__init__(nodes, bounds, self._replacement, restarts=RESTARTS_OF_A_NODE)
         self._rehost, self._release = rehost, release
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
@@ -187,6 +186,7 @@ class Cluster(Fleet):
             raise lost.error
         self._loss: Exception = lost.error
         super().replace(k, lost)
+        self.notes[-1] += f" They resume on node {self._slices[k].name}."
 
     def _replacement(self, k: int) -> NodeChild:
         while True:
@@ -284,11 +284,12 @@ class Cluster(Fleet):
         with ExitStack() as stack:
             stack.callback(self._release)
             for node in self.children:
-                stack.callback(_join, node, deadline)
+                stack.callback(_join, node, deadline, is_logged=timeout_s > 0)
             for node in sorted(self.children, key=lambda each: each.transport == "shm"):  # these close while it waits
                 node.close(timeout_s)
         self.children, self._release = [], lambda: None
 
 
-def _join(node: NodeChild, deadline: float) -> None:
-    node.join(max(0.0, deadline - time.monotonic()))
+def _join(node: NodeChild, deadline: float, *, is_logged: bool) -> None:
+    if not node.join(max(0.0, deadline - time.monotonic())) and is_logged:
+        logger.warning("killed workers on %s, since it did not close in time", node.name)

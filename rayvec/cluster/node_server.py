@@ -134,7 +134,7 @@ class NodeServer:
             raise
         except FAILURES as error:  # such as a class that this process can't import
             command = Command(Op(head.kind), np.zeros(0, np.int64))
-            self._pending.append((command, captured(error, f"{self._name}, which unpickles what the driver has sent")))
+            self._pending.append((command, captured(error, f"{self._name}, which unpickles a command")))
 
     @property
     def _started(self) -> Node:

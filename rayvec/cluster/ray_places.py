@@ -211,7 +211,7 @@ class RayPlaces:
             restart_policy=self._demand.restart_policy,
             first_id=first,
         )
-        return OwnNode(machine, name, claim.release, partial(put, what=f"a chunk of {name}"))
+        return OwnNode(machine, name, claim.release, partial(put, what=f"the chunk of {name}"))
 
     def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
         """Returns which environments move to another node now: none, where the number of nodes is fixed."""

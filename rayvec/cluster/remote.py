@@ -25,6 +25,8 @@ from rayvec.node.messages import Message, pack, packed_message
 __all__ = ["NodeProcess", "RemoteNode"]
 
 _CLOSE_S = 10.0
+_GRACE_S = 1.0
+"""What a node is given more than the driver waits: it is the driver that ends what hangs."""
 
 
 class NodeProcess(Protocol):
@@ -214,7 +216,7 @@ class RemoteNode:
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Asks the node to close its environments."""
-        self._ask(Request.CLOSE, timeout_s)
+        self._ask(Request.CLOSE, timeout_s + _GRACE_S)
 
     def join(self, timeout_s: float) -> bool:
         """Waits until it has closed them, and ends it after `timeout_s`. Returns whether it has closed by itself."""

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 import ray
 
-from rayvec.cluster.elastic_placement import leaving_nodes
-from rayvec.cluster.placement import choose_nodes, free_nodes, look_until
+from rayvec.cluster.placement import choose_nodes, free_nodes, leaving_nodes, look_until
 from rayvec.cluster.reachability import unreachable
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.rank import RankPlacement, divided_workers

@@ -19,6 +19,7 @@ __all__ = [
     "ENV_ARRAYS",
     "NO_RESTARTS",
     "RESTARTED",
+    "RESTARTS_OF_A_NODE",
     "EpisodeState",
     "RestartBudget",
     "RestartPolicy",
@@ -41,6 +42,10 @@ ENV_ARRAYS = {
     "episode": np.int8,
 }
 """The arrays with one value for each environment. The results come first. The others outlive the stepping process."""
+
+
+RESTARTS_OF_A_NODE = 1 << 20
+"""How often environments of a lost node count as restarted: more often than they were restarted on the node."""
 
 
 _MOST_RESTARTS = 5

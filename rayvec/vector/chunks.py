@@ -169,7 +169,7 @@ class Chunks:
         self._pending.remove(chunk)
         rollout = answer_of(self._envs, chunk.ticket).value
         if isinstance(rollout, Rollout):
-            return rollout
+            return replace(rollout, waited_s=time.monotonic() - began_s)
         return _joined(rollout, chunk.order.request, time.monotonic() - began_s)
 
     def finish_any(self, parts: Sequence[int]) -> tuple[int, Rollout]:

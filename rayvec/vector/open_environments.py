@@ -72,10 +72,9 @@ def open_environments(
     if first_id:
         raise ConfigError(f"first_id={first_id} was passed with environments on Ray. It requires num_nodes=0.")
     # Programs without Ray do not import it: that takes a third of a second.
-    from rayvec.cluster.open_ray_pool import open_ray_pool
-    from rayvec.vector.ray_environments import RayEnvironments
+    from rayvec.cluster.open_cluster import open_cluster
 
-    pool = open_ray_pool(
+    return open_cluster(
         factory,
         num_nodes=num_nodes,
         workers_per_node=workers_per_node,
@@ -87,7 +86,6 @@ def open_environments(
         rehost=on_node_loss == "rehost",
         address=address,
     )
-    return RayEnvironments(pool)
 
 
 def _check_first_id_and_preload(first_id: Any, preload: Any) -> None:

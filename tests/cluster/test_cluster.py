@@ -518,5 +518,6 @@ class TestSharedCluster:
         pids = [int(pid) for pid in driver.output.read_text().strip("[]\n").split(",")]
         assert len(pids) == 4 and all(Path(f"/proc/{pid}").exists() for pid in pids)
         driver.process.kill()
+        driver.process.wait(DEADLINE_S)
         driver.wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "its workers have ended")
         driver.wait_until(lambda: ray.available_resources().get("CPU", 0) >= free, "its cores are free")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,11 @@ from hypothesis import example, given, strategies as st
 from soak.auditor import Auditor
 from soak.witness import Asking, Witness
 
-from rayvec.cluster import elastic_placement, reachability
-from rayvec.cluster.elastic_placement import ElasticPlacement, assign_parts, num_parts
-from rayvec.cluster.placement import FreeNode
+from rayvec.cluster import elastic
+from rayvec.cluster.elastic import assign_parts, num_parts
 from rayvec.collect.collector import Collector
-from rayvec.data import NodeSlice
 from rayvec.errors import ConfigError, NodeLostError
-from rayvec.pools.restart_state import RESTARTS_OF_A_NODE, restart_seed
+from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, restart_seed
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 SEED, EPISODE, STEP, TOTAL = range(4)
@@ -76,14 +73,14 @@ def test_assigned_parts_are_balanced_and_stay_where_they_can(current: list[Any],
         ((1, 2, 3), "with whole numbers"),
         ((1.0, 2), "with whole numbers"),
         ((True, 2), "with whole numbers"),
-        ((1, 5), "max at most 4"),
+        ((1, 5), "max be at most 4"),
     ],
 )
 def test_a_range_that_is_none(num_nodes: Any, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         RayVecEnv([CountingEnv] * 4, num_nodes=num_nodes)
     with pytest.raises(ConfigError, match="a whole number"):
-        ElasticPlacement((1, 2), 4, workers_per_node=0)
+        RayVecEnv([CountingEnv] * 4, num_nodes=(1, 2), workers_per_node=0)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -91,114 +88,6 @@ def test_fewer_nodes_than_the_least_number() -> None:
     """It waits up to the limit for a start, and says what it found."""
     with pytest.raises(ConfigError, match=r"3 nodes with 2 free cores each, within start_timeout_s=0.2"):
         RayVecEnv([CountingEnv] * 4, num_nodes=(3, 4), workers_per_node=2, start_timeout_s=0.2)
-
-
-class TwoNodes:
-    """What Ray lists for the shared cluster, with other numbers of free cores, and which of its nodes are silent.
-
-    Attributes:
-        names: Ids of the driver's own node and of the other one.
-        cpus: Free cores of each.
-        silent: Ids of the nodes that do not answer.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        here = ray.get_runtime_context().get_node_id()
-        self.names = sorted((node["NodeID"] for node in ray.nodes() if node["Alive"]), key=lambda name: name != here)
-        self.cpus = dict.fromkeys(self.names, 8)
-        self.silent: set[str] = set()
-        monkeypatch.setattr(elastic_placement, "free_nodes", lambda **_: [FreeNode(*each) for each in self._free()])
-        monkeypatch.setattr(elastic_placement, "unreachable", lambda addresses: self.silent & set(addresses))
-
-    def _free(self) -> list[tuple[str, str, int]]:
-        return [(name, "127.0.0.1", cpus) for name, cpus in self.cpus.items()]
-
-
-@pytest.fixture
-def two_nodes(ray_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
-    return TwoNodes(monkeypatch)
-
-
-def counts_by_node(slices: Sequence[NodeSlice]) -> Counter[str]:
-    return Counter(each.node_id for each in slices)
-
-
-def moved(slices: Sequence[NodeSlice], moves: Sequence[elastic_placement.Move]) -> list[NodeSlice]:
-    places = {move.number: move.place for move in moves}
-    return [places.get(number, place) for number, place in enumerate(slices)]
-
-
-LOST = NodeLostError("it is gone")
-
-
-def test_a_node_that_does_not_answer_gets_no_environments(two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray lists a node that is gone for a minute; it is tried again every 30 s, and only if it answers."""
-    here, other = two_nodes.names
-    placement = ElasticPlacement((1, 2), 4, workers_per_node=2)
-    slices: list[NodeSlice] = list(placement.first_topology(0.0).nodes)
-    assert counts_by_node(slices) == {here: 1, other: 1}
-    two_nodes.silent.add(other)
-    slices[1] = placement.replacement(1, slices, [other], LOST)
-    assert counts_by_node(slices) == {here: 2}
-    monkeypatch.setattr(placement, "_distrusted", {})  # 30 s later
-    assert placement.moves(slices) == []
-    two_nodes.silent.clear()
-    assert placement.moves(slices) == []
-    monkeypatch.setattr(placement, "_distrusted", {})
-    assert [move.place.node_id for move in placement.moves(slices)] == [other]
-
-
-def test_a_lost_node_is_used_again_only_if_it_answers(two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_placement, "_REPLACE_S", 0.0)
-    _, other = two_nodes.names
-    placement = ElasticPlacement((2, 2), 4, workers_per_node=2)
-    slices = placement.first_topology(0.0).nodes
-    assert placement.replacement(1, slices, [other], LOST).node_id == other
-    two_nodes.silent.add(other)
-    with pytest.raises(NodeLostError, match="Got: 1 after a loss"):
-        placement.replacement(1, slices, [other], LOST)
-
-
-def test_nothing_moves_while_the_head_does_not_answer(two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = ElasticPlacement((1, 2), 4, workers_per_node=2)
-    slices = placement.first_topology(0.0).nodes
-    monkeypatch.setattr(reachability, "_answers", lambda address, refused_is_answer: False)
-    monkeypatch.setattr(elastic_placement, "leaving_nodes", lambda: pytest.fail("it calls Ray"))
-    assert placement.is_due(False) and placement.moves(slices) == []
-    assert not placement.is_due(False) and not placement.is_due(True)
-    with pytest.raises(NodeLostError, match="The head of a Ray cluster") as caught:
-        placement.replacement(1, slices, [two_nodes.names[1]], LOST)
-    assert caught.value.__cause__ is LOST
-
-
-def test_a_node_whose_actor_died_gets_its_share_back(two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, other = two_nodes.names
-    placement = ElasticPlacement((1, 3), 24)
-    slices: list[NodeSlice] = list(placement.first_topology(0.0).nodes)
-    assert counts_by_node(slices) == {here: 3, other: 3}
-    two_nodes.cpus.update({here: 0, other: 4})  # the other parts have theirs
-    number = next(number for number, place in enumerate(slices) if place.node_id == other)
-    slices[number] = placement.replacement(number, slices, [other], LOST)
-    two_nodes.silent.add(other)
-    assert placement.moves(slices) == []
-    two_nodes.silent.clear()
-    placement.note_failed_start(other)
-    assert placement.moves(slices) == []
-    monkeypatch.setattr(placement, "_failed_starts", {})  # 30 s later
-    slices = moved(slices, placement.moves(slices))
-    assert counts_by_node(slices) == {here: 3, other: 3}
-
-
-def test_parts_leave_a_node_though_environments_can_not_start_on_another(
-    two_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, other = two_nodes.names
-    placement = ElasticPlacement((2, 2), 4, workers_per_node=2)
-    slices = placement.first_topology(0.0).nodes
-    two_nodes.cpus.update(broken=8, sound=4)
-    placement.note_failed_start("broken")
-    monkeypatch.setattr(elastic_placement, "leaving_nodes", lambda: frozenset({other}))
-    assert {move.place.node_id for move in placement.moves(slices)} == {"sound"}
 
 
 def is_right(chunks: list[Any]) -> bool:
@@ -437,8 +326,8 @@ def test_tianshou(nodes: Nodes, wait_num: int | None) -> None:
 @pytest.mark.slow
 def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments stay on a node that announces to leave; once it is gone, it is one clear error."""
-    monkeypatch.setattr(elastic_placement, "_REPLACE_S", 0.5)
-    monkeypatch.setattr(elastic_placement, "_LOOK_S", 0.0)
+    monkeypatch.setattr(elastic, "_REPLACE_S", 0.5)
+    monkeypatch.setattr(elastic, "_POLL_S", 0.0)
     first = nodes.join()
     with RayVecEnv([CountingEnv] * 4, num_nodes=(2, 3), workers_per_node=1) as env:
         env.reset(seed=1)
@@ -446,7 +335,7 @@ def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> 
         chunks = [env.rollout(first_actions, 10) for _ in range(20)]
         assert first in envs_by_node(env) and counting_errors(chunks) == []
         nodes.kill(first)
-        with pytest.raises(NodeLostError, match=r"2 nodes for num_nodes=\(2, 3\). Got: 1 after a loss"):
+        with pytest.raises(NodeLostError, match=r"1 node of at least 2 for num_nodes=\(2, 3\) remain after a loss"):
             env.rollout(first_actions, 10)
         assert env.closed
 

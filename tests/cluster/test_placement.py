@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rayvec.cluster import placement
-from rayvec.cluster.open_ray_pool import open_ray_pool
+from rayvec.cluster.open_cluster import open_cluster
 from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology, wait_for_topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
@@ -77,7 +77,7 @@ def test_plans(cpus: list[int], kwargs: dict[str, Any], bounds: list[tuple[int, 
 @pytest.mark.parametrize("kwargs", [{"num_nodes": -1}, {"workers_per_node": 0}, {"workers_per_node": True}])
 def test_counts_are_checked_before_ray_is_needed(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be a whole number"):
-        open_ray_pool(EnvFactory.build("CartPole-v1", 2), address="nowhere:1", **kwargs)
+        open_cluster(EnvFactory.build("CartPole-v1", 2), address="nowhere:1", **kwargs)
 
 
 def free(cpus: int, all_cpus: int, name: str = "a") -> FreeNode:

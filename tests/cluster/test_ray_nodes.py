@@ -9,14 +9,18 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
+import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.fleet_kit import OverFleet, Steps
 from helpers.kinds import ALL_SPACES, env_fns, in_lockstep
 
+from rayvec.cluster import ray_places
 from rayvec.cluster.open_cluster import open_cluster
+from rayvec.cluster.stream import connect
 from rayvec.data import ChunkRequest
 from rayvec.envs.factory import EnvFactory
+from rayvec.errors import NodeLostError
 from rayvec.fleet.commands import Command, Op
 from rayvec.fleet.restarts import RestartPolicy
 from rayvec.rollout.policy_host import ChunkOrder
@@ -97,3 +101,23 @@ def test_workers_use_the_bundles_of_a_placement_group(ray_cluster: object) -> No
     finally:
         remove_placement_group(group)
     assert num_workers == 2 and steps == [1] * 4
+
+
+@pytest.mark.parametrize("num_refused", [1, 9])
+def test_a_stream_that_can_not_be_connected(
+    ray_cluster: object, monkeypatch: pytest.MonkeyPatch, num_refused: int
+) -> None:
+    ports: list[int] = []
+
+    def connect_elsewhere(address: str, port: int, key: bytes) -> Any:
+        ports.append(port)
+        return connect(address, port if len(ports) > num_refused else 1, key)
+
+    monkeypatch.setattr(ray_places, "connect", connect_elsewhere)
+    if num_refused == 1:
+        cluster_of([Steps] * 4, num_nodes=2).close()
+    else:
+        with pytest.raises(NodeLostError, match="firewall") as caught:
+            cluster_of([Steps] * 4, num_nodes=2)
+        assert f":{ports[-1]}" in str(caught.value)
+    assert len(ports) == min(num_refused + 1, 3)

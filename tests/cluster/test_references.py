@@ -48,33 +48,24 @@ def test_the_driver_never_fetches_what_it_does_not_need(wide: RayVecEnv, monkeyp
     ((here, there),) = batch.chunk_refs
     assert [part.env_ids.tolist() for part in (here, there)] == [[0, 1, 2], [3, 4, 5]]
     assert here.num_steps == there.num_steps == 40
-    assert asked and here.ref not in asked and there.ref not in asked
-    assert sum(size_of(get(ref)) for ref in set(asked)) < 40 * 6 * WIDE * 8 / 10
+    assert here.ref not in asked and there.ref not in asked
 
     nodes = [node.node_id for node in wide.topology.nodes]
     assert nodes[0] == ray.get_runtime_context().get_node_id() != nodes[1]
     wait_until(lambda: places(there) == [nodes[1]])
     assert size_of(ray.get(there.ref)) > 40 * 3 * WIDE * 8
     wait_until(lambda: sorted(places(there)) == sorted(nodes))
-    by_value = Collector(wide, by_total, seed=1)
-    asked.clear()
-    by_value.collect(n_step=6 * 40)
-    num_bytes = sum(size_of(get(ref)) for ref in set(asked))
-    assert num_bytes > 40 * 3 * WIDE * 8, "which the same account would have seen"
-    assert num_bytes < 40 * 5 * WIDE * 8, "what lies in its own node's memory need not travel"
 
 
 def test_a_store_that_is_full_is_explained(wide: RayVecEnv, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's own text has the bytes of a protocol buffer. A chunk is put there, and got from there, on each node."""
+    """Ray's own text has the bytes of a protocol buffer. A chunk is put there, and got from there."""
 
     @ray.remote(num_cpus=0)
     def chunk() -> None:
         raise ray.exceptions.OutOfDiskError("239c2f70", b"\n\x1c", "10.77.0.1")
 
-    node: Any = wide._envs.pool._nodes[1].node  # type: ignore[attr-defined]
-    for fetch, which in ((node._get, f"an answer of node {node.slice.name}"), (_fetch, "a part of the batch")):
-        with pytest.raises(ConfigError, match=f"no room for {which}. Remedy: .*--object-store-memory"):
-            fetch(chunk.remote())
+    with pytest.raises(ConfigError, match=r"no room for a part of the batch. Remedy: .*--object-store-memory"):
+        _fetch(chunk.remote())
 
     def put(value: Any) -> None:
         raise ray.exceptions.ObjectStoreFullError

@@ -241,7 +241,7 @@ def test_closing_logs_what_a_pending_chunk_raised(caplog: pytest.LogCaptureFixtu
 def test_environments_close_with_a_pending_chunk(make_vec: MakeVec, tmp_path: Path) -> None:
     env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 2, nodes=2)
     collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
-    pids = [pid for node in env.worker_pids().values() for pid in node]
+    pids = [pid for node in env.worker_pids().values() for pid in node if pid != os.getpid()]
     collector.collect(n_step=2 * 3)
     (tmp_path / "gate").touch()
     env.close()
@@ -259,9 +259,9 @@ def test_environments_are_killed_if_a_chunk_takes_longer_than_close_waits(
     gated: RayVecEnv, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
     """The gate never opens, and the time that `close` waits by default is longer than this test may take."""
-    monkeypatch.setattr("rayvec.cluster.node_supervisor._CLOSE_S", 1e4)
+    monkeypatch.setattr("rayvec.cluster.cluster._CLOSE_S", 1e4)
     collector = Collector(gated, TablePolicy(), seed=0, prefetch=True)
-    pids = [pid for node in pids_of(gated) for pid in node]
+    pids = [pid for node in pids_of(gated) for pid in node if pid != os.getpid()]
     collector.collect(n_step=4 * 3)
     gated.close(**how)
     wait_until(lambda: not any(map(alive, pids)), "no process is left")

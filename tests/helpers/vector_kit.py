@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,8 +18,8 @@ DEADLINE_S = 60.0
 
 
 def pids_of(env: RayVecEnv) -> list[list[int]]:
-    """Process ids of each node: its actor's first, then its workers'."""
-    return list(env.worker_pids().values())
+    """Process ids of each node: its actor's (in place of this process: its first worker's), then its workers'."""
+    return [[workers[0] if owner == os.getpid() else owner, *workers] for owner, *workers in env.worker_pids().values()]
 
 
 def assert_explained(error: BaseException) -> None:

@@ -119,7 +119,7 @@ def go_on(mode: str, num_nodes: str) -> None:
     chosen = {**PLACE, "num_nodes": int(num_nodes), "on_node_loss": mode, "on_env_error": "restart"}
     with rayvec.RayVecEnv([CountingEnv] * NUM_ENVS, **chosen) as env:
         env.reset(seed=3)
-        remote = [each.node for each in env._envs.pool._nodes if hasattr(each.node, "_stream")]
+        remote = [node for node in env._envs.children if node.transport == "tcp"]
         say(
             streams=[node._stream._sock.getpeername() for node in remote],
             pids=[node.worker_pids()[0] for node in remote],

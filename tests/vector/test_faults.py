@@ -49,7 +49,7 @@ from rayvec.collect.collector import Collector
 from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.fleet import restarts
-from rayvec.pools.restart_state import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
+from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 
@@ -640,8 +640,9 @@ def test_a_raylet_that_is_killed(make_vec: Any, ray_cluster: Any, extra: Any, ca
     assert extra.node_id not in [node.node_id for node in env.topology.nodes]
     assert len({int(obs[n][TOTAL]) for n in range(6) if n not in lost}) == 1
     seeds = [1 + n for n in lost]
-    said = f"node {node.name} is lost; environments {lost[0]} to {lost[-1]}, seeds {seeds}, resume on node "
-    assert any(said in text for text in caplog.messages), caplog.messages
+    said = f"restarted node {node.name} (environments {lost[0]} to {lost[-1]}, seeds {seeds}): "
+    (text,) = [text for text in caplog.messages if said in text]
+    assert "is lost" in text and "They resume on node" in text
 
 
 @pytest.mark.slow
