@@ -221,7 +221,7 @@ def test_a_worker_that_hangs_is_replaced_while_others_continue(
 ) -> None:
     with gated(tmp_path / "gate", on_env_error="restart", step_timeout_s=2.0) as env:
         collector = Collector(env, TablePolicy(), seed=1, max_staleness=10**9)
-        wait_until(lambda: bool(collect(collector, 1)) and "restarted worker 0" in caplog.text, "a restart")
+        wait_until(lambda: bool(collect(collector, 1)) and "worker 0 (environments 0 to 1)" in caplog.text, "a restart")
         (tmp_path / "gate").touch()
         columns = columns_of(collect(collector, 1, ahead=False))
         assert all(any(len(chunk.restarts) for chunk in columns[env_id]) for env_id in SLOW)
