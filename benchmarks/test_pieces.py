@@ -6,23 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
 from learner_task import LearnerTask
 from tianshou.data import Batch, PrioritizedVectorReplayBuffer, VectorReplayBuffer
 
-from rayvec import Policy
+from rayvec import Policy, RayVecEnv
 from rayvec.bench.emulated import EmulatedEnv
 from rayvec.bench.ways import RandomActions
-from rayvec.data import Chunk, ChunkInfo, ChunkInfos, ChunkRequest
+from rayvec.data import Chunk, ChunkInfo, ChunkInfos
 from rayvec.data.join_chunks import join_chunks
-from rayvec.envs.factory import EnvFactory
 from rayvec.learners.returns import gae
-from rayvec.node.process_pool import ProcessPool
-from rayvec.pools.base import Autoreset
-from rayvec.rollout.loop import as_policy
 from rayvec.tianshou.collect.buffers import ChunkInsertion
 from rayvec.training import checkpoint
 
@@ -30,35 +25,20 @@ RETURNS = [(128, 8), (128, 128), (2048, 64)]
 
 
 @pytest.fixture(params=[1, 2], ids=lambda count: f"{count} workers")
-def pool(request: pytest.FixtureRequest) -> Iterator[ProcessPool]:
+def envs(request: pytest.FixtureRequest) -> Iterator[RayVecEnv]:
     """Environments that do nothing, one for each worker."""
-    started = ProcessPool.start(EnvFactory.build([EmulatedEnv] * request.param), request.param)
-    ids = np.arange(request.param)
-    started.reset(ids, [0] * request.param)
-    started.recv(ids)
-    yield started
-    started.close()
+    with RayVecEnv([EmulatedEnv] * request.param, num_nodes=0, workers_per_node=request.param) as started:
+        started.reset(seed=0)
+        yield started
 
 
-def test_wake_up(benchmark: Any, pool: ProcessPool) -> None:
-    ids = np.arange(pool.num_envs)
-    actions = np.zeros(pool.num_envs, np.int64)
-
-    def step() -> None:
-        pool.send(ids, actions, Autoreset.NEXT_STEP)
-        pool.recv(ids)
-
-    benchmark(step)
+def test_wake_up(benchmark: Any, envs: RayVecEnv) -> None:
+    benchmark(envs.step, np.zeros(envs.num_envs, np.int64))
 
 
-def test_chunk(benchmark: Any, pool: ProcessPool) -> None:
-    pool.acting.load(1, cloudpickle.dumps(as_policy(RandomActions([np.zeros(2, np.int64)]))))
-
-    def take() -> None:
-        pool.begin_rollout(1, ChunkRequest(128))
-        pool.finish_rollout()
-
-    benchmark(take)
+def test_chunk(benchmark: Any, envs: RayVecEnv) -> None:
+    store = envs.publish(RandomActions([np.zeros(2, np.int64)]))
+    benchmark(envs.rollout_workers, store, 128, 0, 0)
 
 
 def make_chunk(steps: int, envs: int, shape: tuple[int, ...], dtype: Any, infos: str = "") -> Chunk:

@@ -6,11 +6,11 @@ import contextlib
 import errno
 import functools
 import math
+import multiprocessing
 import os
 import pickle
 import secrets
 import shutil
-import socket
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,9 +27,7 @@ from rayvec.distributed.rank import MakeStore, RankPlacement, lost
 from rayvec.distributed.stragglers import Arrivals, SharedArrivals
 from rayvec.envs.failures import FAILURES
 from rayvec.errors import LIMITS_REMEDY, ConfigError, LearnerError
-from rayvec.node.fork_server import ForkServer
-from rayvec.node.process_watch import ProcessWatch
-from rayvec.pools.base import NotReady
+from rayvec.node.processes import OwnedProcess
 
 if TYPE_CHECKING:
     from rayvec.distributed.rank import Rank
@@ -38,6 +36,8 @@ __all__ = ["ProcessHost", "rank_main"]
 
 _PRELOAD = ("rayvec.distributed.rank",)
 """The fork server imports torch once for all ranks."""
+_START_S = 300.0
+"""How long the fork server may import before it forks a rank."""
 _REFUSED = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 """What the system answers at a limit; other ranks would meet it too."""
 
@@ -48,7 +48,7 @@ class _Process:
 
     placement: RankPlacement
     pipe: Connection
-    watch: ProcessWatch
+    process: OwnedProcess
     calls: deque[_Call] = field(default_factory=deque)
     has_ended: bool = False
 
@@ -69,7 +69,6 @@ class ProcessHost:
     """
 
     def __init__(self) -> None:
-        self._server: ForkServer | None = None
         self._stack = contextlib.ExitStack()
 
     def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
@@ -83,20 +82,18 @@ class ProcessHost:
             LearnerError: The system refuses another process, or another open file.
             RankLostError: The fork server ended, or did not answer.
         """
-        main = functools.partial(rank_main, _own_gpu(placement.rank, device), placement, device, threads, timeout_s)
-        ours, theirs = socket.socketpair()
-        pipe = Connection(ours.detach())
+        pipe, theirs = multiprocessing.Pipe()
+        args = _own_gpu(placement.rank, device), placement, device, threads, timeout_s, theirs
         try:
             with theirs:
-                if self._server is None:
-                    self._server = ForkServer.branch(_PRELOAD)
-                _, watch = self._server.fork(pickle.dumps(main), [theirs.fileno()])
-        except (EOFError, NotReady, OSError) as error:
+                process = OwnedProcess(rank_main, args, f"rayvec {placement}", _PRELOAD, _START_S)
+            process.pid  # noqa: B018  # waits until it has been forked
+        except (EOFError, OSError) as error:
             pipe.close()
             if isinstance(error, OSError) and error.errno in _REFUSED:
                 raise LearnerError(f"{placement} could not start: {error}. {LIMITS_REMEDY}") from error
             raise lost(placement, f"its process could not start ({error})") from error
-        return _Process(placement, pipe, watch)
+        return _Process(placement, pipe, process)
 
     def call(self, process: _Process, name: str, *args: Any) -> _Call:
         """Calls a method of a rank's object, after the calls before. Large arguments should be those of `put`."""
@@ -115,11 +112,12 @@ class ProcessHost:
             done = [call for call in calls if call.has_ended or call.process.has_ended]
             if done:
                 return done
-            waited = {source: call.process for call in calls for source in (call.process.pipe, call.process.watch)}
-            ready = wait(list(waited), None if timeout_s == math.inf else max(0.0, timeout_s))  # type: ignore[arg-type]
+            ranks = {id(call.process): call.process for call in calls}.values()
+            waited: dict[Any, _Process] = {each: rank for rank in ranks for each in (rank.pipe, rank.process.sentinel)}
+            ready = wait(list(waited), None if timeout_s == math.inf else max(0.0, timeout_s))
             if not ready:
                 return []
-            for process in {id(waited[source]): waited[source] for source in ready}.values():  # type: ignore[index]
+            for process in {id(waited[source]): waited[source] for source in ready}.values():
                 _receive(process)
 
     def result(self, call: _Call) -> Any:
@@ -152,13 +150,10 @@ class ProcessHost:
     def kill(self, processes: Sequence[_Process]) -> None:
         """Ends ranks, also those that hang, and whatever processes they have left."""
         for process in processes:
-            process.watch.kill()
+            process.process.kill()
+            process.process.release()
             process.pipe.close()
-            process.watch.close()
             process.has_ended = True
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
 
     def close(self) -> None:
         """Closes what ranks share."""
@@ -167,7 +162,7 @@ class ProcessHost:
 
 def _receive(process: _Process) -> None:
     """Takes what a rank has sent, and notes whether its process has ended."""
-    has_ended = process.watch.ended()  # before the last look at what it sent
+    has_ended = process.process.exitcode is not None  # before the last look at what it sent
     try:
         while process.pipe.poll():
             call = process.calls.popleft()
@@ -215,9 +210,9 @@ def rank_main(
     device: str,
     threads: int,
     timeout_s: float,
-    fds: Sequence[int],
+    pipe: Connection,
 ) -> None:
-    """Runs a rank until its owner closes the pipe. The fork server calls this function in a new process.
+    """Runs a rank until its owner closes the pipe. A new process calls this function.
 
     Args:
         environment: Environment variables of this rank alone.
@@ -225,14 +220,13 @@ def rank_main(
         device: ``"cpu"`` or ``"cuda"``.
         threads: Number of threads that torch may use.
         timeout_s: How long ranks wait for each other, in seconds.
-        fds: File descriptor of the pipe to the owner.
+        pipe: To the owner.
     """
     from rayvec.distributed.rank import Rank  # imports torch
 
     os.environ.update(environment)
     Path("/proc/self/comm").write_text("rayvec-rank")  # what ps and top show
     seed_globals(None)  # else every rank inherits the fork server's state
-    pipe = Connection(fds[0])
     rank = Rank(placement, device, threads, timeout_s)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner has closed the pipe
         while True:

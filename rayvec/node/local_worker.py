@@ -15,7 +15,7 @@ import numpy as np
 
 from rayvec.data.trees import tree_leaves
 from rayvec.envs.spaces import PoolSpaces
-from rayvec.errors import RemoteFailure, WorkerLostError
+from rayvec.errors import LIMITS_REMEDY, RemoteFailure, WorkerLostError
 from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, ChildLost, Command, Op
 from rayvec.node.memory import MachineBlock, Ring
 from rayvec.node.messages import pack, packed_message, receive, send
@@ -70,7 +70,12 @@ class LocalWorker:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Its process id.
+
+        Raises:
+            WorkerLostError: It can't be started.
+        """
+        self.await_fork()
         return self._process.pid
 
     def await_fork(self) -> None:
@@ -89,8 +94,7 @@ class LocalWorker:
             f"{self.name} could not be started.",
             expected=f"a fork server that starts it within {self._policy.start_timeout_s:g} s (start_timeout_s)",
             got=f"{type(error).__name__}: {error}",
-            remedy="Correct the preloaded modules, raise the limits of processes, open files or memory, or use fewer "
-            "workers.",
+            remedy=f"Correct the preloaded modules. {LIMITS_REMEDY}",
         )
 
     def spaces(self) -> PoolSpaces:
@@ -241,7 +245,7 @@ class LocalWorker:
         error = WorkerLostError(
             f"{self.name} did not answer in time, and was killed.{self._held}",
             expected=f"an answer within {limit_s:g} s ({limit})",
-            got=f"none. Its stack was:\n{self._process.stack()}",
+            got=f"none. Its stack was:\n{self._process.stack() or 'not known: the process is stopped'}",
             remedy=f"Raise {limit} if it may take so long; on_env_error='restart' replaces the worker.",
         )
         return ChildLost(error, waited_s)

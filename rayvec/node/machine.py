@@ -27,7 +27,7 @@ from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy, seed_of
 from rayvec.node.chunk_slots import ChunkSlot
 from rayvec.node.local_worker import LocalWorker
 from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, MachineBlock
-from rayvec.node.open_files import allow_open_files
+from rayvec.node.open_files import allow_open_files, within_file_limit
 from rayvec.node.serve import WorkerSpec
 from rayvec.rollout.policy_host import ChunkOrder, ChunkPlace
 
@@ -131,7 +131,8 @@ class Machine(Fleet):
     def post(self, command: Command) -> Ticket:
         """Starts a command. Of each environment at most two chunks may be pending, or not yet copied."""
         if command.op == Op.ROLLOUT:
-            command = command._replace(rest=self._placed(command.rest, command.rows))
+            with within_file_limit():
+                command = command._replace(rest=self._placed(command.rest, command.rows))
         return super().post(command)
 
     def _placed(self, order: ChunkOrder, rows: NDArray[np.int64]) -> ChunkOrder:

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 from rayvec.envs.owner_signals import leave_to_owner, restore_in_children
 
-__all__ = ["PRELOAD", "Inherited", "OwnedProcess"]
+__all__ = ["PRELOAD", "Inherited", "OwnedProcess", "kill_with_parent"]
 
 PRELOAD = "RAYVEC_PRELOAD"
 """The environment variable that names to a fork server what it imports."""
@@ -50,6 +50,11 @@ _SECRETS = ("RAY_AUTH_TOKEN",)
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """How many threads a process uses for linear algebra: one if unset, because there is already a worker for each core."""
 _NO_MAIN = ("init_main_from_path", "init_main_from_name")
+
+
+def kill_with_parent(kills: bool) -> None:
+    """Sets whether the kernel kills this process when the thread that has started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if kills else 0)
 
 
 def _environment() -> dict[str, str]:
@@ -144,10 +149,10 @@ class OwnedProcess:
         self, target: Callable[..., None], args: tuple[Any, ...], name: str, preload: Sequence[str], timeout_s: float
     ) -> None:
         self._stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
-        server = _Servers.running(preload)
+        self._server: Any = _Servers.running(preload)
         bond = _Bond(os.getpid(), util.get_temp_dir())
         process = _Process(name, (_environment(), bond, Inherited(self._stack_fd), target, args))
-        self._popen, self._timeout_s = _Popen(process, server), timeout_s
+        self._popen, self._timeout_s = _Popen(process, self._server), timeout_s
 
     @cached_property
     def pid(self) -> int:
@@ -159,10 +164,17 @@ class OwnedProcess:
         timeout_s = self._timeout_s
         if not wait([self._popen.sentinel], timeout_s):
             self._timeout_s = 0.0  # one such wait is enough
+            os.kill(self._server._forkserver_pid, signal.SIGKILL)  # so that later processes get another one
             raise TimeoutError(f"the fork server has not imported its modules within {timeout_s:g} s")
         self._popen.pid = forkserver.read_signed(self._popen.sentinel)
         pid: int = self._popen.pid
         return pid
+
+    @property
+    def sentinel(self) -> int:
+        """A file descriptor that is readable once the process has ended, after its `pid` was read."""
+        fd: int = self._popen.sentinel
+        return fd
 
     @property
     def exitcode(self) -> int | None:
@@ -250,7 +262,7 @@ class _Bond:
     def tie(self) -> None:
         """Lets this process, and what its environments start, end with the owner."""
         os.setsid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # with the fork server, even if native code hangs
+        kill_with_parent(True)  # with the fork server, even if native code hangs
         try:
             self._watch = os.pidfd_open(self._owner)
         except ProcessLookupError:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 
 import rayvec.node.serve  # noqa: F401  # what every worker needs
+from rayvec.envs.owner_signals import leave_to_owner
 from rayvec.node.preloaded import import_modules
-from rayvec.node.processes import PRELOAD
+from rayvec.node.processes import PRELOAD, kill_with_parent
 
 _path, _modules = json.loads(os.environ.pop(PRELOAD, "[[], []]"))
 sys.path[:] = dict.fromkeys([*_path, *sys.path])
+leave_to_owner(signal.SIGTERM)
+kill_with_parent(True)  # also if an import never returns
 import_modules(_modules)
+kill_with_parent(False)  # the server ends with its owner, and not with the thread that started it
 gc.freeze()  # workers share the pages of what is imported, which garbage collection would write

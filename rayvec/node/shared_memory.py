@@ -15,13 +15,15 @@ import os
 import resource
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data.layouts import Field
 from rayvec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rayvec.data.layouts import Field  # which imports Gymnasium
 
 __all__ = ["Semaphore", "SharedBlock", "aligned", "allocate", "anonymous_file", "keep_freed_memory"]
 

@@ -20,7 +20,6 @@ from ray.experimental import internal_kv
 
 from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.errors import ConfigError, EnvError, LearnerError, RankLostError
-from rayvec.node.fork_server import ForkServer
 
 MakeGroup = Callable[..., RankGroup]
 TIMEOUT_S = 3.0
@@ -226,7 +225,7 @@ def test_a_limit_that_allows_no_process_is_an_error(monkeypatch: pytest.MonkeyPa
     def refuse(*args: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(ForkServer, "branch", refuse)
+    monkeypatch.setattr("rayvec.distributed.process_host.OwnedProcess", refuse)
     with pytest.raises(LearnerError, match=r"rank 0 on 127.0.0.1 could not start.*ulimit -u") as caught:
         RankGroup(Adder, 1, open_host(num_nodes=0))
     assert not isinstance(caught.value, RankLostError)
