@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from helpers.exact import DriftEnv, SpaceEnv, TablePolicy, WordSpace, describe
-from helpers.kinds import ALL_SPACES, factory
+from helpers.fleet_kit import stepper_of
+from helpers.kinds import ALL_SPACES
 from helpers.testing import CoinEnv, CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
 
 from rayvec.data import Chunk
-from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
 
 VALUES: list[Any] = [
@@ -114,7 +114,7 @@ def test_words_are_a_space_gymnasium_does_not_know() -> None:
 class TestCounting:
     @pytest.fixture
     def chunks(self) -> list[Chunk]:
-        pool = SerialPool(factory([CountingEnv] * 2))
+        pool = stepper_of([CountingEnv] * 2)
         pool.reset(np.arange(2), [0, 1])
         pool.recv(np.arange(2))
         return [rollout(pool, TablePolicy(), 20) for _ in range(2)]

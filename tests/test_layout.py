@@ -15,7 +15,6 @@ ROOMS = [
     "fleet",
     "envs",
     "policies",
-    "pools",
     "rollout",
     "node",
     "cluster",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, StepBatch, Tree, as_slice, tree_map
 from rayvec.data.columns import Columns, columns_of, mask_of
@@ -15,11 +15,14 @@ from rayvec.data.infos import ChunkInfos, InfoBlock
 from rayvec.data.join_chunks import check_extras
 from rayvec.data.layouts import ArrayLayout, tree_writer
 from rayvec.data.sub_batch_infos import info_blocks
+from rayvec.errors import ConfigError
 from rayvec.fleet.restarts import RESTARTED
-from rayvec.rollout.recorder import Empty, assign, check_rows, empty_like, form, places_of
 from rayvec.wrappers import MASK_KEY
 
-__all__ = ["ColumnRecorder", "restarted_in"]
+__all__ = ["ColumnRecorder", "Empty", "restarted_in"]
+
+Empty = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
+"""Allocates an array of a shape and data type, as ``np.empty`` does."""
 
 
 def restarted_in(columns: Any, num_envs: int) -> NDArray[np.bool_]:
@@ -273,3 +276,53 @@ def _as_columns(final_info: Any, rows: NDArray[np.int64], num_envs: int) -> Colu
     if isinstance(final_info, Mapping):
         return dict(final_info)
     return columns_of([(n, final_info[n]) for n in rows.tolist() if final_info[n]], num_envs)
+
+
+def places_of(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """Returns steps of environments as an array ``[k, 2]``."""
+    return np.array(places, np.int64).reshape(-1, 2)
+
+
+def form(extra: tuple[str, NDArray[Any]]) -> tuple[str, tuple[int, ...], np.dtype[Any]]:
+    """Returns what of an extra is the same at every step."""
+    return extra[0], extra[1].shape, extra[1].dtype
+
+
+def check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, action_layout: ArrayLayout | None) -> None:
+    """Raises ``ConfigError`` unless a policy returned one action of the right shape for each environment."""
+    if action_layout is None:
+        fits = not isinstance(actions, dict) and len(actions) == count
+        got = f"{type(actions).__name__} of {len(actions)}"
+    else:
+        try:
+            shapes = [np.shape(leaf) for leaf in action_layout.flatten(actions)]
+            fits, got = shapes == [(count, *shape) for _, shape in action_layout.leaves], f"shapes {shapes}"
+        except ValueError as error:
+            fits, got = False, str(error)
+    for name, extra in extras.items():
+        if np.shape(extra)[:1] != (count,):
+            fits, got = False, f"{name} of shape {np.shape(extra)}"
+    if not fits:
+        raise ConfigError(
+            "A policy must return one action, and one row of each extra, for each observation.",
+            expected=f"{count} rows; actions of the action space, stacked",
+            got=got,
+            remedy="Let it return an array [k, *act_shape] for observations [k, *obs_shape], or a list of k objects.",
+        )
+
+
+def empty_like(tree: Tree, leading: tuple[int, ...], empty: Empty = np.empty) -> Tree:
+    """Allocates arrays shaped like a batch, its one leading axis replaced by others."""
+    return tree_map(lambda leaf: empty((*leading, *np.shape(leaf)[1:]), np.asarray(leaf).dtype), tree)
+
+
+def assign(target: Tree, index: Any, source: Tree) -> None:
+    """Writes a batch into some rows of a tree, whatever the order of its keys."""
+    if isinstance(target, dict):
+        for key, part in target.items():
+            assign(part, index, source[key])
+    elif isinstance(target, tuple):
+        for part, value in zip(target, source, strict=True):
+            assign(part, index, value)
+    else:
+        target[index] = source

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, RolloutTimes
 from rayvec.data.chunk import Cut
-from rayvec.pools.base import EnvPool
+from rayvec.rollout.column_recorder import Empty
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, rollout
-from rayvec.rollout.recorder import Empty
 from rayvec.rollout.stepper import Stepper
 
 __all__ = ["Inference"]
@@ -45,7 +44,7 @@ class Inference:
 
     def take(
         self,
-        pool: EnvPool | Stepper,
+        pool: Stepper,
         policy: ActingPolicy,
         request: ChunkRequest,
         weights_version: int,

@@ -9,23 +9,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, RolloutTimes, StepBatch, SubBatchInfo, Tree
+from rayvec.data import Chunk, RolloutTimes, StepBatch, Tree
 from rayvec.data.chunk import Cut
 from rayvec.data.layouts import ArrayLayout
 from rayvec.errors import ConfigError
+from rayvec.fleet.commands import Autoreset
 from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
-from rayvec.pools.base import Autoreset, EnvPool
-from rayvec.pools.restart_state import are_restarted, is_restarted
-from rayvec.rollout.column_recorder import ColumnRecorder, restarted_in
-from rayvec.rollout.recorder import Empty, Recorder
+from rayvec.rollout.column_recorder import ColumnRecorder, Empty, restarted_in
 from rayvec.rollout.stepper import Stepper
-from rayvec.rollout.sub_batch_recorder import NativeRecorder
 
 __all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "rollout"]
 
@@ -127,7 +123,7 @@ class Stopwatch:
 
 
 def rollout(
-    pool: EnvPool | Stepper,
+    pool: Stepper,
     policy: ActingPolicy,
     num_steps: int,
     *,
@@ -176,7 +172,7 @@ def rollout(
     batches = [pool.recv(ids) for ids in groups]
     next_step = pool.native_mode == Autoreset.NEXT_STEP
     autoreset = Autoreset.NEXT_STEP if next_step else Autoreset.SAME_STEP
-    recorder = _recorder_kind(pool, next_step=next_step)(num_steps, env_ids, groups, batches, pool.action_layout, empty)
+    recorder = ColumnRecorder(num_steps, env_ids, groups, batches, pool.action_layout, empty, next_step=next_step)
     if begin_episodes is not None:
         begun = groups[0] if begun is None else begun
         begin_episodes(_begun_before(pool.first_id, batches[0], begun))
@@ -211,12 +207,6 @@ def rollout(
     return recorder.chunk(first_step, weights_version)
 
 
-def _recorder_kind(pool: EnvPool | Stepper, *, next_step: bool) -> Callable[..., Recorder | ColumnRecorder]:
-    if isinstance(pool, Stepper):
-        return partial(ColumnRecorder, next_step=next_step)
-    return Recorder if pool.native_mode is None else partial(NativeRecorder, next_step=next_step)
-
-
 def _two_results(results: Any) -> tuple[Tree, dict[str, NDArray[Any]]]:
     if type(results) is tuple and len(results) == 2 and isinstance(results[1], dict):
         return results
@@ -243,10 +233,4 @@ def _begun_before(first_id: int, batch: StepBatch, begun: NDArray[np.int64]) -> 
     ids = set(begun.tolist())
     if isinstance(batch.info, dict):
         ids.update(np.flatnonzero(restarted_in(batch.info, len(batch.env_ids))).tolist())
-    for info in batch.info if isinstance(batch.info, tuple) else ():
-        if isinstance(info, SubBatchInfo):
-            first = info.env_id - first_id
-            ids.update(range(first, first + info.num_envs) if are_restarted(info.columns) else ())
-        elif is_restarted(info.info):
-            ids.add(info.env_id - first_id)
     return np.array(sorted(ids), np.int64)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, RolloutTimes, Tree
 from rayvec.data.chunk import Cut
+from rayvec.rollout.column_recorder import Empty
 from rayvec.rollout.inference import Inference
 from rayvec.rollout.loop import ActingPolicy, as_policy
-from rayvec.rollout.recorder import Empty
 from rayvec.rollout.stepper import Stepper
 
 __all__ = ["ChunkOrder", "ChunkPlace", "PolicyHost", "TakenChunk"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import closing
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,13 @@ from conftest import MakeVec
 from gymnasium import spaces
 from helpers.chunks import assert_same_chunk, parts_are_done, wait_for_parts
 from helpers.exact import SpaceEnv, TablePolicy
-from helpers.kinds import factory
+from helpers.fleet_kit import stepper_of
 from helpers.obedient_envs import GatedEnv
 from helpers.vector_kit import pids_of
 from helpers.waiting import wait_until
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
-from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
 
 REPEATS = 3_000
@@ -45,13 +43,12 @@ class LargeGatedEnv(gymnasium.ObservationWrapper[Any, Any, Any]):
 def serial_chunks(fns: list[Any], num_steps: list[int], seed: int) -> list[Chunk]:
     """What one process makes of the same."""
     chunks: list[Chunk] = []
-    with closing(SerialPool(factory(fns))) as pool:
-        ids = np.arange(len(fns))
-        pool.reset(ids, [seed + i for i in ids.tolist()])
-        pool.recv(ids)
-        for t in num_steps:
-            first_step = sum(chunk.num_steps for chunk in chunks)
-            chunks.append(rollout(pool, TablePolicy(), t, noise_seed=seed, first_step=first_step))
+    pool, ids = stepper_of(fns), np.arange(len(fns))
+    pool.reset(ids, [seed + i for i in ids.tolist()])
+    pool.recv(ids)
+    for t in num_steps:
+        first_step = sum(chunk.num_steps for chunk in chunks)
+        chunks.append(rollout(pool, TablePolicy(), t, noise_seed=seed, first_step=first_step))
     return chunks
 
 

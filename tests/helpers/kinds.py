@@ -17,7 +17,7 @@ from helpers.exact import SpaceEnv, WordSpace
 from helpers.testing import assert_identical
 from rayvec.data import StepBatch
 from rayvec.envs.factory import EnvFactory
-from rayvec.pools.base import Autoreset
+from rayvec.fleet.commands import Autoreset
 
 ARRAY_SPACES: dict[str, spaces.Space[Any]] = {
     "box32": spaces.Box(-1.0, 1.0, (3,), np.float32),

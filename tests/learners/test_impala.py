@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from functools import partial
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from helpers.actor_critic_kit import BOX, DISCRETE, OBS, STATS, N, T, impala_config, make_batch, make_chunk, perturb
+from helpers.fleet_kit import stepper_of
 from helpers.paper_kit import PaperIMPALA
 from helpers.vtrace import vtrace_by_definition
 from numpy.typing import NDArray
@@ -16,11 +18,9 @@ from numpy.typing import NDArray
 from rayvec.collect.collector import EpisodeTracker
 from rayvec.config import IMPALAConfig
 from rayvec.data import Batch
-from rayvec.envs.factory import EnvFactory
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.torch_vtrace import num_rounds, vtrace_of_rows
 from rayvec.policies.policy import Policy
-from rayvec.pools.step_and_autoreset import SerialPool
 from rayvec.rollout.loop import rollout
 from rayvec.training.runs import torch_threads
 
@@ -129,11 +129,11 @@ def test_it_learns_from_steps_of_older_weights() -> None:
 def learn_behind(config: IMPALAConfig, lag: int) -> tuple[list[NDArray[np.float64]], list[float]]:
     """Learns from steps of weights that are `lag` updates old; returns each iteration's returns and ``approx_kl``."""
     ids = np.arange(config.num_envs)
-    pool = SerialPool(EnvFactory.build("CartPole-v1", config.num_envs))
+    single = gymnasium.make("CartPole-v1")
+    pool = stepper_of([partial(gymnasium.make, "CartPole-v1")] * config.num_envs)
     pool.reset(ids, ids.tolist())
     pool.recv(ids)
-    spaces_of: Any = pool.spaces
-    learner = IMPALALearner(spaces_of.observation, spaces_of.action, config)
+    learner = IMPALALearner(single.observation_space, single.action_space, config)
     policy, tracker = Policy(learner.module), EpisodeTracker(config.num_envs)
     weights, returns, divergences = [learner.weights()] * (lag + 1), [], []
     for iteration in range(config.num_iterations):

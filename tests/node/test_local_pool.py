@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 import rayvec
 from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError, EnvError
+from rayvec.fleet.restarts import restart_seed
 from rayvec.policies.noise import NO_NOISE
-from rayvec.pools.restart_state import restart_seed
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run

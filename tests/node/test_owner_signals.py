@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -59,23 +58,3 @@ def test_processes_of_environments_end_by_them() -> None:
     with RayVecEnv([EndsProcesses], num_nodes=0, workers_per_node=1) as env:
         assert env.call("exit_codes", signal.SIGTERM) == ([-signal.SIGTERM, -signal.SIGTERM],)
         assert env.call("exit_codes", signal.SIGINT) == ([1, -signal.SIGINT],)  # Python ends by KeyboardInterrupt
-
-
-WITH_CLOSED_OUTPUT = """
-import os, sys
-from rayvec.node.fork_server import _run
-
-pid = os.fork()
-if pid == 0:
-    try:
-        sys.stdout.close()
-        _run(os.getppid(), lambda: None)
-    finally:
-        os._exit(7)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-def test_a_worker_whose_environment_has_closed_its_output_ends_as_others_do() -> None:
-    ended = subprocess.run([sys.executable, "-c", WITH_CLOSED_OUTPUT], check=False, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")

@@ -26,9 +26,8 @@ from rayvec.data.layouts import ArrayLayout, index_tree, split_actions, tree_wri
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
 from rayvec.distributed.memory_file import MemoryFile
 from rayvec.errors import ConfigError
-from rayvec.node.chunk_memory import ChunkMemory
+from rayvec.node.chunk_slots import ChunkSlot
 from rayvec.node.shared_memory import Semaphore, SharedBlock
-from rayvec.node.weight_memory import WeightMemory
 
 FIELDS = {"a": (np.int64, (3, 2)), "odd": (np.bool_, (5,)), "scalar": (np.float32, ()), "none": (np.int8, (0, 4))}
 
@@ -199,12 +198,11 @@ class TestLayout:
     "make",
     [
         lambda: SharedBlock({"a": (np.uint8, (1000,))}),
-        lambda: ChunkMemory().pack(np.zeros(1 << 16)),
-        lambda: WeightMemory(1).write(np.zeros(1000, np.float32), ()),
+        lambda: ChunkSlot().prepare(np.zeros(1000, np.float32), 1 << 16),
         lambda: MemoryFile(np.zeros(1000)),
         lambda: SharedMemoryRanks(0, 1),
     ],
-    ids=["SharedBlock", "ChunkMemory", "WeightMemory", "MemoryFile", "SharedMemoryRanks"],
+    ids=["SharedBlock", "ChunkSlot", "MemoryFile", "SharedMemoryRanks"],
 )
 def test_a_limit_on_the_size_of_files_is_an_error_with_a_remedy(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError, match=r"a limit of 100 bytes. Remedy: .*ulimit -f"), file_size_limit(100):

@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -31,10 +30,7 @@ from helpers.vector_kit import assert_explained
 from helpers.waiting import DEADLINE_S, alive, shm_names, wait_until
 
 from rayvec.errors import ConfigError, WorkerLostError
-from rayvec.node.pipe import MessagePipe
-from rayvec.node.process_watch import ProcessWatch
 from rayvec.policies.noise import NO_NOISE
-from rayvec.pools.base import NotReady
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 REPLY_BYTES = 4 << 20
@@ -361,68 +357,6 @@ def test_the_fork_server_that_is_killed_is_replaced() -> None:
         *_, info = within(DEADLINE_S, partial(env.step, np.zeros(2, int)))
         assert info["env_restarted"].tolist() == [True, True]
         assert not {*pids} & {*worker_pids(env)}
-
-
-class TestPipe:
-    @pytest.fixture
-    def ends(self) -> Iterator[tuple[MessagePipe, MessagePipe]]:
-        """An end that watches a peer, which is this process, and one that does not."""
-        ours, theirs = socket.socketpair()
-        watch = ProcessWatch(os.getpid())
-        pipes = MessagePipe(ours, watch), MessagePipe(theirs)
-        yield pipes
-        for pipe in pipes:
-            pipe.close()
-        watch.close()
-
-    def test_messages_of_any_size_and_descriptors(self, ends: tuple[MessagePipe, MessagePipe]) -> None:
-        ours, theirs = ends
-        messages = [b"", b"x", os.urandom(3 << 20), b"last"]
-        with open(__file__, "rb") as file:
-            for message in messages:
-                ours.send(message, [file.fileno()])  # nothing waits, although nothing is read yet
-        reader = threading.Thread(target=lambda: received.extend(theirs.receive() for _ in messages))
-        received: list[tuple[bytes, list[int]]] = []
-        reader.start()
-        while not ours.flush():
-            ours.wait_to_send(0.1)
-        reader.join()
-        assert [data for data, _ in received] == messages
-        for _, fds in received:
-            assert len(fds) == 1 and os.fstat(fds[0]).st_ino == os.stat(__file__).st_ino
-            os.close(fds[0])
-
-    def test_a_send_that_fails_queues_nothing(self) -> None:
-        """Else the next receive would send it, and close a file descriptor that is not the pipe's."""
-        ours, theirs = socket.socketpair()
-        theirs.close()
-        with closing(MessagePipe(ours)) as pipe, open(__file__, "rb") as file:
-            with pytest.raises(BrokenPipeError):
-                pipe.send(b"x", [file.fileno()])
-            with pytest.raises(EOFError):
-                pipe.receive()
-            assert os.fstat(file.fileno()).st_size
-
-    def test_a_message_that_does_not_come(self, ends: tuple[MessagePipe, MessagePipe]) -> None:
-        with pytest.raises(NotReady):
-            ends[0].receive(time.monotonic() + 0.05)
-
-    def test_a_peer_that_hangs_up_within_a_message(self) -> None:
-        ours, theirs = socket.socketpair()
-        with closing(MessagePipe(ours, ProcessWatch(os.getpid()))) as pipe:
-            theirs.send((100).to_bytes(8, "little") + b"only a part")
-            theirs.close()
-            with pytest.raises(EOFError):
-                pipe.receive()
-
-    def test_a_peer_that_ends_while_another_holds_its_socket(self) -> None:
-        ours, theirs = socket.socketpair()
-        process = subprocess.Popen(["sleep", "0.2"])
-        with theirs, closing(MessagePipe(ours, ProcessWatch(process.pid))) as pipe:
-            theirs.send((100).to_bytes(8, "little") + b"only a part")
-            with pytest.raises(EOFError):
-                pipe.receive(time.monotonic() + DEADLINE_S)
-        process.wait()
 
 
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # of a socket that is finalized first
