@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 import rayvec
 from rayvec.bench.settings import Model, Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig, dataclass
-from rayvec.config.command_line import OptionParser, read_options
+from rayvec.config.command_line import OptionParser, read_options, row
 from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import changed
 from rayvec.config.schema import Count, Natural, Seed, require, suggested
@@ -169,7 +169,8 @@ def main(args: Sequence[str] | None = None) -> int:
     is_program, args = args is None, sys.argv[1:] if args is None else args
     try:
         with Interrupts() as interrupts:
-            is_training = "train" in args  # it takes SIGTERM itself, to finish the iteration first
+            command = next((word for word in args if word == "train" or word in _COMMANDS), "")
+            is_training = command == "train"  # it takes SIGTERM itself, to finish the iteration first
             with contextlib.nullcontext() if is_training else interrupts.taking_sigterm():
                 code = _run(args)
             print(end="", flush=True)
@@ -253,8 +254,9 @@ def _list(prog: str, known: Mapping[str, str], word: str) -> NoReturn:
     advice = f"Did you mean {near}?" if near else f"`{prog} --help` lists them."
     is_help = word.rpartition(" ")[2] in ("-h", "--help", "--help-all")
     require(is_help or word in ("", "bench"), f"{word!r} is no command of `{prog}`. {advice}")
-    lines = [f"usage: {prog} NAME [OPTIONS]", "", *(f"  {name:<15}{text}" for name, text in known.items())]
-    print("\n".join([*lines, "", f"`{prog} NAME --help` lists the options."]), file=None if is_help else sys.stderr)
+    names = "\n".join(row(f"  {name}", text, 17) for name, text in known.items())
+    text = f"usage: {prog} NAME [OPTIONS]\n\n{names}\n\n`{prog} NAME --help` lists the options."
+    print(text, file=None if is_help else sys.stderr)
     raise SystemExit(0 if is_help else 2)
 
 
@@ -264,7 +266,7 @@ def _train(words: list[str], plugins: list[str]) -> int | None:
     for name in _FILES:
         parser.add_argument(f"--{name}", type=Path, default=None)
     found, words = parser.parse_known_args(words)
-    algorithm = words.pop(0) if words and words[0][0] != "-" else ""
+    algorithm = words.pop(0) if words and not words[0].startswith("-") else ""
     before = _settings_before(found.config, found.resume, algorithm)
     algorithm = algorithm or getattr(before, "algorithm", "")
     if algorithm not in CONFIGS:
@@ -283,10 +285,11 @@ def _train(words: list[str], plugins: list[str]) -> int | None:
             f"--resume and --run-dir {given.get('run_dir')} were passed together. A resumed run stays in its "
             "directory: leave --run-dir out. To start a new run with the weights of this one, pass --init-from.",
         )
-        is_same = algorithm == before.algorithm
-        wanted = replace(before, **given) if is_same else before
-        changes = {name: getattr(wanted, name) for name in given} if is_same else {"algorithm": algorithm}
-        result = resume(found.resume, **changes)
+        if algorithm == before.algorithm:
+            wanted = replace(before, **given)  # which converts what the options say
+            result = resume(found.resume, **{name: getattr(wanted, name) for name in given})
+        else:
+            result = resume(found.resume, algorithm=algorithm)
     mean = result.eval_return_mean
     print(
         f"greedy return {'none' if math.isnan(mean) else f'{mean:.2f}'} after {result.total_steps:,} steps "

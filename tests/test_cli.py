@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from helpers.training_kit import HERE, SMALL, lengthen, options
 
 import rayvec
 from rayvec.cli import main
-from rayvec.config import PPOConfig
+from rayvec.config import CONFIGS, PPOConfig
 from rayvec.config.schema import fields_of
 from rayvec.training.run_dir import load_config, load_run
 
@@ -53,12 +54,63 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"rayvec {rayvec.__version__}\n"
 
 
-def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "ppo", "--help-all"])
-    text = capsys.readouterr().out
+def help_of(arguments: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments.split())
+    assert exit_info.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_every_setting_is_an_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of("train ppo --help-all", 100, monkeypatch, capsys)
     for name in [*fields_of(PPOConfig), "resume", "config"]:
-        assert f"--{name.replace('_', '-')}" in text
+        assert f"--{name.replace('_', '-')} " in text
+
+
+@pytest.mark.parametrize("algorithm", CONFIGS)
+def test_the_help_is_short_and_in_groups(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = help_of(f"train {algorithm} --help", 100, monkeypatch, capsys).splitlines()
+    assert len(lines) <= 60 and max(map(len, lines)) <= 100
+    titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["run:", "environment:", "algorithm:", "network:", "evaluation:", "logging:"]
+    assert max(map(len, help_of("train ppo --help-all", 80, monkeypatch, capsys).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("", "--learning-rate 0.008* "),
+        ("--env-id Maze-v0", "--learning-rate 0.00025 "),
+        ("--env-id HalfCheetah-v5", "--learning-rate 0.0003* "),
+        ("--learning-rate 0.5", "--learning-rate 0.5 "),
+        ("--preset none", "--gamma 0.99 "),
+        ("--no-normalize-advantage", "--normalize-advantage False "),
+        ("", "--target-kl unset "),
+        ("", "--hidden-sizes 64 64 "),
+    ],
+)
+def test_the_help_shows_the_value_that_applies(
+    options: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert line in help_of(f"train ppo {options} --help", 100, monkeypatch, capsys)
+
+
+def test_a_run_starts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = (tmp_path / name for name in "abc")
+    assert main(["train", "ppo", *TINY, "--seed=7", "--eval-episodes=0", f"--run-dir={first}"]) == 0
+    assert "rayvec: preset classic: learning_rate=0.008, gamma=0.98," in capsys.readouterr().err
+    text = (first / "config.yaml").read_text()
+    assert "gradients. (Chosen by the preset.)" not in text and "(Chosen by the preset.)\ngamma: 0.98" in text
+    assert main(["train", f"--config={first}/config.yaml", "--gamma=0.5", f"--run-dir={second}"]) == 0
+    assert load_config(second) == replace(load_config(first), gamma=0.5, run_dir=second)
+    (tmp_path / "run.yaml").write_text("algorithm: ppo\neval_episodes: 0\nseed: 3\n")
+    options = ["--env-id=Acrobot-v1", *TINY, f"--run-dir={third}"]
+    assert main(["train", f"--config={tmp_path}/run.yaml", *options]) == 0
+    config = load_config(third)
+    assert (config.seed, config.env_id, config.gamma) == (3, "Acrobot-v1", 0.98)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("arguments", [[], ["bench"], ["train"]])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, InstanceOf
+from pydantic import BeforeValidator, Field
 
 from rayvec.config.base import TrainConfig
-from rayvec.config.schema import Count, Fraction, Natural, NonNegative, Positive, dataclass, require
+from rayvec.config.schema import Count, Fraction, Name, Natural, NonNegative, Positive, dataclass, require
 
 __all__ = ["ActorCriticConfig", "IMPALAConfig", "NetworkConfig", "PPOConfig", "SACConfig"]
 
@@ -37,7 +37,7 @@ class NetworkConfig(TrainConfig):
     gamma: Fraction = 0.99
     """Discount for each step."""
 
-    network: InstanceOf[str] | None = None
+    network: Name | None = None
     """Function or class that makes your own network, as "module:name". It is called with (observation space, action
     space, settings). Unset: the default network."""
 
@@ -287,7 +287,7 @@ class SACConfig(NetworkConfig):
     algorithm: ClassVar[str] = "sac"
     log_interval_steps: ClassVar[int] = 1_000
 
-    env_id: InstanceOf[str] = "Pendulum-v1"
+    env_id: Name = "Pendulum-v1"
     num_envs: Count = 4
     num_steps: Count = 4
     checkpoint_interval_s: NonNegative = 30.0

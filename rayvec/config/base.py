@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field, InstanceOf, TypeAdapter, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 from pydantic_core import ArgsKwargs
 
 from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import PRESETS, by_preset, with_preset
 from rayvec.config.schema import (
     Count,
+    Name,
     Natural,
     NonNegative,
     Positive,
@@ -97,7 +98,7 @@ class TrainConfig:
     algorithm: ClassVar[str] = ""
     log_interval_steps: ClassVar[int] = 1  # that one line of metrics covers, rounded up to whole iterations
 
-    env_id: InstanceOf[str] = "CartPole-v1"
+    env_id: Name = "CartPole-v1"
     """Gymnasium id, "module:Name-v0" or "module:Class" of the environment. A module is imported first where it
     registers the id. A class or function of a module makes the environment."""
 
@@ -105,7 +106,7 @@ class TrainConfig:
     """Settings tuned to a kind of environment, in place of the defaults; settings that you pass override it. "auto": by
     env_id, where a preset is known for it. The defaults shown are those without a preset."""
 
-    native: InstanceOf[str] | None = None
+    native: Name | None = None
     """Function that makes a gymnasium.vector.VectorEnv of the number of environments that it is called with, as
     "module:function". Each worker steps one such native sub-batch, in the place of environments of env_id."""
 
@@ -123,7 +124,7 @@ class TrainConfig:
     """Environments that are stepped in parallel."""
 
     seed: Seed = 1
-    """Seed of the initial weights, exploration, minibatches and environments."""
+    """Seed of the first weights, exploration, minibatches and environments."""
 
     run_dir: Path | None = None
     """Directory of the run, which must not exist; unset: runs/<environment>-<algorithm>-seed<seed>-<time>."""
@@ -194,7 +195,7 @@ class TrainConfig:
     eval_deterministic: bool = True
     """Evaluate greedily, with the most probable actions; off: with actions that are drawn, as in training."""
 
-    eval_env: InstanceOf[str] | None = None
+    eval_env: Name | None = None
     """Environment of evaluations, as env_id; unset: that of the training."""
 
     eval_env_kwargs: dict[str, Scalar | list[Scalar]] = field(default_factory=dict)

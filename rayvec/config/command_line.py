@@ -15,7 +15,7 @@ from rayvec.config.schema import docs_of, fields_of, require, suggested
 from rayvec.config.settings_yaml import read_yaml
 from rayvec.errors import ConfigError
 
-__all__ = ["OptionParser", "read_options"]
+__all__ = ["OptionParser", "read_options", "row"]
 
 _GROUPS = {
     "run": "total_steps seed preset config resume run_dir init_from learner_device",
@@ -28,7 +28,8 @@ _GROUPS = {
     "faults": "on_env_error step_timeout_s start_timeout_s on_bad_obs on_node_loss",
     "expert": "native probe preload groups learner_threads precision compile plugin eval_steps eval_max_episode_steps "
     "eval_deterministic eval_env eval_env_kwargs entropy_coef_schedule clip_coef_schedule shared_trunk layer_norm "
-    "log_std_init recurrent_size sequence_length burn_in replay_on_device checkpoint_replay clip_value_loss",
+    "log_std_init recurrent_size sequence_length burn_in replay_on_device checkpoint_replay clip_value_loss "
+    "prefetch rho_bar c_bar vtrace_lambda num_critics",
 }
 """The groups of options of ``train``, in the order of the help. Settings in none of them are of the algorithm."""
 _OF_ALL = {"cluster", "faults", "expert"}
@@ -112,7 +113,7 @@ def _pairs(words: Sequence[str]) -> Any:
 
 def _help(command: str, cls: Any, given: Mapping[str, Any], others: Mapping[str, str], *, is_whole: bool) -> str:
     """Returns the help of a command, with the values that apply; of all options, or of those that most runs need."""
-    trains, width = issubclass(cls, TrainConfig), min(shutil.get_terminal_size().columns, _MAX_WIDTH)
+    trains = issubclass(cls, TrainConfig)
     defaults = {name: each.get_default(call_default_factory=True) for name, each in fields_of(cls).items()}
     values = starting_values(cls, given) if trains else defaults
     about = (cls.__doc__ or "").partition("\n")[0]
@@ -129,11 +130,16 @@ def _help(command: str, cls: Any, given: Mapping[str, Any], others: Mapping[str,
         value = "PATH" if name in others else _shown(values.get(name)) + mark
         head = f"  {name.upper()}" if name == positional else f"  --{name.replace('_', '-')} {value}"
         text = docs.get(name, "") if is_whole else re.split(r"(?<=\.)\s|[;:] ", docs.get(name, ""))[0].rstrip(".")
-        lines = textwrap.wrap(text, width, initial_indent=f"{head}  ".ljust(_COLUMN), subsequent_indent=" " * _COLUMN)
-        rows.setdefault(places.get(name, "algorithm" if trains else "options"), []).extend(lines)
+        rows.setdefault(places.get(name, "algorithm" if trains else "options"), []).append(row(head, text))
     shown = {title: lines for title, lines in rows.items() if lines and (is_whole or title not in _OF_ALL)}
-    parts = [f"usage: rayvec {command} [OPTIONS]\n", textwrap.fill(about, width)]
+    parts = [f"usage: rayvec {command} [OPTIONS]\n", row("", about, 0)]
     return "\n".join([*parts, *("\n".join(["", f"{title}:", *lines]) for title, lines in shown.items())])
+
+
+def row(head: str, text: str, column: int = _COLUMN) -> str:
+    """Returns lines of help: `head`, and from a column on `text`, within the width of the terminal."""
+    width, head = min(shutil.get_terminal_size().columns, _MAX_WIDTH), f"{head}  ".ljust(column) if column else ""
+    return textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * column, break_on_hyphens=False)
 
 
 def _shown(value: object) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic.dataclasses
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, InstanceOf, ValidationError
 from pydantic.fields import FieldInfo
 
 from rayvec.errors import ConfigError
@@ -16,6 +16,7 @@ from rayvec.errors import ConfigError
 __all__ = [
     "Count",
     "Fraction",
+    "Name",
     "Natural",
     "NonNegative",
     "Positive",
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 
+Name = InstanceOf[str]  # which may carry an object, see `rayvec.config.references`
 Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -65,6 +67,9 @@ _IN_PYTHON = {
 
 _SHORTER = {
     "Input should be ": "",
+    "an instance of str": "a string",
+    "Tuple should have": "a tuple with",
+    " after validation": "",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
     "greater than": "above",
@@ -89,6 +94,7 @@ else:
             return functools.partial(dataclass, **options)
         config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
         made = pydantic.dataclasses.dataclass(cls, config=config, **options)
+        pydantic.dataclasses.rebuild_dataclass(made)  # raises now for a type that can't be found, not at the first call
         made.__init__ = _explaining(made.__init__)
         return made
 

@@ -19,6 +19,8 @@ __all__ = ["ProgressDisplay", "progress_text"]
 
 PLAIN_INTERVAL_S = 5.0
 """How often a line is printed where there is no terminal to draw a bar on."""
+_BESIDE = 15
+"""Columns of the bar and the remaining time at least, with what divides them."""
 
 
 class ProgressDisplay:
@@ -38,10 +40,10 @@ class ProgressDisplay:
         self._last_line_s = -math.inf
         self._line = ""  # the last one, if it has not been printed
         self._bar: Bar | None = None
-        console = Console(file=self._file)
+        self._console = console = Console(file=self._file)
         if console.is_terminal:
             self._bar = Bar(
-                TextColumn("{task.completed:,}/{task.total:,} steps"),
+                TextColumn("{task.completed:,}/{task.total:,}"),
                 BarColumn(None, table_column=Column(ratio=1)),  # in the room that the others leave
                 TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis")),
                 TimeRemainingColumn(compact=True),
@@ -54,19 +56,27 @@ class ProgressDisplay:
     def begin(self, text: str) -> None:
         """Shows a text before the first steps are done."""
         if self._bar:
-            self._bar.update(self._task, description=text)
+            self._bar.update(self._task, description=self._fitting(text))
         else:
             print(f"rayvec: {text}", file=self._file, flush=True)
 
     def show(self, steps: int, text: str) -> None:
         """Shows that `steps` are done, and `text` beside it."""
         if self._bar:
-            self._bar.update(self._task, completed=min(steps, self._total_steps), description=text)
+            self._bar.update(self._task, completed=min(steps, self._total_steps), description=self._fitting(text))
         else:
             self._line = f"{steps:,}/{self._total_steps:,} steps · {text}"
             if steps >= self._total_steps or time.monotonic() - self._last_line_s >= PLAIN_INTERVAL_S:
                 self._last_line_s = time.monotonic()
                 self._print()
+
+    def _fitting(self, text: str) -> str:
+        """Returns the parts of a text, divided by dots, that fit into a line beside bar and numbers of steps."""
+        room = self._console.width - 2 * len(f"{self._total_steps:,}") - _BESIDE
+        parts = text.split(" · ")
+        while len(parts) > 1 and len(" · ".join(parts)) > room:
+            parts.pop()
+        return " · ".join(parts)
 
     def _print(self) -> None:
         if self._line:

@@ -87,7 +87,7 @@ def test_every_setting_is_described() -> None:
         ({"groups": 3}, "at most 2"),
         ({"compile": "maybe"}, "'auto' or a valid boolean"),
         ({"env_id": ""}, "an id that Gymnasium knows"),
-        ({"env_id": None}, "an instance of str"),
+        ({"env_id": None}, "a string"),
         ({"env_kwargs": {"map": [[1]]}}, "a valid boolean"),
         ({"num_envs": 4, "num_steps": 8, "minibatch_size": 33}, "at most num_envs * num_steps = 32"),
         ({"num_envs": 4, "num_learners": 5}, "at most num_envs = 4"),
