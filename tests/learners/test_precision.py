@@ -115,5 +115,5 @@ def test_tf32_is_float32_on_a_cpu() -> None:
 
 
 def test_a_name_of_no_precision() -> None:
-    with pytest.raises(ConfigError, match=r"precision is 'fp16'.*float32.*tf32.*bf16"):
+    with pytest.raises(ConfigError, match=r"precision is fp16.*float32.*tf32.*bf16"):
         CASES[0].learner("cpu", precision="fp16")
