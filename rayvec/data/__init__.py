@@ -11,8 +11,7 @@ from __future__ import annotations
 from rayvec.data.batch import Batch, CollectStats, EpisodeStats
 from rayvec.data.chunk import Chunk, ChunkRef, ChunkRequest
 from rayvec.data.infos import ChunkInfo, ChunkInfos
-from rayvec.data.steps import RawInfo, StepBatch
-from rayvec.data.sub_batch_infos import SubBatchInfo
+from rayvec.data.steps import StepBatch
 from rayvec.data.summary import ChunkSummary, Rollout, RolloutTimes
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import Tree, as_slice, objects, tree_leaves, tree_map
@@ -28,11 +27,9 @@ __all__ = [
     "CollectStats",
     "EpisodeStats",
     "NodeSlice",
-    "RawInfo",
     "Rollout",
     "RolloutTimes",
     "StepBatch",
-    "SubBatchInfo",
     "Topology",
     "Tree",
     "as_slice",

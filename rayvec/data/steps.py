@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.trees import Tree, tree_map
 
-__all__ = ["RawInfo", "StepBatch"]
-
-
-class RawInfo(NamedTuple):
-    """The infos that one environment returned from one step or reset, not merged with those of others.
-
-    Attributes:
-        env_id: Global index of the environment.
-        info: The info dict as the environment returned it. After an automatic reset within the
-            step, that of the reset.
-        final_obs: The last observation of the episode that ended, where the reset followed within
-            the step; else None.
-        final_info: The info of the step that ended the episode, likewise; else None.
-    """
-
-    env_id: int
-    info: dict[str, Any]
-    final_obs: Any = None
-    final_info: dict[str, Any] | None = None
+__all__ = ["StepBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +23,7 @@ class StepBatch:
         rew: Rewards, ``float64 [k]``; 0 after a reset.
         terminated: ``bool [k]``.
         truncated: ``bool [k]``.
-        info: From a pool, a tuple of :class:`RawInfo`, only for environments with a non-empty info, in the order of
-            rows; of native sub-batches, a tuple of :class:`~rayvec.data.sub_batch_infos.SubBatchInfo`. From a vector
-            environment, Gymnasium's merged dict.
+        info: Columns, as Gymnasium merges infos.
     """
 
     env_ids: NDArray[np.int64]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,71 +12,9 @@ from rayvec.data.columns import PLAIN, is_mask, mask_of, plain
 from rayvec.data.infos import InfoBlock, InfoColumn
 from rayvec.data.trees import objects
 
-__all__ = ["SubBatchInfo", "info_blocks", "is_mask", "mask_of", "merge_columns", "merge_reset"]
+__all__ = ["info_blocks", "merge_reset"]
 
 Columns = dict[str, Any]
-
-
-class SubBatchInfo(NamedTuple):
-    """The infos that a sub-batch returned from one step or reset.
-
-    Attributes:
-        env_id: Global index of the sub-batch's first environment.
-        num_envs: How many environments it has.
-        columns: The info dict as the vector environment returned it: arrays ``[num_envs, ...]`` by key, with masks
-            ``bool [num_envs]`` by ``_key``, and dicts of such.
-    """
-
-    env_id: int
-    num_envs: int
-    columns: Columns
-
-
-def merge_columns(infos: Sequence[SubBatchInfo], num_envs: int) -> Columns:
-    """Returns the columns of all environments; the `env_id` of each info counts from the first of them.
-
-    The infos of a single sub-batch are returned as they are.
-    """
-    if len(infos) == 1 and infos[0].num_envs == num_envs:
-        return infos[0].columns
-    slices = [slice(info.env_id, info.env_id + info.num_envs) for info in infos]
-    return _merged([info.columns for info in infos], slices, num_envs)
-
-
-def _merged(parts: Sequence[Columns], slices: Sequence[slice], num_envs: int) -> Columns:
-    """Merges the columns of slices of the environments."""
-    merged: Columns = {}
-    for key in dict.fromkeys(key for part in parts for key in part if not is_mask(key, part)):
-        having = [(part, rows) for part, rows in zip(parts, slices, strict=True) if key in part]
-        values = [part[key] for part, _ in having]
-        rows_of = [rows for _, rows in having]
-        if all(type(value) is dict for value in values):
-            merged[key] = _merged(values, rows_of, num_envs)
-        else:
-            merged[key] = _concatenated(values, rows_of, num_envs)
-        mask = np.zeros(num_envs, bool)
-        for part, rows in having:
-            mask[rows] = mask_of(key, part, rows.stop - rows.start)
-        if not mask.all() or any(f"_{key}" in part for part, _ in having):
-            merged[f"_{key}"] = mask
-    return merged
-
-
-def _concatenated(values: Sequence[Any], slices: Sequence[slice], num_envs: int) -> NDArray[Any]:
-    """Returns one array ``[num_envs, ...]``: zeros, or None for objects, where no slice has a value.
-
-    Numbers of several types get NumPy's common type.
-    """
-    columns = [_rows(value, rows.stop - rows.start) for value, rows in zip(values, slices, strict=True)]
-    dtypes, shapes = {column.dtype for column in columns}, {column.shape[1:] for column in columns}
-    is_one_type = len(dtypes) == 1 or all(dtype.kind in "iuf" for dtype in dtypes)
-    dtype, shape = np.dtype(object), ()
-    if len(shapes) == 1 and is_one_type:
-        dtype, shape = np.result_type(*dtypes), shapes.pop()
-    joined: NDArray[Any] = np.full((num_envs, *shape), None if dtype.hasobject else np.zeros((), dtype), dtype)
-    for column, rows in zip(columns, slices, strict=True):
-        joined[rows] = column if column.shape[1:] == shape else objects(list(column))
-    return joined
 
 
 def _rows(value: Any, count: int) -> NDArray[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["fork_with_signals_blocked", "is_left_to_owner", "leave_to_owner", "restore_in_children"]
+__all__ = ["is_left_to_owner", "leave_to_owner", "restore_in_children"]
 
 
 def leave_to_owner(*numbers: signal.Signals) -> None:
@@ -23,17 +23,6 @@ def leave_to_owner(*numbers: signal.Signals) -> None:
 def is_left_to_owner(number: signal.Signals) -> bool:
     """Whether this process ignores a signal in that way."""
     return signal.getsignal(number) is _do_nothing
-
-
-def fork_with_signals_blocked(*numbers: signal.Signals) -> int:
-    """Forks as ``os.fork`` does. In the child the signals stay blocked until it calls :func:`leave_to_owner`."""
-    before, pid = signal.pthread_sigmask(signal.SIG_BLOCK, numbers), -1
-    try:
-        pid = os.fork()
-    finally:
-        if pid != 0:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pid
 
 
 def restore_in_children() -> None:

@@ -25,8 +25,9 @@ from helpers.testing import CountingEnv, assert_identical, counting_errors
 
 import rayvec
 from rayvec import Collector, RayVecEnv
+from rayvec.data.columns import merge, settle
 from rayvec.data.infos import ChunkInfos
-from rayvec.data.sub_batch_infos import SubBatchInfo, info_blocks, merge_columns
+from rayvec.data.sub_batch_infos import info_blocks
 from rayvec.envs.factory import EnvIdError
 from rayvec.errors import ConfigError, EnvError
 
@@ -178,17 +179,17 @@ class TestChunks:
 
     @pytest.mark.parametrize(
         ("dtypes", "joined"),
-        [((np.int64, np.float64), np.float64), ((np.float32, np.float64), np.float64), ((np.bool_, np.int64), object)],
+        [((np.int64, np.float64), np.float64), ((np.float32, np.float64), np.float64)],
     )
     def test_numbers_of_several_types(self, dtypes: tuple[Any, Any], joined: Any) -> None:
-        infos = [SubBatchInfo(2 * k, 2, {"x": np.array([0, 1], dtype)}) for k, dtype in enumerate(dtypes)]
-        column = merge_columns(infos, 4)["x"]
+        infos = [(slice(2 * k, 2 * k + 2), {"x": np.array([0, 1], dtype)}) for k, dtype in enumerate(dtypes)]
+        column = settle(merge(infos, 4), common=True)["x"]
         assert column.dtype == joined and column.tolist() == [0, 1, 0, 1]
 
     def test_masks_of_keys_that_are_no_strings(self) -> None:
         some = np.array([True, False])
         columns = {3: np.array([1.5, 0.0]), "_3": some, "deep": {4: np.array([7, 0]), "_4": some}}
-        joined = merge_columns([SubBatchInfo(0, 2, columns), SubBatchInfo(2, 2, columns)], 4)
+        joined = merge([(slice(0, 2), columns), (slice(2, 4), columns)], 4)
         assert list(joined) == [3, "_3", "deep"] and list(joined["deep"]) == [4, "_4"]
         infos = ChunkInfos(list(info_blocks(0, 0, columns, np.ones(2, bool))))
         assert sorted((info.n, info.info) for info in infos) == [(0, {3: 1.5, "deep": {4: 7}}), (1, {"deep": {}})]
