@@ -27,6 +27,7 @@ __all__ = ["LocalWorker"]
 logger = logging.getLogger(__name__)
 
 _END_S = 5.0
+_POLL_S = 0.1
 _NOBODY = np.zeros(0, np.int64)
 
 
@@ -180,6 +181,9 @@ class LocalWorker:
         answer = NO_NEWS
         if ring.has_rest[slot]:
             try:
+                while not self._pipe.poll(_POLL_S):  # a child of the worker may hold the pipe open
+                    if self._process.exitcode is not None and not self._pipe.poll():
+                        raise self._died()
                 message = receive(self._pipe)
             except (EOFError, OSError) as error:
                 raise self._died() from error

@@ -159,11 +159,12 @@ def _serve(spec: WorkerSpec, slice_: Slice, pipe: Connection) -> None:
                 block.slots[command.rest.place.slot] = ChunkSlot(_received_fd(pipe))
             answer = worker.execute(command)
             end_if_forked(pid)
-        ring.has_rest[ring.slot] = answer is not NO_NEWS
+        message = None if answer is NO_NEWS else _packed(answer, spec.name)
+        ring.has_rest[ring.slot] = message is not None
         ring.advance()
         ring.done.post()
-        if answer is not NO_NEWS:
-            send(pipe, _packed(answer, spec.name))
+        if message is not None:
+            send(pipe, message)
 
 
 def _received_fd(pipe: Connection) -> int:
