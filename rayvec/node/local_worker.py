@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import LIMITS_REMEDY, RemoteFailure, WorkerLostError
 from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, ChildLost, Command, Op
 from rayvec.node.memory import MachineBlock, Ring
-from rayvec.node.messages import pack, packed_message, receive, send
+from rayvec.node.messages import pack, packed_message, receive, send, send_fd
 from rayvec.node.processes import Inherited, OwnedProcess
 from rayvec.node.serve import CLOSE, Attachment, WorkerSpec, worker_main
 
@@ -137,7 +136,7 @@ class LocalWorker:
         objects = [leaf.tolist() for leaf in self._objects]
         with suppress(OSError):  # it has died: wait() says so
             send(self._pipe, pack(Attachment(block.spec, self._index, self._first_id, objects)))
-            reduction.send_handle(self._pipe, block.block.fd, 0)
+            send_fd(self._pipe, block.block.fd)
 
     def post(self, command: Command) -> None:
         """Starts a command."""
@@ -159,7 +158,7 @@ class LocalWorker:
         """Shares the memory of a chunk with the worker, once."""
         if slot not in self._shared:
             self._shared.add(slot)
-            reduction.send_handle(self._pipe, self._block.slots[slot].fd, 0)
+            send_fd(self._pipe, self._block.slots[slot].fd)
 
     def wait(self, timeout_s: float) -> Answer | None:
         """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`."""
@@ -236,6 +235,7 @@ class LocalWorker:
         return "step_timeout_s", self._policy.step_timeout_s, steps
 
     def _died(self) -> ChildLost:
+        self.await_fork()
         self._process.wait(_END_S)
         error = WorkerLostError(
             f"{self.name} died ({self._process.described_end()}).{self._held}",

@@ -15,9 +15,10 @@ import cloudpickle
 import numpy as np
 
 from rayvec.errors import message
+from rayvec.node.open_files import within_file_limit
 from rayvec.node.shared_memory import aligned, anonymous_file
 
-__all__ = ["Message", "dumps", "pack", "packed", "packed_message", "receive", "send"]
+__all__ = ["Message", "dumps", "pack", "packed", "packed_message", "receive", "send", "send_fd"]
 
 _IN_PIPE_BYTES = 1 << 14
 """Larger messages go through a file of their own, so that no pipe is ever full while both ends write."""
@@ -118,15 +119,26 @@ def send(pipe: Connection, message: Message) -> None:
     parts = [head, *arrays]
     sizes = [memoryview(part).nbytes for part in parts]
     *starts, total = itertools.accumulate(map(aligned, sizes), initial=0)
-    fd = anonymous_file("rayvec-message", total)
+    with within_file_limit():
+        fd = anonymous_file("rayvec-message", total)
     try:
         content = np.frombuffer(mmap.mmap(fd, total), np.uint8)
         for start, size, part in zip(starts, sizes, parts, strict=True):
             content[start : start + size] = np.frombuffer(part, np.uint8)
         pipe.send_bytes(b"\1" + pickle.dumps((starts, sizes)))
-        reduction.send_handle(pipe, fd, 0)
+        send_fd(pipe, fd)
     finally:
         os.close(fd)
+
+
+def send_fd(pipe: Connection, fd: int) -> None:
+    """Sends a file descriptor, after a message.
+
+    Raises:
+        WorkerLostError: This process may open no more files.
+    """
+    with within_file_limit():
+        reduction.send_handle(pipe, fd, 0)
 
 
 def receive(pipe: Connection) -> Message:

@@ -12,7 +12,9 @@ server ends, and a thread kills all of its session when the owner ends.
 from __future__ import annotations
 
 import ctypes
+import errno
 import faulthandler
+import functools
 import io
 import json
 import os
@@ -24,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
 from multiprocessing import context, forkserver, reduction, spawn, util
 from multiprocessing.connection import wait
 from multiprocessing.popen_forkserver import Popen
@@ -33,7 +34,7 @@ from typing import Any, ClassVar
 
 from rayvec.envs.owner_signals import leave_to_owner, restore_in_children
 
-__all__ = ["PRELOAD", "Inherited", "OwnedProcess", "kill_with_parent"]
+__all__ = ["PRELOAD", "Inherited", "OwnedProcess", "answer_refused_forks", "kill_with_parent"]
 
 PRELOAD = "RAYVEC_PRELOAD"
 """The environment variable that names to a fork server what it imports."""
@@ -55,6 +56,20 @@ _NO_MAIN = ("init_main_from_path", "init_main_from_name")
 def kill_with_parent(kills: bool) -> None:
     """Sets whether the kernel kills this process when the thread that has started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if kills else 0)
+
+
+def answer_refused_forks() -> None:
+    """Lets a fork server that the system refuses another process answer so, in place of a process id, and stay."""
+    fork = os.fork
+
+    @functools.wraps(fork)
+    def answered() -> int:
+        try:
+            return fork()
+        except OSError as error:
+            return -(error.errno or errno.EAGAIN)
+
+    os.fork = answered
 
 
 def _environment() -> dict[str, str]:
@@ -127,7 +142,7 @@ class _Popen(Popen):
         self.sentinel, to_child = self._server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
         parent_end = os.dup(to_child)
         self.finalizer = util.Finalize(self, util.close_fds, (parent_end, self.sentinel))  # type: ignore[attr-defined]
-        with open(to_child, "wb") as stream:
+        with suppress(BrokenPipeError), open(to_child, "wb") as stream:  # the process id says why
             stream.write(buffer.getbuffer())
 
 
@@ -154,7 +169,7 @@ class OwnedProcess:
         process = _Process(name, (_environment(), bond, Inherited(self._stack_fd), target, args))
         self._popen, self._timeout_s = _Popen(process, self._server), timeout_s
 
-    @cached_property
+    @functools.cached_property
     def pid(self) -> int:
         """Its process id, which is also that of its session. This waits until the fork server has forked it.
 
@@ -166,8 +181,11 @@ class OwnedProcess:
             self._timeout_s = 0.0  # one such wait is enough
             os.kill(self._server._forkserver_pid, signal.SIGKILL)  # so that later processes get another one
             raise TimeoutError(f"the fork server has not imported its modules within {timeout_s:g} s")
-        self._popen.pid = forkserver.read_signed(self._popen.sentinel)
-        pid: int = self._popen.pid
+        pid: int = forkserver.read_signed(self._popen.sentinel)
+        if pid < 0:  # the number of an error: see `answer_refused_forks`
+            self._timeout_s = 0.0
+            raise OSError(-pid, os.strerror(-pid))
+        self._popen.pid = pid
         return pid
 
     @property
@@ -203,8 +221,11 @@ class OwnedProcess:
         return os.pread(self._stack_fd, _STACK_BYTES, 0).lstrip(b"\0").decode(errors="replace")
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until the process has ended. Returns whether it has."""
-        return bool(self.pid and wait([self._popen.sentinel], timeout_s)) and self.exitcode is not None
+        """Waits until the process has ended. Returns whether it has, or could not be started."""
+        try:
+            return bool(self.pid and wait([self._popen.sentinel], timeout_s)) and self.exitcode is not None
+        except (EOFError, OSError):
+            return True
 
     def kill(self) -> None:
         """Kills the process and what it has started, and waits until it has ended."""
@@ -279,6 +300,7 @@ class _Bond:
 
 def _main(environment: dict[str, str], bond: _Bond, stack_fd: int, target: Callable[..., None], args: Any) -> None:
     """Runs in the new process."""
+    os.fork = getattr(os.fork, "__wrapped__", os.fork)  # as it is outside of the fork server
     bond.tie()
     faulthandler.register(_STACK_SIGNAL, file=stack_fd)
     restore_in_children()

@@ -11,7 +11,7 @@ import sys
 import rayvec.node.serve  # noqa: F401  # what every worker needs
 from rayvec.envs.owner_signals import leave_to_owner
 from rayvec.node.preloaded import import_modules
-from rayvec.node.processes import PRELOAD, kill_with_parent
+from rayvec.node.processes import PRELOAD, answer_refused_forks, kill_with_parent
 
 _path, _modules = json.loads(os.environ.pop(PRELOAD, "[[], []]"))
 sys.path[:] = dict.fromkeys([*_path, *sys.path])
@@ -19,4 +19,5 @@ leave_to_owner(signal.SIGTERM)
 kill_with_parent(True)  # also if an import never returns
 import_modules(_modules)
 kill_with_parent(False)  # the server ends with its owner, and not with the thread that started it
+answer_refused_forks()
 gc.freeze()  # workers share the pages of what is imported, which garbage collection would write
