@@ -47,6 +47,7 @@ OTHER_NAMES = {
     "cuda": ("learner_device",),
     "device": ("learner_device",),
     "ent_coef": ("entropy_coef",),
+    "env": ("env_id",),
     "learning_rate": ("policy_lr",),
     "lr": ("learning_rate", "policy_lr"),
     "n_epochs": ("num_epochs",),
@@ -189,6 +190,6 @@ def suggested(name: str, known: Collection[str]) -> str | None:
     """
     if name in OTHER_NAMES:
         return next((each for each in OTHER_NAMES[name] if each in known), None)
-    longer = [each for each in known if each.endswith(f"_{name}") or each == f"{name}_id"]
+    longer = [each for each in known if each.endswith(f"_{name}")]
     near = longer if len(longer) == 1 else difflib.get_close_matches(name, known, 1, _LEAST_LIKENESS)
     return next(iter(near), None)
