@@ -112,7 +112,8 @@ class TestLostChildren:
         assert fleet.arrays["obs"][2:, 1].tolist() == [0, 0]
         seeds = fleet.arrays["obs"][2:, 2]
         assert not set(seeds) & {7.0, 8.0} and len(set(seeds)) == 2
-        assert fleet.num_replaced == 1 and answer.notes == ("restarted child 1: child 1 died.",)
+        where = "(environments 2 to 3), seeds [7, 8]"
+        assert fleet.num_replaced == 1 and answer.notes == (f"restarted child 1 {where}: child 1 died.",)
 
     def test_an_episode_that_was_over_stays_over(self) -> None:
         fleet = fleet_of([partial(Steps, 2)] * 2, 1, RESTART)
