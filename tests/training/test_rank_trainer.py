@@ -293,7 +293,7 @@ def test_ranks_that_the_cluster_has_no_room_for(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ConfigError, match="for decentralized ranks have free cores"):
         rayvec.train(rayvec.PPOConfig(**settings, num_nodes=9))
     with pytest.raises(ConfigError, match="no room for"):
-        rayvec.train(rayvec.PPOConfig(**settings, num_nodes=2, workers_per_node=1000))
+        rayvec.train(rayvec.PPOConfig(**settings, num_nodes=2, learner_threads=1000))
     assert not (tmp_path / "a").exists()
 
 
