@@ -13,7 +13,7 @@ from rayvec.errors import LIMITS_REMEDY, ConfigError, WorkerLostError
 __all__ = ["FILES_OF_A_WORKER", "SPARE_FILES", "allow_open_files", "within_file_limit"]
 
 FILES_OF_A_WORKER = 9
-"""The pipe, two of the process, the file for its stack, four of its chunks (a mapping holds one more), and a message."""
+"""The pipe, two of the process, the file for its stack, four of its chunks, and a message."""
 SPARE_FILES = 64
 
 

@@ -23,7 +23,7 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
 from rayvec.errors import ConfigError
 from rayvec.learners.sac import SACLearner
-from rayvec.policies.networks import make_actor_critic
+from rayvec.policies.networks import flat_weights, make_actor_critic
 from rayvec.policies.policy import Policy
 from rayvec.training.run_dir import load_run
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -116,7 +116,7 @@ def test_a_policy_on_a_device(observation: spaces.Box) -> None:
         (act, extras), (other, others) = here.act(obs, noise), there.act(obs, noise)
         assert act.tolist() == other.tolist()
         np.testing.assert_allclose(others["logp"], extras["logp"], atol=1e-6)
-        weights = np.random.default_rng(1).normal(0, 0.1, sum(p.numel() for p in (*net.parameters(), *net.buffers())))
+        weights = np.random.default_rng(1).normal(0, 0.1, len(flat_weights(net)))
         for policy in (here, there):
             policy.load_weights(weights.astype(np.float32))
 

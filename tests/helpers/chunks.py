@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from helpers.testing import assert_identical
 from helpers.waiting import DEADLINE_S
@@ -11,8 +12,16 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 
 
 def assert_same_chunk(got: Chunk, expected: Chunk, where: str = "") -> None:
+    """Asserts that two chunks are equal. The order of the keys of an info does not count."""
     for field in fields(expected):
-        assert_identical(getattr(got, field.name), getattr(expected, field.name), f"{where} {field.name}")
+        got_value, value = (_in_key_order(getattr(chunk, field.name)) for chunk in (got, expected))
+        assert_identical(got_value, value, f"{where} {field.name}")
+
+
+def _in_key_order(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_in_key_order, value)]
+    return dict(sorted(value.items(), key=str)) if isinstance(value, dict) else value
 
 
 def wait_for_parts(env: RayVecEnv, timeout_s: float = DEADLINE_S, chunk: int = 0) -> None:

@@ -65,7 +65,7 @@ def test_ranks_are_as_many_as_nodes_allow() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_node_on_which_no_rank_fits_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second node has 8 cores."""
-    monkeypatch.setattr(rank_placement, "_LOOK_S", 0.0)
+    monkeypatch.setattr(rank_placement, "_NODES_INTERVAL_S", 0.0)
     nodes = RankNodes((1, 2), 2, {}, ResourceRequest(9, 0))
     here = ray.get_runtime_context().get_node_id()
     assert nodes.node_ids == (here,) and nodes.num_ranks == 1
@@ -78,7 +78,7 @@ def test_a_node_on_which_no_rank_fits_is_none(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_chosen_node_without_ranks_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node that joins is still used; but ranks that are lost end in an error first."""
-    monkeypatch.setattr(rank_placement, "_LOOK_S", 0.0)
+    monkeypatch.setattr(rank_placement, "_NODES_INTERVAL_S", 0.0)
     with without_cores_elsewhere() as free:
         nodes = RankNodes((1, 2), 2, {}, ResourceRequest(1, 0))
         here = ray.get_runtime_context().get_node_id()
