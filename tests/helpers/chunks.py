@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -19,7 +20,9 @@ def assert_same_chunk(got: Chunk, expected: Chunk, where: str = "") -> None:
 
 
 def _in_key_order(value: Any) -> Any:
-    if isinstance(value, list):
+    if isinstance(value, tuple):
+        return tuple(map(_in_key_order, value))
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [*map(_in_key_order, value)]
     return dict(sorted(value.items(), key=str)) if isinstance(value, dict) else value
 
