@@ -6,7 +6,8 @@ environment variables, the working directory and ``sys.path`` that its owner has
 ``__main__``.
 
 A worker is the leader of a session. It ends with its owner, whatever ends that: the kernel kills it when the fork
-server ends, and a thread kills all of its session when the owner ends.
+server ends, and a thread kills all of its session when the owner ends. What its environments have started ends with it,
+but for its own resource tracker, which removes their shared memory and then ends by itself.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from multiprocessing import context, forkserver, reduction, spawn, util
+from multiprocessing import context, forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import wait
 from multiprocessing.popen_forkserver import Popen
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rayvec.envs.owner_signals import leave_to_owner, restore_in_children
@@ -50,12 +52,53 @@ _SECRETS = ("RAY_AUTH_TOKEN",)
 """Environment variables that workers do not get: environments have no need of them."""
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 """How many threads a process uses for linear algebra: one if unset, because there is already a worker for each core."""
+_TRACKER = b"resource_tracker import main"
+"""A part of the command line of a resource tracker."""
 _NO_MAIN = ("init_main_from_path", "init_main_from_name")
 
 
 def kill_with_parent(kills: bool) -> None:
     """Sets whether the kernel kills this process when the thread that has started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if kills else 0)
+
+
+def _started_by(leader: int) -> set[int]:
+    """Returns what the leader of a session has started, sessions of its children included, but no resource trackers."""
+    parents, sessions = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it has ended
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                parents[int(entry.name)], sessions[int(entry.name)] = int(fields[1]), int(fields[3])
+    found, size = {leader}, 0
+    while len(found) > size:
+        size = len(found)
+        found |= {pid for pid in parents if parents[pid] in found or sessions[pid] in found}
+    return {pid for pid in found - {leader} if not _is_tracker(pid)}
+
+
+def _is_tracker(pid: int) -> bool:
+    with suppress(OSError):
+        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _has_children(pid: int) -> bool:
+    with suppress(OSError):
+        return any(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+    return False
+
+
+def _is_dead(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    return True
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            os.kill(pid, signal.SIGKILL)
 
 
 def answer_refused_forks() -> None:
@@ -198,6 +241,11 @@ class OwnedProcess:
     def exitcode(self) -> int | None:
         """The exit code of the process, or the negative number of the signal that ended it; None while it runs."""
         code: int | None = self._popen.poll() if self.pid else None  # which the fork server sends before the code
+        if code is None and _is_dead(self.pid):
+            if not wait([self._popen.sentinel], _END_S):
+                os.kill(self._server._forkserver_pid, signal.SIGKILL)  # it hangs: its end tells in place of a code
+                wait([self._popen.sentinel], _END_S)
+            code = self._popen.poll()
         return code
 
     def described_end(self) -> str:
@@ -229,16 +277,16 @@ class OwnedProcess:
 
     def kill(self) -> None:
         """Kills the process and what it has started, and waits until it has ended."""
-        for kill in (os.killpg, os.kill):
-            with suppress(EOFError, OSError):  # it has ended, or could not be started
-                kill(self.pid, signal.SIGKILL)
-        with suppress(EOFError, OSError):
+        with suppress(EOFError, OSError):  # it has ended, or could not be started
+            started = _started_by(self.pid) if _has_children(self.pid) else ()
+            _kill([self.pid, *started])
             self.wait(_END_S)
 
     def release(self) -> None:
         """Ends what the process has left behind in its session, and closes the files. The process has ended."""
         with suppress(EOFError, OSError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, 0)  # else nothing is left
+            _kill(_started_by(self.pid))
         if self._stack_fd >= 0:
             os.close(self._stack_fd)
             self._stack_fd = -1
@@ -295,12 +343,41 @@ class _Bond:
         poll.register(self._watch, select.POLLIN)
         poll.poll()
         shutil.rmtree(self._folder, ignore_errors=True)
+        if _own_tracker() is not None:
+            _kill(_started_by(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
         os.killpg(0, signal.SIGKILL)
+
+
+def _own_tracker() -> int | None:
+    """Returns the process id of the resource tracker that this process has started; None if it has none."""
+    pid: int | None = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    return pid
+
+
+def _leave_tracker() -> None:
+    """Lets this process, which has forked, start a resource tracker of its own when it needs one."""
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None:
+        os.close(tracker._fd)
+    tracker._fd = tracker._pid = None
+
+
+def _end_started() -> None:
+    """Ends what this process has started. The resource tracker ends once it has removed what is left."""
+    pid = _own_tracker()
+    if _has_children(os.getpid()):
+        _kill(_started_by(os.getpid()))
+    if pid is not None:
+        _leave_tracker()
+        with suppress(OSError):
+            wait([os.pidfd_open(pid)], _END_S)
 
 
 def _main(environment: dict[str, str], bond: _Bond, stack_fd: int, target: Callable[..., None], args: Any) -> None:
     """Runs in the new process."""
     os.fork = getattr(os.fork, "__wrapped__", os.fork)  # as it is outside of the fork server
+    _leave_tracker()
     bond.tie()
     faulthandler.register(_STACK_SIGNAL, file=stack_fd)
     restore_in_children()
@@ -308,3 +385,7 @@ def _main(environment: dict[str, str], bond: _Bond, stack_fd: int, target: Calla
     os.environ.clear()
     os.environ.update(environment)
     target(*args)
+    _end_started()
+    util._exit_function()  # type: ignore[attr-defined]
+    util._flush_std_streams()  # type: ignore[attr-defined]
+    os._exit(0)  # threads of environments may never end

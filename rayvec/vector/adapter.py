@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 import numpy as np
 from gymnasium import Space
@@ -83,11 +83,14 @@ class Adapter:
     _thread: int | None = None  # which thread calls the environments
     _closed_by: type[BaseException] | None = None  # the error of the call that closed them, if one did
     close: Any  # a method of the library's own base class
+    _open_envs: ClassVar[set[Any]] = set()
+    """What is not closed. Without it, the files of an adapter in a cycle could be collected before its ``__del__``."""
 
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
         """Makes the environments; `settings` are those of `open_environments`."""
         self._creator = os.getpid()
         self._envs = open_environments(factory, **settings)
+        self._open_envs.add(self._envs)
         self.closed = False
 
     def _allocate(self, observation: Space[Any], action: Space[Any]) -> None:
@@ -288,6 +291,7 @@ class Adapter:
 
     def _close_envs(self, timeout_s: float | None = None) -> None:
         self.closed = True
+        self._open_envs.discard(self._envs)
         if not self._is_forked:  # else what runs belongs to the parent
             if timeout_s is None and self._closed_by is not None and issubclass(self._closed_by, KeyboardInterrupt):
                 timeout_s = self.interrupted_close_s
