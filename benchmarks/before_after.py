@@ -15,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import tyro
 from measure import check_only, heading, interleaved, simulated_cluster
@@ -100,7 +102,7 @@ def tianshou() -> Iterator[Advance]:
 
     torch.set_num_threads(1)
     with placed(remote=True) as where:
-        env = rayvec.tianshou.RayVectorEnv(["CartPole-v1"] * 32, **where)
+        env = rayvec.tianshou.RayVectorEnv([partial(gymnasium.make, "CartPole-v1")] * 32, **where)
         actor = DiscreteActor(preprocess_net=Net(state_shape=(4,), hidden_sizes=[64, 64]), action_shape=2)
         policy = DiscreteActorPolicy(actor=actor, action_space=env.action_space[0])
         collector = rayvec.tianshou.Collector(policy, env, VectorReplayBuffer(20_000, 32))
