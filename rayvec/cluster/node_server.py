@@ -19,6 +19,7 @@ from rayvec.fleet.commands import STEPPING, Answer, Autoreset, Command, Op
 from rayvec.fleet.restarts import RestartPolicy
 from rayvec.node.machine import Machine
 from rayvec.node.messages import Message, pack
+from rayvec.node.processes import remove_folder
 
 __all__ = ["ANSWER", "NodeServer", "NodeSpec", "Request"]
 
@@ -103,7 +104,7 @@ class NodeServer:
         return self._started.kept
 
     def serve(self) -> None:
-        """Serves; returns when the connection is closed."""
+        """Serves; returns when the connection is closed. The process has no use for workers afterwards."""
         try:
             with suppress(EOFError, OSError):
                 while True:
@@ -112,6 +113,7 @@ class NodeServer:
                     self._answer_one()
         finally:
             self._close(0.0)
+            remove_folder()  # now, because the driver kills this process when the stream has ended
             self._stream.close()
 
     def _receive(self) -> None:

@@ -43,6 +43,8 @@ from rayvec.node.machine import Machine
 __all__ = ["DISTRUST_S", "Demand", "NodeActor", "RayPlaces"]
 
 _PLACE_S = 10.0
+_START_S = 30.0
+"""How long Ray may take to start the actor of a node, on a machine that is busy."""
 _FREED_S = 1.0
 DISTRUST_S = 30.0
 """How long a node that was lost gets no environments: Ray lists a node that is gone for about a minute."""
@@ -94,7 +96,7 @@ class _Process:
     def connect(self) -> Stream:
         """Waits until the actor runs, and connects to it."""
         try:
-            versions, port = ray.get(self._listening, timeout=_PLACE_S)
+            versions, port = ray.get(self._listening, timeout=_START_S)
         except ray.exceptions.RayError as error:
             raise OSError(f"{type(error).__name__}: {first_line(error)}") from error
         check_versions(versions, self._place.name)

@@ -36,7 +36,15 @@ from typing import Any, ClassVar
 
 from rayvec.envs.owner_signals import leave_to_owner, restore_in_children
 
-__all__ = ["PRELOAD", "Inherited", "OwnedProcess", "answer_refused_forks", "kill_with_parent"]
+__all__ = [
+    "PRELOAD",
+    "Inherited",
+    "OwnedProcess",
+    "answer_refused_forks",
+    "kill_with_parent",
+    "remove_folder",
+    "remove_folder_of",
+]
 
 PRELOAD = "RAYVEC_PRELOAD"
 """The environment variable that names to a fork server what it imports."""
@@ -46,6 +54,8 @@ _STACK_SIGNAL = signal.SIGRTMAX - 1
 _STACK_BYTES = 1 << 16
 _STACK_S = 1.0
 _END_S = 5.0
+_OWNER_END_S = 1.0
+"""How long after its files an owner that ends may still be a process."""
 _POLL_S = 0.01
 _PR_SET_PDEATHSIG = 1
 _SECRETS = ("RAY_AUTH_TOKEN",)
@@ -101,6 +111,26 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def remove_folder() -> None:
+    """Removes the folder of the sockets of this process's fork servers. It starts no process by them afterwards."""
+    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+
+
+def remove_folder_of(owner: int, folder: str) -> None:
+    """Removes the folder of the sockets of fork servers, if the owner has ended and could not do so.
+
+    Args:
+        owner: Process id of the owner, which has started this process.
+        folder: The folder.
+    """
+    deadline = time.monotonic() + _OWNER_END_S
+    while os.getppid() == owner:
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(_POLL_S)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def answer_refused_forks() -> None:
     """Lets a fork server that the system refuses another process answer so, in place of a process id, and stay."""
     fork = os.fork
@@ -139,7 +169,9 @@ class _Servers:
             before = dict(os.environ)
             variables = _environment()
             os.environ.update({name: variables[name] for name in _THREADS})  # what the server imports reads them
-            os.environ[PRELOAD] = json.dumps([[str(path) for path in sys.path], list(preload)])
+            os.environ[PRELOAD] = json.dumps(
+                [[str(path) for path in sys.path], list(preload), os.getpid(), util.get_temp_dir()]
+            )
             for name in _SECRETS:
                 os.environ.pop(name, None)
             try:
@@ -208,8 +240,7 @@ class OwnedProcess:
     ) -> None:
         self._stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
         self._server: Any = _Servers.running(preload)
-        bond = _Bond(os.getpid(), util.get_temp_dir())
-        process = _Process(name, (_environment(), bond, Inherited(self._stack_fd), target, args))
+        process = _Process(name, (_environment(), _Bond(os.getpid()), Inherited(self._stack_fd), target, args))
         self._popen, self._timeout_s = _Popen(process, self._server), timeout_s
 
     @functools.cached_property
@@ -322,11 +353,10 @@ class _Bond:
 
     Args:
         owner: Process id of the owner.
-        folder: Where the owner keeps the sockets of fork servers; it is removed if the owner could not do so.
     """
 
-    def __init__(self, owner: int, folder: str) -> None:
-        self._owner, self._folder = owner, folder
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
 
     def tie(self) -> None:
         """Lets this process, and what its environments start, end with the owner."""
@@ -342,7 +372,6 @@ class _Bond:
         poll = select.poll()
         poll.register(self._watch, select.POLLIN)
         poll.poll()
-        shutil.rmtree(self._folder, ignore_errors=True)
         if _own_tracker() is not None:
             _kill(_started_by(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)

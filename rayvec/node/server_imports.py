@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -11,9 +12,10 @@ import sys
 import rayvec.node.serve  # noqa: F401  # what every worker needs
 from rayvec.envs.owner_signals import leave_to_owner
 from rayvec.node.preloaded import import_modules
-from rayvec.node.processes import PRELOAD, answer_refused_forks, kill_with_parent
+from rayvec.node.processes import PRELOAD, answer_refused_forks, kill_with_parent, remove_folder_of
 
-_path, _modules = json.loads(os.environ.pop(PRELOAD, "[[], []]"))
+_path, _modules, _owner, _folder = json.loads(os.environ.pop(PRELOAD))
+atexit.register(remove_folder_of, _owner, _folder)  # workers do not run this: they end by os._exit
 sys.path[:] = dict.fromkeys([*_path, *sys.path])
 leave_to_owner(signal.SIGTERM)
 kill_with_parent(True)  # also if an import never returns

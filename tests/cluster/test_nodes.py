@@ -15,25 +15,15 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.fleet_kit import RESTART, OverFleet, Steps
+from helpers.fleet_kit import RESTART, OverFleet, Steps, reset, step
 from helpers.kinds import ALL_SPACES, MODES, env_fns, in_lockstep
 from helpers.node_kit import FAR, OWN, cluster_of
 
 from rayvec.data import ChunkRequest
 from rayvec.errors import EnvError, NodeLostError, WorkerLostError
-from rayvec.fleet.commands import Answer, Autoreset, Command, Op
+from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.policies.noise import NO_NOISE
 from rayvec.rollout.policy_host import ChunkOrder
-
-
-def reset(fleet: Any) -> None:
-    seeds = list(range(5, 5 + fleet.num_envs))
-    fleet.run(Command(Op.RESET, np.arange(fleet.num_envs), rest=(seeds, None)))
-
-
-def step(fleet: Any, mode: Autoreset = Autoreset.NEXT_STEP) -> Answer:
-    answer: Answer = fleet.run(Command(Op.STEP, np.arange(fleet.num_envs), np.zeros(fleet.num_envs, np.int64), mode))
-    return answer
 
 
 class TestEquivalence:

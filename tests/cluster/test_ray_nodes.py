@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import closing
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.fleet_kit import OverFleet, Steps
+from helpers.fleet_kit import OverFleet, Steps, reset, step
 from helpers.kinds import ALL_SPACES, env_fns, in_lockstep
 
 from rayvec.cluster import ray_places
@@ -30,14 +32,6 @@ def cluster_of(fns: Any, **settings: Any) -> Any:
     cluster = open_cluster(EnvFactory.build(list(fns)), **{"workers_per_node": 1, **settings})
     cluster.allocate(cluster.spaces.observation, cluster.spaces.action)
     return cluster
-
-
-def reset(fleet: Any) -> None:
-    fleet.run(Command(Op.RESET, np.arange(fleet.num_envs), rest=(list(range(5, 5 + fleet.num_envs)), None)))
-
-
-def step(fleet: Any) -> Any:
-    return fleet.run(Command(Op.STEP, np.arange(fleet.num_envs), np.zeros(fleet.num_envs, np.int64)))
 
 
 def test_equal_to_sync_vector_env(ray_cluster: object) -> None:
@@ -62,6 +56,19 @@ def test_an_actor_that_dies_is_replaced(ray_cluster: object) -> None:
         step(fleet)
         step(fleet)
         assert fleet.arrays["obs"][:, 1].tolist() == [4, 4, 1, 1]
+
+
+class Folder(Steps):
+    def folder(self) -> str:
+        """Returns the folder of the fork servers of the node, which workers know too."""
+        return get_temp_dir()
+
+
+def test_a_node_that_is_closed_leaves_no_folder(ray_cluster: object) -> None:
+    with closing(cluster_of([Folder] * 2, num_nodes=2)) as fleet:
+        here, there = fleet.run(Command(Op.CALL, np.arange(2), rest=("folder", (), {}))).value
+        assert here == get_temp_dir() and Path(there).exists()
+    assert Path(here).exists() and not Path(there).exists()
 
 
 def test_a_chunk_that_stays_on_its_node(ray_cluster: object) -> None:

@@ -179,3 +179,13 @@ class Steps(gymnasium.Env[Any, Any]):
 
 def leaves(fleet: Any) -> list[Any]:
     return [leaf.copy() for leaf in tree_leaves(fleet.arrays["obs"])]
+
+
+def reset(fleet: Any) -> None:
+    seeds = list(range(5, 5 + fleet.num_envs))
+    fleet.run(Command(Op.RESET, np.arange(fleet.num_envs), rest=(seeds, None)))
+
+
+def step(fleet: Any, mode: Autoreset = Autoreset.NEXT_STEP) -> Answer:
+    answer: Answer = fleet.run(Command(Op.STEP, np.arange(fleet.num_envs), np.zeros(fleet.num_envs, np.int64), mode))
+    return answer

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.fleet_kit import OverFleet, Steps
+from helpers.fleet_kit import OverFleet, Steps, reset, step
 from helpers.kinds import ALL_SPACES, MODES, env_fns, in_lockstep
 
 from rayvec.data import tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, EnvError, WorkerLostError
-from rayvec.fleet.commands import Answer, Autoreset, Command, Op
+from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.machine import Machine
 
@@ -47,16 +47,6 @@ def machine(
         yield made
     finally:
         made.close()
-
-
-def reset(fleet: Any) -> None:
-    seeds = list(range(5, 5 + fleet.num_envs))
-    fleet.run(Command(Op.RESET, np.arange(fleet.num_envs), rest=(seeds, None)))
-
-
-def step(fleet: Any, mode: Autoreset = Autoreset.NEXT_STEP) -> Answer:
-    answer: Answer = fleet.run(Command(Op.STEP, np.arange(fleet.num_envs), np.zeros(fleet.num_envs, np.int64), mode))
-    return answer
 
 
 def call(fleet: Any, name: str, *args: Any) -> list[Any]:
@@ -332,7 +322,8 @@ class TestEnd:
         made.close(0.2)
         until(lambda: not any(map(runs, pids)))
 
-    def test_workers_end_with_their_owner(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("then", ["", "made.close()"], ids=["open", "closed"])
+    def test_workers_end_with_their_owner(self, tmp_path: Path, then: str) -> None:
         """SIGKILL leaves neither workers, nor what environments have started, nor folders."""
         script = tmp_path / "script.py"
         script.write_text(
@@ -341,7 +332,9 @@ class TestEnd:
             "from test_machine import *\n"
             "made = Machine(EnvFactory.build([Odd] * 2), 2)\n"
             "made.allocate(made.spaces.observation, made.spaces.action)\n"
-            "print(*made.worker_pids(), *call(made, 'start'), util.get_temp_dir(), flush=True)\n"
+            "started = [*made.worker_pids(), *call(made, 'start'), util.get_temp_dir()]\n"
+            f"{then}\n"
+            "print(*started, flush=True)\n"
             "time.sleep(1000)\n"
         )
         with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as owner:
