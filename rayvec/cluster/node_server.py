@@ -113,7 +113,7 @@ class NodeServer:
                     self._answer_one()
         finally:
             self._close(0.0)
-            remove_folder()  # now, because the driver kills this process when the stream has ended
+            remove_folder()  # here, because the driver kills this process when the stream has ended
             self._stream.close()
 
     def _receive(self) -> None:

@@ -30,7 +30,7 @@ from contextlib import suppress
 from multiprocessing import context, forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import wait
 from multiprocessing.popen_forkserver import Popen
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, parent_process
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -111,9 +111,14 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _folder() -> str:
+    """Returns the folder of the sockets of fork servers; "" in a process of multiprocessing, which has its parent's."""
+    return util.get_temp_dir() if parent_process() is None else ""
+
+
 def remove_folder() -> None:
     """Removes the folder of the sockets of this process's fork servers. It starts no process by them afterwards."""
-    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+    shutil.rmtree(_folder(), ignore_errors=True)
 
 
 def remove_folder_of(owner: int, folder: str) -> None:
@@ -121,7 +126,7 @@ def remove_folder_of(owner: int, folder: str) -> None:
 
     Args:
         owner: Process id of the owner, which has started this process.
-        folder: The folder.
+        folder: The folder; "" for none.
     """
     deadline = time.monotonic() + _OWNER_END_S
     while os.getppid() == owner:
@@ -169,9 +174,7 @@ class _Servers:
             before = dict(os.environ)
             variables = _environment()
             os.environ.update({name: variables[name] for name in _THREADS})  # what the server imports reads them
-            os.environ[PRELOAD] = json.dumps(
-                [[str(path) for path in sys.path], list(preload), os.getpid(), util.get_temp_dir()]
-            )
+            os.environ[PRELOAD] = json.dumps([[str(path) for path in sys.path], list(preload), os.getpid(), _folder()])
             for name in _SECRETS:
                 os.environ.pop(name, None)
             try:

@@ -33,6 +33,7 @@ from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import choice_of, decided
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.node.log_lines import LogLines
+from rayvec.node.processes import remove_folder
 from rayvec.training.evaluation import Evaluation, time_limit
 from rayvec.training.initial_network import initial_state
 from rayvec.training.run_state import Progress, restore
@@ -162,9 +163,10 @@ class RankTrainer:
         return self._trainer.evaluate(num_episodes)
 
     def close(self) -> None:
-        """Closes the environments."""
+        """Closes the environments. The process has no use for workers afterwards."""
         self._log.close()
         self._env.close()
+        remove_folder()  # here, because Ray kills this process
 
 
 class DecentralizedTrainer:

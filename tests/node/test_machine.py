@@ -16,6 +16,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -60,6 +61,12 @@ def until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.02)
+
+
+def steps_here(pipe: Any) -> None:
+    """Sends the process id of a fork server of this process."""
+    with machine([Odd] * 2) as fleet:
+        pipe.send(psutil.Process(fleet.worker_pids()[0]).ppid())
 
 
 def runs(pid: int) -> bool:
@@ -321,6 +328,17 @@ class TestEnd:
         made.post(Command(Op.CALL, np.arange(2), rest=("sleep", (1000.0,), {})))
         made.close(0.2)
         until(lambda: not any(map(runs, pids)))
+
+    def test_a_process_of_multiprocessing_leaves_the_folder_of_its_parent(self) -> None:
+        with machine([Odd] * 2):
+            ours, theirs = multiprocessing.Pipe()
+            process = multiprocessing.get_context("spawn").Process(target=steps_here, args=(theirs,))
+            process.start()
+            server: int = ours.recv()
+            process.join()
+            until(lambda: not runs(server))
+            with machine([Odd] * 2) as another:
+                reset(another)
 
     @pytest.mark.parametrize("then", ["", "made.close()"], ids=["open", "closed"])
     def test_workers_end_with_their_owner(self, tmp_path: Path, then: str) -> None:
