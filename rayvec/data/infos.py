@@ -153,10 +153,6 @@ class ChunkInfos(Sequence[ChunkInfo]):
         inside = self.where(lambda t, n: (n >= start) & (n < stop))
         return ChunkInfos(block._replace(n=block.n - start) for block in inside.blocks)
 
-    def has_key(self, key: Any) -> bool:
-        """Whether some info has a key."""
-        return any(key in block.columns for block in self.blocks)
-
     @cached_property
     def _items(self) -> tuple[ChunkInfo, ...]:
         return tuple(sorted((info for block in self.blocks for info in block.read()), key=itemgetter(0, 1)))

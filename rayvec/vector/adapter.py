@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium import Space
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-from rayvec.data import ChunkRequest, Rollout, Topology, Tree, tree_map
+from rayvec.data import ChunkRequest, Rollout, Topology
 from rayvec.data.chunk import Cut
 from rayvec.data.columns import info_of
 from rayvec.envs.factory import EnvFactory
@@ -117,14 +117,6 @@ class Adapter:
     def _run(self, command: Command) -> Answer:
         """Executes a command."""
         return self._answer(self._post(command))
-
-    def observe(self) -> Tree:
-        """Returns a copy of the current observation of each environment, in the form of chunks.
-
-        Trees of ``[N, *obs_shape]``; objects are in object arrays. Before the first reset there are none.
-        """
-        self._assert_idle("observe")
-        return tree_map(np.copy, self._envs.arrays["obs"])
 
     def first_info(self, seed: int | None) -> dict[str, Any]:
         """Resets the first environment alone and returns its info. A reset of all must follow before they are used."""

@@ -93,7 +93,6 @@ def test_nothing_is_made_before_it_is_read() -> None:
     assert kept[0] is kept[0]
     assert kept == [ChunkInfo(0, 0, {"x": 1.0})] and kept == (ChunkInfo(0, 0, {"x": 1.0}),)
     assert kept != [] and kept != 1
-    assert kept.has_key("x") and not kept.has_key("y")
     assert kept[-1:] == (kept[0],)
     with pytest.raises(TypeError, match="unhashable"):
         hash(kept)
