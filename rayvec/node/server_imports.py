@@ -14,7 +14,7 @@ from rayvec.envs.owner_signals import leave_to_owner
 from rayvec.node.preloaded import import_modules
 from rayvec.node.processes import PRELOAD, answer_refused_forks, kill_with_parent, remove_folder_of
 
-_path, _modules, _owner, _folder = json.loads(os.environ.pop(PRELOAD))
+_path, _modules, _owner, _folder = json.loads(os.environ.pop(PRELOAD, '[[], [], 0, ""]'))
 atexit.register(remove_folder_of, _owner, _folder)  # workers do not run this: they end by os._exit
 sys.path[:] = dict.fromkeys([*_path, *sys.path])
 leave_to_owner(signal.SIGTERM)
