@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["quota_cores", "usable_cores"]
@@ -19,29 +18,21 @@ def usable_cores() -> int:
 
 
 def quota_cores(root: Path = Path("/")) -> float | None:
-    """Returns the processor quota of this process's control group and of those around it, in cores; None without one.
+    """Returns the processor quota of this process's control group (version 2) and of those around it, in cores.
 
     Args:
         root: Directory that holds ``proc`` and ``sys``.
+
+    Returns:
+        The smallest quota, or None without one.
     """
-    quotas = []
-    for folder in _control_groups(root):
-        with contextlib.suppress(OSError, ValueError):  # version 2; "max" is no quota
-            quota, period = (folder / "cpu.max").read_text().split()
-            quotas.append(int(quota) / int(period))
-        with contextlib.suppress(OSError, ValueError):  # version 1; -1 is no quota
-            quota = (folder / "cpu.cfs_quota_us").read_text()
-            if int(quota) > 0:
-                quotas.append(int(quota) / int((folder / "cpu.cfs_period_us").read_text()))
-    return min(quotas, default=None)
-
-
-def _control_groups(root: Path) -> Iterator[Path]:
-    """Yields the directories of the control groups of this process and of those around them, in both versions."""
+    quotas: list[float] = []
+    top = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "" or "cpu" in controllers.split(","):
-                top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-                inner = top / path.lstrip("/")
-                yield from (each for each in (inner, *inner.parents) if each == top or top in each.parents)
+        inner = top / (root / "proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(top):
+                with contextlib.suppress(OSError, ValueError):  # "max" is no quota
+                    quota, period = map(int, (folder / "cpu.max").read_text().split())
+                    quotas.append(quota / period)
+    return min(quotas, default=None)

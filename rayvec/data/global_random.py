@@ -7,8 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 import numpy as np
@@ -52,20 +51,13 @@ def global_seed(seed: int, *key: int) -> Iterator[None]:
 
 
 class _SeedsTorch(MetaPathFinder):
-    """Finds torch as the other finders do, and seeds it once it is imported."""
+    """Finds torch as Python's own finder does, and seeds it once it is imported."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._is_searching = False
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != "torch" or self._is_searching:
-            return None
-        self._is_searching = True
-        try:
-            spec = find_spec(fullname)
-        finally:
-            self._is_searching = False
+        spec = PathFinder.find_spec(fullname, path) if fullname == "torch" else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

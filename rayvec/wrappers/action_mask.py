@@ -71,25 +71,18 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
         return obs if self._is_in_obs else {"observation": obs, MASK_KEY: mask}
 
     def _flat(self, given: Any) -> NDArray[np.int8]:
-        if isinstance(given, np.ndarray) and given.dtype.hasobject:
-            given = given.ravel().tolist()  # numbers, or arrays of numbers
-        parts = given if isinstance(given, tuple | list) and len(given) else (given,)
+        values = given.tolist() if isinstance(given, np.ndarray) and given.dtype.hasobject else given
+        parts = values if isinstance(values, tuple | list) and len(values) else (values,)
         mask = np.concatenate([np.ravel(part) for part in parts])
-        if mask.dtype.kind not in "biuf" or (mask.dtype.kind == "f" and np.isnan(mask).any()):
+        ends, allowed_ends = (set(np.cumsum(sizes)) for sizes in ([np.size(part) for part in parts], self._sizes))
+        are_numbers = mask.dtype.kind in "biuf" and not np.isnan(mask).any()
+        if not are_numbers or len(mask) != sum(self._sizes) or not (ends <= allowed_ends or allowed_ends <= ends):
             raise ValueError(
-                f"The action mask {mask.tolist()} after {self._num_steps} steps of the episode has entries "
-                "that are not numbers. Correct the environment's mask, or pass action_masks=False."
+                f"The action mask after {self._num_steps} steps of the episode is {given!r:.200}. "
+                f"{self.env.action_space} needs {' + '.join(map(str, self._sizes))} numbers: correct the mask, or pass "
+                "action_masks=False."
             )
-        given_sizes = [np.size(part) for part in parts]
-        ends, allowed_ends = set(np.cumsum(given_sizes)), set(np.cumsum(self._sizes))
-        if mask.shape != (sum(self._sizes),) or not (ends <= allowed_ends or allowed_ends <= ends):
-            raise ValueError(
-                f"The action mask after {self._num_steps} steps of the episode has "
-                f"{' + '.join(map(str, given_sizes))} numbers. {self.env.action_space} needs "
-                f"{' + '.join(map(str, self._sizes))}: correct the mask, or pass action_masks=False."
-            )
-        allowed: NDArray[np.int8] = (mask != 0).astype(np.int8)
-        return allowed
+        return np.asarray(mask != 0, np.int8)
 
 
 def num_choices(action_space: spaces.Space[Any]) -> tuple[int, ...]:

@@ -72,7 +72,6 @@ def atari(env: Env) -> Env:
     except gymnasium.error.DependencyNotInstalled as error:
         message = "OpenCV, which resizes frames, is not installed. Install it: pip install opencv-python-headless."
         raise ConfigError(message) from error
-    get_meanings = getattr(env.unwrapped, "get_action_meanings", None)
-    if get_meanings is not None and get_meanings()[1:2] == ["FIRE"]:
+    if env.unwrapped.get_action_meanings()[1:2] == ["FIRE"]:  # type: ignore[attr-defined]
         env = FireToServe(env)
     return FrameStackObservation(env, 4)

@@ -6,7 +6,6 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.wrappers import TimeLimit
 
 from rayvec.errors import ConfigError
 
@@ -31,7 +30,14 @@ class StaggeredStart(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: Env) -> None:
         super().__init__(env)
-        self._time_limit = _time_limit(env)
+        limit = env.has_wrapper_attr("_max_episode_steps") and env.get_wrapper_attr("_max_episode_steps")
+        self._time_limit: Any = limit or (env.spec and env.spec.max_episode_steps)
+        if not self._time_limit:
+            raise ConfigError(
+                f"{env.spec.id if env.spec else env} has no time limit, over which StaggeredStart spreads the first "
+                "episodes. Leave StaggeredStart out, wrap the environment in gymnasium.wrappers.TimeLimit, or pass "
+                "env_kwargs={'max_episode_steps': 1000}."
+            )
         self._num_left = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -46,23 +52,3 @@ class StaggeredStart(gymnasium.Wrapper[Any, Any, Any, Any]):
         obs, reward, terminated, truncated, info = self.env.step(action)
         self._num_left -= 1
         return obs, reward, terminated, truncated or (self._num_left == 0 and not terminated), info
-
-
-def _time_limit(env: Env) -> int:
-    """Returns the steps after which an environment truncates an episode.
-
-    Raises:
-        ConfigError: It has no time limit.
-    """
-    layer = env
-    while isinstance(layer, gymnasium.Wrapper):
-        if isinstance(layer, TimeLimit):
-            return layer._max_episode_steps
-        layer = layer.env
-    if layer.spec is not None and layer.spec.max_episode_steps is not None:
-        return layer.spec.max_episode_steps
-    raise ConfigError(
-        f"{layer.spec.id if layer.spec else layer} has no time limit, over which StaggeredStart spreads the first "
-        "episodes. Leave StaggeredStart out, wrap the environment in gymnasium.wrappers.TimeLimit, or pass "
-        "env_kwargs={'max_episode_steps': 1000}."
-    )

@@ -194,7 +194,7 @@ def test_the_command_line_names_environment_and_step(tmp_path: Path, capsys: pyt
 
 
 def test_a_mask_of_another_size(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"after 0 steps .* 5 numbers.*needs 4"):
+    with pytest.raises(ValueError, match=r"after 0 steps .*needs 4 numbers"):
         rayvec.train(tiny(tmp_path / "a"), env=lambda: Masked(size=5))
     with pytest.raises(ConfigError, match=r"action_mask.*needs shape \(4,\)"):
         rayvec.train(tiny(tmp_path / "b"), env=lambda: Masked("obs", size=5))
@@ -231,16 +231,15 @@ def test_a_mask_of_objects(nvec: Any, mask: Any) -> None:
 @pytest.mark.parametrize(
     ("nvec", "mask", "words"),
     [
-        (4, ["1", "0", "1", "1"], "'0'.*not numbers"),
-        (4, [1, np.nan, 1, 1], "nan.*not numbers"),
-        (4, [1, None, 1, 1], "None.*not numbers"),
-        ([3, 2], (np.ones(2), np.ones(3)), r"after 0 steps .* 2 \+ 3 numbers.*needs 3 \+ 2"),
-        (4, [], "after 0 steps .* 0 numbers.*needs 4"),
+        (4, ["1", "0", "1", "1"], "'0'.*needs 4 numbers"),
+        (4, [1, np.nan, 1, 1], "nan.*needs 4 numbers"),
+        (4, [1, None, 1, 1], "None.*needs 4 numbers"),
+        ([3, 2], (np.ones(2), np.ones(3)), r"after 0 steps .*needs 3 \+ 2 numbers"),
+        (4, [], r"after 0 steps .*\[\].*needs 4"),
     ],
     ids=["text", "nan", "none", "components in another order", "empty"],
 )
 def test_a_mask_that_is_not_one(nvec: Any, mask: Any, words: str) -> None:
-    """What can't be read is an error: it once counted as allowed."""
     env = ActionMask(OddMask(nvec, mask))
     with pytest.raises(ValueError, match=words):
         env.reset(seed=0)
