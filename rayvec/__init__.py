@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rayvec.data import Batch as Batch, Chunk as Chunk, StepBatch as StepBatch
     from rayvec.distributed.learner_group import LearnerGroup as LearnerGroup
     from rayvec.policies.policy import Policy as Policy
+    from rayvec.servers.env_servers import EnvServers as EnvServers
     from rayvec.training.agent import Agent as Agent, load as load
     from rayvec.training.callbacks import (
         BestModel as BestModel,
@@ -44,6 +45,7 @@ _HOMES = {
     "StopAtReturn": "rayvec.training.callbacks",
     "Chunk": "rayvec.data",
     "Collector": "rayvec.collect.collector",
+    "EnvServers": "rayvec.servers.env_servers",
     "LearnerGroup": "rayvec.distributed.learner_group",
     "IMPALAConfig": "rayvec.config",
     "PPOConfig": "rayvec.config",

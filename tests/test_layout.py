@@ -9,6 +9,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "rayvec"
 ROOMS = [
     "errors",
+    "env_server",
+    "servers",
     "wrappers",
     "config",
     "data",

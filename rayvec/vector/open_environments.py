@@ -111,6 +111,8 @@ def local_workers(
     Only where this makes a difference, an environment is made and stepped for it.
     """
     num_envs = factory.num_envs
+    if getattr(factory.env_fns[0], "waits", False):  # those of environment servers
+        return min(num_envs, MAX_WAITING_WORKERS)
     if not probe or factory.native or num_envs <= cores:
         return min(num_envs, cores)
     name = Topology.of_this_node().nodes[0].name

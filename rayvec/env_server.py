@@ -1,0 +1,427 @@
+"""Serves one environment to rayvec on another machine, or in another Python.
+
+This file needs Python 3.8 or newer and NumPy, and nothing of rayvec: copy it to where the simulator runs.
+
+    python env_server.py CartPole-v1 --connect trainer.example:9000 --key-file key
+    python env_server.py my_simulator:Plant --connect trainer.example:9000 --key-file key --kwargs '{"port": 7000}'
+
+It dials in, so that it works from a container and from behind a firewall, makes the environment when rayvec asks for
+it, and dials in again when the connection ends. It ends when rayvec closes its servers. An environment is one of
+Gymnasium, of Gym, or any object with ``reset``, ``step``, ``observation_space`` and ``action_space``.
+
+Nothing is pickled. A message is a JSON text and the bytes of its arrays. Both sides prove that they have the key, by
+HMAC-SHA256 of a fresh number of the other side; what follows is not encrypted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import hmac
+import importlib
+import inspect
+import json
+import os
+import re
+import socket
+import struct
+import sys
+import time
+import traceback
+from typing import Any
+
+import numpy as np
+
+GREETING = b"rayvec environment server 1\n"
+"""Ends with the version of the protocol, which both sides must share."""
+_LENGTHS = struct.Struct("!IQ")
+_PID = struct.Struct("!Q")
+_NONCE = 32
+_MAX_JSON = 64 << 20
+_RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+class Refused(Exception):
+    """The other side speaks another version, or has another key."""
+
+
+class EndOfService(Exception):
+    """rayvec has told this server to end."""
+
+
+# Messages: a JSON text, in which arrays are named by their place, and the bytes of the arrays.
+
+
+def packed(message: Any) -> bytes:
+    """Returns a message of dicts, tuples, lists, strings, numbers and NumPy arrays as bytes.
+
+    Raises:
+        TypeError: Something else is in it.
+    """
+    arrays: list[np.ndarray] = []
+    text = json.dumps(_plain(message, arrays, "")).encode()
+    data = b"".join([array.tobytes() for array in arrays])
+    return _LENGTHS.pack(len(text), len(data)) + text + data
+
+
+def receive(connection: socket.socket) -> Any:
+    """Receives the next message.
+
+    Raises:
+        OSError: The connection has ended.
+    """
+    text_bytes, array_bytes = _LENGTHS.unpack(_receive_exactly(connection, _LENGTHS.size))
+    if text_bytes > _MAX_JSON:
+        raise ConnectionError("a message has an impossible length")
+    text = json.loads(_receive_exactly(connection, text_bytes).decode())
+    return _restored(text, memoryview(_receive_exactly(connection, array_bytes)))
+
+
+def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
+    received = bytearray(num_bytes)
+    view = memoryview(received)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionError("the other side has closed the connection")
+        view = view[count:]
+    return received
+
+
+def _plain(value: Any, arrays: list[np.ndarray], where: str) -> Any:
+    """Returns a value as JSON has it; arrays are appended to `arrays`. Tags keep apart what JSON does not."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        if array.dtype.kind in "biufcSUmM":
+            arrays.append(array)
+            return {"array": [array.dtype.str, list(array.shape)], "scalar": isinstance(value, np.generic)}
+        if array.dtype == object:
+            return {"objects": [_plain(each, arrays, where) for each in array.ravel()], "shape": list(array.shape)}
+    elif isinstance(value, dict):
+        pairs = [[_plain(key, arrays, where), _plain(each, arrays, f"{where}[{key!r}]")] for key, each in value.items()]
+        return {"pairs": pairs}
+    elif isinstance(value, list):
+        return [_plain(each, arrays, where) for each in value]
+    elif isinstance(value, tuple):
+        return {"tuple": [_plain(each, arrays, where) for each in value]}
+    raise TypeError(
+        f"{where or 'the message'} is a {type(value).__name__}, which can't be sent. "
+        "Use numbers, strings, lists, tuples, dicts or NumPy arrays."
+    )
+
+
+def _restored(plain: Any, data: memoryview) -> Any:
+    """Returns what `_plain` was given."""
+    position = 0
+
+    def restored(value: Any) -> Any:
+        nonlocal position
+        if isinstance(value, list):
+            return [restored(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        if "array" in value:
+            dtype, shape = np.dtype(value["array"][0]), tuple(value["array"][1])
+            count = int(np.prod(shape, dtype=np.int64))
+            array = np.frombuffer(data, dtype, count, position).reshape(shape) if count else np.empty(shape, dtype)
+            position += count * dtype.itemsize
+            return array[()] if value["scalar"] else array
+        if "objects" in value:
+            objects = np.empty(len(value["objects"]), object)
+            for index, each in enumerate(value["objects"]):
+                objects[index] = restored(each)
+            return objects.reshape(value["shape"])
+        if "tuple" in value:
+            return tuple(restored(each) for each in value["tuple"])
+        return {restored(key): restored(each) for key, each in value["pairs"]}
+
+    return restored(plain)
+
+
+# Spaces, by the names of their classes, so that Gym's and Gymnasium's are understood alike.
+
+_SPACES = {
+    "Box": ("low", "high", "shape", "dtype"),
+    "Discrete": ("n", "start"),
+    "MultiDiscrete": ("nvec", "start", "dtype"),
+    "MultiBinary": ("n",),
+    "Text": ("min_length", "max_length", "characters"),
+}
+
+
+def space_message(space: Any) -> Any:
+    """Returns a space as a message.
+
+    Raises:
+        TypeError: A space of another kind.
+    """
+    name = type(space).__name__
+    if name == "Dict":
+        return {"space": name, "spaces": {key: space_message(each) for key, each in space.spaces.items()}}
+    if name == "Tuple":
+        return {"space": name, "spaces": [space_message(each) for each in space.spaces]}
+    if name not in _SPACES:
+        raise TypeError(f"a space of class {name} can't be sent. Use {', '.join(_SPACES)}, Dict or Tuple.")
+    message = {key: getattr(space, key) for key in _SPACES[name] if hasattr(space, key)}
+    if "dtype" in message:
+        message["dtype"] = np.dtype(message["dtype"]).str
+    if "characters" in message:
+        message["characters"] = "".join(sorted(message["characters"]))
+    return {"space": name, **message}
+
+
+# The key: each side signs the other's nonce.
+
+
+def dial(address: tuple[str, int], key: bytes) -> socket.socket:
+    """Connects to rayvec; both sides prove that they have the key.
+
+    Raises:
+        Refused: The other side has another key or version.
+        OSError: There is no connection.
+    """
+    connection = socket.create_connection(address, timeout=10)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        own = os.urandom(_NONCE)
+        connection.sendall(GREETING + own)
+        if bytes(_receive_exactly(connection, len(GREETING))) != GREETING:
+            raise Refused("rayvec there has another version: copy its env_server.py")
+        other = bytes(_receive_exactly(connection, _NONCE))
+        if not hmac.compare_digest(_receive_exactly(connection, 32), signature(key, b"rayvec", own + other)):
+            raise Refused("rayvec there has another key")
+        pid = _PID.pack(os.getpid())
+        connection.sendall(pid + signature(key, b"server" + pid, own + other))
+        watch_silence(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def admit(connection: socket.socket, key: bytes) -> int:
+    """Does rayvec's part of :func:`dial` on an accepted connection. Returns the other side's process id.
+
+    Raises:
+        Refused: The other side has another key or version.
+        OSError: The connection has ended, or nothing came in 10 s.
+    """
+    connection.settimeout(10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    greeting = bytes(_receive_exactly(connection, len(GREETING)))
+    other = bytes(_receive_exactly(connection, _NONCE)) if greeting == GREETING else b""
+    own = os.urandom(_NONCE)
+    connection.sendall(GREETING + own + signature(key, b"rayvec", other + own))
+    if greeting != GREETING:
+        raise Refused("it speaks another protocol, or another version of it")
+    try:
+        pid = bytes(_receive_exactly(connection, _PID.size))
+        proof = _receive_exactly(connection, 32)
+    except ConnectionError:
+        raise Refused("it has another key") from None
+    if not hmac.compare_digest(proof, signature(key, b"server" + pid, other + own)):
+        raise Refused("it has another key")
+    watch_silence(connection)
+    return int(_PID.unpack(pid)[0])
+
+
+def signature(key: bytes, side: bytes, nonces: bytes) -> bytes:
+    """Returns what proves that `side` has the key."""
+    return hmac.new(key, side + nonces, hashlib.sha256).digest()
+
+
+def watch_silence(connection: socket.socket) -> None:
+    """Lets waits last for ever, and ends the connection when the other machine is silent for about half a minute."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30000)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def read_key(path: str) -> bytes:
+    """Returns the key in a file, without white space around it.
+
+    Raises:
+        ValueError: It has fewer than 16 bytes.
+    """
+    with open(path, "rb") as file:
+        key = file.read().strip()
+    if len(key) < 16:
+        raise ValueError(f"the key in {path} has {len(key)} bytes. It must have at least 16.")
+    return key
+
+
+# The environment.
+
+
+def make_env(name: str, kwargs: dict[str, Any]) -> Any:
+    """Makes an environment of an id ("CartPole-v1"), or of a class or function ("module:Class")."""
+    if re.search(r"-v\d+$", name):
+        try:
+            library = importlib.import_module("gymnasium")
+        except ImportError:
+            library = importlib.import_module("gym")
+        return library.make(name, **kwargs)
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)(**kwargs)
+
+
+class Served:
+    """An environment behind the operations that rayvec sends, each a method that takes its request."""
+
+    def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
+        self.name, self.kwargs = name, kwargs
+        self.env: Any = None
+
+    def open(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Makes the environment, after it has closed the one before."""
+        self.close({})
+        self.env = make_env(self.name, self.kwargs)
+        return {
+            "observation_space": space_message(self.env.observation_space),
+            "action_space": space_message(self.env.action_space),
+            "render_mode": getattr(self.env, "render_mode", None),
+        }
+
+    def reset(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Resets it with a seed and options, as far as it takes these."""
+        given = {key: request[key] for key in ("seed", "options")}
+        accepted = inspect.signature(self.env.reset).parameters
+        if not any(each.kind is each.VAR_KEYWORD for each in accepted.values()):
+            given = {key: value for key, value in given.items() if key in accepted}
+        if "seed" not in given and request["seed"] is not None and hasattr(self.env, "seed"):
+            self.env.seed(request["seed"])
+        result = self.env.reset(**given)
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+            return {"obs": result[0], "info": result[1]}
+        return {"obs": result, "info": {}}
+
+    def step(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Takes a step; of four values, as Gym gives them, the info says whether a time limit has ended the episode."""
+        result = self.env.step(request["action"])
+        if len(result) == 4:
+            obs, reward, done, info = result
+            truncated = bool(done and info.get("TimeLimit.truncated", False))
+            result = obs, reward, bool(done and not truncated), truncated, info
+        obs, reward, terminated, truncated, info = result
+        return {"obs": obs, "reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
+
+    def render(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Renders."""
+        return {"value": self.env.render()}
+
+    def get(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Returns an attribute, or says that it is a method, or that there is none."""
+        owner = self._owner(request["name"])
+        if owner is None:
+            return {"missing": True}
+        value = getattr(owner, request["name"])
+        return {"method": True} if callable(value) else {"value": value}
+
+    def set(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Sets an attribute of the wrapper that has it, or of the environment itself."""
+        owner = self._owner(request["name"])
+        setattr(getattr(self.env, "unwrapped", self.env) if owner is None else owner, request["name"], request["value"])
+        return {}
+
+    def call(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Calls a method."""
+        method = getattr(self._owner(request["name"]), request["name"])
+        return {"value": method(*request["args"], **request["kwargs"])}
+
+    def close(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Closes the environment."""
+        env, self.env = self.env, None
+        if hasattr(env, "close"):
+            env.close()
+        return {}
+
+    def close_and_report(self) -> None:
+        """Closes the environment, and prints an error of its :meth:`close` in place of raising it."""
+        try:
+            self.close({})
+        except Exception:
+            traceback.print_exc()
+
+    def _owner(self, name: str) -> Any:
+        """Returns the outermost wrapper that has an attribute, or None."""
+        layer = self.env
+        while layer is not None:
+            if hasattr(layer, name):
+                return layer
+            layer = layer.__dict__.get("env")
+        return None
+
+
+def serve(connection: socket.socket, served: Served) -> None:
+    """Answers requests until the connection ends.
+
+    Raises:
+        EndOfService: rayvec asks this server to end.
+        OSError: The connection has ended.
+    """
+    while True:
+        request = receive(connection)
+        if request["op"] == "end":
+            raise EndOfService
+        try:
+            answer = packed(getattr(served, request["op"])(request))
+        except Exception as error:
+            answer = packed(_failure(error))
+        connection.sendall(answer)
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return {"error": type(error).__name__, "module": type(error).__module__, "text": str(error), "traceback": text}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line. Returns its exit code: 0 when rayvec ended it, 1 when rayvec refuses it."""
+    parser = argparse.ArgumentParser(description="Serve one environment to rayvec.")
+    parser.add_argument("env", help='an id ("CartPole-v1"), or a class or function ("module:Class")')
+    parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where rayvec waits for servers")
+    parser.add_argument("--key-file", required=True, help="file with the key that rayvec has too")
+    parser.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the environment, as JSON")
+    args = parser.parse_args(arguments)
+    host, _, port = args.connect.rpartition(":")
+    if not host or not port.isdigit():
+        parser.error(f"--connect is {args.connect!r}. It must be HOST:PORT, for example trainer:9000.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return _serve_for_ever((host, int(port)), read_key(args.key_file), Served(args.env, args.kwargs))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve_for_ever(address: tuple[str, int], key: bytes, served: Served) -> int:
+    failures = 0
+    while True:
+        try:
+            connection = dial(address, key)
+        except Refused as error:
+            print(f"env_server: refused by {address[0]}:{address[1]}: {error}", file=sys.stderr)
+            return 1
+        except OSError as error:
+            if not failures:
+                print(f"env_server: no connection to {address[0]}:{address[1]} yet ({error})", file=sys.stderr)
+            time.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
+            failures += 1
+            continue
+        failures = 0
+        try:
+            serve(connection, served)
+        except EndOfService:
+            return 0
+        except OSError:
+            pass  # the connection has ended: dial in again
+        finally:
+            connection.close()
+            served.close_and_report()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Environments in other processes that dial in."""

@@ -1,0 +1,279 @@
+"""Environments in servers that dial in: equal to local ones, and what happens when servers fail."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import SyncVectorEnv
+
+import rayvec
+from rayvec.errors import ConfigError
+
+SERVER = Path(rayvec.__file__).parent / "env_server.py"
+KEY = "0123456789abcdef"
+
+
+def command(env: str, kwargs: str = "{}") -> list[str]:
+    return [sys.executable, str(SERVER), env, "--kwargs", kwargs]
+
+
+@dataclass
+class Dialler:
+    """Starts servers that dial in, and ends what is left of them."""
+
+    folder: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __call__(
+        self, port: int, key_file: Path, env: str = "helpers.served:Plant", **settings: Any
+    ) -> subprocess.Popen[bytes]:
+        options = ["--connect", f"127.0.0.1:{port}", "--key-file", str(key_file)]
+        with self.errors.open("ab") as errors:
+            self.processes.append(subprocess.Popen([*command(env, **settings), *options], stderr=errors))
+        return self.processes[-1]
+
+    @property
+    def errors(self) -> Path:
+        return self.folder / "stderr"
+
+
+@pytest.fixture
+def dial_in(tmp_path: Path) -> Iterator[Dialler]:
+    dialler = Dialler(tmp_path)
+    yield dialler
+    for process in dialler.processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(autouse=True)
+def where_helpers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_text(KEY + "\n")
+    return path
+
+
+def plants(count: int, fault: str = "", **settings: Any) -> rayvec.EnvServers:
+    return rayvec.EnvServers(count, command=command("helpers.served:Plant", f'{{"fault": "{fault}"}}'), **settings)
+
+
+@pytest.fixture
+def one_env(request: pytest.FixtureRequest) -> Iterator[rayvec.RayVecEnv]:
+    fault, settings = request.param
+    with plants(1, fault) as servers:
+        env = rayvec.RayVecEnv(servers, num_nodes=0, **settings)
+        env.reset(seed=1)
+        yield env
+        env.close()
+
+
+def test_servers_equal_sync_vector_env_by_step_and_in_chunks() -> None:
+    with rayvec.EnvServers(2, command=command("CartPole-v1")) as servers:
+        env = rayvec.RayVecEnv(servers, num_nodes=0)
+        reference = SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+        assert env.single_observation_space == reference.single_observation_space
+        assert env.single_action_space == reference.single_action_space
+        np.testing.assert_array_equal(env.reset(seed=3)[0], reference.reset(seed=3)[0])
+        reference.action_space.seed(1)
+        for _ in range(60):
+            actions = reference.action_space.sample()
+            found, expected = env.step(actions), reference.step(actions)
+            for one, other in zip(found[:4], expected[:4], strict=True):
+                np.testing.assert_array_equal(one, other, strict=True)
+            assert found[4] == expected[4]
+
+        local = rayvec.RayVecEnv("CartPole-v1", 2, num_nodes=0, workers_per_node=0)
+        chunk, same = (each.rollout(lambda obs: (obs[:, 2] > 0).astype(int), 50, seed=7) for each in (env, local))
+        np.testing.assert_array_equal(chunk.obs, same.obs)
+        np.testing.assert_array_equal(chunk.final_obs, same.final_obs)
+        np.testing.assert_array_equal(chunk.terminated, same.terminated)
+        env.close()
+
+
+@pytest.mark.parametrize("one_env", [("", {})], indirect=True)
+def test_a_plain_object_with_four_values_is_an_environment(one_env: rayvec.RayVecEnv) -> None:
+    np.testing.assert_array_equal(one_env.reset(seed=100)[0], [[0.1, 0.1]])
+    for _ in range(5):
+        _, rewards, terminated, truncated, infos = one_env.step(np.array([1]))
+    assert (rewards[0], terminated[0], truncated[0]) == (1.0, False, True)
+    assert infos["count"].dtype == np.int16 and infos["count"][0] == 5
+    assert infos["path"][0] == [5, "a"] and infos["where"]["pid"][0] != os.getpid()
+
+    assert one_env.call("set_difficulty", 3, times=2) == (6,)
+    assert one_env.get_attr("difficulty") == (6,)
+    one_env.set_attr("difficulty", 4)
+    assert one_env.get_attr("difficulty") == (4,)
+    with pytest.raises(AttributeError, match="no attribute 'valve'"):
+        one_env.get_attr("valve")
+
+
+@pytest.mark.parametrize(
+    ("one_env", "error", "text"),
+    [
+        (("raises", {}), KeyError, "valve"),
+        (("raises_own", {}), RuntimeError, "helpers.served.BrokenValve: valve"),
+        (("unsendable", {}), TypeError, r"\['obs'\] is a SimpleNamespace, which can't be sent"),
+        (("dies", {}), ConnectionError, "environment server 127.0.0.1:.* was lost in step"),
+    ],
+    indirect=["one_env"],
+)
+def test_errors_of_an_environment_are_raised_here(one_env: rayvec.RayVecEnv, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text) as raised:
+        one_env.step(np.array([2]))
+    assert "environment 0" in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    "one_env",
+    [("dies", {"on_env_error": "restart"}), ("hangs", {"on_env_error": "restart", "step_timeout_s": 1.0})],
+    indirect=True,
+    ids=["killed", "hung"],
+)
+def test_a_lost_server_is_started_again_and_its_episode_is_cut(one_env: rayvec.RayVecEnv) -> None:
+    pid = one_env.step(np.array([1]))[4]["where"]["pid"][0]
+    obs = one_env.step(np.array([1]))[0]
+    lost = one_env.step(np.array([2]))
+    assert lost[3][0] and not lost[2][0]
+    np.testing.assert_array_equal(lost[0], obs)  # the last true observation
+    one_env.step(np.array([1]))
+    again = one_env.step(np.array([1]))[4]["where"]["pid"][0]
+    assert again != pid
+    with pytest.raises(ProcessLookupError):  # within the time limit of the test
+        while True:
+            os.kill(pid, 0)
+            time.sleep(0.05)
+
+
+def test_a_server_that_dials_in_again_takes_the_place_of_its_lost_connection(key_file: Path, dial_in: Dialler) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door, rayvec.EnvServers(1, key_file=key_file) as servers:
+        cables: list[socket.socket] = []
+
+        def forward() -> None:  # a network whose cables the test cuts
+            while True:
+                ends = door.accept()[0], socket.create_connection(("127.0.0.1", servers.port))
+                cables.append(ends[0])
+                for one, other in (ends, ends[::-1]):
+                    Thread(target=pump, args=(one, other), daemon=True).start()
+
+        Thread(target=forward, daemon=True).start()
+        server = dial_in(door.getsockname()[1], key_file)
+        env = rayvec.RayVecEnv(servers, num_nodes=0, on_env_error="restart")
+        env.reset(seed=1)
+        pid = env.step(np.array([1]))[4]["where"]["pid"][0]
+        cables[0].shutdown(socket.SHUT_RDWR)
+        assert env.step(np.array([1]))[3][0]
+        env.step(np.array([1]))
+        assert env.step(np.array([1]))[4]["where"]["pid"][0] == pid == server.pid
+        env.close()
+    assert server.wait(10) == 0
+
+
+def pump(source: socket.socket, target: socket.socket) -> None:
+    with source, contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_RDWR)
+
+
+def test_strangers_and_other_keys_and_versions_are_refused(
+    key_file: Path, dial_in: Dialler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other_key = tmp_path / "other"
+    other_key.write_text("another key of some length")
+    with caplog.at_level(logging.WARNING), rayvec.EnvServers(1, key_file=key_file) as servers:
+        wrong = dial_in(servers.port, other_key)
+        assert wrong.wait(30) == 1
+        assert dial_in.errors.read_text().endswith("rayvec there has another key\n")
+        with socket.create_connection(("127.0.0.1", servers.port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(100):
+                    pass
+        right = dial_in(servers.port, key_file)
+        env = rayvec.RayVecEnv(servers, num_nodes=0)
+        env.reset()
+        env.close()
+    assert right.wait(10) == 0
+    refusals = [record.message for record in caplog.records if "refused" in record.message]
+    assert "it has another key" in refusals[0] and "another protocol, or another version" in refusals[1]
+    assert KEY not in caplog.text
+
+
+def test_a_server_of_another_version_says_so(key_file: Path, tmp_path: Path) -> None:
+    newer = tmp_path / "env_server.py"
+    newer.write_text(SERVER.read_text().replace("environment server 1", "environment server 2"))
+    with rayvec.EnvServers(1, key_file=key_file) as servers:
+        where = ["--connect", f"127.0.0.1:{servers.port}", "--key-file", str(key_file)]
+        ended = subprocess.run([sys.executable, newer, "a:b", *where], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1 and "another version: copy its env_server.py" in ended.stderr
+
+
+def test_servers_whose_spaces_differ_are_refused(key_file: Path, dial_in: Dialler) -> None:
+    with rayvec.EnvServers(2, key_file=key_file) as servers:
+        processes = [dial_in(servers.port, key_file, kwargs=f'{{"size": {size}}}') for size in (2, 3)]
+        with pytest.raises((ConfigError, ValueError), match="space"):
+            rayvec.RayVecEnv(servers, num_nodes=0)
+    assert [process.wait(10) for process in processes] == [0, 0]
+
+
+def test_what_servers_need_is_checked(key_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("short")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for settings, text in [
+            ({}, "either key_file=, .* or command="),
+            ({"key_file": key_file, "command": ["x"]}, "either key_file=, .* or command="),
+            ({"key_file": tmp_path / "short"}, "has 5 bytes. It must have at least 16"),
+            ({"key_file": tmp_path / "none"}, "No such file"),
+            ({"key_file": key_file, "host": "127.0.0.1", "port": taken.getsockname()[1]}, "already in use"),
+        ]:
+            with pytest.raises(ConfigError, match=text):
+                rayvec.EnvServers(1, **settings)
+    with pytest.raises(ConfigError, match=r"one that was started has ended with exit code 2"):
+        list(rayvec.EnvServers(1, command=[sys.executable, "-c", "exit(2)"]))
+    with pytest.raises(TimeoutError, match=r"0 of 1 environment servers have dialled in at port \d+ within 0.1 s"):
+        list(rayvec.EnvServers(1, key_file=key_file, start_timeout_s=0.1))
+    with rayvec.EnvServers(1, command=command("helpers.served:cannot_be_made")) as servers:
+        with pytest.raises(ValueError, match="no licence"):
+            rayvec.RayVecEnv(servers, num_nodes=0)
+
+
+def test_servers_end_with_the_process_that_waits_for_them() -> None:
+    program = f"""
+import rayvec
+servers = rayvec.EnvServers(1, command={command("helpers.served:Plant")!r})
+env = rayvec.RayVecEnv(servers, num_nodes=0)
+env.reset()
+print(env.step([1])[4]["where"]["pid"][0])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(ended.stdout), signal.SIGCONT)
+
+
+def test_the_file_of_the_server_is_for_python_3_8_with_numpy_alone() -> None:
+    tree = ast.parse(SERVER.read_text(), feature_version=(3, 8))
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert set(names) - set(sys.stdlib_module_names) == {"numpy"}
