@@ -168,23 +168,29 @@ class _Servers:
 
     def wait_for(self, count: int, timeout_s: float, port: int) -> None:
         """Waits until so many servers are idle. See :meth:`EnvServers.__iter__`."""
-        deadline_s = time.monotonic() + timeout_s
-        logged_s = time.monotonic()
+        began_s = logged_s = time.monotonic()
         with self._changed:
-            while True:
-                ended = self._start_missing()
-                self._forget_lost()
-                here = f"{len(self._idle)} of {count} environment servers have dialled in at port {port}"
-                if len(self._idle) >= count:
-                    return
-                if ended:
-                    raise ConfigError(f"{here}: one that was started has ended with exit code {ended[0]}.")
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"{here} within {timeout_s:g} s. Start more, or pass a larger start_timeout_s.")
-                if time.monotonic() > logged_s + _PROGRESS_S:
-                    logger.info("%s", here)
-                    logged_s = time.monotonic()
-                self._changed.wait(0.2)
+            self._wanted += count
+            try:
+                while True:
+                    ended = self._start_missing()
+                    self._forget_lost()
+                    if len(self._idle) >= count:
+                        return
+                    here = f"{len(self._idle)} of {count} environment servers have dialled in at port {port}"
+                    if ended:
+                        raise ConfigError(f"{here}: one that was started has ended with exit code {ended[0]}.")
+                    now_s = time.monotonic()
+                    if now_s > began_s + timeout_s:
+                        raise TimeoutError(
+                            f"{here} within {timeout_s:g} s. Start more, or pass a larger start_timeout_s."
+                        )
+                    if now_s > logged_s + _PROGRESS_S:
+                        logger.info("%s", here)
+                        logged_s = now_s
+                    self._changed.wait(0.2)
+            finally:
+                self._wanted -= count
 
     def end(self) -> None:
         """Tells all servers to end, those too that dial in again within a moment."""

@@ -111,6 +111,17 @@ def test_servers_equal_sync_vector_env_by_step_and_in_chunks() -> None:
         env.close()
 
 
+def test_more_servers_are_started_for_more_environments() -> None:
+    with plants(1) as servers:
+        envs = [rayvec.RayVecEnv(servers, num_nodes=0) for _ in range(2)]
+        pids = set()
+        for env in envs:
+            env.reset()
+            pids.add(env.step(np.array([1]))[4]["where"]["pid"][0])
+            env.close()
+    assert len(pids) == 2
+
+
 @pytest.mark.parametrize("one_env", [("", {})], indirect=True)
 def test_a_plain_object_with_four_values_is_an_environment(one_env: rayvec.RayVecEnv) -> None:
     np.testing.assert_array_equal(one_env.reset(seed=100)[0], [[0.1, 0.1]])
