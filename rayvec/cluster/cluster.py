@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from gymnasium import Space
@@ -19,14 +19,15 @@ from rayvec.data import ChunkRef, Rollout
 from rayvec.data.join_chunks import join_chunks, join_summaries, summarize
 from rayvec.data.layouts import ArrayLayout
 from rayvec.data.topology import NodeSlice, Topology
+from rayvec.data.trees import tree_map
 from rayvec.envs.slices import own_arrays
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError
-from rayvec.fleet.commands import STEPPING, Answer, Child, ChildLost, Command, Op, Ticket
+from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import Fleet
-from rayvec.fleet.restarts import RESTARTS_OF_A_NODE
+from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, EpisodeState
 
-__all__ = ["Cluster", "NodeChild", "Places"]
+__all__ = ["Cluster"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,70 +35,12 @@ _CLOSE_S = 10.0
 _POLL_S = 0.1
 
 
-class NodeChild(Child, Protocol):
-    """A node of the cluster."""
-
-    transport: str
-
-    def spaces(self) -> PoolSpaces:
-        """Waits until its environments have been made. Returns their spaces.
-
-        Raises:
-            ChildLost: The node is lost.
-        """
-        ...
-
-    def attach(self, observation: Space[Any], action: Space[Any], first_id: int) -> None:
-        """Notes what ``open`` sends."""
-        ...
-
-    def worker_pids(self) -> list[int]:
-        """Returns the process ids of the owner of its workers, and of these."""
-        ...
-
-    def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Asks it to close its environments within `timeout_s`."""
-        ...
-
-
-class Places(Protocol):
-    """Opens nodes, and finds other places for the environments of those that are lost."""
-
-    def open(self, places: Sequence[NodeSlice]) -> list[NodeChild]:
-        """Starts nodes.
-
-        Raises:
-            ChildLost: One of them does not start.
-        """
-        ...
-
-    def another(self, k: int, slices: Sequence[NodeSlice], error: Exception) -> NodeSlice:
-        """Returns where the environments of node k resume, which is lost. `slices` has the places of all.
-
-        Raises:
-            NodeLostError: Nowhere.
-        """
-        ...
-
-    def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
-        """Returns which nodes' environments move now, and where to; with `leaving_only`, from nodes that leave."""
-        ...
-
-    def leaves(self, place: NodeSlice) -> bool:
-        """Whether a node has announced that it leaves."""
-        ...
-
-    def distrust(self, place: NodeSlice) -> None:
-        """Notes that environments could not start on a node."""
-        ...
-
-
 class Cluster(Fleet):
     """A fleet of nodes. The constructor starts them; :meth:`allocate` follows, once their spaces are known.
 
     Args:
         topology: Where they are, and how many workers each has.
-        places: Opens the nodes.
+        places: Finds the places of nodes, and opens them; see :class:`~rayvec.cluster.ray_places.RayPlaces`.
         rehost: Whether the environments of lost nodes resume elsewhere.
         release: Called once all nodes are closed.
 
@@ -111,17 +54,19 @@ class Cluster(Fleet):
 
     first_id = 0
     has_nodes = True
-    children: list[NodeChild]  # type: ignore[assignment]
+    children: list[Any]
 
     def __init__(
-        self, topology: Topology, places: Places, *, rehost: bool = False, release: Callable[[], None] = lambda: None
+        self, topology: Topology, places: Any, *, rehost: bool = False, release: Callable[[], None] = lambda: None
     ) -> None:
         self._places, self._slices = places, list(topology.nodes)
         self._replaced = Counter[str]()
         self._release: Callable[[], None] = lambda: None  # where it can't start, the opener releases
-        nodes: list[NodeChild] = []
+        nodes: list[Any] = []
         try:
-            nodes += places.open(self._slices)
+            nodes += [places.open(place) for place in self._slices]
+            for node in sorted(nodes, key=_is_own):  # the others start while it does
+                node.start()
             found = [node.spaces() for node in nodes]
             sizes = [each.num_envs or len(at.env_range) for each, at in zip(found, self._slices, strict=True)]
             self.spaces = PoolSpaces.join(list(zip(sizes, found, strict=True)))
@@ -141,7 +86,7 @@ class Cluster(Fleet):
         self.layout, self.action_layout = ArrayLayout.with_objects(observation), ArrayLayout.of_actions(action)
         self._spaces = observation, action
         for k, node in enumerate(self.children):
-            node.attach(observation, action, int(self.bounds[k]))
+            node.allocation = observation, action, int(self.bounds[k])
         self.open(own_arrays(self.layout, self.num_envs))
 
     def post(self, command: Command) -> Ticket:
@@ -188,7 +133,7 @@ class Cluster(Fleet):
         super().replace(k, lost)
         self.notes[-1] += f" They resume on node {self._slices[k].name}."
 
-    def _replacement(self, k: int) -> NodeChild:
+    def _replacement(self, k: int) -> Any:
         while True:
             place = self._places.another(k, self._slices, self._loss)
             try:
@@ -199,26 +144,22 @@ class Cluster(Fleet):
                 self._slices[k] = place
                 return node
 
-    def _opened(self, k: int, place: NodeSlice) -> NodeChild:
+    def _opened(self, k: int, place: NodeSlice) -> Any:
         """Starts a node for the environments of node k."""
-        (node,) = self._places.open([place])
+        node = self._places.open(place)
+        node.allocation = *self._spaces, int(self.bounds[k])
         try:
-            self._check_sizes(place, node.spaces())
+            node.start()
+            found = node.spaces().sub_batches
+            if found != (expected := self.spaces.sub_batches[place.env_range.start : place.env_range.stop]):
+                raise ConfigError(
+                    f"A native sub-batch that was restarted has another number of environments: {list(found)} in place "
+                    f"of {list(expected)}. Let each callable return the same vector environment every time."
+                )
         except BaseException:
             node.kill()
             raise
-        node.attach(*self._spaces, int(self.bounds[k]))
         return node
-
-    def _check_sizes(self, place: NodeSlice, found: PoolSpaces) -> None:
-        expected = self.spaces.sub_batches[place.env_range.start : place.env_range.stop]
-        if found.sub_batches != expected:
-            raise ConfigError(
-                "A native sub-batch that is restarted has as many environments as before.",
-                expected=list(expected),
-                got=list(found.sub_batches),
-                remedy="Let each callable return the same vector environment every time.",
-            )
 
     @property
     def topology(self) -> Topology:
@@ -253,6 +194,14 @@ class Cluster(Fleet):
             found.setdefault(place.name, [owner]).extend(workers)
         return found
 
+    def _keep(self, k: int, ticket: Ticket, answer: Answer) -> None:
+        """Writes into the arrays how the environments go on after a chunk, which steps do themselves."""
+        if ticket.command.op == Op.ROLLOUT and answer.failure is None:
+            rows = ticket.shares[k].of_all
+            tree_map(lambda array, last: array.__setitem__(rows, last), self.arrays["obs"], answer.value.last_obs)
+            self.arrays["episode"][rows] = EpisodeState.RUNNING
+        super()._keep(k, ticket, answer)
+
     def take(self, ticket: Ticket) -> Answer:
         """Returns what a command has brought. A chunk is a ``Rollout``."""
         self._replaced["worker"] += sum(answer.replaced for answer in ticket.answers.values())
@@ -285,11 +234,15 @@ class Cluster(Fleet):
             stack.callback(self._release)
             for node in self.children:
                 stack.callback(_join, node, deadline, is_logged=timeout_s > 0)
-            for node in sorted(self.children, key=lambda each: each.transport == "shm"):  # these close while it waits
+            for node in sorted(self.children, key=_is_own):  # the others close while it does
                 node.close(timeout_s)
         self.children, self._release = [], lambda: None
 
 
-def _join(node: NodeChild, deadline: float, *, is_logged: bool) -> None:
+def _is_own(node: Any) -> bool:
+    return bool(node.transport == "shm")
+
+
+def _join(node: Any, deadline: float, *, is_logged: bool) -> None:
     if not node.join(max(0.0, deadline - time.monotonic())) and is_logged:
         logger.warning("killed workers on %s, since it did not close in time", node.name)

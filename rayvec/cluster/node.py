@@ -1,23 +1,71 @@
-"""One node: a machine's fleet, and the policies that act in the process that owns its workers."""
+"""One node in the process that owns its workers: a machine's fleet, and the policies that act over all its workers."""
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
+import numpy as np
 from gymnasium import Space
+from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkSummary, RolloutTimes, Tree
 from rayvec.data.join_chunks import join_chunks, summarize
+from rayvec.data.trees import as_slice, tree_leaves
 from rayvec.envs.failures import FAILURES, captured
-from rayvec.fleet.commands import Answer, Command, Op, Ticket
-from rayvec.node.machine import Machine
+from rayvec.envs.pickled_parts import PickledParts
+from rayvec.envs.spaces import PoolSpaces
+from rayvec.fleet.commands import STEPPING, Answer, Command, Op, Ticket
+from rayvec.fleet.restarts import RestartPolicy, store_seed
+from rayvec.node.machine import CLOSE_S, Machine
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
 from rayvec.rollout.stepper import Stepper
 
-__all__ = ["Node", "NodeChunk"]
+__all__ = ["Node", "NodeChunk", "NodeSpec", "begun", "bytes_of", "changes_rows", "result_leaves", "store_seeds"]
+
+_POLL_S = 1e-3
+"""How long a node waits for the first of several pending commands before it looks at the others."""
+_RESULTS = ("rew", "terminated", "truncated", "episode")
+"""What answers carry of each environment, before its observation."""
+
+
+class NodeSpec(NamedTuple):
+    """What the machine of a node starts with. It stands for the factory of the environments, which only workers load.
+
+    Attributes:
+        parts: The pickled factory of each worker.
+        num_envs: How many environments, or native sub-batches, there are.
+        seed: As of :class:`~rayvec.envs.factory.EnvFactory`.
+        name: What errors call the node.
+        preload: Modules that the fork server imports.
+        restart_policy: Whether environments that raise, and workers that die or hang, are replaced.
+        first_id: Global index of the first environment, or native sub-batch.
+    """
+
+    parts: PickledParts
+    num_envs: int
+    seed: int | None
+    name: str
+    preload: tuple[str, ...]
+    restart_policy: RestartPolicy
+    first_id: int
+
+    def in_parts(self, bounds: Any) -> PickledParts:
+        """Returns the pickled factories."""
+        return self.parts
+
+    def machine(self) -> Machine:
+        """Starts the machine."""
+        return Machine(
+            self,  # type: ignore[arg-type]
+            len(self.parts.places),
+            node=self.name,
+            preload=self.preload,
+            restart_policy=self.restart_policy,
+            first_id=self.first_id,
+        )
 
 
 class NodeChunk(NamedTuple):
@@ -27,7 +75,7 @@ class NodeChunk(NamedTuple):
         times: The times of each worker, or of the node where the policy acts there.
         chunk: The part. Its arrays are views of shared memory, if this process owns the workers.
         summary: Its summary, if it stays on the node.
-        kept: Its number on the node, if it stays there; in the driver, the reference in Ray's object store.
+        kept: What stands for it then: its number on the node; in the driver, the reference in Ray's object store.
     """
 
     times: tuple[RolloutTimes, ...]
@@ -44,25 +92,58 @@ class NodeChunk(NamedTuple):
 
 
 class Node:
-    """Executes commands, and lets policies act over all workers of its machine that were loaded for the node.
+    """Executes commands. It is a child of the driver's fleet, or what the process of another node serves.
+
+    Policies that were loaded for the node act over all its workers, in a thread.
 
     Args:
-        machine: The machine, which the node closes.
-        name: What errors call the node.
+        spec: What its machine starts with.
+        keep: Keeps a chunk that stays here. Returns what stands for it.
+        await_cores: Called before the machine starts.
+        release: Called when it has ended.
 
     Attributes:
-        kept: Chunks that stay here, by number, until Ray's object store gets them.
+        name: What errors call it.
+        machine: The machine; :meth:`start` starts it.
+        pending: The pending commands, and what to wait for.
+        allocation: The spaces that all nodes share, and the global index of the first environment, for :meth:`open`.
     """
 
-    def __init__(self, machine: Machine, name: str) -> None:
-        self.machine, self._name = machine, name
-        self.kept: dict[int, Chunk] = {}
-        self._numbers = itertools.count()
+    transport = "shm"
+    machine: Machine
+    allocation: tuple[Space[Any], Space[Any], int]
+
+    def __init__(
+        self,
+        spec: NodeSpec,
+        keep: Callable[[Chunk], Any] = lambda chunk: chunk,
+        await_cores: Callable[[], None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name, self._spec = f"node {spec.name}", spec
+        self._keep, self._await_cores, self._release = keep, await_cores, release
+        self.pending: list[tuple[Command, Ticket | Future[Answer]]] = []
         self._own_policies: set[int] = set()
+        self._copies: list[tuple[Any, Any]] = []
         self._actor = ThreadPoolExecutor(1, "rayvec-node-policy")
 
+    def start(self) -> None:
+        """Starts the workers."""
+        self._await_cores()
+        self.machine = self._spec.machine()
+
+    def spaces(self) -> PoolSpaces:
+        """Returns the spaces of the environments."""
+        return self.machine.spaces
+
+    def open(self, arrays: dict[str, Any]) -> None:
+        """Allocates shared memory for the workers. The answers are copied into `arrays`."""
+        self.allocate(*self.allocation, begun(arrays))
+        self._arrays = arrays
+        self._copies = list(zip(result_leaves(arrays), result_leaves(self.machine.arrays), strict=True))
+
     def allocate(
-        self, observation: Space[Any], action: Space[Any], first_id: int, state: dict[str, Any] | None = None
+        self, observation: Space[Any], action: Space[Any], first_id: int, state: dict[str, Any] | None
     ) -> None:
         """Allocates the arrays of the machine; they begin with `state`, the last answers of a lost node."""
         machine = self.machine
@@ -70,8 +151,13 @@ class Node:
         self._stepper = Stepper(machine, machine.action_layout, first_id, machine.spaces.native_mode)
         self._host = PolicyHost(self._stepper)
 
-    def post(self, command: Command) -> Ticket | Future[Answer]:
-        """Starts a command. Returns what to wait for."""
+    def post(self, command: Command) -> None:
+        """Starts a command."""
+        if self._copies:
+            store_seeds(self._arrays, command)
+        self.pending.append((command, self._started(command)))
+
+    def _started(self, command: Command) -> Ticket | Future[Answer]:
         op = command.op
         if op == Op.RESET:
             self._host.note_reset(command.rows)
@@ -83,18 +169,12 @@ class Node:
                 self._own_policies.add(key)
                 return self._act(lambda: self._host.load(key, policy))
             command = command._replace(rest=(key, policy))
-        elif op in (Op.DROP, Op.ROLLOUT):
-            key = command.rest[0]
-            if key in self._own_policies:
-                return self._act(lambda: self._take(command.rest) if op == Op.ROLLOUT else self._drop(key))
+        elif op in (Op.DROP, Op.ROLLOUT) and (key := command.rest[0]) in self._own_policies:
+            return self._act(lambda: self._take(command.rest) if op == Op.ROLLOUT else self._host.drop(key))
         return self.machine.post(command)
 
     def _take(self, order: ChunkOrder) -> NodeChunk:
         return self._part(order, [self._host.take(order)])
-
-    def _drop(self, key: int) -> None:
-        self._own_policies.discard(key)
-        self._host.drop(key)
 
     def _act(self, function: Callable[[], Any]) -> Future[Answer]:
         """Lets a policy act in a thread: meanwhile the stream is read, and a driver waits for other nodes."""
@@ -103,27 +183,35 @@ class Node:
             try:
                 value = function()
             except FAILURES as error:
-                return Answer(failure=captured(error, self._name))
+                return Answer(failure=captured(error, self.name))
             notes, self._stepper.notes = tuple(self._stepper.notes), []
             return Answer(value=value, notes=notes)
 
         return self._actor.submit(answer)
 
-    def wait(self, ticket: Ticket | Future[Answer], timeout_s: float) -> bool:
-        """Waits for a command, for up to `timeout_s`. Returns whether it is answered.
+    def wait(self, timeout_s: float) -> Answer | None:
+        """Returns the answer to one of the pending commands, or None if there is none within `timeout_s`."""
+        poll_s = timeout_s if len(self.pending) == 1 else min(timeout_s, _POLL_S)
+        for place, (command, ticket) in enumerate(self.pending):
+            try:
+                answer = self._answer(command, ticket, 0.0 if place else poll_s)
+            except FAILURES as error:  # a worker that is not replaced
+                answer = Answer(failure=captured(error, self.name))
+            if answer is not None:
+                del self.pending[place]
+                if changes_rows(command):
+                    rows = as_slice(command.rows)
+                    for mine, of_machine in self._copies:
+                        mine[rows] = of_machine[rows]
+                return answer._replace(place=place) if place else answer
+        return None
 
-        Raises:
-            Exception: A worker was lost that is not replaced.
-        """
-        if isinstance(ticket, Ticket):
-            return self.machine.wait(ticket, timeout_s)
-        return bool(wait([ticket], timeout_s).done)
-
-    def take(self, ticket: Ticket | Future[Answer]) -> Answer:
-        """Returns the answer to a command, which :meth:`wait` has found answered."""
-        if not isinstance(ticket, Ticket):
-            return ticket.result()
-        answer, command = self.machine.take(ticket), ticket.command
+    def _answer(self, command: Command, ticket: Ticket | Future[Answer], timeout_s: float) -> Answer | None:
+        if isinstance(ticket, Future):
+            return ticket.result() if wait([ticket], timeout_s).done else None
+        if not self.machine.wait(ticket, timeout_s):
+            return None
+        answer = self.machine.take(ticket)
         if answer.failure is None and command.op == Op.ROLLOUT:
             answer = answer._replace(value=self._part(command.rest, answer.value))
         replaced, self.machine.num_replaced = self.machine.num_replaced, 0
@@ -135,19 +223,54 @@ class Node:
         chunk = taken[0].chunk
         if len(taken) > 1 or stays:
             chunk = join_chunks([each.chunk for each in taken], copy=stays)
-        if not stays:
-            return NodeChunk(times, chunk)
-        number = next(self._numbers)
-        self.kept[number] = chunk
-        return NodeChunk(times, None, summarize(chunk), number)
+        return NodeChunk(times, None, summarize(chunk), self._keep(chunk)) if stays else NodeChunk(times, chunk)
 
-    def objects(self, rows: Any) -> list[list[Any]]:
-        """Returns those leaves of the observations of some environments that are objects."""
-        layout = self.machine.layout
-        leaves = layout.flatten(self.machine.arrays["obs"])
-        return [leaves[place][rows].tolist() for place in layout.objects]
+    def worker_pids(self) -> list[int]:
+        """Returns the process ids of this process and of the workers."""
+        return [os.getpid(), *self.machine.worker_pids()]
 
-    def close(self, timeout_s: float) -> None:
+    def kill(self) -> None:
+        """Ends the workers at once."""
+        self.close(0.0)
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Closes the environments, and ends the workers and the policies."""
-        self.machine.close(timeout_s)
-        self._actor.shutdown(wait=False, cancel_futures=True)
+        try:
+            if hasattr(self, "machine"):  # else it has not started
+                self.machine.close(timeout_s)
+        finally:
+            self._actor.shutdown(wait=False, cancel_futures=True)
+            release, self._release = self._release, lambda: None
+            release()
+
+    def join(self, timeout_s: float) -> bool:
+        """Returns whether it has ended, which :meth:`close` has waited for."""
+        return True
+
+
+def changes_rows(command: Command) -> bool:
+    """Whether the answer to a command lies in the arrays: that to a chunk does not."""
+    return command.op in STEPPING and command.op != Op.ROLLOUT
+
+
+def begun(arrays: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the arrays of the driver if a lost node has written into them: its replacement begins with these."""
+    return arrays if arrays["episode"].any() or arrays["has_seed"].any() else None
+
+
+def store_seeds(arrays: dict[str, Any], command: Command) -> None:
+    """Stores the seeds of a command for a reset in the driver's arrays."""
+    if command.op == Op.RESET:
+        for row, seed in zip(command.rows.tolist(), command.rest[0], strict=True):
+            if seed is not None:
+                store_seed(arrays, row, seed)
+
+
+def result_leaves(arrays: dict[str, Any]) -> list[NDArray[Any]]:
+    """Returns what an answer carries of the arrays of a fleet: results, states of episodes, and observations."""
+    return [*(arrays[name] for name in _RESULTS), *tree_leaves(arrays["obs"])]
+
+
+def bytes_of(array: NDArray[Any]) -> memoryview:
+    """Returns the memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data

@@ -2,235 +2,131 @@
 
 from __future__ import annotations
 
-import logging
-import os
+import itertools
 from contextlib import suppress
-from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from rayvec.cluster.node import Node
-from rayvec.cluster.row_bytes import RowBytes, bytes_of
+from rayvec.cluster.node import Node, NodeSpec, bytes_of, changes_rows, result_leaves
 from rayvec.cluster.stream import Head, Stream
+from rayvec.data import Chunk
+from rayvec.data.trees import as_slice
 from rayvec.envs.failures import FAILURES, captured
-from rayvec.envs.pickled_parts import PickledParts
-from rayvec.fleet.commands import STEPPING, Answer, Autoreset, Command, Op
-from rayvec.fleet.restarts import RestartPolicy
-from rayvec.node.machine import Machine
-from rayvec.node.messages import Message, pack
+from rayvec.fleet.commands import NO_NEWS, Answer, Command, Op
+from rayvec.node.messages import pack
 from rayvec.node.processes import remove_folder
 
-__all__ = ["ANSWER", "NodeServer", "NodeSpec", "Request"]
+__all__ = ["NodeServer"]
 
-logger = logging.getLogger(__name__)
-
-ANSWER = 0
-"""The kind of the frames that a node sends."""
 _POLL_S = 1e-3
 """The interval at which a node that waits for its workers looks for other commands."""
-
-
-class Request(IntEnum):
-    """What a driver asks of a node beside commands: each is answered by one value. Smaller numbers are commands."""
-
-    START = 100
-    """The start of the workers (a :class:`NodeSpec`); the answer is their spaces."""
-    ALLOCATE = 101
-    """The arrays (arguments of :meth:`Node.allocate`)."""
-    PIDS = 102
-    """The process ids of the workers."""
-    CLOSE = 103
-    """The end, within so many seconds. It has no answer but the end of the connection."""
-
-
-class NodeSpec(NamedTuple):
-    """What the machine of a node starts with. It stands for the factory of the environments, which only workers load.
-
-    Attributes:
-        parts: The pickled factory of each worker.
-        num_envs: How many environments, or native sub-batches, there are.
-        seed: As of :class:`~rayvec.envs.factory.EnvFactory`.
-        name: What errors call the node.
-        preload: Modules that the fork server imports.
-        restart_policy: Whether environments that raise, and workers that die or hang, are replaced.
-        first_id: Global index of the first environment, or native sub-batch.
-    """
-
-    parts: PickledParts
-    num_envs: int
-    seed: int | None
-    name: str
-    preload: tuple[str, ...]
-    restart_policy: RestartPolicy
-    first_id: int
-
-    def in_parts(self, bounds: Any) -> PickledParts:
-        """Returns the pickled factories."""
-        return self.parts
-
-    def machine(self) -> Machine:
-        """Starts the machine."""
-        return Machine(
-            self,  # type: ignore[arg-type]
-            len(self.parts.places),
-            node=self.name,
-            preload=self.preload,
-            restart_policy=self.restart_policy,
-            first_id=self.first_id,
-        )
 
 
 class NodeServer:
     """Serves the driver at the other end of a stream until it closes the connection.
 
-    Every command that has arrived is started before an answer is awaited, so that groups of environments step
-    independently. Commands may be answered in any order.
+    A frame of the driver holds a command, or the name and the arguments of a method of this class. Every command that
+    has arrived is started before an answer is awaited, so that groups of environments step independently. Commands may
+    be answered in any order.
 
     Args:
         stream: To the driver.
+
+    Attributes:
+        kept: Chunks that stay here, by number, until Ray's object store gets them.
     """
+
+    _node: Node | None = None
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._node: Node | None = None
-        self._name = "a node"
-        self._pending: list[tuple[Command, Any]] = []
+        self.kept: dict[int, Chunk] = {}
+        self._numbers = itertools.count()
         self._weights: dict[int, tuple[int, Any]] = {}
-
-    @property
-    def kept(self) -> dict[int, Any]:
-        """Chunks that stay here, by number."""
-        return self._started.kept
+        self._is_open = True
 
     def serve(self) -> None:
         """Serves; returns when the connection is closed. The process has no use for workers afterwards."""
         try:
             with suppress(EOFError, OSError):
-                while True:
-                    while not self._pending or self._stream.poll(0.0):
+                while self._is_open:
+                    pending = self._node.pending[:] if self._node else []
+                    if not pending or self._stream.poll(0.0):
                         self._receive()
-                    self._answer_one()
+                    elif self._node and (answer := self._node.wait(_POLL_S)):
+                        self._send(answer, pending[answer.place][0])
         finally:
-            self._close(0.0)
+            self.close(0.0)
             remove_folder()  # here, because the driver kills this process when the stream has ended
             self._stream.close()
 
     def _receive(self) -> None:
         """Reads a frame, and starts what it asks for."""
-        head = self._stream.read_head()
-        if head.kind >= Request.START:
-            message = self._stream.read_message(head)
-            try:
-                value = self._fulfil(Request(head.kind), message.load())
-            except EOFError:
-                raise
-            except FAILURES as error:
-                value = captured(error, self._name)
-            self._stream.send(Head(head.kind), (), self._packed(value))
-            return
+        message = self._stream.read_message(self._stream.read_head())
+        node, place = self._node, len(self._node.pending) if self._node else 0
         try:
-            command = self._command(head)
-            self._pending.append((command, self._started.post(command)))
-        except (EOFError, OSError):
-            raise
+            op, *rest = message.load()
+            if isinstance(op, str):
+                answer = Answer(value=getattr(self, op)(*rest))
+            else:
+                assert node is not None
+                node.post(self._with_weights(Command(op, *rest)))
+                return
         except FAILURES as error:  # such as a class that this process can't import
-            command = Command(Op(head.kind), np.zeros(0, np.int64))
-            self._pending.append((command, captured(error, f"{self._name}, which unpickles a command")))
+            answer = Answer(failure=captured(error, node.name if node else "a node"), place=place)
+        self._send(answer)
 
-    @property
-    def _started(self) -> Node:
+    def start(self, spec: NodeSpec) -> Any:
+        """Starts the workers. Returns the spaces of the environments."""
+        self._node = Node(spec, self._keep)
+        self._node.start()
+        return self._node.spaces()
+
+    def allocate(self, *arguments: Any) -> None:
+        """Allocates the arrays; the arguments are those of :meth:`Node.allocate`."""
         assert self._node is not None
-        return self._node
+        self._node.allocate(*arguments)
+        machine = self._node.machine
+        self._leaves = [leaf for leaf in result_leaves(machine.arrays) if not leaf.dtype.hasobject]
+        leaves = machine.layout.flatten(machine.arrays["obs"])
+        self._objects = [leaves[place] for place in machine.layout.objects]
 
-    def _fulfil(self, request: Request, value: Any) -> Any:
-        if request == Request.START:
-            self._name = f"node {value.name}"
-            self._node = Node(value.machine(), self._name)
-            return self._node.machine.spaces
-        if request == Request.ALLOCATE:
-            self._started.allocate(*value)
-            machine = self._started.machine
-            self._rows = RowBytes(machine.arrays)
-            self._all_rows = np.arange(machine.num_envs)
-        if request == Request.PIDS:
-            return [os.getpid(), *self._started.machine.worker_pids()]
-        if request == Request.CLOSE:
-            self._close(value)
-            raise EOFError("the driver has closed the node")
-        return None
+    def pids(self) -> list[int]:
+        """Returns the process ids of this process and of the workers."""
+        return self._node.worker_pids() if self._node else []
 
-    def _close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
+        """Closes the environments, and ends the service."""
+        self._is_open = False
         if self._node is not None:
             self._node.close(timeout_s)
             self._node = None
 
-    def _command(self, head: Head) -> Command:
-        """Reads a command."""
-        if head.size:
-            message = self._stream.read_message(head)
-            command = Command(*message.load())
-            if command.op == Op.ROLLOUT:
-                return command._replace(rest=self._with_weights(command.rest))
-            return command
-        codes = bytes(self._stream.read(head.place)).decode()
-        rows = self._all_rows
-        if head.rows >= 0:
-            rows = np.frombuffer(self._stream.read(8 * head.rows), np.int64)
-        layout = self._started.machine.action_layout
-        leaves = [np.empty((len(rows), *shape), code) for code, (_, shape) in zip(codes, layout.leaves, strict=True)]
-        for leaf in leaves:
-            self._stream.read_into(bytes_of(leaf))
-        return Command(Op.STEP, rows, layout.tree(leaves), Autoreset(head.mode))
+    def _keep(self, chunk: Chunk) -> int:
+        number = next(self._numbers)
+        self.kept[number] = chunk
+        return number
 
-    def _with_weights(self, order: Any) -> Any:
-        """Keeps the weights of an order, or adds those that an earlier one with the same version has brought."""
+    def _with_weights(self, command: Command) -> Command:
+        """Keeps the weights of a chunk, or adds those that an earlier one with the same version has brought."""
+        if command.op != Op.ROLLOUT:
+            return command
+        order = command.rest
         if order.weights is not None:
             self._weights[order.key] = order.version, order.weights
         version, weights = self._weights.get(order.key, (None, None))
-        return order._replace(weights=weights) if version == order.version else order
+        return command._replace(rest=order._replace(weights=weights)) if version == order.version else command
 
-    def _answer_one(self) -> None:
-        """Waits for answers for a moment, and sends the first that is there."""
-        for place, (_, ticket) in enumerate(self._pending):
-            is_alone = len(self._pending) == 1
-            if self._is_answered(place, ticket, _POLL_S if is_alone else 0.0):
-                return
-        if not is_alone:
-            self._is_answered(0, self._pending[0][1], _POLL_S / 10)
-
-    def _is_answered(self, place: int, ticket: Any, timeout_s: float) -> bool:
-        """Waits for the answer to a pending command, and sends it. Returns whether it is there."""
-        node, command = self._started, self._pending[place][0]
+    def _send(self, answer: Answer, command: Command | None = None) -> None:
+        """Sends an answer, and the rows that the command has changed."""
+        arrays, has_rows = [], command is not None and changes_rows(command) and len(command.rows) > 0
+        if command is not None and has_rows:
+            rows = as_slice(command.rows)
+            arrays = [bytes_of(leaf[rows]) for leaf in self._leaves]
+            if self._objects:
+                answer = answer._replace(value=[leaf[rows].tolist() for leaf in self._objects])
         try:
-            if not hasattr(ticket, "rebuild"):
-                if not node.wait(ticket, timeout_s):
-                    return False
-                answer = node.take(ticket)
-            else:
-                answer = Answer(failure=ticket)
-        except FAILURES as error:  # a worker that is not replaced
-            answer = Answer(failure=captured(error, self._name))
-        del self._pending[place]
-        self._send_answer(place, command, answer)
-        return True
-
-    def _send_answer(self, place: int, command: Command, answer: Answer) -> None:
-        arrays: Any = ()
-        has_arrays = command.op in STEPPING and command.op != Op.ROLLOUT and len(command.rows) > 0
-        if has_arrays:
-            arrays = self._rows.read(command.rows)
-            objects = self._started.objects(command.rows)
-            if objects:
-                answer = answer._replace(value=objects)
-        head = Head(ANSWER, has_arrays, place)
-        has_news = any(answer[:1] + answer[2:]) or answer.value is not None
-        self._stream.send(head, [*arrays], self._packed(tuple(answer)) if has_news else None)
-
-    def _packed(self, value: Any) -> Message:
-        """Returns a value. If it can't be pickled, it returns that failure instead."""
-        try:
-            return pack(value)
+            message = None if answer._replace(place=0) == NO_NEWS else pack(tuple(answer))
         except FAILURES as error:
-            where = f"{self._name}, in what an environment returned (infos, observations or results)"
-            return pack(tuple(Answer(failure=captured(error, where))))
+            where = "a node, in what an environment returned (infos, observations or results)"
+            message = pack(tuple(Answer(failure=captured(error, where))))
+        self._stream.send(Head(answer.place, has_rows), arrays, message)

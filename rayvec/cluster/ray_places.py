@@ -7,19 +7,17 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rayvec.cluster.cluster import NodeChild
 from rayvec.cluster.core_claim import CoreClaim
-from rayvec.cluster.node_server import NodeServer, NodeSpec
+from rayvec.cluster.node import Node, NodeSpec
+from rayvec.cluster.node_server import NodeServer
 from rayvec.cluster.node_variables import restore_variables
-from rayvec.cluster.own_node import OwnNode
 from rayvec.cluster.placement import (
     free_nodes,
     look_until,
@@ -38,7 +36,6 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, check_count, first_line
 from rayvec.fleet.commands import ChildLost
 from rayvec.fleet.restarts import RestartPolicy
-from rayvec.node.machine import Machine
 
 __all__ = ["DISTRUST_S", "Demand", "NodeActor", "RayPlaces"]
 
@@ -174,46 +171,25 @@ class RayPlaces:
         """Returns how many workers there are, if each has a core."""
         return sum(node.num_workers for node in self.topology().nodes)
 
-    def open(self, places: Sequence[NodeSlice]) -> list[NodeChild]:
-        """Starts nodes: their actors at the same time."""
-        here = ray.get_runtime_context().get_node_id()
-        is_reserved = here in reserved_bundles()[1]
-        starting = [
-            _Process(place) if place.node_id != here else CoreClaim(here, 0 if is_reserved else place.num_cpus)
-            for place in places
-        ]
-        nodes: list[NodeChild] = []
-        try:
-            for place, each in reversed(list(zip(places, starting, strict=True))):  # the own one comes last
-                nodes.insert(0, self._far(place, each) if isinstance(each, _Process) else self._own(place, each))
-        except BaseException:
-            for unused in [*starting[: len(starting) - len(nodes)], *nodes]:
-                with suppress(Exception):
-                    unused.release() if isinstance(unused, CoreClaim) else unused.kill()
-            raise
-        return nodes
-
-    def _far(self, place: NodeSlice, process: _Process) -> RemoteNode:
-        first, stop = place.worker_bounds[0], place.worker_bounds[-1]
-        factory, preload, restart_policy = self._demand.factory, self._demand.preload, self._demand.restart_policy
-        parts = factory.in_parts(place.worker_bounds)
-        spec = NodeSpec(parts, stop - first, factory.seed, place.name, preload, restart_policy, first)
-        return RemoteNode(process, spec)
-
-    def _own(self, place: NodeSlice, claim: CoreClaim) -> OwnNode:
-        name = f"node {place.name}"
-        if not claim.wait(_PLACE_S):
-            raise ChildLost(NodeLostError(f"{name} has had no {place.num_cpus:g} free cores for {_PLACE_S:g} s."))
-        first, stop, factory = place.worker_bounds[0], place.worker_bounds[-1], self._demand.factory
-        machine = Machine(
-            replace(factory, env_fns=factory.env_fns[first:stop]),
-            place.num_workers,
-            node=place.name,
-            preload=self._demand.preload,
-            restart_policy=self._demand.restart_policy,
-            first_id=first,
+    def open(self, place: NodeSlice) -> Node | RemoteNode:
+        """Returns a node, which begins to start."""
+        demand, (first, *_, stop) = self._demand, place.worker_bounds
+        parts = demand.factory.in_parts(place.worker_bounds)
+        spec = NodeSpec(
+            parts, stop - first, demand.factory.seed, place.name, demand.preload, demand.restart_policy, first
         )
-        return OwnNode(machine, name, claim.release, partial(put, what=f"the chunk of {name}"))
+        here = ray.get_runtime_context().get_node_id()
+        if place.node_id != here:
+            return RemoteNode(_Process(place), spec)
+        claim = CoreClaim(here, 0 if here in reserved_bundles()[1] else place.num_cpus)
+
+        def await_cores() -> None:
+            if not claim.wait(_PLACE_S):
+                raise ChildLost(
+                    NodeLostError(f"node {place.name} has had no {place.num_cpus:g} free cores for {_PLACE_S:g} s.")
+                )
+
+        return Node(spec, partial(put, what=f"the chunk of node {place.name}"), await_cores, claim.release)
 
     def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
         """Returns which environments move to another node now: none, where the number of nodes is fixed."""

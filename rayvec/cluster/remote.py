@@ -2,109 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 from gymnasium import Space
 
-from rayvec.cluster.node import NodeChunk
-from rayvec.cluster.node_server import NodeSpec, Request
-from rayvec.cluster.own_node import note_chunk, store_seeds
-from rayvec.cluster.row_bytes import RowBytes, bytes_of
+from rayvec.cluster.node import NodeChunk, NodeSpec, begun, bytes_of, changes_rows, result_leaves, store_seeds
 from rayvec.cluster.stream import Head, Stream
 from rayvec.data.layouts import ArrayLayout
-from rayvec.data.trees import tree_leaves
+from rayvec.data.trees import as_slice, objects, tree_leaves
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import NodeLostError, RemoteFailure, first_line
-from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, ChildLost, Command, Op
-from rayvec.node.memory import action_leaves
-from rayvec.node.messages import Message, pack, packed_message
+from rayvec.fleet.commands import NO_NEWS, Answer, ChildLost, Command, Op
+from rayvec.node.machine import CLOSE_S
+from rayvec.node.messages import packed_message
 
-__all__ = ["NodeProcess", "RemoteNode"]
+__all__ = ["RemoteNode"]
 
-_CLOSE_S = 10.0
 _GRACE_S = 1.0
 """What a node is given more than the driver waits: it is the driver that ends what hangs."""
-
-
-class NodeProcess(Protocol):
-    """The process of a node, which serves one driver."""
-
-    def connect(self) -> Stream:
-        """Waits until it runs, and connects to it.
-
-        Raises:
-            OSError: It can't be reached.
-        """
-        ...
-
-    def kept(self, number: int) -> Any:
-        """Returns a reference, in Ray's object store, to a chunk that stays there."""
-        ...
-
-    def kill(self) -> None:
-        """Ends it at once."""
-        ...
 
 
 class RemoteNode:
     """A node that another process serves.
 
     Args:
-        process: That process.
-        spec: What it starts.
+        process: That process, which has begun to start: `connect()` waits for it and returns the stream or raises
+            ``OSError``, `kept(number)` returns a reference to a chunk that stays there, `kill()` ends it.
+        spec: What the node starts.
 
     Attributes:
         name: What errors call it.
-
-    Raises:
-        ChildLost: It can't be reached.
+        allocation: The spaces that all nodes share, and the global index of the first environment, for :meth:`open`.
     """
 
     transport = "tcp"
+    allocation: tuple[Space[Any], Space[Any], int]
+    _stream: Stream
 
-    def __init__(self, process: NodeProcess, spec: NodeSpec) -> None:
-        self.name, self._process = f"node {spec.name}", process
-        try:
-            self._stream = process.connect()
-        except OSError as error:
-            raise self._lost(error) from error
+    def __init__(self, process: Any, spec: NodeSpec) -> None:
+        self.name, self._process, self._spec = f"node {spec.name}", process, spec
         self._pending: list[Command] = []
         self._sent_weights: dict[int, int] = {}
-        self._ask(Request.START, spec)
 
-    def _ask(self, request: Request, value: Any) -> None:
+    def start(self) -> None:
+        """Connects to the process, and starts the workers there.
+
+        Raises:
+            ChildLost: It can't be reached.
+        """
+        try:
+            self._stream = self._process.connect()
+        except OSError as error:
+            raise self._lost(error) from error
+        self._send("start", self._spec)
+
+    def _send(self, *request: Any) -> None:
+        message = packed_message(request)
         with suppress(OSError):  # the answer says it
-            self._stream.send(Head(request), (), pack(value))
+            self._stream.send(Head(), (), message)
 
     def _reply(self) -> Any:
-        """Waits for the answer to a request.
+        """Waits for the result of a method of the server.
 
         Raises:
             ChildLost: The node is lost.
             Exception: What the node has raised.
         """
-        value = self._read(lambda: self._stream.read_value(self._stream.read_head()))
-        if isinstance(value, RemoteFailure):
-            raise value.rebuild()
-        return value
+        answer = self._read()
+        if answer.failure is not None:
+            raise answer.failure.rebuild()
+        return answer.value
 
-    def _read(self, function: Callable[[], Any]) -> Any:
+    def _read(self) -> Answer:
+        """Reads a frame. Rows of the arrays that it brings are received where they belong."""
+        stream = self._stream
         try:
-            return function()
+            head = stream.read_head()
+            if head.has_rows:
+                rows = as_slice(self._pending[head.place].rows)
+                parts = [leaf[rows] for leaf in self._leaves]
+                stream.read_into([bytes_of(part) for part in parts])
+                if not isinstance(rows, slice):  # the parts are copies
+                    for leaf, part in zip(self._leaves, parts, strict=True):
+                        leaf[rows] = part
+            message = stream.read_message(head) if head.size else None
         except (OSError, EOFError) as error:
             raise self._lost(error) from error
+        try:
+            answer = NO_NEWS if message is None else Answer(*message.load())
+        except Exception as error:  # a class that this process can't import
+            where = f"the process that unpickles an answer of {self.name}"
+            answer = Answer(failure=RemoteFailure.capture(error, where))
+        return answer._replace(place=head.place) if head.place else answer
 
     def _lost(self, error: BaseException) -> ChildLost:
         return ChildLost(
             NodeLostError(
-                f"{self.name} is lost.",
-                expected="a node to answer until its environments are closed",
-                got=f"{type(error).__name__}: {first_line(error)}",
-                remedy="Look into the node's log for what ended it; on_node_loss='rehost' resumes on the nodes that "
-                "remain.",
+                f"{self.name} is lost ({type(error).__name__}: {first_line(error)}). Its log may say what ended it. "
+                "on_node_loss='rehost' resumes on the nodes that remain."
             )
         )
 
@@ -118,105 +114,56 @@ class RemoteNode:
         spaces: PoolSpaces = self._reply()
         return spaces
 
-    def attach(self, observation: Space[Any], action: Space[Any], first_id: int) -> None:
-        """Notes the spaces that all nodes share, and the global index of the first environment."""
-        self._spaces = observation, action
-        self._first_id = first_id
-        self.layout, self._action_layout = ArrayLayout.with_objects(observation), ArrayLayout.of_actions(action)
-
     def open(self, arrays: dict[str, Any]) -> None:
         """Attaches the arrays that hold the answers of its environments, and sends how these begin."""
         self._arrays = arrays
-        self._rows = RowBytes(arrays)
-        self._all_rows = np.arange(len(arrays["episode"]))
-        self._known_rows, self._is_all = self._all_rows, True
+        self._leaves = [leaf for leaf in result_leaves(arrays) if not leaf.dtype.hasobject]
         leaves = list(tree_leaves(arrays["obs"]))
-        self._objects = [leaves[place] for place in self.layout.objects]
-        has_begun = arrays["episode"].any() or arrays["has_seed"].any()
-        self._ask(Request.ALLOCATE, (*self._spaces, self._first_id, arrays if has_begun else None))
+        self._objects = [leaves[place] for place in ArrayLayout.with_objects(self.allocation[0]).objects]
+        self._send("allocate", *self.allocation, begun(arrays))
         with suppress(ChildLost):  # wait() says it
             self._reply()
 
     def post(self, command: Command) -> None:
-        """Starts a command."""
+        """Starts a command. Weights travel once for each of their versions."""
         store_seeds(self._arrays, command)
-        if command.op == Op.STEP and (leaves := action_leaves(command.actions, self._action_layout, len(command.rows))):
-            head, arrays, message = self._step(command, leaves)
-        else:
-            head, arrays, message = Head(command.op), [], self._message(command)
-        with suppress(OSError):  # wait() says that it is lost
-            self._stream.send(head, arrays, message)
-        self._pending.append(command)
-
-    def _step(self, command: Command, leaves: list[Any]) -> tuple[Head, list[Any], None]:
-        """Returns the frame of a step whose actions are arrays."""
-        rows = command.rows
-        if rows is not self._known_rows:
-            self._known_rows, self._is_all = rows, np.array_equal(rows, self._all_rows)
-        codes = "".join(leaf.dtype.char for leaf in leaves).encode()
-        head = Head(Op.STEP, command.mode, len(codes), -1 if self._is_all else len(rows))
-        ids = [] if self._is_all else [bytes_of(rows)]
-        return head, [codes, *ids, *(bytes_of(np.ascontiguousarray(leaf)) for leaf in leaves)], None
-
-    def _message(self, command: Command) -> Message:
-        """Returns a command by pickle. Weights travel once for each of their versions."""
         if command.op == Op.ROLLOUT and command.rest.weights is not None:
             order = command.rest
             if self._sent_weights.get(order.key) == order.version:
                 command = command._replace(rest=order._replace(weights=None))
             self._sent_weights[order.key] = order.version
-        return packed_message(tuple(command))
+        self._send(*command)
+        self._pending.append(command)
 
     def wait(self, timeout_s: float) -> Answer | None:
         """Returns the answer to one of the pending commands, or None if there is none within `timeout_s`."""
         if not self._stream.poll(timeout_s):
             return None
-        answer: Answer = self._read(self._answer)
-        return answer
-
-    def _answer(self) -> Answer:
-        head = self._stream.read_head()
-        command = self._pending[head.place]
-        if head.mode:
-            self._rows.write(command.rows, self._stream.read_into)
-        answer = NO_NEWS
-        if head.size:
-            message = self._stream.read_message(head)
-            try:
-                answer = Answer(*message.load())
-            except Exception as error:  # a class that this process can't import
-                where = f"the process that unpickles an answer of {self.name}"
-                answer = Answer(failure=RemoteFailure.capture(error, where))
-        del self._pending[head.place]
-        answer = self._noted(command, answer)
-        return answer._replace(place=head.place) if head.place else answer
-
-    def _noted(self, command: Command, answer: Answer) -> Answer:
-        """Writes what an answer has brought beside raw arrays into the arrays."""
-        rows = command.rows
-        note_chunk(self._arrays, command, answer)
+        answer = self._read()
+        command = self._pending.pop(answer.place)
         if isinstance(answer.value, NodeChunk) and answer.value.summary is not None:
             return answer._replace(value=answer.value._replace(kept=self._process.kept(answer.value.kept)))
-        if self._objects and answer.value is not None and command.op in STEPPING and command.op != Op.ROLLOUT:
+        if self._objects and answer.value is not None and changes_rows(command):
             for leaf, values in zip(self._objects, answer.value, strict=True):
-                leaf[rows] = np.fromiter(values, object, len(values))
+                leaf[command.rows] = objects(values)
             answer = answer._replace(value=None)
         return answer
 
     def worker_pids(self) -> list[int]:
-        """Returns the process ids of the workers."""
-        self._ask(Request.PIDS, None)
+        """Returns the process ids of the owner of the workers, and of these."""
+        self._send("pids")
         pids: list[int] = self._reply()
         return pids
 
     def kill(self) -> None:
         """Ends the node at once."""
-        self._stream.close()
+        if hasattr(self, "_stream"):  # else it has not started
+            self._stream.close()
         self._process.kill()
 
-    def close(self, timeout_s: float = _CLOSE_S) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Asks the node to close its environments."""
-        self._ask(Request.CLOSE, timeout_s + _GRACE_S)
+        self._send("close", timeout_s + _GRACE_S)
 
     def join(self, timeout_s: float) -> bool:
         """Waits until it has closed them, and ends it after `timeout_s`. Returns whether it has closed by itself."""

@@ -8,19 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-from rayvec.cluster.cluster import Cluster, NodeChild
-from rayvec.cluster.node_server import NodeServer, NodeSpec
-from rayvec.cluster.own_node import OwnNode
+from rayvec.cluster.cluster import Cluster
+from rayvec.cluster.node import Node, NodeSpec
+from rayvec.cluster.node_server import NodeServer
 from rayvec.cluster.remote import RemoteNode
 from rayvec.cluster.stream import Stream, accept, connect
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
-from rayvec.node.machine import Machine
 
 OWN, FAR = "own", "far"
 _PROGRAM = "from helpers.node_kit import main; main()"
@@ -75,18 +73,14 @@ class PlainPlaces:
         self.factory, self.policy = factory, policy
         self.processes: list[PlainNode] = []
 
-    def open(self, places: Sequence[NodeSlice]) -> list[NodeChild]:
-        return [self._open(place, PlainNode() if place.node_id == FAR else None) for place in places]
-
-    def _open(self, place: NodeSlice, process: PlainNode | None) -> NodeChild:
+    def open(self, place: NodeSlice) -> Node | RemoteNode:
         first, stop = place.worker_bounds[0], place.worker_bounds[-1]
-        if process is None:
-            part = replace(self.factory, env_fns=self.factory.env_fns[first:stop])
-            machine = Machine(part, place.num_workers, node=place.name, restart_policy=self.policy, first_id=first)
-            return OwnNode(machine, f"node {place.name}")
-        self.processes.append(process)
         parts, seed = self.factory.in_parts(place.worker_bounds), self.factory.seed
-        return RemoteNode(process, NodeSpec(parts, stop - first, seed, place.name, (), self.policy, first))
+        spec = NodeSpec(parts, stop - first, seed, place.name, (), self.policy, first)
+        if place.node_id != FAR:
+            return Node(spec)
+        self.processes.append(PlainNode())
+        return RemoteNode(self.processes[-1], spec)
 
     def another(self, k: int, slices: Sequence[NodeSlice], error: Exception) -> NodeSlice:
         return slices[k]

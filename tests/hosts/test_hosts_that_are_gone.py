@@ -45,7 +45,7 @@ def test_a_host_that_is_gone_is_an_error_for_others_and_the_end_of_its_own_drive
         began_s = time.monotonic()
         cut_off(cluster, lost)
         line = until_error(uses)
-        assert lost.address in line["error"] and "Remedy:" in line["error"]
+        assert lost.address in line["error"]
         record("host gone: NodeLostError", line["at_s"] - began_s)
         wait_until(lambda: not any(python(host, ACTORS) for host in left))
         record("the driver's host gone: its actors on other hosts have ended", time.monotonic() - began_s)
@@ -68,4 +68,4 @@ def test_a_head_that_is_gone_is_a_clear_error(record: Record, tmp_path: Path) ->
                 line = until_error(program)
                 record(f"head gone, {arguments[0]}: error", line["at_s"] - began_s)
                 assert program.process.wait(60) == 1
-                assert head.address in line["error"] and "Remedy:" in line["error"]
+                assert head.address in line["error"]
