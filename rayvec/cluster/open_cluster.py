@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from rayvec.cluster.cluster import Cluster
-from rayvec.cluster.elastic import ElasticPlaces
-from rayvec.cluster.node_variables import restore_variables
 from rayvec.cluster.placement import free_nodes
-from rayvec.cluster.ray_places import Demand, RayPlaces
+from rayvec.cluster.ray_places import Demand, ElasticPlaces, RayPlaces
 from rayvec.cluster.ray_session import RaySession
-from rayvec.data import NodeSlice
+from rayvec.data import NodeSlice, Topology
 from rayvec.envs.factory import EnvFactory
-from rayvec.envs.failures import FAILURES, captured
 from rayvec.envs.step_time import StepTime
-from rayvec.errors import NodeLostError, RemoteFailure
+from rayvec.errors import NodeLostError
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.probe import MAX_WAITING_WORKERS, MIN_WAITING_CORES, log_probe, probe_step
 
@@ -69,7 +62,7 @@ def open_cluster(
     try:
         may_wait = probe and not (workers_per_node or worker_per_env or factory.native)
         if may_wait and places.num_workers() < factory.num_envs:
-            sizes |= _sizes_for(_probe(factory, preload, restart_policy))
+            sizes |= _sizes_for(_probe(demand))
         for attempt in range(_START_ATTEMPTS):
             topology = places.topology()
             if unclaimed := [node.name for node in topology.nodes if claim_cpus and not node.num_cpus]:
@@ -94,38 +87,14 @@ def _sizes_for(step: StepTime | None) -> dict[str, Any]:
     return {"worker_per_env": True, "max_workers": MAX_WAITING_WORKERS, "cores_per_worker": cores}
 
 
-def _probe(factory: EnvFactory, preload: Sequence[str], restart_policy: RestartPolicy) -> StepTime | None:
+def _probe(demand: Demand) -> StepTime | None:
     """Measures steps of one environment: on the driver's node if that has cores, else on the first node that has."""
     nodes = free_nodes()
     if not nodes:
         return None
-    node_id, name = nodes[0].node_id, NodeSlice(nodes[0].node_id, nodes[0].address, (0,), 0).name
-    if node_id == ray.get_runtime_context().get_node_id():
-        return log_probe(lambda: probe_step(factory, name, preload, restart_policy))
-    affinity: Any = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=affinity)(_probe_on_node)
-    pickled = factory.to_bytes()
-    return log_probe(lambda: _result(task.remote(pickled, name, preload, restart_policy)))
+    place = NodeSlice(nodes[0].node_id, nodes[0].address, (0, 1), 0)
 
+    def opened(factory: EnvFactory, restart_policy: RestartPolicy) -> Cluster:
+        return Cluster(Topology((place,)), RayPlaces(demand._replace(factory=factory, restart_policy=restart_policy)))
 
-def _probe_on_node(
-    factory: bytes, name: str, preload: Sequence[str], restart_policy: RestartPolicy
-) -> StepTime | str | RemoteFailure:
-    restore_variables("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-    try:
-        return probe_step(pickle.loads(factory), name, preload, restart_policy)
-    except FAILURES as error:
-        return captured(error, f"node {name}")
-
-
-def _result(task: Any) -> StepTime | str:
-    """Waits for a probe on another node, and ends it where this is interrupted."""
-    try:
-        found: StepTime | str | RemoteFailure = ray.get(task)
-    except ray.exceptions.RayError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        ray.cancel(task, force=True)
-    if isinstance(found, RemoteFailure):
-        raise found.rebuild()
-    return found
+    return log_probe(lambda: probe_step(demand.factory, demand.restart_policy, opened))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -12,26 +11,23 @@ from typing import Any, TypeVar
 import numpy as np
 import ray
 
-from rayvec.cluster.reachability import Address, alive_nodes, check_head, unreachable
+from rayvec.cluster.ray_session import Address, check_head
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds
-from rayvec.errors import ConfigError, NodeLostError, counted
+from rayvec.errors import ConfigError, counted
 
 __all__ = [
     "FreeNode",
+    "assign_parts",
     "choose_nodes",
     "free_nodes",
     "leaving_nodes",
     "look_until",
-    "num_free",
-    "place_again",
+    "num_parts",
     "plan_topology",
     "reserved_bundles",
-    "wait_for_topology",
 ]
 
-_PLACE_S = 10.0
-_PLACE_AGAIN_S = 8.0
 _LOOK_AGAIN_S = 0.25
 _T = TypeVar("_T")
 _NodeT = TypeVar("_NodeT", bound=Any)
@@ -90,11 +86,11 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
     """
     from ray._private.state import available_resources_per_node
 
-    found = alive_nodes()  # first, since it checks the head
+    check_head()  # without it, Ray would wait for it without end
     here = ray.get_runtime_context().get_node_id()
     free, bundles = available_resources_per_node(), reserved_bundles()[1]
     nodes = []
-    for node in found:
+    for node in (node for node in ray.nodes() if node["Alive"]):
         all_cpus = int(node["Resources"].get("CPU", 0))
         if bundles:
             reserved = int(sum(cpus for _, cpus in bundles.get(node["NodeID"], ())))
@@ -105,11 +101,6 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
             raylet = address, node["NodeManagerPort"]
             nodes.append(FreeNode(node["NodeID"], address, cpus, all_cpus, left.get("GPU", 0.0), raylet))
     return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
-
-
-def num_free(nodes: Sequence[FreeNode]) -> int:
-    """Returns how many nodes have a free core."""
-    return sum(node.cpus > 0 for node in nodes)
 
 
 def leaving_nodes() -> frozenset[str]:
@@ -215,48 +206,38 @@ def _too_few_nodes(nodes: Sequence[FreeNode], count: int, workers_per_node: int 
     )
 
 
-def wait_for_topology(plan: Callable[[], Topology]) -> Topology:
-    """Retries `plan` for at most 10 s, since Ray frees the cores of a closed pool with a delay.
+def num_parts(high: int, num_envs: int) -> int:
+    """Returns into how many parts environments are divided that up to `high` nodes hold.
 
-    Raises:
-        ConfigError: The last attempt of `plan` raised it.
+    With two parts for each, the fullest node has at most a third more than its fair share while a third is missing.
+
+    >>> [num_parts(high, num_envs=64) for high in (1, 2, 3, 4, 8)]
+    [1, 2, 6, 8, 16]
     """
-
-    def look() -> Topology | None:
-        with contextlib.suppress(ConfigError):
-            return plan()
-        return None
-
-    return look_until(look, bool, _PLACE_S) or plan()
+    return min(high if high <= 2 else 2 * high, num_envs)
 
 
-def place_again(lost: NodeSlice, excluded: Collection[str], error: Exception) -> NodeSlice:
-    """Finds a node for the environments of a lost node: the one with the most free cores.
-
-    It waits at most 8 s for a node to return or for cores to become free.
+def assign_parts(current: Sequence[str | None], weights: Mapping[str, int]) -> list[str]:
+    """Assigns each part to a node in proportion to the nodes' weights. Parts move only from nodes that have too many.
 
     Args:
-        lost: Slice of the lost node.
-        excluded: Ids of lost nodes.
-        error: The error that reported the loss.
+        current: The node that holds each part; None, or a node without a weight, for a part that must move.
+        weights: Weight of each node that may hold parts, in order of preference.
 
-    Raises:
-        NodeLostError: No other node has a free core; `error` is its cause. Or the head of the cluster is gone.
+    >>> assign_parts([None] * 4, {"a": 2, "b": 2})
+    ['a', 'a', 'b', 'b']
+    >>> assign_parts(["a"] * 3 + ["b"] * 3, {"a": 2, "b": 2, "c": 2})
+    ['a', 'a', 'c', 'b', 'b', 'c']
+    >>> assign_parts(["a", "a", "c", "b", "b", "c"], {"a": 2, "b": 2})
+    ['a', 'a', 'a', 'b', 'b', 'b']
     """
-    check_head(error)
-
-    def look() -> list[FreeNode]:
-        listed = free_nodes(claimed_too=lost.num_cpus == 0)
-        nodes = [node for node in listed if node.node_id not in excluded and node.cpus >= 1]
-        silent = unreachable({node.node_id: node.raylet for node in nodes})
-        return [node for node in nodes if node.node_id not in silent]
-
-    nodes = look_until(look, bool, _PLACE_AGAIN_S)
-    if not nodes:
-        raise NodeLostError(f"{error} No other node has a free core for its environments.") from error
-    node = max(nodes, key=lambda node: node.cpus)
-    bounds = lost.worker_bounds
-    cpus = min(lost.num_cpus, node.cpus)
-    if lost.num_workers == lost.num_cpus:  # one worker for each core; else one for each environment
-        bounds = even_bounds(len(lost.env_range), int(cpus), lost.env_range.start)
-    return NodeSlice(node.node_id, node.address, bounds, cpus)
+    held = {node: [part for part, holder in enumerate(current) if holder == node] for node in weights}
+    exact = {node: len(current) * weight / sum(weights.values()) for node, weight in weights.items()}
+    room = {node: int(share) for node, share in exact.items()}
+    # of nodes with equal remainders, one that has more parts than room gets one more: so that they stay
+    by_remainder = sorted(weights, key=lambda node: (room[node] - exact[node], room[node] - len(held[node])))
+    for node in by_remainder[: len(current) - sum(room.values())]:
+        room[node] += 1
+    found = {part: node for node, parts in held.items() for part in parts[: room[node]]}
+    left = iter([node for node in weights for _ in range(room[node] - len(held[node]))])
+    return [found[part] if part in found else next(left) for part in range(len(current))]

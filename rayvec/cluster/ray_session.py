@@ -4,6 +4,9 @@ If Ray is already initialised, a session uses it and never shuts it down. Otherw
 to ``RAY_ADDRESS``. Without an address, it starts a private local cluster with its own token and temporary directory.
 The private cluster stops when its last session is released, or when this process exits or is killed. The directory of a
 cluster whose process was killed is removed by the next process that starts one there.
+
+Ray itself notices after a minute that a node is gone. The operating system of a node accepts a connection to the port
+of its raylet, however busy the node is, and even if the process is stopped. So the head must answer a request.
 """
 
 from __future__ import annotations
@@ -21,31 +24,38 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import ray
+from ray._private import worker
+from ray.exceptions import RpcError
 
-from rayvec.cluster.reachability import can_call_ray
 from rayvec.data.cores import usable_cores
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, NodeLostError, first_line
+from rayvec.node.object_store import room_for
 
-__all__ = ["RaySession"]
+__all__ = ["Address", "RaySession", "can_call_ray", "check_connected", "check_head", "put", "unreachable"]
 
 _OWNER = "owner"
 """File in the directory of a private cluster that the process which has started it holds locked."""
 _PROBE_S = 5.0
 _LONGEST_TEMP_DIR = 24
 """In bytes: Ray's socket paths begin with this directory, and the system limits them to 107 bytes."""
-_TOKEN = secrets.token_hex(32)
-"""Token that clients of our private clusters must present. Without it, Ray would write a token to the user's home
-directory."""
 _SETTINGS = {
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # without it, Ray would write a token to the user's home directory
     "RAY_worker_niceness": "0",  # at a lower priority, a busy driver starves the workers
     "RAY_prestart_worker_first_driver": "0",  # Ray would start one process for each core; we need one
 }
+_ANSWER_S = 2.0
+_REQUEST_S = 10.0
+_MAX_THREADS = 64
+Address = tuple[str, int]
+_silent_heads: set[str] = set()
+"""The addresses of the heads that gave no answer."""
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
 class _Private(NamedTuple):
@@ -54,15 +64,6 @@ class _Private(NamedTuple):
     directory: str
     lock_fd: int
     pid: int
-
-    def remove(self) -> None:
-        """Removes the directory, into which a process that is ending may still write."""
-        for _ in range(20):
-            shutil.rmtree(self.directory, ignore_errors=True)
-            if not os.path.exists(self.directory):
-                break
-            time.sleep(0.05)
-        os.close(self.lock_fd)
 
 
 class RaySession(contextlib.AbstractContextManager["RaySession"]):
@@ -80,104 +81,51 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
             is that of Ray Client.
     """
 
-    _lock = threading.Lock()
-    _returned: ClassVar[deque[RaySession]] = deque()
+    _lock = threading.RLock()  # a finalizer may release a session while this thread begins another
     _shares = 0
-    _private: ClassVar[_Private | None] = None
-    _ending: threading.Thread | None = None
+    _private: _Private | None = None
     _ours: tuple[str, str] | None = None  # cluster and job of the connection that the first session opened, if it did
 
     def __init__(self, address: str | None = None) -> None:
-        self._released = False
-        try:
-            with RaySession._lock:
+        self._is_released = False
+        with RaySession._lock:
+            RaySession._shares += 1
+            try:
                 if ray.is_initialized():
                     _check_same(address)
                 else:  # also if the program has shut it down since another session began
-                    RaySession._begin(address)
-                RaySession._shares += 1
-        finally:
-            RaySession._settle()
-
-    @classmethod
-    def _begin(cls, address: str | None) -> None:
-        address = address or os.environ.get("RAY_ADDRESS")
-        if address and address.startswith("ray://"):
-            raise _client_error(address)
-        with _keeping_sigterm():
-            if address:
-                _connect(address)
-            else:
-                cls._end_private()
-                cls._private = _start_private()
-        cls._ours = _connection()
+                    _begin(address or os.environ.get("RAY_ADDRESS"))
+            except BaseException:
+                self.release()
+                raise
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
 
     def release(self) -> None:
-        """Releases the session; further calls do nothing.
-
-        A finalizer may call it while this thread holds the lock.
-        """
-        if self._released:
-            return
-        self._released = True
-        RaySession._returned.append(self)
-        RaySession._settle()
-
-    @classmethod
-    def _settle(cls) -> None:
-        """Counts released sessions. If the lock is held, its holder counts them after it releases the lock."""
-        while cls._returned and cls._lock.acquire(blocking=False):
-            try:
-                with contextlib.suppress(IndexError):  # another thread has counted it
-                    cls._returned.popleft()
-                    cls._take_back()
-            finally:
-                cls._lock.release()
-
-    @classmethod
-    def _take_back(cls) -> None:
-        cls._shares -= 1
-        if cls._shares:
-            return
-        if cls._ours and ray.is_initialized() and _connection() == cls._ours:  # else the program has made its own
-            if can_call_ray():
-                ray.shutdown()
-            else:  # it would wait for minutes, and hide the error that ends a run
-                cls._ending = threading.Thread(target=ray.shutdown, name="rayvec-shutdown", daemon=True)
-                cls._ending.start()
-        cls._end_private()
-        cls._ours = None
-
-    @classmethod
-    def _end_private(cls) -> None:
-        if cls._private is not None:
-            cls._private.remove()
-            cls._private = None
-            _forget_token()
+        """Releases the session; further calls do nothing."""
+        with RaySession._lock:
+            if not self._is_released:
+                self._is_released = True
+                RaySession._shares -= 1
+                if RaySession._shares == 0:
+                    _end()
 
 
-@atexit.register
-def _end_without_head() -> None:
-    """Ends a process whose cluster has lost its head, with exit code 1. Ray itself would wait at exit, or crash."""
-    if RaySession._ending is not None and RaySession._ending.is_alive():
-        logging.getLogger(__name__).warning(
-            "the head of the Ray cluster does not answer: this process ends without ray.shutdown(), with exit code 1"
-        )
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
-
-
-@atexit.register
-def _end_private_cluster() -> None:
-    """Ends the private cluster of a program that has not released its sessions."""
-    if RaySession._private is not None and RaySession._private.pid == os.getpid():
-        RaySession._shares = 1
-        RaySession._take_back()
+def _begin(address: str | None) -> None:
+    if address and address.startswith("ray://"):
+        raise _client_error(address)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        if address:
+            _connect(address)
+        else:
+            _end_private()
+            _start_private()
+    finally:  # Ray's handler raises SystemExit, and the one of its C++ code aborts the process after three seconds
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+    RaySession._ours = _connection()
 
 
 def _connection() -> tuple[str, str]:
@@ -186,49 +134,44 @@ def _connection() -> tuple[str, str]:
     return context.gcs_address, context.get_job_id()
 
 
-def _client_error(got: str) -> ConfigError:
-    return ConfigError(
-        "rayvec runs on a machine of the Ray cluster, not through Ray Client (ray://host:10001).",
-        expected="the address of the cluster's head, such as 'host:6379', or 'auto'",
-        got=got,
-        remedy="Start the program on a machine of the cluster, send it there as a job or as a task of ray.remote, "
-        "or unset RAY_ADDRESS and pass num_nodes=0 to use this machine without Ray.",
+@atexit.register
+def _end_private_cluster() -> None:
+    """Ends the private cluster of a program that has not released its sessions."""
+    if RaySession._private is not None and RaySession._private.pid == os.getpid():
+        _end()
+
+
+def _end() -> None:
+    """Closes the connection, if a session has opened it: else it is that of the program."""
+    if RaySession._ours and ray.is_initialized() and _connection() == RaySession._ours:
+        if can_call_ray():
+            ray.shutdown()
+        else:  # it would wait without end, also when this process exits
+            atexit.register(_exit_without_head)
+    RaySession._ours = None
+    _end_private()
+
+
+def _exit_without_head() -> None:
+    logging.getLogger(__name__).warning(
+        "the head of the Ray cluster does not answer: this process ends without ray.shutdown(), with exit code 1"
     )
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
 
 
-def _check_same(address: str | None) -> None:
-    """Raises ``ConfigError`` if the connection is that of Ray Client, or `address` names another cluster."""
-    if ray.util.client.ray.is_connected():
-        raise _client_error("a program that is connected by ray.init('ray://...')")
-    connected = ray.get_runtime_context().gcs_address
-    if address not in (None, "auto", "local", connected):
-        raise ConfigError(
-            "One process is connected to one Ray cluster.",
-            expected=f"no address, or that of the cluster which is connected ({connected})",
-            got=repr(address),
-            remedy="Leave the address out, or call ray.shutdown() first.",
-        )
-
-
-@contextlib.contextmanager
-def _keeping_sigterm() -> Iterator[None]:
-    """Keeps the program's own handler of SIGTERM, also while ``ray.init`` runs.
-
-    Ray sets one that raises SystemExit, with the number of the signal as exit code. Ray's own code may swallow that
-    exception; then the signal is lost. Its C++ code sets another one below Python's: it prints a stack trace, calls
-    Python's handler, and aborts the process three seconds later.
-    """
-    before = signal.getsignal(signal.SIGTERM)
-    if before in (None, signal.SIG_DFL) or threading.current_thread() is not threading.main_thread():
-        yield
+def _end_private() -> None:
+    """Removes the directory of a private cluster, into which a process that is ending may still write."""
+    if (private := RaySession._private) is None:
         return
-    utils: Any = ray._private.utils
-    original, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
-    try:
-        yield
-    finally:
-        utils.set_sigterm_handler = original
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # in place of the C++ handler
+    RaySession._private = None
+    deadline = time.monotonic() + 1.0
+    while os.path.exists(private.directory) and time.monotonic() < deadline:
+        shutil.rmtree(private.directory, ignore_errors=True)
+    os.close(private.lock_fd)
+    _forget_token()
 
 
 def _forget_token() -> None:
@@ -238,65 +181,66 @@ def _forget_token() -> None:
         loader.instance().reset_cache()
 
 
+def _client_error(found: str) -> ConfigError:
+    return ConfigError(
+        f"rayvec runs on a machine of the Ray cluster, not through Ray Client ({found}). Start the program there, send "
+        "it there as a job or as a task of ray.remote, or unset RAY_ADDRESS and pass num_nodes=0 to use this machine "
+        "without Ray."
+    )
+
+
+def _check_same(address: str | None) -> None:
+    """Raises ``ConfigError`` if the connection is that of Ray Client, or `address` names another cluster."""
+    if ray.util.client.ray.is_connected():
+        raise _client_error("ray.init('ray://...') has connected this program")
+    connected = ray.get_runtime_context().gcs_address
+    if address not in (None, "auto", "local", connected):
+        raise ConfigError(
+            f"address={address!r} was passed, but this process is connected to the Ray cluster at {connected}. Leave "
+            "the address out, or call ray.shutdown() first."
+        )
+
+
 def _connect(address: str) -> None:
     try:
         host, _, port = address.rpartition(":")
         if port.isdigit():  # Ray itself would retry for minutes
             socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, **_QUIET)
     except Exception as error:
         raise ConfigError(
-            "address names a running Ray cluster.",
-            expected="a cluster that answers, such as 'auto' or 'host:6379'",
-            got=f"{address!r} ({type(error).__name__}: {error})",
-            remedy="Start one (ray start --head), or leave the address out for a private local one.",
+            f"No Ray cluster answers at address={address!r} ({type(error).__name__}: {first_line(error)}). Start one "
+            "(ray start --head), or leave the address out for a private local one."
         ) from error
 
 
-def _start_private() -> _Private:
-    directory = _short_temp_dir()
-    private = _Private(directory, _lock(directory), os.getpid())
-    try:
-        with _environment(RAY_AUTH_TOKEN=_TOKEN, **_SETTINGS):
-            _forget_token()
-            ray.init(
-                address="local",
-                num_cpus=usable_cores(),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=directory,
-            )
-    except BaseException as error:
-        ray.shutdown()
-        private.remove()
-        if not isinstance(error, Exception):
-            raise
-        raise ConfigError(
-            "Without an address, environments on Ray start a private local cluster.",
-            expected="Ray to start",
-            got=f"{type(error).__name__}: {error}".rstrip("."),
-            remedy="If this is about files, set TMPDIR to a directory that can be written. If Ray timed out, raise the "
-            "limit of processes and threads (ulimit -u, or the container's). Or pass num_nodes=0 to do without Ray.",
-        ) from error
-    return private
-
-
-def _short_temp_dir() -> str:
-    """Makes a directory for a private cluster: below /tmp if the usual place has too long a name."""
+def _start_private() -> None:
     where = tempfile.gettempdir()
     where = where if len(os.fsencode(where)) <= _LONGEST_TEMP_DIR else "/tmp"
     _remove_leftovers(where)
+    before = {name: os.environ.get(name) for name in (*_SETTINGS, "RAY_AUTH_MODE")}  # Ray sets the last one
     try:
-        return tempfile.mkdtemp(prefix="rayvec-", dir=where)
-    except OSError as error:
+        directory = tempfile.mkdtemp(prefix="rayvec-", dir=where)
+        RaySession._private = _Private(directory, _lock(directory), os.getpid())
+        os.environ.update(_SETTINGS)
+        _forget_token()
+        cores = usable_cores()
+        ray.init(address="local", num_cpus=cores, include_dashboard=False, _temp_dir=directory, **_QUIET)
+    except BaseException as error:
+        ray.shutdown()
+        _end_private()
+        if not isinstance(error, Exception):
+            raise
         raise ConfigError(
-            f"A private Ray cluster keeps its files in TMPDIR, or in /tmp if TMPDIR has more than {_LONGEST_TEMP_DIR} "
-            "bytes.",
-            expected="a directory that can be written",
-            got=f"{where} ({error.strerror})",
-            remedy="Set TMPDIR to one with a short name, or pass num_nodes=0 to do without Ray.",
+            f"A private Ray cluster with its files in {where} could not start ({type(error).__name__}: "
+            f"{str(error).rstrip('.')}). Set TMPDIR to a directory with a short name that can be written, or raise the "
+            "limit of processes and threads (ulimit -u, or the container's). num_nodes=0 does without Ray."
         ) from error
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _lock(directory: str) -> int:
@@ -315,20 +259,67 @@ def _remove_leftovers(where: str) -> None:
             shutil.rmtree(owner.parent, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _environment(**settings: str) -> Iterator[None]:
-    """Sets environment variables for processes that are started inside the context.
+def unreachable(addresses: Mapping[str, Address]) -> set[str]:
+    """Returns the ids of the nodes that do not accept a connection within two seconds."""
+    with ThreadPoolExecutor(_MAX_THREADS) as threads:
+        accepted = list(threads.map(_accepts, addresses.values()))
+    return {node_id for node_id, accepts in zip(addresses, accepted, strict=True) if not accepts}
 
-    It also restores ``RAY_AUTH_MODE``, which Ray sets when it turns on token authentication for a cluster that it
-    starts.
-    """
-    before = {name: os.environ.get(name) for name in (*settings, "RAY_AUTH_MODE")}
-    os.environ.update(settings)
+
+def _accepts(address: Address) -> bool:
     try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        socket.create_connection(address, _ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def can_call_ray() -> bool:
+    """Whether Ray is initialised and its head answers: else calls of Ray wait for a minute or more, some without end.
+
+    A head that gave no answer is not asked again: what closes many nodes waits for it once.
+    """
+    if not ray.is_initialized():
+        return False
+    connected: Any = worker.global_worker
+    head = ray.get_runtime_context().gcs_address
+    if head not in _silent_heads:
+        try:
+            connected.gcs_client.internal_kv_exists(b"", None, timeout=_REQUEST_S)
+        except RpcError:
+            _silent_heads.add(head)
+    return head not in _silent_heads
+
+
+def check_connected(cause: Exception | None = None) -> None:
+    """Raises ``NodeLostError`` because of `cause` if Ray is not initialised. A call of Ray would join any cluster."""
+    if not ray.is_initialized():
+        raise NodeLostError(
+            "Ray is not initialised: ray.shutdown() was called before close(). Make the environments or ranks again, "
+            "and close them before ray.shutdown()."
+        ) from cause
+
+
+def check_head(cause: Exception | None = None) -> None:
+    """Raises ``NodeLostError`` because of `cause` if the head of the cluster does not answer."""
+    check_connected(cause)
+    _silent_heads.clear()
+    if not can_call_ray():
+        if sys.excepthook is worker.custom_excepthook:  # it tells the head first, for which it waits without end
+            sys.excepthook = worker.normal_excepthook
+        raise NodeLostError(
+            f"The head of the Ray cluster, {ray.get_runtime_context().gcs_address}, does not answer requests. Start "
+            "the cluster again; a training resumes from its last checkpoint."
+        ) from cause
+
+
+def put(value: Any, what: str) -> Any:
+    """Puts a value into the object store and returns its reference; `what` names it in errors.
+
+    Raises:
+        NodeLostError: Ray is not initialised.
+        ConfigError: The store is full.
+    """
+    check_connected()
+    with room_for(what):
+        return ray.put(value)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.cluster.node_variables import restore_variables
+from rayvec.cluster.node_facts import restore_variables
 from rayvec.data.topology import Topology
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks, can_share_memory
 from rayvec.distributed.allreduce_torch import CollectiveRanks, check_device

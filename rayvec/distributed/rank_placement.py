@@ -10,7 +10,7 @@ from itertools import pairwise
 import ray
 
 from rayvec.cluster.placement import choose_nodes, free_nodes, leaving_nodes, look_until
-from rayvec.cluster.reachability import unreachable
+from rayvec.cluster.ray_session import unreachable
 from rayvec.data.partition import even_bounds
 from rayvec.distributed.rank import RankPlacement, divided_workers
 from rayvec.errors import ConfigError, counted

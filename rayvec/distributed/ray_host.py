@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.cluster.ray_session import RaySession
-from rayvec.cluster.reachability import can_call_ray, check_connected, put
+from rayvec.cluster.ray_session import RaySession, can_call_ray, check_connected, put
 from rayvec.distributed.rank import MakeStore, Rank, RankPlacement, lost
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
 from rayvec.distributed.rendezvous import RayStore, delete_rendezvous

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rayvec import __version__
-from rayvec.cluster.node_variables import started_with
+from rayvec.cluster.node_facts import started_with
 from rayvec.data.cores import quota_cores
 from rayvec.envs.step_time import StepTime, measure_step
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from rayvec.envs.step_time import StepTime, StepTimer
 from rayvec.errors import WorkerLostError
 from rayvec.fleet.commands import Command, Op
 from rayvec.fleet.restarts import RestartPolicy
-from rayvec.node.machine import Machine
 
 __all__ = ["MAX_WAITING_WORKERS", "MIN_WAITING_CORES", "log_probe", "probe_step"]
 
@@ -28,14 +28,15 @@ _MEASURING_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-def probe_step(factory: EnvFactory, node: str, preload: Sequence[str], restart_policy: RestartPolicy) -> StepTime | str:
-    """Makes the first environment in a worker process of this machine, measures its steps, and closes it.
+def probe_step(
+    factory: EnvFactory, restart_policy: RestartPolicy, open_fleet: Callable[[EnvFactory, RestartPolicy], Any]
+) -> StepTime | str:
+    """Makes the first environment in a worker process, measures its steps, and closes it.
 
     Args:
         factory: Makes all environments.
-        node: Name of the machine, for errors.
-        preload: Modules that the worker's fork server imports.
         restart_policy: Its limits of time are the worker's.
+        open_fleet: Starts a machine or a cluster of one worker, which makes the environment of a factory.
 
     Returns:
         What was measured; or the error of the environment's reset or step, or of its worker. The error is not raised,
@@ -47,14 +48,14 @@ def probe_step(factory: EnvFactory, node: str, preload: Sequence[str], restart_p
     timer = replace(factory, env_fns=(partial(StepTimer, factory.env_fns[0]),))
     limit_s = restart_policy.step_timeout_s
     limits = replace(restart_policy, restart=False, step_timeout_s=limit_s and 3 * limit_s + _MEASURING_S)
-    machine = Machine(timer, 1, node=node, preload=preload, restart_policy=limits)
+    fleet = open_fleet(timer, limits)
     try:
-        machine.allocate(machine.spaces.observation, machine.spaces.action)
-        found: StepTime | str = machine.run(Command(Op.CALL, np.zeros(1, np.int64), rest=("measure", (), {}))).value[0]
+        fleet.allocate(fleet.spaces.observation, fleet.spaces.action)
+        found: StepTime | str = fleet.run(Command(Op.CALL, np.zeros(1, np.int64), rest=("measure", (), {}))).value[0]
     except WorkerLostError as error:
         found = str(error)
     finally:
-        machine.close()
+        fleet.close()
     return found
 
 

@@ -116,7 +116,11 @@ def local_workers(
     if not probe or factory.native or num_envs <= cores:
         return min(num_envs, cores)
     name = Topology.of_this_node().nodes[0].name
-    step = log_probe(lambda: probe_step(factory, name, preload, restart_policy))
+
+    def opened(factory: EnvFactory, limits: RestartPolicy) -> Machine:
+        return Machine(factory, 1, node=name, preload=preload, restart_policy=limits)
+
+    step = log_probe(lambda: probe_step(factory, restart_policy, opened))
     return min(num_envs, MAX_WAITING_WORKERS) if step is not None and step.waits else cores
 
 

@@ -226,7 +226,7 @@ SCRIPT = """
     try:
         rayvec.RayVecEnv("CartPole-v1", 2, address="127.0.0.1:1")
     except ConfigError as error:
-        assert "Remedy" in str(error), error
+        assert "ray start --head" in str(error), error
     else:
         raise AssertionError("connected to nobody")
 
@@ -289,7 +289,7 @@ DOES_NOT_START = """
 def test_a_private_cluster_that_does_not_start_is_an_error_and_leaves_nothing(run: MakeDriver) -> None:
     driver = run(DOES_NOT_START)
     said = driver.finish()
-    assert "Got: Exception: The current node timed out" in said and "set TMPDIR" in said and "ulimit -u" in said
+    assert "Exception: The current node timed out" in said and "set TMPDIR" in said and "ulimit -u" in said
     driver.assert_nothing_left()
 
 
@@ -351,10 +351,8 @@ class TestSharedCluster:
         make_vec([CountingEnv]).reset()
 
     def test_another_cluster_beside_it_is_refused(self, ray_cluster: object) -> None:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match="this process is connected to the Ray cluster at"):
             RayVecEnv([CountingEnv], address="127.0.0.1:1")
-        for word in ("Expected:", "Got:", "Remedy:"):
-            assert word in str(caught.value)
 
     def test_its_own_address_is_no_other_cluster(self, ray_cluster: object) -> None:
         import ray
@@ -460,8 +458,8 @@ class TestSharedCluster:
             RAY_ADDRESS="ray://head:10001",
         )
         first, second = driver.finish().splitlines()
-        assert "not through Ray Client" in first and "Got: ray://elsewhere:10001. Remedy: " in first
-        assert "Got: ray://head:10001. Remedy: " in second
+        assert "not through Ray Client" in first and "(ray://elsewhere:10001)" in first
+        assert "(ray://head:10001)" in second
 
     @pytest.mark.slow
     def test_a_program_that_ray_client_has_connected_is_refused(self, run: MakeDriver, ray_cluster: object) -> None:
@@ -491,7 +489,7 @@ class TestSharedCluster:
             """,
             **authentication(),
         )
-        assert "Got: a program that is connected by ray.init('ray://...')." in driver.finish()
+        assert "not through Ray Client (ray.init('ray://...') has connected this program)" in driver.finish()
         driver.wait_until(lambda: not driver.left(), "no process is left")
 
     def test_a_driver_that_is_killed_leaves_nothing_on_a_cluster_of_others(

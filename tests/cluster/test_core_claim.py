@@ -8,7 +8,7 @@ import pytest
 import ray
 from helpers.waiting import wait_until
 
-from rayvec.cluster.core_claim import CoreClaim
+from rayvec.cluster.ray_places import CoreClaim
 
 
 class Claims:

@@ -22,8 +22,8 @@ from hypothesis import example, given, strategies as st
 from soak.auditor import Auditor
 from soak.witness import Asking, Witness
 
-from rayvec.cluster import elastic
-from rayvec.cluster.elastic import assign_parts, num_parts
+from rayvec.cluster import ray_places
+from rayvec.cluster.placement import assign_parts
 from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, restart_seed
@@ -32,19 +32,6 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 SEED, EPISODE, STEP, TOTAL = range(4)
 
 pytestmark = pytest.mark.timeout(600)  # nodes are slow to start where others work
-
-
-@given(st.integers(1, 16), st.integers(0, 15), st.integers(1, 300))
-@examples(200)
-def test_parts_are_as_few_as_balance_allows(low: int, more: int, num_envs: int) -> None:
-    high = low + more
-    parts = num_parts(low, high, num_envs)
-    assert 1 <= parts <= min(num_envs, 3 * high)
-    if parts < num_envs:
-        assert parts % high == 0
-        assert parts == 3 * high or all(
-            math.ceil(parts / nodes) <= 1.25 * parts / nodes + 1e-9 for nodes in range(low, high + 1)
-        )
 
 
 @given(
@@ -326,8 +313,8 @@ def test_tianshou(nodes: Nodes, wait_num: int | None) -> None:
 @pytest.mark.slow
 def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments stay on a node that announces to leave; once it is gone, it is one clear error."""
-    monkeypatch.setattr(elastic, "_REPLACE_S", 0.5)
-    monkeypatch.setattr(elastic, "_POLL_S", 0.0)
+    monkeypatch.setattr(ray_places, "_REPLACE_S", 0.5)
+    monkeypatch.setattr(ray_places, "_POLL_S", 0.0)
     first = nodes.join()
     with RayVecEnv([CountingEnv] * 4, num_nodes=(2, 3), workers_per_node=1) as env:
         env.reset(seed=1)

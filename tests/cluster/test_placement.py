@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rayvec.cluster import placement
 from rayvec.cluster.open_cluster import open_cluster
-from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology, wait_for_topology
+from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
 
@@ -114,16 +113,6 @@ def test_claimed_cores(nodes: list[FreeNode], kwargs: dict[str, Any], claims: li
 def test_too_few_cores_for_what_was_asked(nodes: list[FreeNode], kwargs: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_topology(nodes, 10, **kwargs)
-
-
-def test_waiting_ends_with_a_plan_or_with_the_last_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_PLACE_S", 0.2)
-    monkeypatch.setattr(placement, "_LOOK_AGAIN_S", 0.01)
-    node = FreeNode("a" * 40, "10.0.0.1", 1)
-    looks = iter([[], [], [node]])
-    assert wait_for_topology(lambda: plan_topology(next(looks), 1)).nodes[0].env_range == range(1)
-    with pytest.raises(ConfigError):
-        wait_for_topology(lambda: plan_topology([], 1))
 
 
 def test_the_drivers_own_node_is_first(ray_cluster: object) -> None:

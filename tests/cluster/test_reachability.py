@@ -1,4 +1,4 @@
-"""Which nodes answer: a busy one does, a dead raylet does not."""
+"""Which nodes answer: a busy one does, a dead raylet does not; and a run whose head answers no more."""
 
 from __future__ import annotations
 
@@ -7,61 +7,28 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers.waiting import DEADLINE_S
 
-from rayvec.cluster import reachability
-from rayvec.cluster.reachability import unreachable
+from rayvec.cluster.ray_session import unreachable
 
 
-@pytest.fixture
-def silent() -> Iterator[tuple[str, int]]:
-    """A port that drops what arrives, as a machine does that is gone: its queue of connections is full."""
+def test_a_node_answers_if_it_accepts_connections() -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        busy, full, closed = (socket.create_server(("127.0.0.1", 0), backlog=backlog) for backlog in (9, 0, 9))
+        stack.enter_context(busy)  # accepts nothing, but its machine does
+        stack.enter_context(full)  # drops what arrives, as a machine does that is gone
         for _ in range(4):
             sock = stack.enter_context(socket.socket())
             sock.setblocking(False)
-            sock.connect_ex(server.getsockname())
-        yield server.getsockname()
-
-
-def test_a_node_answers_if_it_accepts_connections(silent: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reachability, "_ANSWER_S", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        busy = server.getsockname()  # accepts nothing, but its machine does
-        with socket.create_server(("127.0.0.1", 0)) as closed:
-            refuses = closed.getsockname()
-        assert unreachable({"busy": busy, "refuses": refuses, "silent": silent}) == {"refuses", "silent"}
+            sock.connect_ex(full.getsockname())
+        addresses = {"busy": busy.getsockname(), "silent": full.getsockname(), "refuses": closed.getsockname()}
+        closed.close()
+        assert unreachable(addresses) == {"refuses", "silent"}
     assert unreachable({}) == set()
-
-
-def test_a_head_that_gave_no_answer_is_asked_again_after_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, answers, asked = [100.0], [False], [0]
-
-    def answer(address: tuple[str, int], *, refused_is_answer: bool) -> bool:
-        asked[0] += 1
-        return answers[0]
-
-    context = SimpleNamespace(gcs_address="10.0.0.9:6379")
-    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: context)
-    monkeypatch.setattr(reachability, "ray", ray)
-    monkeypatch.setattr(reachability, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr(reachability, "_answers", answer)
-    monkeypatch.setattr(reachability, "_serves", lambda: True)
-    monkeypatch.setattr(reachability, "_head_was_silent_s", {})
-    assert not reachability.can_call_ray() and not reachability.can_call_ray() and asked == [1]
-    now_s[0], answers[0] = 111.0, True
-    assert reachability.can_call_ray() and reachability.can_call_ray() and asked == [3]
-    answers[0] = False
-    assert not reachability.head_answers() and not reachability.can_call_ray() and asked == [4]
-    answers[0] = True
-    assert reachability.head_answers() and reachability.can_call_ray()  # it answered meanwhile
 
 
 STOPS_THE_HEAD = """

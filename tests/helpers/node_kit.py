@@ -12,8 +12,7 @@ from typing import Any
 
 from rayvec.cluster.cluster import Cluster
 from rayvec.cluster.node import Node, NodeSpec
-from rayvec.cluster.node_server import NodeServer
-from rayvec.cluster.remote import RemoteNode
+from rayvec.cluster.remote import NodeServer, RemoteNode
 from rayvec.cluster.stream import Stream, accept, connect
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.partition import even_bounds

@@ -333,7 +333,7 @@ class TestInput:
             RayVecEnv("NoSuchEnvironment-v0", 2)
 
     def test_more_nodes_than_there_are(self, ray_cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rayvec.cluster.placement._PLACE_S", 0.3)
+        monkeypatch.setattr("rayvec.cluster.ray_places._PLACE_S", 0.3)
         with pytest.raises(ConfigError, match=r"num_nodes=3 needs 3 nodes, but Ray has .* cores free"):
             RayVecEnv([CountingEnv] * 6, num_nodes=3)
 
