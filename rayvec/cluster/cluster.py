@@ -61,7 +61,7 @@ class Cluster(Fleet):
     ) -> None:
         self._places, self._slices = places, list(topology.nodes)
         self._replaced = Counter[str]()
-        self._release: Callable[[], None] = lambda: None  # where it can't start, the opener releases
+        self._rehost, self._release = rehost, release
         nodes: list[Any] = []
         try:
             nodes += [places.open(place) for place in self._slices]
@@ -79,7 +79,6 @@ class Cluster(Fleet):
             raise
         bounds = np.cumsum([0, *sizes]).tolist()
         super().__init__(nodes, bounds, self._replacement, restarts=RESTARTS_OF_A_NODE)
-        self._rehost, self._release = rehost, release
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays of the driver and of all nodes for these spaces."""
@@ -101,8 +100,7 @@ class Cluster(Fleet):
     def _move(self, k: int, place: NodeSlice) -> None:
         """Moves the environments of node k, once it has answered. If they can't start there, they stay."""
         old, before = self.children[k], self._slices[k]
-        chunks = [ticket for ticket in self._pending[k] if ticket.command.op == Op.ROLLOUT]
-        while any(k not in ticket.answers for ticket in chunks):
+        while any(ticket.command.op == Op.ROLLOUT for ticket in self._pending[k]):
             self._receive(k, _POLL_S)
         if self._slices[k] is not before:  # it was lost meanwhile
             return
@@ -129,20 +127,15 @@ class Cluster(Fleet):
         if not self._rehost:
             self.children[k].kill()
             raise lost.error
-        self._loss: Exception = lost.error
         super().replace(k, lost)
         self.notes[-1] += f" They resume on node {self._slices[k].name}."
 
-    def _replacement(self, k: int) -> Any:
-        while True:
-            place = self._places.another(k, self._slices, self._loss)
-            try:
-                node = self._opened(k, place)
-            except ChildLost as lost:
-                self._loss, self._slices[k] = lost.error, place
-            else:
-                self._slices[k] = place
-                return node
+    def _replacement(self, k: int, lost: ChildLost) -> Any:
+        self._slices[k] = self._places.another(k, self._slices, lost.error)
+        try:
+            return self._opened(k, self._slices[k])
+        except ChildLost as another:
+            return self._replacement(k, another)
 
     def _opened(self, k: int, place: NodeSlice) -> Any:
         """Starts a node for the environments of node k."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from rayvec.data.columns import Columns
 from rayvec.data.trees import Tree, tree_map
 from rayvec.errors import RayvecError, RemoteFailure
 
-__all__ = ["NO_NEWS", "STEPPING", "Answer", "Autoreset", "Child", "ChildLost", "Command", "Op", "Share", "Ticket"]
+__all__ = ["NO_NEWS", "STEPPING", "Answer", "Autoreset", "ChildLost", "Command", "Op", "Share", "Ticket"]
 
 
 class Op(IntEnum):
@@ -153,39 +153,3 @@ class ChildLost(Exception):
     def __init__(self, error: RayvecError, waited_s: float = 0.0) -> None:
         super().__init__(str(error))
         self.error, self.waited_s = error, waited_s
-
-
-class Child(Protocol):
-    """Executes commands, in the order in which they are posted to each environment."""
-
-    name: str
-    """What errors call it."""
-
-    def open(self, arrays: dict[str, Any]) -> None:
-        """Attaches it to the arrays that hold the answers of its environments, and say how these begin."""
-        ...
-
-    def post(self, command: Command) -> None:
-        """Starts a command. It does not raise if the child has died: `wait` does."""
-        ...
-
-    def wait(self, timeout_s: float) -> Answer | None:
-        """Returns the answer to a pending command, a worker to the oldest; None if there is none within `timeout_s`.
-
-        Raises:
-            ChildLost: The child has died, or takes longer than its limits allow.
-            Exception: An environment could not be made again, in place of one that was lost.
-        """
-        ...
-
-    def kill(self) -> None:
-        """Ends it at once, with all that it has started. It writes into the arrays no more."""
-        ...
-
-    def close(self) -> None:
-        """Asks it to close its environments once it has executed the pending commands. It does not wait."""
-        ...
-
-    def join(self, timeout_s: float) -> bool:
-        """Waits until it has ended, and kills it after `timeout_s`. Returns whether it ended by itself."""
-        ...

@@ -17,8 +17,8 @@ from rayvec.data.columns import merge
 from rayvec.data.layouts import index_tree
 from rayvec.data.trees import as_slice, tree_leaves, tree_map
 from rayvec.errors import without_remedy
-from rayvec.fleet.commands import STEPPING, Answer, Child, ChildLost, Command, Op, Share, Ticket
-from rayvec.fleet.deferred_signals import Uninterrupted
+from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Op, Share, Ticket
+from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
 
 __all__ = ["Fleet"]
@@ -37,7 +37,10 @@ class Fleet:
     """Divides commands among children by the environments that they own, and replaces children that are lost.
 
     Args:
-        children: What executes the commands.
+        children: What executes the commands: workers, or nodes. `open(arrays)` attaches a child to the arrays that
+            hold the answers of its environments. `post(command)` starts a command; those to an environment are
+            executed in their order. `wait(timeout_s)` returns the answer to a pending command, or None; it raises
+            ``ChildLost`` if the child has died or takes longer than its limits allow. `kill()` ends it at once.
         bounds: Child k owns the environments ``bounds[k]`` to ``bounds[k + 1] - 1``.
         start: Starts a child in place of child k; None, if lost children are not replaced.
         restarts: How often the environments of a replaced child count as restarted.
@@ -51,9 +54,9 @@ class Fleet:
 
     def __init__(
         self,
-        children: Sequence[Child],
+        children: Sequence[Any],
         bounds: Sequence[int],
-        start: Callable[[int], Child] | None = None,
+        start: Callable[[int, ChildLost], Any] | None = None,
         *,
         restarts: int = 1,
         first_id: int = 0,
@@ -117,7 +120,7 @@ class Fleet:
         for k in reversed(ticket.shares):  # the last child to start usually ends last: one wake-up
             while k not in ticket.answers:
                 poll_s = _POLL_S if timeout_s == math.inf else max(0.0, min(_POLL_S, deadline - time.monotonic()))
-                with Uninterrupted() if is_repeatable else contextlib.nullcontext():
+                with uninterrupted() if is_repeatable else contextlib.nullcontext():
                     if not self._receive(k, poll_s):
                         self._receive_all()
                 if k not in ticket.answers and time.monotonic() >= deadline:
@@ -222,12 +225,15 @@ class Fleet:
         if self._start is None:
             raise lost.error
         if not self._budget.spend(k, lost.waited_s):
-            raise _lost_too_often(child, lost)
+            raise type(lost.error)(
+                f"{child.name} was lost again and again ({RestartBudget.rule()} are allowed): "
+                f"{without_remedy(lost.error)} The system's log may say what ends it."
+            ) from lost.error
         self.notes.append(f"restarted {child.name} ({self._described(self._rows[k])}: {without_remedy(lost.error)}")
         self.num_replaced += 1
-        self.resume(k, self._start(k))
+        self.resume(k, self._start(k, lost))
 
-    def resume(self, k: int, child: Child) -> None:
+    def resume(self, k: int, child: Any) -> None:
         """Lets a child, which has started, resume the environments of child k from their last answers."""
         rows, episode = self._rows[k], self.arrays["episode"]
         tree_map(lambda array, kept: array.__setitem__(rows, kept[rows]), self.arrays["obs"], self._last_obs)
@@ -247,15 +253,3 @@ class Fleet:
         found = [seed_of(self.arrays, row, env_id) for row, env_id in enumerate(ids, rows.start)]
         more = ", ..." if len(found) > _SHOWN_SEEDS else ""
         return f"environments {ids[0]} to {ids[-1]}), seeds [{', '.join(map(str, found[:_SHOWN_SEEDS]))}{more}]"
-
-
-def _lost_too_often(child: Child, lost: ChildLost) -> Exception:
-    """Returns the error for a child that is not replaced for ever."""
-    error = type(lost.error)(
-        f"{child.name} was lost again and again.",
-        expected=RestartBudget.rule(),
-        got=f"one more: {without_remedy(lost.error)}",
-        remedy="Find out what ends it, or what takes it so long; the system's log may say it.",
-    )
-    error.__cause__ = lost.error
-    return error

@@ -164,7 +164,7 @@ class Machine(Fleet):
         assert self._block is not None
         return self._block.block.arrays[name]
 
-    def _replacement(self, k: int) -> LocalWorker:
+    def _replacement(self, k: int, lost: ChildLost) -> LocalWorker:
         assert self._block is not None
         row = int(self.bounds[k])
         seed = seed_of(self.arrays, row, self.first_id + row)

@@ -17,7 +17,7 @@ from rayvec.data.join_chunks import join_chunks
 from rayvec.data.topology import split_groups
 from rayvec.errors import ConfigError
 from rayvec.fleet.commands import Command, Op
-from rayvec.fleet.deferred_signals import Uninterrupted
+from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.node.machine import Machine
 from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.node.slow_workers import EnoughSteps, StepTimes
@@ -136,7 +136,7 @@ class Chunks:
             return
         self._host.note_absence()
         rows = np.arange(self._envs.num_envs) if part is None else np.array(self._envs.parts[part])
-        with Uninterrupted():
+        with uninterrupted():
             ticket = self._envs.post(Command(Op.ROLLOUT, rows, rest=order))
             self._pending.append(_Pending(order, ticket, parts))
 

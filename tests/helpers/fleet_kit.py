@@ -82,7 +82,7 @@ def fleet_of(
     ends = np.linspace(0, len(env_fns), num_children + 1).astype(int)
     bounds = [0]
 
-    def start(k: int) -> Here:
+    def start(k: int, lost: Any = None) -> Here:
         fns = env_fns[ends[k] : ends[k + 1]]
         return Here(slice_of(fns, NO_RESTARTS, bounds[k], native), f"child {k}")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayvec.fleet.deferred_signals import Uninterrupted
+from rayvec.fleet.deferred_signals import uninterrupted
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -16,7 +16,7 @@ def test_a_signal_is_handled_when_the_block_is_complete(signum: int) -> None:
     events: list[str] = []
     before = signal.signal(signum, lambda *_: events.append("signal"))
     try:
-        with Uninterrupted():
+        with uninterrupted():
             signal.raise_signal(signum)
             events.append("block")
         assert events == ["block", "signal"]
@@ -29,7 +29,7 @@ def test_a_signal_is_handled_when_the_block_is_complete(signum: int) -> None:
 def test_a_signal_without_a_handler_stays_as_it_is() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with Uninterrupted():
+        with uninterrupted():
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -60,7 +60,7 @@ def assert_not_deferred(calls: list[int]) -> None:
 
 
 def test_both_signals_are_handled_although_both_handlers_raise(raising: list[int]) -> None:
-    with pytest.raises(KeyboardInterrupt), Uninterrupted():
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
     assert sorted(raising) == [signal.SIGINT, signal.SIGTERM]
@@ -85,7 +85,7 @@ def test_a_signal_while_handlers_change_leaves_none_deferred(
     with pytest.raises(KeyboardInterrupt):
         if when == "deferred":
             monkeypatch.setattr(signal, "signal", interrupted)
-        with Uninterrupted():
+        with uninterrupted():
             monkeypatch.setattr(signal, "signal", interrupted)
     monkeypatch.undo()
     assert_not_deferred(raising)
