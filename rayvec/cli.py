@@ -107,9 +107,13 @@ class Plot:
 
     def run(self) -> None:
         """Draws the picture and prints a line for each group of runs."""
-        from rayvec.training.plots import plot_and_list, read_runs
+        from rayvec.training.plots import plot_runs, read_runs
 
-        plot_and_list(read_runs(self.run_dirs), self.out)
+        groups = read_runs(self.run_dirs)
+        plot_runs(groups, self.out)
+        for group in groups:
+            print(f"{group.env_id} {group}")
+        print(f"the curves are in {self.out}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,16 +171,16 @@ class Agent:
         """Returns observations as a batch, and whether they are of one environment."""
         try:
             arrays = _arrays(obs, self.observation_space)
-        except ConfigError:
-            raise
-        except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:  # tensors raise the last
+        except (TypeError, KeyError, IndexError, RuntimeError) as error:  # tensors raise the last
             raise self._misfit(f"{type(error).__name__}: {error}") from None
         leaves = zip(tree_leaves(arrays), leaf_spaces(self.observation_space), strict=True)
-        shapes = [(array.shape, space.shape) for array, (_, space) in leaves]
-        if all(shape == expected for shape, expected in shapes):
-            return tree_map(lambda array: array[None], arrays), True
-        if any(shape[1:] != expected or not shape for shape, expected in shapes) or len({s[0] for s, _ in shapes}) > 1:
+        shapes = [(array.shape, space.shape or ()) for array, (_, space) in leaves]
+        fits = all(shape[len(shape) - len(expected) :] == expected for shape, expected in shapes)
+        leading = {shape[: len(shape) - len(expected)] for shape, expected in shapes}
+        if not fits or len(leading) > 1 or len(next(iter(leading))) > 1:
             raise self._misfit(f"arrays of shapes {[shape for shape, _ in shapes]}")
+        if leading == {()}:
+            return tree_map(lambda array: array[None], arrays), True
         return arrays, False
 
     def _misfit(self, got: str) -> ConfigError:
@@ -191,7 +191,11 @@ class Agent:
 
 
 def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
-    """Returns observations as a tree of arrays in the dtypes of a space."""
+    """Returns observations as a tree of arrays in the dtypes of a space.
+
+    Raises:
+        ConfigError: A number is not finite, or the space does not have it, whatever the bounds of a Box.
+    """
     match space:
         case spaces.Dict():
             return {key: _arrays(obs[key], part) for key, part in space.spaces.items()}
@@ -202,25 +206,15 @@ def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
         raise TypeError(f"{given.dtype} in the place of numbers")
     with np.errstate(over="ignore", invalid="ignore"):
         array = given.astype(space.dtype)
-    fits = _fits(array, given, space)
+    fits = np.isfinite(array) if array.dtype.kind == "f" else array == given
+    match space:
+        case spaces.Discrete(n=size, start=start) | spaces.MultiDiscrete(nvec=size, start=start):
+            fits = fits & (array >= start) & (array < np.add(start, size, dtype=np.int64))
+        case spaces.MultiBinary():
+            fits = fits & (array <= 1)
     if not np.all(fits):
         raise ConfigError(
             f"The observation contains {given[~fits].flat[0]}. {space} has no such number: pass what the "
             "environment returned, or correct the environment."
         )
     return array
-
-
-def _fits(array: NDArray[Any], given: NDArray[Any], space: spaces.Space[Any]) -> NDArray[np.bool_]:
-    """Returns which numbers a space can have, whatever the bounds of a Box; `array` is `given` in its dtype."""
-    fits: NDArray[np.bool_]
-    match space:
-        case _ if np.issubdtype(array.dtype, np.floating):
-            fits = np.isfinite(array)
-        case spaces.Discrete(n=size, start=start) | spaces.MultiDiscrete(nvec=size, start=start):
-            fits = (array == given) & (array >= start) & (array < np.add(start, size, dtype=np.int64))
-        case spaces.MultiBinary():
-            fits = (given == 0) | (given == 1)
-        case _:
-            fits = array == given
-    return fits

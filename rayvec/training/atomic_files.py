@@ -1,22 +1,17 @@
-"""Files that are whole or not there (written beside their place, flushed, and renamed), and plain values for them."""
+"""Files that are whole or not there: written beside their place, flushed, and renamed."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from rayvec.errors import ConfigError
 
-__all__ = ["finite", "local_path", "written_whole"]
-
-_UNWRITABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
-"""What the system answers where a file can't be made, however much room there is."""
+__all__ = ["local_path", "written_whole"]
 
 
 @contextlib.contextmanager
@@ -30,48 +25,38 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         path: The file to replace, or to make.
 
     Raises:
-        ConfigError: `path` is a directory or a device, its directory does not exist, or no file can be made there.
+        ConfigError: `path` is a directory or a device, or no file can be made there.
         OSError: The disk is full, or fails. It names the file.
     """
     path = local_path(path)
-    is_other = os.path.exists(path) and not os.path.isfile(path)
-    if is_other or not os.path.isdir(path.parent):
-        other = "a directory" if os.path.isdir(path) else "a device or a pipe"
-        raise ConfigError(
-            f"{path} can't be written: "
-            f"{f'it is {other}' if is_other else f'there is no directory {path.parent}'}. Pass the path of a file "
-            "in a directory that exists."
-        )
     partial = path.with_name(path.name + ".tmp")
     try:
-        with _opened(partial, path) as file:
+        is_other = path.exists() and not path.is_file()
+        opened = partial.open("wb")
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from error
+    try:
+        with opened as file:
+            if is_other:
+                raise _unwritable(path, "it is no file")
             yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)
         raise
-    _sync_directory(path.parent)
-
-
-def _opened(partial: Path, path: Path) -> BinaryIO:
-    """Returns a new file, which is to take the place of `path`.
-
-    Raises:
-        ConfigError: It can't be made.
-    """
+    directory = os.open(path.parent, os.O_RDONLY)
     try:
-        return partial.open("wb")
-    except OSError as error:
-        if error.errno not in _UNWRITABLE:
-            raise
-        raise ConfigError(
-            f"{path} can't be written: {error.strerror}. Let this user write to {path.parent}, or pass another path."
-        ) from error
+        os.fsync(directory)  # which makes the rename survive a loss of power
+    finally:
+        os.close(directory)
+
+
+def _unwritable(path: Path, reason: str | None) -> ConfigError:
+    return ConfigError(f"{path} can't be written: {reason}. Pass the path of a file in a directory that exists.")
 
 
 def local_path(path: Path | str) -> Path:
@@ -86,21 +71,3 @@ def local_path(path: Path | str) -> Path:
             "pass a path of this machine, and copy the directory of the run afterwards."
         )
     return Path(path).expanduser()
-
-
-def finite(value: Any) -> Any:
-    """Returns a plain value with None for numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float | int) and not math.isfinite(value) else value
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes a rename in `directory` survive a loss of power."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

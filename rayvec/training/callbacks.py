@@ -7,29 +7,24 @@ see :func:`rayvec.training.default_callbacks.default_callbacks`.
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
-import os
 import reprlib
-import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from numbers import Real
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError, RayvecError, check_count
-from rayvec.training.atomic_files import written_whole
+from rayvec.training import checkpoint
 from rayvec.training.evaluation import Evaluation
-from rayvec.training.metrics_line import MetricsLine
-from rayvec.training.run_dir import save_best
 from rayvec.training.run_state import WINDOW, Progress
-from rayvec.training.trainer import Iteration, RunEnvs, RunTrainer
+from rayvec.training.trainer import Iteration, RunEnvs
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +32,7 @@ __all__ = [
     "HOOKS",
     "BestModel",
     "CheckpointHistory",
+    "MetricsLine",
     "RunContext",
     "StopAtReturn",
     "TrainResult",
@@ -57,7 +53,7 @@ class TrainResult:
         run_dir: The directory of the run.
         total_steps: Environment steps taken.
         wall_s: Wall time in seconds, with the start of the environments and the evaluation; for a resumed run, the
-            time up to the checkpoint plus the time since. If the run had finished, it includes its earlier evaluation.
+            time up to the checkpoint plus the time since.
         eval_return_mean: Mean return of the evaluation after training; NaN without one.
         stop_reason: Why a callback ended the run; None if the run took all its steps.
     """
@@ -67,6 +63,74 @@ class TrainResult:
     wall_s: float
     eval_return_mean: float
     stop_reason: str | None = None
+
+
+@dataclass
+class MetricsLine:
+    """What one line of ``metrics.jsonl`` says: sums over the iterations since the line before.
+
+    Attributes:
+        sums: Environment steps, episodes that ended, their returns, ranks that were stopped early, bytes sent.
+        times_s: Wall time by activity, and by what workers did meanwhile.
+        staleness: Of the oldest weights that acted, in updates.
+        staleness_counts: How many columns of chunks were 0, 1, 2, ... updates old.
+        learner: Metrics of the latest update.
+        evaluation: The latest evaluation.
+    """
+
+    sums: dict[str, float] = field(default_factory=dict)
+    times_s: dict[str, float] = field(default_factory=dict)
+    staleness: int = 0
+    staleness_counts: Counter[int] = field(default_factory=Counter)
+    learner: dict[str, float] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+
+    def add(self, iteration: Iteration) -> None:
+        """Adds an iteration."""
+        stats = iteration.stats
+        counted = {"steps": stats.n_collected_steps, "episodes": stats.n_collected_episodes}
+        of_ranks = {"ranks_cut": iteration.num_cut, "sent_bytes": iteration.sent_bytes}
+        _add(self.sums, {**counted, **of_ranks, "return_sum": float(stats.returns.sum())})
+        _add(self.times_s, iteration.all_times_s)
+        self.staleness = max(self.staleness, stats.staleness)
+        self.staleness_counts.update(dict(enumerate(stats.staleness_counts)))
+        self.learner.update(iteration.metrics)
+
+    def add_evaluation(self, evaluation: Evaluation, seconds: float) -> None:
+        """Adds an evaluation, which took some time."""
+        self.evaluation = evaluation
+        _add(self.times_s, {"evaluate": seconds})
+
+    @property
+    def split_s(self) -> dict[str, float]:
+        """Wall time by activity."""
+        return {name: seconds for name, seconds in self.times_s.items() if "/" not in name}
+
+    def metrics(self, progress: Progress) -> dict[str, Any]:
+        """Returns the metrics by name; returns, lengths and metrics of episodes are about the last 100 of them."""
+        returns, whole_s = progress.recent_returns, sum(self.split_s.values())
+        of_ranks = ("ranks_cut", "sent_bytes") if "wait" in self.times_s else ()
+        return {
+            "steps": progress.steps,
+            "episodes": self.sums.get("episodes", 0),
+            "return_sum": self.sums.get("return_sum", 0.0),
+            "return_mean": float(np.mean(returns)) if returns else None,
+            "return_min": min(returns, default=None),
+            "return_max": max(returns, default=None),
+            "len_mean": float(np.mean(progress.recent_lens)) if returns else None,
+            **{f"episode/{name}": mean for name, mean in progress.metric_means().items()},
+            "steps_per_s": self.sums.get("steps", 0) / whole_s if whole_s else None,
+            "staleness": self.staleness,
+            **{f"time_s/{name}": seconds for name, seconds in self.times_s.items()},
+            **{f"learner/{name}": value for name, value in self.learner.items()},
+            **{name: self.sums[name] for name in of_ranks},
+            **({} if self.evaluation is None else self.evaluation.metrics),
+        }
+
+
+def _add(sums: dict[str, float], amounts: Mapping[str, float]) -> None:
+    for name, amount in amounts.items():
+        sums[name] = sums.get(name, 0) + amount
 
 
 @dataclass
@@ -91,6 +155,7 @@ class RunContext:
         line: Sums since the last line.
         state: In `on_checkpoint`, what the checkpoint holds.
         trainer: Makes the iterations; None while the run has no environments.
+        wants_checkpoint: Whether the next iteration ends with a checkpoint.
     """
 
     config: TrainConfig
@@ -107,8 +172,8 @@ class RunContext:
     logged: dict[str, float] = field(default_factory=dict)
     line: MetricsLine = field(default_factory=MetricsLine)
     state: dict[str, Any] = field(default_factory=dict)
-    trainer: RunTrainer | None = None
-    _wants_checkpoint: bool = False
+    trainer: Any = None
+    wants_checkpoint: bool = False
 
     @property
     def env(self) -> RunEnvs:
@@ -135,7 +200,7 @@ class RunContext:
         self._running("set_learning_rate").set_learning_rate(value)
         self.progress.learning_rate = value
 
-    def _running(self, name: str) -> RunTrainer:
+    def _running(self, name: str) -> Any:
         if self.trainer is None:
             raise ConfigError(
                 f"context.{name} was used while the run has no environments. Use it from on_start to on_checkpoint, "
@@ -143,32 +208,11 @@ class RunContext:
             )
         return self.trainer
 
-    def go_back(self, progress: Progress) -> None:
-        """Takes the progress at the last checkpoint, where the run starts again, and forgets what was measured since.
-
-        The best return stays: it is that of the weights in ``best.pt``.
-        """
-        progress.best_return = self.progress.best_return
-        self.progress, self.line = progress, MetricsLine()
-        self.logged.clear()
-
-    def add(self, iteration: Iteration) -> None:
-        """Counts an iteration."""
-        self.progress.add(iteration.stats)
-        self.iteration = iteration
-        self.line.add(iteration)
-        self.metrics = self.line.metrics(self.progress)
-
     def add_evaluation(self, evaluation: Evaluation, weights: NDArray[np.float32], seconds: float) -> None:
-        """Takes an evaluation of the present weights.
-
-        Args:
-            evaluation: The episodes.
-            weights: The acting weights, ``float32 [P]``.
-            seconds: How long it took.
-        """
-        if evaluation.num_cut and not self.progress.has_cut:
-            self.progress.has_cut = True
+        """Takes an evaluation of the acting weights ``float32 [P]``, which took some time."""
+        progress = self.progress
+        if evaluation.num_cut and not progress.has_cut:
+            progress.has_cut = True
             logger.warning(
                 "%d of %d episodes of an evaluation were cut: they did not end within %s steps. They count with the "
                 "rewards so far. Wrap the environment in gymnasium.wrappers.TimeLimit, or set eval_max_episode_steps",
@@ -177,16 +221,11 @@ class RunContext:
                 f"{evaluation.lens.max():,}",
             )
         self.evaluation, self.weights = evaluation, weights
-        self.is_best = self.progress.add_evaluation(evaluation.return_mean)
+        progress.eval_return = mean = evaluation.return_mean
+        self.is_best = progress.best_return is None or mean > progress.best_return
+        progress.best_return = mean if self.is_best else progress.best_return
         self.line.add_evaluation(evaluation, seconds)
-        self.metrics = self.line.metrics(self.progress)
-
-    def end_line(self, callbacks: Sequence[Any]) -> None:
-        """Lets callbacks write the metrics since the last line, with what they have logged."""
-        self.metrics |= self.logged
-        self.logged.clear()
-        call(callbacks, "on_log", self)
-        self.line = MetricsLine()
+        self.metrics = self.line.metrics(progress)
 
     def stop(self, reason: str) -> None:
         """Ends the run like one that has taken all its steps: with a checkpoint and the final evaluation.
@@ -216,10 +255,7 @@ class RunContext:
                 "on_evaluation or on_checkpoint, or write to a file in context.run_dir."
             )
         try:
-            plain = value.item() if hasattr(value, "item") else value
-            if not isinstance(plain, Real):
-                raise TypeError
-            self.logged[f"callback/{name}"] = float(plain)
+            self.logged[f"callback/{name}"] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
             raise ConfigError(
                 f"log({name!r}, {reprlib.repr(value)}) was called. The value must be one number: log the mean, or "
@@ -228,33 +264,21 @@ class RunContext:
 
     def request_checkpoint(self) -> None:
         """Lets the next iteration end with a checkpoint."""
-        self._wants_checkpoint = True
-
-    def take_request(self) -> bool:
-        """Returns whether a checkpoint was requested, and forgets it."""
-        wanted, self._wants_checkpoint = self._wants_checkpoint, False
-        return wanted
+        self.wants_checkpoint = True
 
 
 def checked_callbacks(callbacks: Any) -> list[Any]:
     """Returns callbacks as a list, also a single one.
 
     Raises:
-        ConfigError: One of them is a class, has none of the methods of a callback, or an asynchronous one.
+        ConfigError: One of them is a class, or has none of the methods of a callback.
     """
     found = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     for callback in found:
         if isinstance(callback, type) or not has_hooks(callback):
-            is_class = isinstance(callback, type)
             raise ConfigError(
-                f"The callback {callback!r} is "
-                f"{'a class: pass an instance' if is_class else 'no object with a method of callbacks'}. A "
-                f"callback has at least one of {', '.join(HOOKS)}."
-            )
-        if hooks := [hook for hook in HOOKS if inspect.iscoroutinefunction(getattr(callback, hook, None))]:
-            raise ConfigError(
-                f"{type(callback).__name__}.{hooks[0]} is an async function, which a run does not await. Write "
-                "def in place of async def; asyncio.run in it runs a coroutine."
+                f"The callback {callback!r} is a class, or has no method of callbacks. Pass an instance of a class "
+                f"with at least one of {', '.join(HOOKS)}."
             )
     return found
 
@@ -267,15 +291,12 @@ def has_hooks(value: Any) -> bool:
 def call(callbacks: Sequence[Any], hook: str, context: RunContext) -> None:
     """Calls one method of each callback that has it; an exception gets a note that names the callback."""
     for callback in callbacks:
-        method = getattr(callback, hook, None)
-        if method is not None:
-            try:
-                method(context)
-            except Exception as error:
-                if hook == "on_start" and isinstance(error, RayvecError):
-                    raise  # it says what the run can't begin with
+        try:
+            getattr(callback, hook, lambda _: None)(context)
+        except Exception as error:
+            if hook != "on_start" or not isinstance(error, RayvecError):  # which says what the run can't begin with
                 error.add_note(f"raised in {hook} of the callback {type(callback).__name__}")
-                raise
+            raise
 
 
 class StopAtReturn:
@@ -292,13 +313,8 @@ class StopAtReturn:
 
     def __init__(self, return_mean: float, num_episodes: int = WINDOW) -> None:
         if check_count("num_episodes", num_episodes) > WINDOW:
-            raise ConfigError(
-                f"num_episodes is {num_episodes}. It must be at most {WINDOW}: a run stores the returns of its "
-                f"last {WINDOW} episodes."
-            )
-        if not _is_number(return_mean):
-            raise ConfigError(f"return_mean is {return_mean!r}. It must be a number, for example StopAtReturn(475.0).")
-        self._return_mean, self._num_episodes = return_mean, num_episodes
+            raise ConfigError(f"num_episodes is {num_episodes}. It must be at most {WINDOW}.")
+        self._return_mean, self._num_episodes = float(return_mean), num_episodes
 
     def on_iteration(self, context: RunContext) -> None:
         """Looks at the last episodes of training, in a run without evaluations during training."""
@@ -316,10 +332,6 @@ class StopAtReturn:
             context.stop(f"the mean return of {what}, {return_mean:.2f}, reached {self._return_mean:g}")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not math.isnan(value)
-
-
 class BestModel:
     """Writes ``best.pt``, the weights of the best greedy evaluation; :func:`rayvec.load` reads it.
 
@@ -329,7 +341,8 @@ class BestModel:
     def on_evaluation(self, context: RunContext) -> None:
         """Replaces the file if no evaluation before had a larger mean return."""
         if context.is_best and context.weights is not None:
-            save_best(context.run_dir, context.weights, context.progress)
+            state = {"weights": torch.from_numpy(context.weights), "progress": asdict(context.progress)}
+            checkpoint.save(context.run_dir / "best.pt", state)
 
 
 class CheckpointHistory:
@@ -347,32 +360,23 @@ class CheckpointHistory:
 
     def on_iteration(self, context: RunContext) -> None:
         """Requests the checkpoint of the next iteration, if it is to be kept."""
-        if self._number(context.progress.steps + context.config.steps_per_iteration) > self._kept(context):
+        if self._is_due(context, context.config.steps_per_iteration):
             context.request_checkpoint()
 
     def on_checkpoint(self, context: RunContext) -> None:
         """Keeps the checkpoint, if it is the first one since the interval has passed."""
-        if self._number(context.progress.steps) <= self._kept(context):
-            return
-        path = context.run_dir / "checkpoints" / f"{context.progress.steps:012}.pt"
-        path.parent.mkdir(exist_ok=True)
-        path.unlink(missing_ok=True)
-        checkpoint = context.run_dir / "checkpoint.pt"
-        try:
-            os.link(checkpoint, path)  # which is replaced as a whole, never changed
-        except OSError:  # a file system without links
-            with checkpoint.open("rb") as source, written_whole(path) as file:
-                shutil.copyfileobj(source, file)
-        for old in self._paths(context)[: -self._keep] if self._keep else ():
-            old.unlink()
+        if self._is_due(context, 0):
+            path = context.run_dir / "checkpoints" / f"{context.progress.steps:012}.pt"
+            path.parent.mkdir(exist_ok=True)
+            checkpoint.save(path, context.state)
+            for old in self._paths(context)[: -self._keep] if self._keep else ():
+                old.unlink()
 
-    def _number(self, steps: int) -> int:
-        return steps // self._interval_steps
-
-    def _kept(self, context: RunContext) -> int:
-        """Returns the number of the last interval of which a checkpoint was kept."""
-        steps = [int(path.stem) for path in self._paths(context)]
-        return self._number(max((count for count in steps if count <= context.progress.steps), default=0))
+    def _is_due(self, context: RunContext, more: int) -> bool:
+        """Whether an interval has passed since the last checkpoint that was kept, after some more steps."""
+        steps = context.progress.steps
+        kept = max((count for path in self._paths(context) if (count := int(path.stem)) <= steps), default=0)
+        return (steps + more) // self._interval_steps > kept // self._interval_steps
 
     def _paths(self, context: RunContext) -> list[Path]:
         return sorted(path for path in (context.run_dir / "checkpoints").glob("*.pt") if path.stem.isdecimal())

@@ -57,10 +57,6 @@ def load(path: Path) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"There is no checkpoint {path}. Check the path, or start a new run.") from None
-    except PermissionError as error:
-        raise CheckpointError(
-            f"The checkpoint {path} can't be read: {error.strerror}. Ask its owner for permission to read it."
-        ) from None
     except Exception as error:  # torch raises half a dozen unrelated types for damaged files
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise _foreign(path, f"a file that is truncated, damaged or from another program ({reason})") from error
@@ -85,12 +81,8 @@ def incomplete(problem: str) -> CheckpointError:
 
 def _foreign(path: Path, got: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is no undamaged checkpoint: it is {got}. "
-        + (
-            f"Copy the newest intact file of checkpoints/ to {path.name}, or start a new run."
-            if path.name == "checkpoint.pt" and any(path.parent.glob("checkpoints/*.pt"))
-            else "Restore the file from a copy, or start a new run."
-        )
+        f"{path} is no undamaged checkpoint: it is {got}. Restore the file from a copy or from checkpoints/, or start "
+        "a new run."
     )
 
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import sys
+import textwrap
 import time
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from rayvec.config import TrainConfig
+from rayvec.training import checkpoint
 from rayvec.training.callbacks import BestModel, RunContext
 from rayvec.training.evaluation import evaluate, saying_where
-from rayvec.training.loggers import MetricsFile, TensorBoard
+from rayvec.training.loggers import MetricsFile, RayMetrics, TensorBoard, WeightsAndBiases
 from rayvec.training.plots import draw_learning_curve
-from rayvec.training.progress_display import ProgressDisplay, progress_text
-from rayvec.training.ray_metrics import RayMetrics
-from rayvec.training.run_dir import save_checkpoint
 from rayvec.training.runs import make_eval_env, network_of
-from rayvec.training.wandb_run import WeightsAndBiases
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Checkpointer", "Evaluator", "LearningCurve", "ShowProgress", "default_callbacks"]
+
+_LINE_INTERVAL_S = 5.0
+"""How often a line is printed where there is no terminal to draw a bar on."""
+_BESIDE = 15
+"""Columns of the bar and the remaining time at least, with what divides them."""
 
 
 def default_callbacks(config: TrainConfig) -> list[Any]:
@@ -47,7 +53,7 @@ class Checkpointer:
 
     def on_checkpoint(self, context: RunContext) -> None:
         """Replaces the file."""
-        save_checkpoint(context.run_dir, context.state)
+        checkpoint.save(context.run_dir / "checkpoint.pt", context.state)
         self._saved_s = time.monotonic()
 
 
@@ -59,17 +65,13 @@ class Evaluator:
 
     def __init__(self) -> None:
         self._env: RayVecEnv | None = None
-        self._num_done = 0
-        self._is_due = False
 
     def on_start(self, context: RunContext) -> None:
         """Makes the environments."""
-        config = context.config
         if self._env is None:
-            self._env = make_eval_env(config, is_final=False)
+            self._env = env = make_eval_env(context.config, is_final=False)
             with torch.random.fork_rng(devices=[]):  # an algorithm may draw its weights from the global generator
-                env = self._env
-                self._module = network_of(config, env.single_observation_space, env.single_action_space)
+                self._module = network_of(context.config, env.single_observation_space, env.single_action_space)
         self._num_done = self._number(context, 0)
         self._request(context)
 
@@ -80,9 +82,9 @@ class Evaluator:
             self._num_done, began_s = self._number(context, 0), time.monotonic()
             weights, seed = iteration.state["weights"].numpy(), config.eval_seed(is_final=False)
             with saying_where():
-                evaluation = evaluate(config, self._env, self._module, weights, seed=seed)
-            iteration.evaluation, iteration.times_s["evaluate"] = evaluation, time.monotonic() - began_s
-            context.add_evaluation(evaluation, weights, iteration.times_s["evaluate"])
+                iteration.evaluation = evaluate(config, self._env, self._module, weights, seed=seed)
+            iteration.times_s["evaluate"] = time.monotonic() - began_s
+            context.add_evaluation(iteration.evaluation, weights, iteration.times_s["evaluate"])
         self._request(context)
 
     def _request(self, context: RunContext) -> None:
@@ -103,43 +105,82 @@ class Evaluator:
 
 
 class ShowProgress:
-    """Shows steps, steps/s, returns and where the time goes, on standard error."""
+    """Shows steps, steps/s, returns and where the time goes, on standard error: a bar on a terminal, else lines.
+
+    There is a line every few seconds, and one for the last step.
+    """
 
     def __init__(self) -> None:
-        self._display: ProgressDisplay | None = None
+        self._bar: Bar | None = None
+        self._line, self._printed_s = "", 0.0
 
     def on_start(self, context: RunContext) -> None:
         """Says that the first iteration begins."""
         self.on_close(context)
-        config, progress = context.config, context.progress
-        self._display = ProgressDisplay(config.num_iterations * config.steps_per_iteration, progress.steps)
-        if progress.steps < config.total_steps:
-            which = "next" if progress.steps else "first"
-            self._display.begin(f"taking the {which} {config.steps_per_iteration:,} steps")
+        config, steps, console = context.config, context.progress.steps, Console(stderr=True)
+        self._total = config.num_iterations * config.steps_per_iteration
+        if console.is_terminal:
+            self._room = console.width - 2 * len(f"{self._total:,}") - _BESIDE
+            self._bar = Bar(
+                TextColumn("{task.completed:,}/{task.total:,}"),
+                BarColumn(None, table_column=Column(ratio=1)),  # in the room that the others leave
+                TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+                TimeRemainingColumn(compact=True),
+                console=console,
+                expand=True,
+            )
+            self._bar.add_task("", total=self._total)
+            self._bar.start()
+        if steps < config.total_steps:
+            self._show(steps, f"taking the {'next' if steps else 'first'} {config.steps_per_iteration:,} steps")
 
     def on_iteration(self, context: RunContext) -> None:
         """Shows the latest iteration."""
-        if self._display is not None:
-            text = progress_text(context.progress, context.metrics, context.line.split_s)
-            self._display.show(context.progress.steps, text)
+        self._show(context.progress.steps, progress_text(context))
+
+    def _show(self, steps: int, text: str) -> None:
+        if self._bar:
+            fitting = textwrap.shorten(text, self._room, placeholder="")
+            self._bar.update(self._bar.task_ids[0], completed=min(steps, self._total), description=fitting)
+        else:
+            self._line = f"{steps:,}/{self._total:,} steps · {text}"
+            if steps >= self._total or time.monotonic() - self._printed_s >= _LINE_INTERVAL_S:
+                self._printed_s = time.monotonic()
+                self._print()
+
+    def _print(self) -> None:
+        if self._line:
+            print(self._line, file=sys.stderr, flush=True)
+        self._line = ""
 
     def on_close(self, context: RunContext) -> None:
         """Ends the bar, or prints the last line."""
-        if self._display is not None:
-            self._display.close()
+        with contextlib.suppress(OSError):  # a terminal that was closed does not end the run
+            if self._bar:
+                self._bar.stop()
+            self._print()
+
+
+def progress_text(context: RunContext) -> str:
+    """Returns steps/s, recent return, greedy evaluation and shares of wall time, in one line."""
+    progress, metrics, split_s = context.progress, context.metrics, context.line.split_s
+    returned = "none yet" if metrics["return_mean"] is None else f"{metrics['return_mean']:.2f}"
+    parts = [f"{metrics['steps_per_s']:,.0f} steps/s", f"return {returned}"]
+    parts += [f"{name} {mean:.2f}" for name, mean in progress.metric_means().items()]
+    if progress.eval_return is not None:
+        parts.append(f"greedy {progress.eval_return:.2f}, best {progress.best_return:.2f}")
+    whole_s = sum(split_s.values())
+    parts.append(", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in split_s.items()))
+    return " · ".join(parts)
 
 
 class LearningCurve:
     """Draws ``learning_curve.png`` when the run ends, also by an error."""
 
-    def __init__(self) -> None:
-        self._last: tuple[int, float] | None = None
-
-    def on_end(self, context: RunContext) -> None:
-        """Notes the evaluation after training."""
-        if context.result is not None and not math.isnan(context.result.eval_return_mean):
-            self._last = context.progress.steps, context.result.eval_return_mean
-
     def on_close(self, context: RunContext) -> None:
-        """Draws the picture."""
-        draw_learning_curve(context.run_dir, context.config.title, self._last)
+        """Draws the picture, with the evaluation after training."""
+        result = context.result
+        has_evaluation = result is not None and result.eval_return_mean == result.eval_return_mean
+        last = (result.total_steps, result.eval_return_mean) if result is not None and has_evaluation else None
+        if context.run_dir.is_dir():
+            draw_learning_curve(context.run_dir, context.config.title, last)

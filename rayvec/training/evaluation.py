@@ -24,7 +24,6 @@ from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.run_state import acting_weights
 from rayvec.training.runs import eval_settings, network_of, open_env
 from rayvec.training.space_checks import check_kept_spaces
-from rayvec.training.wrapper_statistics import forget_wrapper_statistics
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Evaluation", "evaluate", "evaluate_run", "greedy_policy", "saying_where", "time_limit"]
@@ -111,7 +110,6 @@ def evaluate(
         num_episodes = config.num_eval_episodes(limit)
     if num_episodes == 0:
         return Evaluation(np.zeros(0), np.zeros(0, np.int64))
-    forget_wrapper_statistics(env, config)
     policy = greedy_policy(module, weights, deterministic=config.eval_deterministic)
     collector = Collector(env, policy, config.inference, seed=seed, on_bad_obs=config.on_bad_obs)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,8 @@ class GreedyModule(nn.Module):
             )
         self.module, self._space, self._distribution = module, observation_space, distribution
         if not isinstance(distribution, Categorical):
-            for name, array in zip(("low", "high"), (distribution.low, distribution.high), strict=True):
-                self.register_buffer(name, torch.tensor(array), persistent=False)
-            for name, array in zip(("centre", "unit"), distribution.units, strict=True):
+            arrays = (distribution.low, distribution.high, *distribution.units)
+            for name, array in zip(("low", "high", "centre", "unit"), arrays, strict=True):
                 self.register_buffer(name, torch.tensor(array), persistent=False)
 
     def forward(self, *arrays: Tensor) -> Any:
@@ -69,7 +67,7 @@ class GreedyModule(nn.Module):
             ends = list(itertools.accumulate(distribution.sizes, initial=0))
             chosen = [params[..., start:end].argmax(-1) for start, end in itertools.pairwise(ends)]
             action = torch.stack(chosen, -1) + torch.tensor(distribution.starts)
-            return action.reshape(-1, *distribution.shape).to(_torch_dtype(distribution.dtype))
+            return action.reshape(-1, *distribution.shape).to(torch.from_numpy(np.zeros(0, distribution.dtype)).dtype)
         low, high, centre, unit = map(self.get_buffer, ("low", "high", "centre", "unit"))
         mean = params.chunk(2, -1)[0].reshape(params.shape[0], *low.shape)
         if isinstance(distribution, TanhGaussian):
@@ -81,64 +79,34 @@ def export(module: Any, observation_space: spaces.Space[Any], path: Path) -> Pat
     """Writes a network to a file; see :meth:`rayvec.training.agent.Agent.export`."""
     if path.suffix != ".onnx":
         raise ConfigError(f"The path {path} does not end with .onnx. Policies are exported to ONNX.")
-    leaves = dict(leaf_spaces(observation_space))
     greedy = GreedyModule(module, observation_space).eval().requires_grad_(False)
-    examples, inputs, outputs = list(map(_example, leaves.values())), _input_names(leaves), ["action"]
+    inputs, outputs, examples = [], ["action"], []
+    for keys, space in leaf_spaces(observation_space):
+        name = "_".join(map(str, keys)) or "obs"
+        inputs.append(f"{name}_" if name in ("action", "state", "next_state") else name)
+        examples.append(torch.tensor(np.stack([space.sample(), space.sample()])))  # of one row torch makes a constant
     if isinstance(module, RecurrentActorCritic):
         examples.append(torch.zeros(2, module.cell.state_size))
-        inputs, outputs = [*inputs, "state"], [*outputs, "next_state"]
+        inputs, outputs = [*inputs, "state"], ["action", "next_state"]
+    rows = torch.export.Dim("rows", min=1)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with written_whole(path) as file, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch warns of its own future
-        file.write(_onnx(greedy, tuple(examples), inputs, outputs))
+        try:
+            program: Any = torch.onnx.export(
+                greedy,
+                tuple(examples),
+                input_names=inputs,
+                output_names=outputs,
+                dynamic_shapes=(tuple({0: rows} for _ in examples),),
+                verbose=False,
+                dynamo=True,
+            )
+        except Exception as error:  # torch gives no class for all of them
+            raise ConfigError(
+                f"The network could not be exported to ONNX: {type(error).__name__}: {first_line(error)[:200]}. "
+                "Change the network so that torch can trace it for any number of observations, or, if a package is "
+                "missing: pip install onnx onnxruntime onnxscript."
+            ) from error
+        file.write(program.model_proto.SerializeToString())
     return path
-
-
-def _onnx(greedy: GreedyModule, example: tuple[Tensor, ...], names: Sequence[str], outputs: Sequence[str]) -> bytes:
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    rows = torch.export.Dim("rows", min=1)
-    try:
-        program = torch.onnx.export(
-            greedy,
-            example,
-            input_names=names,
-            output_names=outputs,
-            dynamic_shapes=(tuple({0: rows} for _ in example),),
-            verbose=False,
-            dynamo=True,
-        )
-        assert program is not None
-        graph = program.model.graph
-        sizes = {value.name: value.shape[0] for value in (*graph.inputs, *graph.outputs) if value.shape}
-        if fixed := [f"{name} of {size} rows" for name, size in sizes.items() if isinstance(size, int)]:
-            raise ValueError(f"{fixed}: read the number of rows from obs.shape[0] in forward, not from len()")
-    except Exception as error:  # torch gives no class for all of them
-        raise ConfigError(
-            f"The network could not be exported to ONNX: {type(error).__name__}: {first_line(error)[:200]}. "
-            "Change the network so that torch can trace it for any number of observations, or, if a package is "
-            "missing: pip install onnx onnxruntime onnxscript."
-        ) from error
-    for value in [*graph.initializers.values(), *(value for node in graph for value in node.outputs)]:
-        if value.name in names:  # of an observation called "linear" or "low"
-            value.name = f"{value.name}_of_policy"
-    data: bytes = program.model_proto.SerializeToString()
-    return data
-
-
-def _input_names(paths: Iterable[tuple[Any, ...]]) -> list[str]:
-    """Returns a name for each array of an observation, all different and none that of an output or a state."""
-    names: list[str] = []
-    for keys in paths:
-        name = "_".join(map(str, keys)) or "obs"
-        while name in (*names, "action", "state", "next_state"):
-            name += "_"
-        names.append(name)
-    return names
-
-
-def _example(space: spaces.Space[Any]) -> Tensor:
-    """Returns two observations of a space: one row would become a constant of the exported graph."""
-    return torch.tensor(np.stack([space.sample(), space.sample()]))
-
-
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.zeros(0, dtype)).dtype

@@ -4,25 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rayvec.config import TrainConfig
+from rayvec.config.presets import describe_preset
 from rayvec.data.global_random import global_seed
-from rayvec.errors import ConfigError
+from rayvec.errors import LearnerError, RankLostError, counted
 from rayvec.learners.base import check_gpu
 from rayvec.training.atomic_files import local_path
-from rayvec.training.callbacks import TrainResult
-from rayvec.training.evaluation import saying_where
-from rayvec.training.own_env_and_network import with_own_parts
-from rayvec.training.run import Run
-from rayvec.training.run_dir import best_return, free_run_dir, load_result, load_run, locked, save_config
+from rayvec.training.callbacks import MetricsLine, RunContext, TrainResult, call, checked_callbacks, has_hooks
+from rayvec.training.default_callbacks import default_callbacks
+from rayvec.training.evaluation import Evaluation, evaluate, saying_where
+from rayvec.training.open_trainer import open_trainer
+from rayvec.training.own_env_and_network import resume_command, with_own_parts
+from rayvec.training.run_dir import (
+    begin_run_dir,
+    best_return,
+    free_run_dir,
+    load_checkpoint,
+    load_config,
+    load_run,
+    locked,
+    save_config,
+    save_result,
+)
+from rayvec.training.run_state import Progress
+from rayvec.training.runs import make_eval_env, network_of
 from rayvec.training.stop_signals import Interrupts
-from rayvec.training.trainer import RunTrainer
+from rayvec.training.trainer import Iteration
 
 __all__ = ["resume", "train"]
+
+_MOST_LOSSES = 3
+_MOST_LOSSES_OF_ELASTIC_RANKS = 10
+"""More, since nodes may be lost while ranks start."""
+_MOST_PAUSE_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -99,16 +126,11 @@ def resume(
         KeyboardInterrupt: Training was interrupted; the message, or a note, says how to resume.
     """
     run_dir = local_path(run_dir)
+    load_config(run_dir)  # which says what is wrong with the directory
     with locked(run_dir):
-        config, state = load_run(run_dir)
-        progress = state["progress"]
-        known = (progress.get("best_return"), best_return(run_dir))  # the checkpoint may be older than best.pt
-        progress["best_return"] = max((each for each in known if each is not None), default=None)
-        with contextlib.suppress(ConfigError):  # the result has the time of the evaluation, the checkpoint has not
-            result = load_result(run_dir)
-            if result.get("total_steps") == progress["steps"]:
-                progress["wall_s"] = max(progress["wall_s"], result.get("wall_s", 0.0))
-        before, config = config, with_own_parts(config.adjusted(**changes), env, network, eval_env, begun=True)
+        before, state = load_run(run_dir)
+        state["progress"]["best_return"] = best_return(run_dir)  # of an evaluation after the checkpoint, too
+        config = with_own_parts(before.adjusted(**changes), env, network, eval_env, begun=True)
         if config.total_steps != before.total_steps:
             save_config(run_dir, replace(before, total_steps=config.total_steps))
         return _run(config, run_dir, state, callbacks)
@@ -118,8 +140,8 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
     """Trains until the run is done. Where ranks are lost, or their nodes change, it starts again at a checkpoint."""
     if config.learner_device != "cpu" and config.learner_mode == "driver":
         check_gpu()
-    run, interrupts = Run(config, run_dir, state, callbacks), Interrupts()
-    del state
+    run, interrupts = _Run(config, run_dir, state, callbacks), Interrupts()
+    del state  # of SAC it is large
     steps = run.context.progress.steps
     with run.noting(), global_seed(config.seed, steps, 2), interrupts, interrupts.taking_sigterm(), run:
         while not run.is_done:
@@ -133,22 +155,235 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
                         logger.warning("nodes joined or leave: ranks are placed again")
                     elif not interrupts.requested:
                         run.evaluate(trainer)
-            except Exception as error:
-                if not run.recovers(error):
-                    raise
+            except RankLostError as error:
+                run.go_back(error)
             if interrupts.requested:
                 raise interrupts.stopped(f"stopped after {run.context.progress.steps:,} steps; {run.how_to_resume}")
         return run.end()
 
 
-def _iterate(run: Run, trainer: RunTrainer, interrupts: Interrupts) -> None:
+def _iterate(run: _Run, trainer: Any, interrupts: Interrupts) -> None:
     """Makes iterations until the run has taken its steps, a callback or a signal stops it, or the nodes change."""
-    is_saved = False
+    context, is_saved = run.context, False
     while trainer.has_pending or (run.has_more(interrupts) and not trainer.is_outdated):
-        is_last = run.is_last(interrupts) or trainer.is_outdated
-        is_saved = run.context.take_request() or is_last
+        after = context.progress.steps + context.config.steps_per_iteration
+        is_last = not run.has_more(interrupts) or after >= context.config.total_steps or trainer.is_outdated
+        is_saved, context.wants_checkpoint = context.wants_checkpoint or is_last, False
         with saying_where():
             iteration = trainer.iterate(ahead=not is_last, keep=is_saved)  # collect, update, publish
         run.add(iteration)  # calls the callbacks
     if not is_saved:
         run.save(trainer.state())
+
+
+class _Run(contextlib.AbstractContextManager["_Run"]):
+    """A run: its directory, how far it has come, its callbacks, and the state that it continues from.
+
+    As a context it closes the callbacks.
+
+    Args:
+        config: Settings.
+        run_dir: Its directory.
+        state: The state to continue from; none for a new run.
+        callbacks: Callbacks to add to the default ones, or a function from these to those to use.
+
+    Attributes:
+        context: What the callbacks see, with the progress of the run.
+        is_done: Whether it has taken its steps, and the evaluation after them.
+    """
+
+    def __init__(self, config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Any) -> None:
+        progress = Progress(**state["progress"]) if state else Progress()
+        self._config, self._run_dir = config, run_dir.absolute()  # a callback may change the working directory
+        self.context = RunContext(config, self._run_dir, progress)
+        is_function = callable(callbacks) and not isinstance(callbacks, type) and not has_hooks(callbacks)
+        defaults = default_callbacks(config)
+        self._callbacks = checked_callbacks(callbacks(defaults) if is_function else defaults)
+        self._callbacks += [] if is_function else checked_callbacks(callbacks)
+        self._state, self._is_new = state, state is None
+        self._has_begun = self.is_done = False
+        self._num_losses, self._cores = 0, dict[str, int]()
+        self._weights: NDArray[np.float32] | None = None
+        self._began_s = time.monotonic() - progress.wall_s
+        self._stack = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def open_trainer(self) -> Iterator[Any]:
+        """Yields what makes the iterations, from the state of the run; the callbacks reach it within the block."""
+        state, self._state = self._state, None
+        if state is None and not self._is_new:
+            state = load_checkpoint(self._run_dir, "checkpoint.pt")
+        progress, fewer = self.context.progress, self._num_losses > 0
+        with open_trainer(self._config, progress, state, fewer=fewer, cores=self._cores) as trainer:
+            del state
+            self.context.trainer = trainer
+            if progress.learning_rate is not None:
+                trainer.set_learning_rate(progress.learning_rate)
+            try:
+                yield trainer
+            finally:
+                self.context.trainer = None
+
+    def start(self, trainer: Any) -> None:
+        """Makes the directory of a new run, and starts the callbacks. If one refuses, there is no directory."""
+        with contextlib.ExitStack() as undo:
+            if self._is_new:
+                begin_run_dir(self._run_dir, self._config, self._complete(trainer.state()))
+                undo.callback(shutil.rmtree, self._run_dir, ignore_errors=True)
+                undo.callback(self._close)
+                self._stack.enter_context(locked(self._run_dir))
+                if text := describe_preset(self._config):
+                    print(text, file=sys.stderr)
+            elif not self._has_begun and self.context.progress.steps >= self._config.total_steps:
+                print(f"rayvec: the run has taken all its {self.context.progress.steps:,} steps", file=sys.stderr)
+            self._call("on_start")
+            undo.pop_all()
+        self._is_new, self._has_begun = False, True
+
+    def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state of a trainer with the progress."""
+        self.context.progress.wall_s = time.monotonic() - self._began_s
+        return {**state, "progress": asdict(self.context.progress)}
+
+    def _call(self, hook: str) -> None:
+        call(self._callbacks, hook, self.context)
+
+    def has_more(self, interrupts: Interrupts) -> bool:
+        """Whether an iteration should follow: no callback and no signal has stopped the run."""
+        is_stopped = interrupts.requested or self.context.stop_reason is not None
+        return self.context.progress.steps < self._config.total_steps and not is_stopped
+
+    def add(self, iteration: Iteration) -> None:
+        """Counts an iteration and calls the callbacks."""
+        context = self.context
+        context.iteration = iteration
+        context.progress.add(iteration.stats)
+        context.line.add(iteration)
+        context.metrics = context.line.metrics(context.progress)
+        self._call("on_iteration")
+        if iteration.evaluation is not None:
+            self._call("on_evaluation")
+        has_news = iteration.state is not None or iteration.evaluation is not None
+        if has_news or context.line.sums["steps"] >= self._config.log_interval_steps:
+            self._end_line()
+        if iteration.state is not None:
+            self.save(iteration.state)
+
+    def _end_line(self) -> None:
+        """Lets callbacks write the metrics since the last line, if there are any, with what they have logged."""
+        context = self.context
+        if context.line.sums:
+            context.metrics |= context.logged
+            context.logged.clear()
+            self._call("on_log")
+            context.line = MetricsLine()
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Makes a checkpoint."""
+        self.context.state, self._weights = self._complete(state), state["weights"].numpy()
+        self._call("on_checkpoint")
+        self.context.state, self._num_losses = {}, 0
+
+    def go_back(self, error: RankLostError) -> None:
+        """Goes back to the last checkpoint, from which new ranks continue. The best return stays, as ``best.pt`` does.
+
+        Raises:
+            LearnerError: Ranks are lost again and again, or before the first checkpoint.
+        """
+        context, is_elastic = self.context, isinstance(self._config.num_nodes, tuple)
+        self._num_losses += 1
+        most = _MOST_LOSSES_OF_ELASTIC_RANKS if is_elastic else _MOST_LOSSES
+        if self._num_losses > most or (self._is_new and not is_elastic):
+            raise LearnerError(
+                f"The run's ranks were lost {counted(self._num_losses, 'time')} since the last checkpoint, at last: "
+                f"{error} Read what the rank printed, or look for what ends it, such as too little memory."
+            ) from error
+        before, best = context.progress.steps, context.progress.best_return
+        self._state = None if self._is_new else load_checkpoint(self._run_dir, "checkpoint.pt")
+        progress = {**self._state["progress"], "best_return": best} if self._state else {}
+        context.progress, context.line = Progress(**progress), MetricsLine()
+        context.logged.clear()
+        logger.warning("restarting all ranks at step %d of %d: %s", context.progress.steps, before, error)
+        time.sleep(min(_MOST_PAUSE_S, self._num_losses - 1))  # Ray lists a node for a while after it is gone
+
+    def evaluate(self, trainer: Any) -> None:
+        """Plays the evaluation after training, and writes the result: a Ctrl-C in what follows does not lose it."""
+        began_s = time.monotonic()
+        self._end_line()
+        if self._config.eval_episodes:
+            print(f"rayvec: evaluating up to {counted(self._config.eval_episodes, 'episode')}", file=sys.stderr)
+        with saying_where():
+            evaluation = self._evaluated(trainer)
+        if len(evaluation.returns) and self._weights is not None:
+            self.context.add_evaluation(evaluation, self._weights, time.monotonic() - began_s)
+            self._call("on_evaluation")
+        self._save_result()
+        self.is_done = True
+
+    def _evaluated(self, trainer: Any) -> Evaluation:
+        """Plays in the environments of the training, or in others if the settings name some."""
+        config = self._config
+        if config.eval_episodes == 0 or (config.eval_env is None and not config.eval_env_kwargs):
+            found: Evaluation = trainer.evaluate()
+            return found
+        assert self._weights is not None
+        with make_eval_env(config, is_final=True) as env:
+            module = network_of(config, env.single_observation_space, env.single_action_space)
+            return evaluate(config, env, module, self._weights, seed=config.eval_seed())
+
+    def end(self) -> TrainResult:
+        """Returns the totals of the run, and keeps them in its directory."""
+        self.context.result = self._save_result()
+        self._call("on_end")
+        return self.context.result
+
+    def _save_result(self) -> TrainResult:
+        """Writes the totals of the run up to now; returns them."""
+        context, evaluation = self.context, self.context.evaluation
+        if context.progress.steps >= self._config.total_steps:
+            context.stop_reason = None  # the run had taken all its steps
+        returns = [] if evaluation is None else evaluation.returns.tolist()
+        mean = math.nan if evaluation is None else evaluation.return_mean
+        wall_s = time.monotonic() - self._began_s
+        result = TrainResult(self._run_dir, context.progress.steps, wall_s, mean, context.stop_reason)
+        save_result(self._run_dir, self._config, asdict(result), returns)
+        return result
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Closes the callbacks, all of them. If the run fails, a callback that does too is only logged."""
+        self.context.error = error
+        failures = self._close() if self._has_begun else []
+        self._stack.close()
+        for failure in failures:
+            if error is None:
+                raise failure
+            logger.warning("the end of the run: %s", failure)
+
+    def _close(self) -> list[Exception]:
+        """Ends the last line of metrics, and closes the callbacks; returns what they raise."""
+        failures = []
+        closing: list[Callable[[], None]] = [self._end_line]
+        closing += [partial(call, [each], "on_close", self.context) for each in reversed(self._callbacks)]
+        for close in closing:
+            try:
+                close()
+            except Exception as failure:
+                failures.append(failure)
+        return failures
+
+    @property
+    def how_to_resume(self) -> str:
+        """The command that resumes the run, or a sentence that there is no checkpoint."""
+        if (self._run_dir / "checkpoint.pt").exists():
+            return f"resume with: {resume_command(self._config, self._run_dir)}"
+        return f"{self._run_dir} has no checkpoint to resume from"
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Adds a note that says how to resume to every error and interrupt that passes once the run has begun."""
+        try:
+            yield
+        except BaseException as error:
+            if self._has_begun and (note := self.how_to_resume) not in str(error):
+                error.add_note(note)
+            raise

@@ -20,12 +20,13 @@ from rayvec.training.initial_network import initial_state
 from rayvec.training.rank_trainer import DecentralizedTrainer, RankTrainer
 from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import LEARNERS, choose_engine, open_env, open_learner, wait_limit_s
-from rayvec.training.space_checks import check_kept_spaces, warn_of_unreachable_actions, warn_of_wide_ranges
-from rayvec.training.trainer import RunTrainer, Trainer
+from rayvec.training.space_checks import check_kept_spaces, warn_of_wide_ranges
+from rayvec.training.trainer import Trainer
 
 __all__ = ["open_trainer"]
 
 
+@contextlib.contextmanager
 def open_trainer(
     config: TrainConfig,
     progress: Progress,
@@ -33,8 +34,10 @@ def open_trainer(
     *,
     fewer: bool,
     cores: dict[str, int],
-) -> contextlib.AbstractContextManager[RunTrainer]:
-    """Returns what makes the iterations of a run, as a context; it prints on standard error where environments are.
+) -> Iterator[Trainer | DecentralizedTrainer]:
+    """Yields what makes the iterations of a run; it prints on standard error where environments are.
+
+    An error or a KeyboardInterrupt that passes ends decentralized ranks at once.
 
     Args:
         config: Settings of the run.
@@ -44,36 +47,20 @@ def open_trainer(
         cores: Cores of each node that elastic ranks of this run have used, by id; the nodes that they use are added.
     """
     config = choose_engine(config)
-    if config.learner_mode == "decentralized":
-        return _open_ranks(config, progress, state, fewer, cores)
-    return _open_here(config, progress, state, fewer)
-
-
-@contextlib.contextmanager
-def _open_here(
-    config: TrainConfig, progress: Progress, state: Mapping[str, Any] | None, fewer: bool
-) -> Iterator[Trainer]:
-    """Yields a training of this process, whose learner may be ranks."""
-    with open_env(config, trains=True) as env, open_learner(config, env, fewer=fewer) as learner:
-        warn_of_wide_ranges(env.single_observation_space, config)
-        warn_of_unreachable_actions(env.single_action_space, config)
-        spaces = env.single_observation_space, env.single_action_space
-        if state:
-            check_kept_spaces(spaces, state)
-            restore(learner, state["learner"])
-        elif config.init_from:
-            restore(learner, initial_state(config, learner.state_dict(), spaces))
-        yield Trainer(config, env, learner, progress, state["collector"] if state else None)
-
-
-@contextlib.contextmanager
-def _open_ranks(
-    config: TrainConfig, progress: Progress, state: Mapping[str, Any] | None, fewer: bool, cores: dict[str, int]
-) -> Iterator[DecentralizedTrainer]:
-    """Yields a training on decentralized ranks. An error or a KeyboardInterrupt that passes ends the ranks at once."""
+    if config.learner_mode != "decentralized":
+        with open_env(config, trains=True) as env, open_learner(config, env, fewer=fewer) as learner:
+            warn_of_wide_ranges(env.single_observation_space, config)
+            spaces = env.single_observation_space, env.single_action_space
+            if state:
+                check_kept_spaces(spaces, state)
+                restore(learner, state["learner"])
+            elif config.init_from:
+                restore(learner, initial_state(config, learner.state_dict(), spaces))
+            yield Trainer(config, env, learner, progress, state["collector"] if state else None)
+        return
     places = _places(config, fewer, cores)
-    workers, probe = places.num_workers, config.probe and config.workers_per_node is None
-    rank_config = replace(config, num_nodes=0, workers_per_node=workers, address=None)
+    probe = config.probe and config.workers_per_node is None
+    rank_config = replace(config, num_nodes=0, workers_per_node=places.num_workers, address=None)
     arrivals = places.host.arrivals(places.num_ranks)
     group = RankGroup(
         functools.partial(RankTrainer, rank_config, LEARNERS[type(config)], registered_specs(), arrivals, probe),
@@ -88,8 +75,7 @@ def _open_ranks(
         trainer = DecentralizedTrainer(rank_config, group, progress, state, places.has_changed)
         nodes = len({placement.node for placement in group.placements})
         where = "on this machine, without Ray" if config.num_nodes == 0 else f"on Ray (nodes: {nodes})"
-        stepped = f"{counted(workers, 'core' if probe else 'worker')} for each" if workers else "which step their own"
-        ranks = f"{counted(group.num_ranks, 'rank')}, {stepped}"
+        ranks = counted(group.num_ranks, "rank")
         print(f"rayvec: {counted(config.num_envs, 'environment')} {where}: {ranks}", file=sys.stderr)
         yield trainer
     except BaseException:
@@ -122,8 +108,7 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
     """
     count = config.num_learners
     if config.num_nodes == 0:
-        workers = divided_workers(config.workers_per_node, usable_cores(), count)
-        return _Places(ProcessHost(), count, workers)
+        return _Places(ProcessHost(), count, divided_workers(config.workers_per_node, usable_cores(), count))
     from rayvec.cluster.ray_session import RaySession  # these import Ray
     from rayvec.distributed.rank_placement import RankNodes, ResourceRequest, rank_share
     from rayvec.distributed.ray_host import RayHost

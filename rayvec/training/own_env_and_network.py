@@ -16,7 +16,7 @@ from rayvec.config.algorithms import NetworkConfig
 from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import changed
 from rayvec.config.references import Reference, is_unnamed, refer, resolve
-from rayvec.config.schema import field_names
+from rayvec.config.schema import field_names, require
 from rayvec.errors import ConfigError
 
 __all__ = ["environment_of", "resume_command", "with_own_parts"]
@@ -52,37 +52,31 @@ def with_own_parts(
             f"{', '.join(each.__name__ for each in CONFIGS.values())}, or of a class that "
             "rayvec.training.runs.register adds."
         )
-    parts: dict[str, str] = {}
-    if env is not None:
-        parts["env_id"] = _named_env(env)
-    if eval_env is not None:
-        parts["eval_env"] = _named_env(eval_env)
+    envs = {"env_id": env, "eval_env": eval_env}
+    parts = {name: _named_env(each) for name, each in envs.items() if each is not None}
     if network is not None:
-        is_module = hasattr(network, "parameters") and not isinstance(network, type)
-        if not callable(network) or is_module:  # a module can be called, too
-            raise ConfigError(
-                f"network is {repr(network)[:200]}. It must be a function or class that makes the module from "
-                "(observation space, action space, settings); a name, 'module:name', belongs in the settings."
-            )
-        if "network" not in field_names(type(config)):
-            raise ConfigError(
-                f"{type(config).__name__} has no setting `network`: its learner makes its own network. Leave "
-                "network out, and change the learner."
-            )
+        require(
+            callable(network) and (isinstance(network, type) or not hasattr(network, "parameters")),
+            f"network is {repr(network)[:200]}. It must be a function or class that makes the module from "
+            "(observation space, action space, settings); a name, 'module:name', belongs in the settings.",
+        )
+        require(
+            "network" in field_names(type(config)),
+            f"{type(config).__name__} has no setting `network`: its learner makes its own network. Leave network out.",
+        )
         parts["network"] = refer(network)
     for name, part in parts.items() if begun else ():
         before = getattr(config, name)
-        if name != "eval_env" and part != before and not (before is not None and is_unnamed(before)):
-            raise ConfigError(
-                f"The {name} is {part}, and the run began with {before}. Leave {name.removesuffix('_id')}= out, "
-                "or start a new run."
-            )
+        require(
+            name == "eval_env" or part == before or (before is not None and is_unnamed(before)),
+            f"The {name} is {part}, and the run began with {before}. Leave {name.removesuffix('_id')}= out, or start "
+            "a new run.",
+        )
     if "env_id" in parts and not begun:
-        if getattr(config, "native", None) is not None:
-            raise ConfigError(
-                f"env was passed with native={config.native!r}, which makes the environments too. Leave one of "
-                "them out."
-            )
+        require(
+            config.native is None,
+            f"env was passed with native={config.native!r}, which makes the environments too. Leave one of them out.",
+        )
         config = changed(config, env_id=parts["env_id"])
     config = replace(config, **parts)  # type: ignore[arg-type]
     if isinstance(config, NetworkConfig) and config.network is not None:
@@ -95,12 +89,12 @@ def _named_env(env: Any) -> str:
         return env
     if isinstance(env, EnvSpec):
         return env.id if gymnasium.registry.get(env.id) == env else refer(env)
-    if callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))):
-        return refer(env)
-    raise ConfigError(
+    require(
+        callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))),
         f"env is {repr(env)[:200]}. It must be an id, an EnvSpec, a class or function that makes one environment, "
-        "or a list of one such for each environment."
+        "or a list of one such for each environment.",
     )
+    return refer(env)
 
 
 def environment_of(config: TrainConfig) -> Any:

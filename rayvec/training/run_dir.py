@@ -14,30 +14,22 @@ runs/<name>/
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.atomic_files import local_path, written_whole
 from rayvec.training.own_env_and_network import resume_command
-from rayvec.training.run_state import Progress, check_state
 from rayvec.training.versions import installed_versions
 
 __all__ = [
@@ -49,8 +41,6 @@ __all__ = [
     "load_result",
     "load_run",
     "locked",
-    "save_best",
-    "save_checkpoint",
     "save_config",
     "save_result",
 ]
@@ -62,34 +52,20 @@ def free_run_dir(config: TrainConfig) -> Path:
     Raises:
         ConfigError: There is something where the settings want it.
     """
-    env_name = re.sub(r"[^\w.-]+", "-", config.native or config.env_id).strip("-")
     if config.run_dir is None:  # several runs may begin in one second, also on machines that share a disk
+        env_name = re.sub(r"[^\w.-]+", "-", config.native or config.env_id).strip("-")
         began = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-        run_dir = Path("runs", f"{env_name}-{config.algorithm}-seed{config.seed}-{began}")
-    else:
-        run_dir = local_path(config.run_dir)
-        if os.path.lexists(run_dir):
-            raise _taken(run_dir, config)
-    try:
-        os.path.abspath(run_dir).encode()
-    except UnicodeEncodeError as error:  # TensorBoard could not write there
-        raise ConfigError(
-            f"The path {os.fsencode(error.object)!r} of the run's directory is no UTF-8, read as "
-            f"{sys.getfilesystemencoding()}. Pass another run_dir, or set PYTHONUTF8=1."
-        ) from None
+        return Path("runs", f"{env_name}-{config.algorithm}-seed{config.seed}-{began}")
+    run_dir = local_path(config.run_dir)
+    if os.path.lexists(run_dir):
+        raise _taken(run_dir, config)
     return run_dir
 
 
 def _taken(run_dir: Path, config: TrainConfig) -> ConfigError:
     is_run = (run_dir / "config.yaml").exists()
-    return ConfigError(
-        f"The directory of the run can't be {run_dir}, which exists. "
-        + (
-            f"Resume that run ({resume_command(config, run_dir)}), or pass another run_dir."
-            if is_run
-            else "Pass another run_dir."
-        )
-    )
+    advice = f"Resume that run ({resume_command(config, run_dir)}), or pass" if is_run else "Pass"
+    return ConfigError(f"The directory of the run can't be {run_dir}, which exists. {advice} another run_dir.")
 
 
 def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> None:
@@ -104,10 +80,10 @@ def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> 
     try:
         partial.mkdir(parents=True)
         save_config(partial, config)
-        save_checkpoint(partial, state)
+        checkpoint.save(partial / "checkpoint.pt", state)
         partial.rename(run_dir)  # replaces an empty directory at most
     except OSError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR) and run_dir.exists():
+        if os.path.lexists(run_dir):
             raise _taken(run_dir, config) from error
         raise ConfigError(
             f"The directory {run_dir} can't be made: {error.strerror}. Pass another run_dir, on a disk with free "
@@ -130,11 +106,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     Raises:
         ConfigError: Another process trains there.
     """
-    try:
-        directory = os.open(run_dir, os.O_RDONLY)
-    except OSError:
-        yield  # load_run says what is wrong with it
-        return
+    directory = os.open(run_dir, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some file systems have no locks: then another process goes unnoticed
             try:
@@ -149,16 +121,6 @@ def locked(run_dir: Path) -> Iterator[None]:
         os.close(directory)
 
 
-def save_checkpoint(run_dir: Path, state: dict[str, Any]) -> None:
-    """Replaces the checkpoint of a run; see `rayvec.training.checkpoint.save`."""
-    checkpoint.save(run_dir / "checkpoint.pt", state)
-
-
-def save_best(run_dir: Path, weights: NDArray[np.float32], progress: Progress) -> None:
-    """Replaces ``best.pt``: acting weights, and how far the run had come with them."""
-    checkpoint.save(run_dir / "best.pt", {"weights": torch.from_numpy(weights), "progress": asdict(progress)})
-
-
 def save_result(run_dir: Path, config: TrainConfig, totals: Mapping[str, Any], returns: Sequence[float]) -> None:
     """Writes ``result.json``.
 
@@ -170,14 +132,9 @@ def save_result(run_dir: Path, config: TrainConfig, totals: Mapping[str, Any], r
     """
     run = {"algorithm": config.algorithm, "env_id": config.env_id, "seed": config.seed}
     values = {name: None if value != value else value for name, value in totals.items()}
-    text = json.dumps(
-        {**run, **values, "eval_returns": list(returns), "versions": installed_versions()},
-        indent=2,
-        allow_nan=False,
-        default=str,
-    )
+    result = {**run, **values, "eval_returns": list(returns), "versions": installed_versions()}
     with written_whole(run_dir / "result.json") as file:
-        file.write((text + "\n").encode())
+        file.write((json.dumps(result, indent=2, allow_nan=False, default=str) + "\n").encode())
 
 
 def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
@@ -188,7 +145,8 @@ def load_run(run_dir: Path) -> tuple[TrainConfig, dict[str, Any]]:
         CheckpointError: There is no checkpoint, or it is damaged.
     """
     config, state = load_config(run_dir), checkpoint.load(run_dir / "checkpoint.pt")
-    check_state(state)
+    if missing := sorted({"weights", "learner", "collector", "progress"} - state.keys()):
+        raise checkpoint.incomplete(f"no {', '.join(missing)}")
     return config, state
 
 
@@ -206,11 +164,10 @@ def load_checkpoint(run_dir: Path, name: str) -> dict[str, Any]:
 
 def best_return(run_dir: Path) -> float | None:
     """Returns the mean return of the evaluation whose weights ``best.pt`` holds; None without one."""
-    progress: Any = None
     with contextlib.suppress(CheckpointError):
-        progress = checkpoint.load(run_dir / "best.pt").get("progress")
-    found = progress.get("best_return") if isinstance(progress, Mapping) else None
-    return float(found) if isinstance(found, int | float) else None
+        found: float | None = checkpoint.load(run_dir / "best.pt")["progress"]["best_return"]
+        return found
+    return None
 
 
 def load_config(run_dir: Path) -> TrainConfig:
@@ -221,18 +178,12 @@ def load_config(run_dir: Path) -> TrainConfig:
     """
     path = local_path(run_dir) / "config.yaml"
     try:
-        text = path.read_text(encoding="utf-8")
+        return TrainConfig.from_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} can't be read: {error.strerror if isinstance(error, OSError) else error}. "
-            + (
-                "Ask its owner for permission to read it."
-                if isinstance(error, PermissionError)
-                else _directory_advice(run_dir)
-            )
+            f"{path} can't be read: {getattr(error, 'strerror', None) or error}. Pass the directory of a run, such as "
+            "one below runs/; a checkpoint in it is named by checkpoint=, or --checkpoint."
         ) from None
-    try:
-        return TrainConfig.from_yaml(text)
     except ConfigError as error:
         error.args = (f"{path}: {error}",)
         raise
@@ -246,21 +197,7 @@ def load_result(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / "result.json"
     try:
-        result = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+        result: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
     except (OSError, ValueError) as error:
-        result = error
-    if not isinstance(result, dict):
-        raise ConfigError(f"{path} can't be read: {result}. Restore the file from a copy, or remove it.")
+        raise ConfigError(f"{path} can't be read: {error}. Restore the file from a copy, or remove it.") from None
     return result
-
-
-def _directory_advice(path: Path) -> str:
-    """Returns sentences that say what to pass in place of a path that is not the directory of a run."""
-    run_dir = next((each for each in path.parents if (each / "config.yaml").exists()), None)
-    if run_dir is not None:
-        name, is_other = path.relative_to(run_dir).as_posix(), path.suffix == ".pt" and path.name != "checkpoint.pt"
-        option = f" For this checkpoint add --checkpoint {name}, or checkpoint={name!r} in Python." if is_other else ""
-        return f"Pass the directory of the run, {str(run_dir)!r}.{option}"
-    return "Pass the directory of a run, such as one below runs/."

@@ -9,7 +9,8 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,6 @@ from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
 from rayvec.training.own_env_and_network import environment_of
-from rayvec.training.wrapper_statistics import warn_of_wrapper_statistics
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.open_environments import local_workers
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -96,49 +96,55 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         seed: For what their constructors draw from global random generators; by default the run's own.
     """
     num_envs = num_envs or config.num_envs
-    wrappers = _wrappers(config)
-    reads_infos = config.native is not None or getattr(LEARNERS[type(config)], "reads_infos", True)
-    env = environment_of(config)
-    if isinstance(env, list | tuple) and len(env) == config.num_envs:
-        env = env[first_id % len(env) :][:num_envs]  # of a rank; of an evaluation, the first ones
-    makes: dict[str, Any] = {"env": env, "env_kwargs": config.env_kwargs}
+    entry = environment_of(config)
+    if isinstance(entry, list | tuple) and len(entry) == config.num_envs:
+        entry = entry[first_id % len(entry) :][:num_envs]  # of a rank; of an evaluation, the first ones
+    makes: dict[str, Any] = {"env": entry, "env_kwargs": config.env_kwargs}
     if config.native is not None:
         make_native = functools.partial(resolve("native", config.native), **config.env_kwargs)
         sizes = sub_batch_sizes(num_envs, config.num_nodes, config.workers_per_node)
         makes = {"env": [functools.partial(make_native, size) for size in sizes], "native": True}
-    settings = dict(
-        num_envs=num_envs,
-        **makes,
-        num_nodes=config.num_nodes,
-        workers_per_node=config.workers_per_node,
-        probe=config.probe,
-        groups=config.groups,
-        step_timeout_s=config.step_timeout_s,
-        start_timeout_s=config.start_timeout_s,
-        on_env_error=config.on_env_error,
-        on_node_loss=config.on_node_loss,
-        preload=_preload(config),
-        address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
-        first_id=first_id,
-        seed=config.seed if seed is None else seed,
-    )
+    reads_infos = config.native is not None or getattr(LEARNERS[type(config)], "reads_infos", True)
+    names = ("num_nodes", "workers_per_node", "probe", "groups", "step_timeout_s", "start_timeout_s")
 
-    def make(wrappers: Sequence[Any], masks: bool = True) -> RayVecEnv:
-        keep = functools.partial(KeepInfos, names=config.episode_metrics, masks=masks)
-        env = RayVecEnv(wrappers=[*wrappers, *([] if reads_infos else [keep])], **settings)
+    def make(*own: Any, masks: bool = True) -> RayVecEnv:
+        keep = () if reads_infos else (functools.partial(KeepInfos, names=config.episode_metrics, masks=masks),)
+        env = RayVecEnv(
+            num_envs=num_envs,
+            **makes,
+            **{name: getattr(config, name) for name in (*names, "on_env_error", "on_node_loss")},
+            wrappers=[*_wrappers(config), *own, *keep],
+            preload=_preload(config),
+            address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
+            first_id=first_id,
+            seed=config.seed if seed is None else seed,
+        )
         env.interrupted_close_s = 0.0
         return env
 
-    env = make(wrappers)
+    env = make()
     try:
-        warn_of_wrapper_statistics(env, config)
-        if not _has_masks(env, config, first_id):
-            return env
+        _warn_of_wrapper_statistics(env, config)
+        has_masks = _has_masks(env, config, first_id)
     except BaseException:
         env.close(terminate=True)
         raise
-    env.close()
-    return make([*wrappers, ActionMask], masks=False)
+    if has_masks:
+        env.close()
+        env = make(ActionMask, masks=False)
+    return env
+
+
+def _warn_of_wrapper_statistics(env: RayVecEnv, config: TrainConfig) -> None:
+    """Warns where a wrapper of the environments keeps running statistics, such as ``NormalizeObservation``."""
+    for attribute, setting in {"obs_rms": "normalize_obs", "return_rms": "normalize_reward"}.items():
+        if config.native is None and all(env.call("has_wrapper_attr", attribute)):
+            warnings.warn(
+                "A wrapper of the environment keeps running statistics: each environment has its own, and no "
+                f"checkpoint contains them. Pass {setting}=True and leave the wrapper out.",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def make_eval_env(config: TrainConfig, *, is_final: bool) -> RayVecEnv:
@@ -207,17 +213,17 @@ def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
     sizes, space = num_choices(env.single_action_space), env.single_observation_space
     if not sizes or not getattr(config, "action_masks", False):
         return False
-    mask_space = space.spaces.get(MASK_KEY) if isinstance(space, spaces.Dict) else None
-    if config.native is not None:  # ActionMask wraps single environments only
-        if mask_space is None and MASK_KEY in env.reset(seed=config.train_seed(0) + first_id)[1]:
-            raise ConfigError(
-                f"The infos of native sub-batches have {MASK_KEY!r}. Return the mask as a part of a Dict "
-                "observation, or pass action_masks=False to ignore it."
-            )
-        return False
-    if mask_space is not None:
-        return mask_space.shape == (sum(sizes),)  # else the learner refuses it
-    return MASK_KEY in env.first_info(config.train_seed(0) + first_id)
+    if isinstance(space, spaces.Dict) and MASK_KEY in space.spaces:
+        return config.native is None and space[MASK_KEY].shape == (sum(sizes),)  # else the learner refuses it
+    seed = config.train_seed(0) + first_id
+    if config.native is None:
+        return MASK_KEY in env.first_info(seed)
+    if MASK_KEY in env.reset(seed=seed)[1]:  # ActionMask wraps single environments only
+        raise ConfigError(
+            f"The infos of native sub-batches have {MASK_KEY!r}. Return the mask as a part of a Dict "
+            "observation, or pass action_masks=False to ignore it."
+        )
+    return False
 
 
 @contextlib.contextmanager
@@ -279,8 +285,6 @@ def open_learner(config: TrainConfig, env: RayVecEnv, *, fewer: bool = False) ->
                 "learners='dedicated' was passed with num_nodes=0, which is this machine without Ray. Pass "
                 "num_nodes=1 or more, or learners='shared'."
             )
-        if is_dedicated:
-            _check_nodes_are_left(env)
         from rayvec.distributed.learner_group import LearnerGroup
 
         group = LearnerGroup(
@@ -304,19 +308,6 @@ def _seeded(seed: int, build: Callable[[], Learner]) -> Learner:
     """Makes the learner of a rank. All ranks seed the global generators alike."""
     seed_globals(seed, 0, 3)
     return build()
-
-
-def _check_nodes_are_left(env: RayVecEnv) -> None:
-    """Raises a `ConfigError` if every node of the cluster holds environments."""
-    from rayvec.cluster.placement import free_nodes
-
-    nodes, used = free_nodes(), {node.node_id for node in env.topology.nodes}
-    if used.issuperset(node.node_id for node in nodes):
-        other = f"num_nodes={len(nodes) - 1} or less" if len(nodes) > 1 else "learners='shared'"
-        raise ConfigError(
-            f"All of {counted(len(nodes), 'node')} of the cluster hold environments. learners='dedicated' needs a "
-            f"node without: pass {other}, or add nodes."
-        )
 
 
 def wait_limit_s(config: TrainConfig) -> float:

@@ -43,7 +43,7 @@ def space_from_plain(value: dict[str, Any]) -> spaces.Space[Any]:
             low, high = (np.broadcast_to(value[name].numpy(), shape).astype(dtype) for name in ("low", "high"))
             return spaces.Box(low, high, shape, dtype.type)
         case "Discrete":
-            dtype = np.dtype(value.get("dtype", np.int64))  # older checkpoints and versions of Gymnasium have no other
+            dtype = np.dtype(value["dtype"])  # which older versions of Gymnasium don't take
             other = {} if dtype == np.int64 else {"dtype": dtype.type}
             return spaces.Discrete(value["n"], start=value["start"], **other)
         case "MultiDiscrete":

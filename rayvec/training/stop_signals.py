@@ -35,7 +35,6 @@ class Interrupts:
     def __init__(self) -> None:
         self.requested = False
         self._raised = self._deferred = False
-        self._doing = ""
         self._received: set[int] = set()
         self._kind: type[KeyboardInterrupt] = KeyboardInterrupt
         self._in_main_thread = threading.current_thread() is threading.main_thread()
@@ -54,24 +53,17 @@ class Interrupts:
     def check(self, error: BaseException | None = None) -> None:
         """Raises the KeyboardInterrupt that was dropped, or that became `error`."""
         if self._raised:
-            interrupt = self._kind()
-            for note in getattr(error, "__notes__", []):
-                interrupt.add_note(note)
-            raise interrupt from error
+            raise self._kind() from error
 
     def stopped(self, message: str) -> KeyboardInterrupt:
         """Returns the exception that ends a run after a request to stop."""
         return self._kind(message)
 
     @contextlib.contextmanager
-    def deferred(self, doing: str = "finishing the current iteration") -> Iterator[None]:
-        """Makes the first Ctrl-C or SIGTERM a request to stop; a second one raises KeyboardInterrupt.
-
-        Args:
-            doing: What the block does after the request, for the person who reads standard error.
-        """
+    def deferred(self) -> Iterator[None]:
+        """Makes the first Ctrl-C or SIGTERM a request to stop; a second one raises KeyboardInterrupt."""
         self.check()
-        self._deferred, self._doing = True, doing
+        self._deferred = True
         try:
             with self.taking_sigterm():
                 yield
@@ -101,7 +93,7 @@ class Interrupts:
             self.requested, self._kind = True, kind
             came, again = ("SIGTERM: ", "another SIGTERM") if kind is Terminated else ("", "Ctrl-C again")
             with contextlib.suppress(RuntimeError, OSError):  # it came within a print, or the terminal is closed
-                print(f"\n{came}{self._doing}; {again} stops at once", file=sys.stderr)
+                print(f"\n{came}finishing the current iteration; {again} stops at once", file=sys.stderr)
 
 
 def _is_of_ray(handler: object) -> bool:

@@ -7,22 +7,25 @@ ranks with which its learner sums, and the rule for stragglers.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
-from rayvec.data import CollectStats
+from rayvec.data import Batch, CollectStats
 from rayvec.distributed.stragglers import Stragglers
+from rayvec.errors import ConfigError
 from rayvec.learners.base import Learner, MeasuresObservations, set_learning_rate
+from rayvec.policies.policy import Policy
 from rayvec.training.evaluation import Evaluation, evaluate
-from rayvec.training.run_state import Progress, begin_collecting
+from rayvec.training.run_state import Progress, restore
 from rayvec.training.saved_spaces import space_to_plain
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Iteration", "RunEnvs", "RunTrainer", "Trainer"]
+__all__ = ["Iteration", "RunEnvs", "Trainer"]
 
 
 @dataclass(slots=True)
@@ -36,7 +39,7 @@ class Iteration:
         num_cut: How many ranks stopped early because the others had their steps.
         sent_bytes: What ranks have sent over the network in sums.
         notes: Lines for the driver to log, where a rank made the iteration, such as which workers were restarted.
-        state: The state of the run after the iteration, if it was asked for; see :meth:`RunTrainer.state`.
+        state: The state of the run after the iteration, if it was asked for; see :meth:`Trainer.state`.
         evaluation: The greedy evaluation of its weights, where there was one.
     """
 
@@ -55,50 +58,6 @@ class Iteration:
         return {**self.times_s, **{f"collect/{name}": s for name, s in self.stats.time_split_s.items()}}
 
 
-class RunTrainer(Protocol):
-    """What the training loop drives: one process, or several decentralized ranks."""
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether an iteration has begun of which the loop does not know the result."""
-        ...
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the nodes of the cluster have changed, so that the run should continue with other ranks."""
-        ...
-
-    @property
-    def learner(self) -> Any:
-        """The learner, or the :class:`rayvec.LearnerGroup`; None with decentralized ranks, which have one each."""
-        ...
-
-    def iterate(self, *, ahead: bool, keep: bool) -> Iteration:
-        """Makes an iteration.
-
-        Args:
-            ahead: Whether the next one may begin.
-            keep: Whether the result has the state after this iteration.
-        """
-        ...
-
-    def on_envs(self, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the vector environment between two chunks: see :class:`RunEnvs`."""
-        ...
-
-    def set_learning_rate(self, value: float | None) -> None:
-        """Lets the learner use a learning rate from the next update on; None: its own schedule again."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Returns ``weights``, ``learner`` and ``collector``: tensors and plain values, for a checkpoint."""
-        ...
-
-    def evaluate(self) -> Evaluation:
-        """Plays the greedy episodes at the end of the run; no iteration may follow."""
-        ...
-
-
 class RunEnvs:
     """The environments of a run, as a callback reaches them: all of them, on whatever workers, nodes and ranks.
 
@@ -110,37 +69,47 @@ class RunEnvs:
         num_envs: How many environments there are.
     """
 
-    def __init__(self, trainer: RunTrainer, num_envs: int) -> None:
+    def __init__(self, trainer: Any, num_envs: int) -> None:
         self._trainer, self.num_envs = trainer, num_envs
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment; returns the results in their order."""
-        return tuple(self._trainer.on_envs("call", name, *args, **kwargs))
+        return tuple(self._trainer.on_envs("call", name, args, kwargs))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Returns an attribute of each environment."""
-        return tuple(self._trainer.on_envs("get_attr", name))
+        return tuple(self._trainer.on_envs("get_attr", name, (), {}))
 
     def set_attr(self, name: str, value: Any) -> None:
         """Sets an attribute of all environments, where the wrappers find it, to one value."""
-        self._trainer.on_envs("set_attr", name, value)
+        self._trainer.on_envs("set_attr", name, (value,), {})
 
 
 class Trainer:
-    """Makes iterations with environments and a learner; see :class:`RunTrainer`.
+    """Makes iterations with environments and a learner.
 
     Args:
         config: Settings of the run.
         env: The environments of this process.
-        learner: The learner, with the weights to begin with.
+        learner: The learner, or the :class:`rayvec.LearnerGroup`, with the weights to begin with.
         progress: How far the run has come.
         collector_state: State of the collector to continue from.
         stragglers: When to stop collecting, on a decentralized rank.
         first_id: Global index of the first environment.
+
+    Attributes:
+        has_pending: Whether an iteration has begun of which the loop does not know the result.
+        is_outdated: Whether the nodes of the cluster have changed, so that the run should continue with other ranks.
+            Elastic environments move by themselves.
+        learner: As given.
+        collector: Collects the steps.
+
+    Raises:
+        CheckpointError: `collector_state` is that of another collector.
     """
 
     has_pending = False
-    is_outdated = False  # elastic environments move by themselves
+    is_outdated = False
 
     def __init__(
         self,
@@ -153,119 +122,130 @@ class Trainer:
         stragglers: Stragglers | None = None,
         first_id: int = 0,
     ) -> None:
-        self._config, self._env, self._learner = config, env, learner
+        self._config, self._env, self.learner = config, env, learner
         self._stragglers, self._first_id = stragglers, first_id
         self._num_steps = -(-config.steps_per_iteration // config.num_envs) * env.num_envs
-        self.collector = begin_collecting(config, env, learner, progress, collector_state, first_id)
+        has_learned = config.init_from is not None or bool(collector_state and collector_state.get("version", 0) > 0)
+        is_random = config.random_steps > 0 and not has_learned
+        policy = Policy(learner.module, random_start=is_random, device=_acting_device(config, env))
+        if has_learned:
+            policy.load_weights(learner.weights())
+        self.collector = _collector(config, env, policy)
+        if collector_state is not None:
+            restore(self.collector, collector_state)
+        seed = config.train_seed(progress.steps) + first_id
+        self.collector.reset(seed=seed)
         is_new = collector_state is None and config.init_from is None and not config.random_steps
-        if is_new and isinstance(learner, MeasuresObservations):
-            if getattr(learner.module, "obs_mean", None) is not None:
-                self._measure(learner)
-                self.collector.reset(seed=config.train_seed(progress.steps) + first_id)
+        normalizes = getattr(learner.module, "obs_mean", None) is not None
+        if is_new and normalizes and isinstance(learner, MeasuresObservations):
+            learner.measure(self._collect(ahead=False)[0])  # these steps do not count
+            self.collector.set_weights(learner.weights())
+            self.collector.reset(seed=seed)
 
-    def _measure(self, learner: MeasuresObservations) -> None:
-        """Takes the steps of an iteration, which do not count, to measure observations, and lets the policy know."""
-        if self._stragglers is not None:
-            self._stragglers.begin(self._num_steps)
-        batch = self.collector.collect(n_step=self._num_steps, ahead=False)
-        if self._stragglers is not None:
-            self._stragglers.wait()
-        learner.measure(batch)
-        self.collector.set_weights(self._learner.weights())
+    def _collect(self, *, ahead: bool) -> tuple[Batch, dict[str, float], bool]:
+        """Collects the steps of an iteration; returns them, wall times, and whether this rank stopped early."""
+        began_s, stragglers = time.monotonic(), self._stragglers
+        if stragglers is None:
+            batch = self.collector.collect(n_step=self._num_steps, ahead=ahead)
+            return batch, {"collect": time.monotonic() - began_s}, False
+        num_steps, cut = stragglers.begin(self._num_steps)
+        batch = self.collector.collect(n_step=num_steps, ahead=ahead, cut=cut)
+        collected_s = time.monotonic()
+        stragglers.wait()
+        times_s = {"collect": collected_s - began_s, "wait": time.monotonic() - collected_s}
+        return batch, times_s, stragglers.has_cut
 
-    @property
-    def learner(self) -> Any:
-        """See :class:`RunTrainer`."""
-        return self._learner
+    def iterate(self, *, ahead: bool = False, keep: bool = False) -> Iteration:
+        """Makes an iteration.
 
-    def on_envs(self, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
-        """See :class:`RunTrainer`."""
+        Args:
+            ahead: Whether the next one may begin.
+            keep: Whether the result has the state after this iteration.
+        """
+        batch, times_s, is_cut = self._collect(ahead=ahead)
+        began_s = time.monotonic()
+        updated: Mapping[str, Any] = self.learner.update(batch)  # a learner of a user may return numbers of NumPy
+        metrics = {name: value.item() if hasattr(value, "item") else value for name, value in updated.items()}
+        learned_s = time.monotonic()
+        times_s["learn"] = learned_s - began_s
+        if metrics:
+            self.collector.set_weights(self.learner.weights())
+            times_s["publish"] = time.monotonic() - learned_s
+        return Iteration(batch.stats, metrics, times_s, int(is_cut), state=self.state() if keep else None)
+
+    def on_envs(self, method: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a method of the vector environment between two chunks: see :class:`RunEnvs`."""
         self.collector.wait_pending()
         if method == "set_attr":
             args = ([args[0]] * self._env.num_envs,)  # a list or tuple is one value, too
         return getattr(self._env, method)(name, *args, **kwargs)
 
     def set_learning_rate(self, value: float | None) -> None:
-        """See :class:`RunTrainer`.
+        """Lets the learner use a learning rate from the next update on; None: its own schedule again.
 
         Raises:
             ConfigError: The learner has no method of this name.
         """
-        set_learning_rate(self._learner, value)
+        set_learning_rate(self.learner, value)
 
-    def iterate(self, *, ahead: bool = False, keep: bool = False) -> Iteration:
-        """See :class:`RunTrainer`."""
-        laps, stragglers = Laps(), self._stragglers
-        num_steps, cut = (self._num_steps, None) if stragglers is None else stragglers.begin(self._num_steps)
-        batch = self.collector.collect(n_step=num_steps, ahead=ahead, cut=cut)
-        laps.end("collect")
-        if stragglers is not None:
-            stragglers.wait()
-            laps.end("wait")
-        metrics = {name: _plain(value) for name, value in self._learner.update(batch).items()}
-        laps.end("learn")
-        if metrics:
-            self.collector.set_weights(self._learner.weights())
-            laps.end("publish")
-        num_cut = int(stragglers is not None and stragglers.has_cut)
-        return Iteration(
-            batch.stats,
-            metrics,
-            laps.times_s,
-            num_cut,
-            state=self.state() if keep else None,
-        )
+    def state(self, learner: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Returns ``weights``, ``learner``, ``collector`` and ``spaces``: tensors and plain values, for a checkpoint.
 
-    def state(self) -> dict[str, Any]:
-        """See :class:`RunTrainer`."""
-        return {
-            "weights": torch.from_numpy(self._learner.weights()),
-            "learner": self._learner.state_dict(),
-            "collector": self.collector.state_dict(),
-            "spaces": self.spaces,
-        }
+        The spaces are those of one environment; None if they have no plain form.
 
-    @property
-    def spaces(self) -> list[Any] | None:
-        """The spaces of one environment in the form of a checkpoint; None if they have none."""
+        Args:
+            learner: The state of the learner, in place of its whole one.
+        """
         env = self._env
         described = [space_to_plain(space) for space in (env.single_observation_space, env.single_action_space)]
-        return None if None in described else described
+        return {
+            "weights": torch.from_numpy(self.learner.weights()),
+            "learner": self.learner.state_dict() if learner is None else learner,
+            "collector": self.collector.state_dict(),
+            "spaces": None if None in described else described,
+        }
 
     def evaluate(self, num_episodes: int | None = None) -> Evaluation:
-        """See :class:`RunTrainer`.
+        """Plays the greedy episodes at the end of the run; no iteration may follow.
 
         Args:
             num_episodes: How many episodes; by default as the settings say.
         """
         self.collector.drop_pending()  # an error in one of them ends the run, and close() would only log it
         self.collector.close()
-        return evaluate(
-            self._config,
-            self._env,
-            self._learner.module,
-            self._learner.weights(),
-            num_episodes,
-            seed=self._config.eval_seed(),
-            first_id=self._first_id,
+        seed, weights = self._config.eval_seed(), self.learner.weights()
+        module, first_id = self.learner.module, self._first_id
+        return evaluate(self._config, self._env, module, weights, num_episodes, seed=seed, first_id=first_id)
+
+
+def _collector(config: TrainConfig, env: RayVecEnv, policy: Policy) -> Collector:
+    in_workers = config.inference == "worker"
+    outlives_update = config.num_nodes != 0 and not isinstance(config.num_nodes, tuple)  # an elastic node may not
+    return Collector(
+        env,
+        policy,
+        inference=config.inference,
+        seed=config.seed,
+        prefetch=in_workers and config.collects_ahead,
+        by_reference=in_workers and outlives_update and config.learner_mode in ("shared", "dedicated"),
+        max_staleness=getattr(config, "max_staleness", None) if in_workers else None,
+        on_bad_obs=config.on_bad_obs,
+        episode_metrics=config.episode_metrics,
+    )
+
+
+def _acting_device(config: TrainConfig, env: RayVecEnv) -> str:
+    """Returns the device on which the policy acts.
+
+    Raises:
+        ConfigError: It would be a GPU in an actor of a Ray node, which claims none.
+    """
+    if config.inference != "node" or getattr(config, "recurrent", None):
+        return "cpu"
+    if config.learner_device != "cpu" and "tcp" in env.transports:
+        raise ConfigError(
+            f"inference='node' was passed with learner_device={config.learner_device!r} and environments on other "
+            "nodes. Pass learners='decentralized', where each rank claims a GPU, num_nodes=0, or "
+            "inference='worker'."
         )
-
-
-@dataclass
-class Laps:
-    """Wall time by activity, in seconds."""
-
-    times_s: dict[str, float] = field(default_factory=dict)
-    _began_s: float = field(default_factory=time.monotonic)
-
-    def end(self, activity: str) -> None:
-        """Gives the time since the last call, or since the start, to `activity`."""
-        now_s = time.monotonic()
-        self.times_s[activity] = now_s - self._began_s
-        self._began_s = now_s
-
-
-def _plain(number: Any) -> float:
-    """Returns a number as one of Python: a learner of a user may return those of NumPy and torch."""
-    plain: float = number.item() if hasattr(number, "item") else number
-    return plain
+    return config.learner_device

@@ -294,7 +294,7 @@ def test_ctrl_c_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 signal.raise_signal(signal.SIGINT)
             return super().collect(*args, **kwargs)
 
-    monkeypatch.setattr(sys.modules["rayvec.training.run_state"], "Collector", Pressed)
+    monkeypatch.setattr(sys.modules["rayvec.training.trainer"], "Collector", Pressed)
     with pytest.raises(KeyboardInterrupt, match="resume with"):
         rayvec.train(impala(tmp_path / "a", max_staleness=4, workers_per_node=2, total_steps=1024))
     monkeypatch.undo()

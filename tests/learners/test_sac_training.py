@@ -15,8 +15,9 @@ import rayvec
 from rayvec import SACConfig
 from rayvec.errors import EnvError
 from rayvec.training.run_dir import load_run
-from rayvec.training.run_state import Progress, begin_collecting
+from rayvec.training.run_state import Progress
 from rayvec.training.runs import make_env, make_learner
+from rayvec.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -73,12 +74,12 @@ def test_a_resumed_run_acts_at_random_until_weights_were_published(tmp_path: Pat
     config = tiny(tmp_path / "a", num_nodes=1)
     with make_env(config) as env:
         learner = make_learner(config, env)
-        with contextlib.closing(begin_collecting(config, env, learner, Progress(), None)) as collector:
+        with contextlib.closing(Trainer(config, env, learner, Progress()).collector) as collector:
             state = collector.state_dict()
         for version in (0, 1):
             state["version"] = version
             progress = Progress(steps=config.learning_starts + 8)
-            with contextlib.closing(begin_collecting(config, env, learner, progress, state)) as collector:
+            with contextlib.closing(Trainer(config, env, learner, progress, state).collector) as collector:
                 batch = collector.collect(n_step=256, ahead=False)
                 is_random = collector._policy._random
             assert batch.stats.weights_versions == (version, version) and is_random == (version == 0)

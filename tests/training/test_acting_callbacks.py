@@ -9,7 +9,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from helpers.training_kit import HERE, tiny
 
@@ -93,17 +92,6 @@ def test_a_curriculum_and_the_share_of_successes(request: Any, tmp_path: Path, w
     assert lines[-1]["episode/is_success"] == pytest.approx(sum(successes) / 72)
 
 
-def test_chunks_that_are_taken_ahead_are_kept_while_callbacks_act(tmp_path: Path) -> None:
-    """Of IMPALA, whose workers each take chunks by themselves."""
-    settings = {"num_envs": 4, "num_steps": 16, "num_minibatches": 1, "total_steps": 640, "eval_episodes": 0}
-    curriculum = Curriculum()
-    config = rayvec.IMPALAConfig(**settings, **WORKERS, run_dir=tmp_path / "a")
-    run = rayvec.train(config, env=Levels, callbacks=curriculum)
-    lines = list(read_metrics(run.run_dir / "metrics.jsonl"))
-    assert run.total_steps == 640 and sum(line["episodes"] for line in lines) == 640 // 8
-    assert lines[-1]["callback/level"] == 4 and len(curriculum.indices) == 11
-
-
 class SetsRate:
     def __init__(self) -> None:
         self.learners: list[Any] = []
@@ -134,14 +122,6 @@ def test_a_callback_sets_the_learning_rate(tmp_path: Path, where: dict[str, Any]
     assert rates[:2] == [2.5e-4] * 2 and rates[3:6] == [1e-5] * 3 and rates[-2:] == [2.5e-4] * 2
 
 
-def test_a_learner_without_a_learning_rate(tmp_path: Path) -> None:
-    sets = SimpleNamespace(on_start=lambda context: context.set_learning_rate(1e-3))
-    config = rayvec.SACConfig(**HERE, num_envs=2, total_steps=2_000, run_dir=tmp_path / "a")
-    with pytest.raises(ConfigError, match="SACLearner has no method set_learning_rate"):
-        rayvec.train(config, callbacks=sets)
-    assert not (tmp_path / "a").exists(), "a callback that refuses to start leaves no directory"
-
-
 def test_the_list_of_callbacks_may_be_thinned_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[str] = []
 
@@ -162,12 +142,6 @@ def test_a_run_says_that_it_has_started_before_its_first_iteration_ends(
     looks = SimpleNamespace(on_start=lambda context: said.append(capsys.readouterr().err))
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), callbacks=looks)
     assert "taking the first 64 steps" in said[0]
-
-
-def test_environments_and_learner_are_out_of_reach_at_the_end(tmp_path: Path) -> None:
-    reach = SimpleNamespace(on_end=lambda context: context.env)
-    with pytest.raises(ConfigError, match=r"context\.env was used while the run has no environments"):
-        rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), callbacks=reach)
 
 
 def test_infos_that_training_does_not_read_are_not_carried(tmp_path: Path) -> None:
@@ -210,10 +184,3 @@ def test_paths_are_of_this_machine(tmp_path: Path, uri: str, monkeypatch: pytest
     for refused in (lambda: rayvec.train(tiny(Path(uri))), lambda: rayvec.load(uri), lambda: rayvec.resume(uri)):
         with pytest.raises(ConfigError, match="is a URI"):
             refused()
-
-
-def test_weights_do_not_depend_on_callbacks_that_look_at_environments(tmp_path: Path) -> None:
-    plain = rayvec.train(tiny(tmp_path / "a", **WORKERS, eval_episodes=0), env=Levels)
-    looks = SimpleNamespace(on_iteration=lambda context: context.env.get_attr("level"))
-    looked = rayvec.train(tiny(tmp_path / "b", **WORKERS, eval_episodes=0), env=Levels, callbacks=looks)
-    assert torch.equal(*(load_run(run.run_dir)[1]["weights"] for run in (plain, looked)))

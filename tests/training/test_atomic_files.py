@@ -35,16 +35,16 @@ def test_a_directory_in_the_place_of_a_file(tmp_path: Path, capsys: pytest.Captu
     (run_dir / "metrics.jsonl").unlink()
     (run_dir / "metrics.jsonl").mkdir()
     assert main(["train", "ppo", "--resume", str(run_dir)]) == 2
-    assert f"{run_dir / 'metrics.jsonl'} can't be written: it is a directory" in capsys.readouterr().err
+    assert f"{run_dir / 'metrics.jsonl'} can't be written: it is no file" in capsys.readouterr().err
 
 
 def test_what_is_no_file_stays(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, got in (
-        (pipe, "a device or a pipe"),
-        (tmp_path, "a directory"),
-        (tmp_path / "a" / "b", "there is no directory"),
+        (pipe, "it is no file"),
+        (tmp_path, "it is no file"),
+        (tmp_path / "a" / "b", "No such file"),
     ):
         with pytest.raises(ConfigError, match=got), written_whole(path) as file:
             file.write(b"new")
@@ -53,7 +53,7 @@ def test_what_is_no_file_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "got"),
-    [("/proc/x.html", "No such file"), ("x" * 253, "File name too long"), ("x" * 300 + "/a", "no directory x")],
+    [("/proc/x.html", "No such file"), ("x" * 253, "File name too long"), ("x" * 300 + "/a", "File name too long")],
     ids=["no disk", "long name", "long directory"],
 )
 def test_a_file_that_cannot_be_made(place: str, got: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

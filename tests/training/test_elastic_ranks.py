@@ -108,7 +108,7 @@ def test_ranks_grow_and_shrink(
     def ranks() -> list[int]:
         nonlocal said
         said += capsys.readouterr().err
-        return [int(count) for count in re.findall(r"(\d+) ranks?,", said)]
+        return [int(count) for count in re.findall(r": (\d+) ranks?\n", said)]
 
     class Watch:
         joined: str | None = None

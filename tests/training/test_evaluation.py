@@ -13,7 +13,6 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from helpers.training_kit import HERE, tiny
 
 import rayvec
@@ -75,23 +74,6 @@ def test_a_resumed_run_evaluates_at_the_same_steps(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", **EVALUATED), callbacks=[Stops()])
     rayvec.resume(tmp_path / "a")
     assert list(evaluations(tmp_path / "a")) == [128, 256, 384, 512]
-
-
-class FailsInEvaluation(CartPoleEnv):
-    """Fails in episodes with the seeds of evaluations, which are at least 2^30."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        if seed is not None and seed >= 2**30:
-            raise OSError("in the evaluation")
-        return super().reset(seed=seed, options=options)
-
-
-def test_an_evaluation_that_fails_loses_nothing_of_the_training(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="in the evaluation"):
-        rayvec.train(tiny(tmp_path / "a", **EVALUATED), env=FailsInEvaluation)
-    _, state = load_run(tmp_path / "a")
-    *_, last = read_metrics(tmp_path / "a" / "metrics.jsonl")
-    assert state["progress"]["steps"] == last["steps"] == 128
 
 
 def test_evaluation_takes_a_limited_number_of_steps() -> None:
@@ -280,19 +262,3 @@ class Drifting(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.steps += 1
         return self.np_random.normal(500, 100, 2).astype(np.float32), float(action[0]), False, self.steps == 8, {}
-
-
-@pytest.mark.parametrize("of_rewards", [False, True], ids=["obs", "reward"])
-def test_statistics_of_wrappers_are_warned_of_and_new_in_each_evaluation(tmp_path: Path, of_rewards: bool) -> None:
-    wrapper = gymnasium.wrappers.NormalizeReward if of_rewards else gymnasium.wrappers.NormalizeObservation
-
-    def make() -> gymnasium.Env[Any, Any]:
-        return wrapper(Drifting())
-
-    config = tiny(tmp_path / "a", total_steps=256, learning_rate=0.1, **{**EVALUATED, "eval_episodes": 6})
-    setting = "normalize_reward" if of_rewards else "normalize_obs"
-    with pytest.warns(UserWarning, match=f"running statistics.*{setting}=True"):
-        result = rayvec.train(config, env=make)
-    with pytest.warns(UserWarning, match="running statistics"):
-        again = evaluate_run(tmp_path / "a", num_episodes=6, env=make)
-    assert again.return_mean == pytest.approx(result.eval_return_mean, abs=1e-9)

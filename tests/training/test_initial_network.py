@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from helpers.training_kit import HERE, tiny
 
 import rayvec
 from rayvec.errors import CheckpointError, ConfigError
-from rayvec.training import run
+from rayvec.training import loop
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 
@@ -42,8 +43,8 @@ def test_a_run_begins_with_the_weights_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, settings: dict[str, Any], where: dict[str, Any]
 ) -> None:
     begun: list[dict[str, Any]] = []
-    begin = run.begin_run_dir
-    monkeypatch.setattr("rayvec.training.run.begin_run_dir", lambda *args: (begun.append(args[2]), begin(*args)))
+    begin = loop.begin_run_dir
+    monkeypatch.setattr("rayvec.training.loop.begin_run_dir", lambda *args: (begun.append(args[2]), begin(*args)))
     first = rayvec.train(kind(run_dir=tmp_path / "a", **COMMON, **settings))
     changes = {"seed": 9, "init_from": first.run_dir, **where}
     rayvec.train(kind(run_dir=tmp_path / "b", **COMMON, **{**settings, **changes}), callbacks=[First()])
@@ -75,9 +76,9 @@ def test_a_trained_policy_acts_from_the_first_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_sizes": (32, 32)}, "out_features=32"),
-        pytest.param({"hidden_sizes": (32, 32), **RANKS}, "out_features=32", marks=pytest.mark.slow),
-        ({"hidden_sizes": (64,)}, "layers|Tanh|Linear"),
+        ({"hidden_sizes": (32, 32)}, "shape"),
+        pytest.param({"hidden_sizes": (32, 32), **RANKS}, "shape", marks=pytest.mark.slow),
+        ({"hidden_sizes": (64,)}, "shape"),
         ({"env_id": "Acrobot-v1"}, "observations of"),
         ({"normalize_obs": True}, "obs_mean|obs_moments"),
     ],
@@ -86,7 +87,7 @@ def test_weights_of_another_network(tmp_path: Path, changes: dict[str, Any], wor
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
     with pytest.raises(ConfigError, match=words) as caught:
         rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a", **changes))
-    assert "another network" in str(caught.value)
+    assert re.search("another network|the run began with", str(caught.value))
     assert not (tmp_path / "b").exists()
 
 
@@ -129,14 +130,14 @@ def test_weights_for_other_spaces(tmp_path: Path, env: Any, words: str | None) -
 
 def test_statistics_that_the_run_does_not_have(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, normalize_obs=True))
-    with pytest.raises(ConfigError, match=r"has obs_moments\.mean \(4,\), and this run needs no obs_moments"):
+    with pytest.raises(ConfigError, match=r"obs_moments\.mean has the shape \(4,\), and this run needs None"):
         rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a"))
 
 
 def test_weights_of_another_algorithm_or_of_nothing(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
     settings = {"env_id": "CartPole-v1", "init_from": tmp_path / "a", "learning_starts": 10, "total_steps": 64, **HERE}
-    with pytest.raises(ConfigError, match="another network"):
+    with pytest.raises(ConfigError, match="same algorithm"):
         rayvec.train(rayvec.SACConfig(run_dir=tmp_path / "b", **settings))
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "nowhere"))

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +25,10 @@ from rayvec import PPOConfig
 from rayvec.data import CollectStats
 from rayvec.errors import ConfigError
 from rayvec.learners.ppo import PPOLearner
-from rayvec.training.callbacks import RunContext, call
+from rayvec.training.callbacks import MetricsLine, RunContext, call
+from rayvec.training.default_callbacks import ShowProgress
 from rayvec.training.loggers import MetricsFile, TensorBoard, read_metrics
-from rayvec.training.plots import draw_learning_curve, smoothed
-from rayvec.training.progress_display import ProgressDisplay
+from rayvec.training.plots import draw_learning_curve
 from rayvec.training.run_dir import load_result
 from rayvec.training.run_state import Progress
 from rayvec.training.runs import LEARNERS
@@ -69,12 +70,13 @@ def log_iterations(
     )
     call(callbacks, "on_start", context)
     for iteration in iterations:
-        context.add(iteration)
+        context.progress.add(iteration.stats)
+        context.line.add(iteration)
         steps.append(context.progress.steps)
-        if context.line.is_complete(config.log_interval_steps):
-            context.end_line(callbacks)
-    if context.line.steps:
-        context.end_line(callbacks)
+        if context.line.sums["steps"] >= config.log_interval_steps or iteration is iterations[-1]:
+            context.metrics = context.line.metrics(context.progress)
+            call(callbacks, "on_log", context)
+            context.line = MetricsLine()
     call(callbacks, "on_close", context)
     return steps
 
@@ -140,13 +142,6 @@ def test_tensorboard_shows_the_same_numbers(tmp_path: Path) -> None:
         assert events[-1].step == 32 and events[-1].value == pytest.approx(last[name])
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
-    numbers = {"nan": math.nan, "inf": math.inf, "one": 1.0}
-    log_iterations(tmp_path, [Iteration(stats(), numbers, dict(TIMES_S))])
-    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
-    assert [line[f"learner/{name}"] for name in numbers] == [None, None, 1]
-
-
 class _ReturnsArrays(PPOLearner):
     def update(self, batch: Any) -> Any:
         return {**super().update(batch), "numpy": np.float32(1.5), "whole": np.int64(3), "torch": torch.tensor(2.5)}
@@ -199,36 +194,23 @@ def test_learning_curve_of_any_number_of_points(count: int, tmp_path: Path) -> N
     assert matplotlib.image.imread(tmp_path / "learning_curve.png").std() > 0.01
 
 
-def test_smoothing_keeps_a_constant_and_both_ends() -> None:
-    values, weights = np.arange(101.0), np.ones(101)
-    assert smoothed(np.full(101, 3.0), weights) == pytest.approx(3.0)
-    assert smoothed(values, weights) == pytest.approx(values)
-    heavy = smoothed(np.array([0.0, 1.0, 0.0]), np.array([1.0, 2.0, 1.0]))
-    assert heavy == pytest.approx([0.0, 0.5, 0.0])
-
-
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    file = _Terminal()
-    display = ProgressDisplay(100, file=file)
-    display.show(40, "1,000 steps/s · return 3.0")
-    display.close()
-    assert "40/100 " in file.getvalue() and "━" in file.getvalue() and "return 3.0" in file.getvalue()
-
-
-def test_a_narrow_terminal_shows_all_steps_and_whole_parts_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "60")
-    file = _Terminal()
-    display = ProgressDisplay(10_000_000, 2_592_000, file)
-    assert "2,592,000/10,000,000 " in file.getvalue()  # of a run that is resumed
-    display.show(2_593_000, "1,000 steps/s · return 3.0 · collect 45%, learn 50%, publish 5%")
-    display.close()
-    last = file.getvalue().rpartition("2,593,000/10,000,000")[2]
-    assert "1,000 steps/s" in last and "…" not in last and "collect" not in last
+def test_a_terminal_shows_a_bar_with_all_steps_and_whole_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TERM": "xterm", "COLUMNS": "70"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stderr", file := _Terminal())
+    context, display = RunContext(CONFIG, tmp_path, Progress(steps=16)), ShowProgress()
+    display.on_start(context)
+    context.line.add(Iteration(stats(3.0), {}, {"collect": 0.45, "learn": 0.5, "publish": 0.05}))
+    context.progress.steps, context.metrics = (
+        32,
+        context.line.metrics(Progress(32, recent_returns=[3.0], recent_lens=[3])),
+    )
+    display.on_iteration(context)
+    display.on_close(context)
+    last = file.getvalue().rpartition("32/64")[2]
+    assert "━" in last and "16 steps/s · return 3.00" in last and "…" not in last and "publish" not in last

@@ -24,12 +24,11 @@ from helpers.training_kit import HERE, SMALL, assert_same, tiny
 import rayvec
 from rayvec import IMPALAConfig, PPOConfig, TrainConfig
 from rayvec.cli import main
-from rayvec.config import CONFIGS
 from rayvec.errors import CheckpointError, ConfigError, EnvError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import make_env, make_learner
-from rayvec.training.space_checks import warn_of_unreachable_actions, warn_of_wide_ranges
+from rayvec.training.space_checks import warn_of_wide_ranges
 
 LOCAL_LINE = lambda: Line(4)  # noqa: E731
 
@@ -200,12 +199,6 @@ def test_what_a_network_raises_later_says_where_if_it_is_an_exception(
         assert cause is None
 
 
-def test_an_algorithm_whose_settings_have_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CONFIGS, TrainConfig.algorithm, TrainConfig)
-    with pytest.raises(ConfigError, match="no setting `network`"):
-        rayvec.train(TrainConfig(), network=two_heads)
-
-
 @dataclass(frozen=True, kw_only=True)
 class NotRegistered(PPOConfig):
     pass
@@ -225,11 +218,6 @@ def test_what_is_no_environment(env: Any) -> None:
         rayvec.train(PPOConfig(), env=env)
 
 
-def test_an_environment_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="A callable has made int without observation_space"):
-        rayvec.train(tiny(tmp_path / "a"), env=lambda: 3)
-
-
 def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"observation spaces are not equivalent: environment 1"):
         rayvec.train(tiny(tmp_path / "a"), env=own_envs.Changing())
@@ -242,14 +230,14 @@ def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
 def test_a_run_whose_environment_has_changed(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=128, eval_interval_steps=64, eval_episodes=2), env=LOCAL_LINE)
     for env in (lambda: Line(width=5), lambda: ReshapeObservation(Line(), (2, 1))):
-        with pytest.raises(ConfigError, match=r"began with.*\(2,\).*Undo the change"):
+        with pytest.raises(ConfigError, match=r"began with.*\(2,\).*same spaces"):
             rayvec.resume(tmp_path / "a", env=env)
-        with pytest.raises(ConfigError, match=r"began with.*\(2,\).*Undo the change"):
+        with pytest.raises(ConfigError, match=r"began with.*\(2,\).*same spaces"):
             evaluate_run(tmp_path / "a", env=env)
-        with pytest.raises(ConfigError, match=r"began with.*\(2,\).*Undo the change"):
+        with pytest.raises(ConfigError, match=r"began with.*\(2,\).*same spaces"):
             evaluate_run(tmp_path / "a", checkpoint="best.pt", env=env)
     ranks = {"num_learners": 2, "learners": "decentralized"}
-    with pytest.raises(ConfigError, match=r"began with.*\(2,\).*Undo the change"):
+    with pytest.raises(ConfigError, match=r"began with.*\(2,\).*same spaces"):
         rayvec.resume(tmp_path / "a", env=lambda: ReshapeObservation(Line(), (2, 1)), **ranks)
 
 
@@ -265,20 +253,6 @@ def test_a_wide_range_is_warned_of(tmp_path: Path, high: float, settings: dict[s
     assert ["±500" in str(each.message) for each in caught] == ([True] if warned else [])
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "scaled", "warned"),
-    [(0, 100, False, True), (0, 100, True, False), (100, np.inf, True, True), (-3, 3, False, False)],
-)
-def test_actions_out_of_reach_are_warned_of(low: float, high: float, scaled: bool, warned: bool) -> None:
-    space = spaces.Dict(valve=spaces.Box(low, high, (2,)), gear=spaces.Discrete(2))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for config in (rayvec.PPOConfig(scale_actions=scaled), rayvec.IMPALAConfig(scale_actions=scaled)):
-            warn_of_unreachable_actions(space, config)
-        warn_of_unreachable_actions(space, rayvec.SACConfig())
-    assert ["Actions['valve'] range from" in str(each.message) for each in caught] == [True, True] * warned
-
-
 def test_the_warning_of_a_wide_range_names_the_part() -> None:
     wide = spaces.Box(-500, 500, (2,))
     part = spaces.Dict(temp=wide, wind=spaces.Box(-1, 1, (2,)))
@@ -287,21 +261,6 @@ def test_the_warning_of_a_wide_range_names_the_part() -> None:
         for config in (rayvec.PPOConfig(), rayvec.IMPALAConfig(), rayvec.SACConfig()):
             with pytest.warns(UserWarning, match=expected):
                 warn_of_wide_ranges(space, config)
-
-
-@pytest.mark.parametrize(
-    "env", ["helpers.own_envs:Nothing", "helpers.own_parts:__name__", "./own_envs.py:Line", "helpers.nowhere:Line"]
-)
-def test_a_name_that_names_nothing(tmp_path: Path, env: str) -> None:
-    with pytest.raises(ConfigError, match=r"registered|Name the module, not its file: own_envs:Line"):
-        rayvec.train(tiny(tmp_path / "a"), env=env)
-
-
-def test_a_network_that_names_nothing_is_known_before_environments_are_made(tmp_path: Path) -> None:
-    made: list[None] = []
-    with pytest.raises(ConfigError, match="network is"):
-        rayvec.train(tiny(tmp_path / "a", network="helpers.own_parts:nothing"), env=lambda: made.append(None))
-    assert not made
 
 
 def test_the_command_line_names_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

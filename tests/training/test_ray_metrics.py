@@ -12,8 +12,7 @@ import pytest
 from helpers.training_kit import tiny
 
 import rayvec
-from rayvec.training.loggers import read_metrics
-from rayvec.training.ray_metrics import COUNTERS, GAUGES
+from rayvec.training.loggers import COUNTERS, GAUGES, read_metrics
 
 
 def test_metrics_are_those_of_the_iterations(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,58 +47,14 @@ def test_a_video_shows_the_first_episode_of_the_evaluation(
     assert len({int(frame.mean()) for frame in frames}) > 3
 
 
-@pytest.fixture(scope="module")
-def run_dirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs whose environments have pictures, have none, draw with pygame, and are vector environments."""
-    folder = tmp_path_factory.mktemp("runs")
-    runs: dict[str, dict[str, Any]] = {
-        "pictured": {"wrappers": ALLOWED[:1]},
-        "unpictured": {"wrappers": ("helpers.wrap:unpictured",)},
-        "cartpole": {},
-        "native": {"native": "helpers.native_envs:cartpoles"},
-    }
-    for name, settings in runs.items():
-        rayvec.train(tiny(folder / name, total_steps=64, eval_episodes=0, **settings))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("run", "arguments", "words"),
-    [
-        ("pictured", ["--video", "out.gif"], [".mp4", "out.gif"]),
-        ("pictured", ["--video", "nowhere/out.mp4"], ["in a folder that exists"]),
-        ("pictured", ["--video", "/proc/out.mp4"], ["ffmpeg could not write"]),
-        ("pictured", ["--render", "human"], ["There is no screen", "DISPLAY"]),
-        ("pictured", ["--checkpoint", "best.pt"], ["best.pt"]),
-        ("unpictured", ["--video", "out.mp4"], ["'rgb_array'", "CartPole-v1 has the render modes []"]),
-        ("native", ["--video", "out.mp4"], ["no single environment", "native_envs:cartpoles"]),
-        ("cartpole", ["--video", "out.mp4"], ["draws with", "pygame"]),
-    ],
-)
 def test_what_cannot_be_shown(
-    monkeypatch: pytest.MonkeyPatch,
-    assert_refused: AssertRefused,
-    run_dirs: Path,
-    run: str,
-    arguments: list[str],
-    words: list[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: AssertRefused, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SDL_VIDEODRIVER"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setitem(sys.modules, "pygame", None)
-    assert_refused(["eval", str(run_dirs / run), "--episodes", "2", *arguments], *words)
-
-
-def test_without_the_package(run_dirs: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: AssertRefused) -> None:
-    monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
-    assert_refused(["eval", str(run_dirs / "pictured"), "--video", "out.mp4"], "imageio[ffmpeg]")
-
-
-@pytest.mark.slow
-def test_a_window_is_opened_where_there_is_a_screen(
-    run_dirs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A driver of SDL's that draws nowhere stands for the screen."""
-    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
-    assert main(["eval", str(run_dirs / "cartpole"), "--episodes", "1", "--render", "human"]) == 0
-    assert "an episode with return" in capsys.readouterr().err
+    """A driver of SDL's that draws nowhere stands for a screen."""
+    for name, wrapper in {"pictured": "helpers.wrap:pictured", "unpictured": "helpers.wrap:unpictured"}.items():
+        rayvec.train(tiny(tmp_path / name, total_steps=64, eval_episodes=0, wrappers=(wrapper,)))
+    pictured, unpictured = (["eval", str(tmp_path / name), "--episodes=1"] for name in ("pictured", "unpictured"))
+    assert_refused([*unpictured, "--video", str(tmp_path / "a.mp4")], "no render mode 'rgb_array'")
+    assert_refused([*pictured, "--video", str(tmp_path / "nowhere" / "a.mp4")], "folder that exists")
+    monkeypatch.setitem(sys.modules, "imageio.v2", None)
+    assert_refused([*pictured, "--video", str(tmp_path / "a.mp4")], "imageio[ffmpeg]")

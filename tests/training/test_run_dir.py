@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
 from dataclasses import asdict
@@ -19,10 +17,12 @@ from helpers.training_kit import SMALL, assert_same, lengthen, options, tiny
 import rayvec
 from rayvec import PPOConfig
 from rayvec.errors import CheckpointError, ConfigError
+from rayvec.training import checkpoint
 from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import begin_run_dir, load_run, locked, save_checkpoint
-from rayvec.training.run_state import Progress, begin_collecting, restore
+from rayvec.training.run_dir import begin_run_dir, load_run, locked
+from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import make_env, make_learner
+from rayvec.training.trainer import Trainer
 
 
 def test_one_process_at_a_time_trains_in_a_directory(tmp_path: Path) -> None:
@@ -36,13 +36,15 @@ def test_a_run_directory_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.
     """It appears with its first checkpoint; a directory that another process has made meanwhile is left alone."""
     seen = []
 
-    def save(directory: Path, state: dict[str, Any]) -> None:
+    save_checkpoint = checkpoint.save
+
+    def save(path: Path, state: dict[str, Any]) -> None:
         seen.append((tmp_path / "a").exists())
-        save_checkpoint(directory, state)
+        save_checkpoint(path, state)
         (tmp_path / "b").mkdir(exist_ok=True)
         (tmp_path / "b" / "theirs").touch()
 
-    monkeypatch.setattr("rayvec.training.run_dir.save_checkpoint", save)
+    monkeypatch.setattr("rayvec.training.checkpoint.save", save)
     begin_run_dir(tmp_path / "a", tiny(tmp_path / "a"), {"weights": torch.zeros(1)})
     assert seen == [False] and {path.name for path in (tmp_path / "a").iterdir()} == {"config.yaml", "checkpoint.pt"}
     with pytest.raises(ConfigError, match=r"b, which exists"):
@@ -62,59 +64,8 @@ def test_a_checkpoint_that_lacks_something_is_refused(tmp_path: Path, lost: str)
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path, part: str) -> None:
     run_dir = rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0)).run_dir
     state = load_run(run_dir)[1]
-    save_checkpoint(run_dir, {**state, part: {"something": 1}})
+    checkpoint.save(run_dir / "checkpoint.pt", {**state, part: {"something": 1}})
     with pytest.raises(CheckpointError, match=r"something|first_step|noise_seed"):
-        rayvec.resume(run_dir)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = tiny(tmp_path_factory.mktemp("whole") / "a", total_steps=64, eval_episodes=0)
-    return rayvec.train(config).run_dir
-
-
-@pytest.mark.parametrize(
-    ("part", "value"),
-    [
-        ("weights", None),
-        ("weights", [1.0]),
-        ("weights", torch.zeros(3, dtype=torch.float64)),
-        ("spaces", 3),
-        ("spaces", [{"kind": "Box"}, {}]),
-    ],
-    ids=str,
-)
-def test_parts_that_acting_needs_are_checked(whole: Path, tmp_path: Path, part: str, value: Any) -> None:
-    run_dir = Path(shutil.copytree(whole, tmp_path / "a"))
-    save_checkpoint(run_dir, {**load_run(run_dir)[1], part: value})
-    for act in (rayvec.load, rayvec.resume):
-        with pytest.raises(CheckpointError, match=part):
-            act(run_dir)
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("progress",), 3),
-        (("progress", "steps"), "64"),
-        (("progress", "iterations"), -1),
-        (("learner",), None),
-        (("learner", "optimizer", "exp_avg"), torch.zeros(3)),
-        (("learner", "num_updates"), None),
-        (("collector",), 3),
-        (("collector", "version"), None),
-    ],
-    ids=str,
-)
-def test_parts_that_resuming_needs_are_checked(whole: Path, tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
-    run_dir = Path(shutil.copytree(whole, tmp_path / "a"))
-    state = part = load_run(run_dir)[1]
-    for name in place[:-1]:
-        part = part[name]
-    assert place[-1] in part
-    part[place[-1]] = value
-    save_checkpoint(run_dir, state)
-    with pytest.raises(CheckpointError, match=r"[Cc]heckpoint|state"):
         rayvec.resume(run_dir)
 
 
@@ -122,13 +73,6 @@ def test_a_directory_with_the_longest_name(tmp_path: Path) -> None:
     run_dir = tmp_path / ("a" * 255)
     begin_run_dir(run_dir, tiny(run_dir), {})
     assert [path.name for path in tmp_path.iterdir()] == [run_dir.name] and (run_dir / "checkpoint.pt").exists()
-
-
-def test_a_directory_whose_name_is_not_utf_8(tmp_path: Path) -> None:
-    run_dir = tmp_path / os.fsdecode(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"path b'.*xff.* UTF-8"):
-        rayvec.train(tiny(run_dir))
-    assert not any(tmp_path.iterdir())
 
 
 def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
@@ -164,11 +108,7 @@ def test_resuming_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no checkpoint"):
         rayvec.resume(tmp_path)
     (tmp_path / "checkpoint.pt").write_bytes(b"PK\x03\x04 half a")
-    with pytest.raises(CheckpointError, match=r"truncated.*Restore the file from a copy, or start"):
-        rayvec.resume(tmp_path)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "64.pt").touch()
-    with pytest.raises(CheckpointError, match=r"newest intact file of checkpoints/ to checkpoint\.pt"):
+    with pytest.raises(CheckpointError, match=r"truncated.*Restore the file from a copy"):
         rayvec.resume(tmp_path)
 
 
@@ -177,28 +117,10 @@ def test_resuming_a_finished_run_only_evaluates(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr().err
     assert "all its" not in printed
     assert printed.splitlines()[-2].startswith("64/64 steps") and printed.endswith("evaluating up to 6 episodes\n")
-    result = json.loads((tmp_path / "a" / "result.json").read_text())
-    (tmp_path / "a" / "result.json").write_text(json.dumps({**result, "wall_s": 1e6}))  # of a long evaluation
     again = rayvec.resume(tmp_path / "a")
-    assert "rayvec: the run has taken all its 64 steps; only the evaluation follows\n" in capsys.readouterr().err
+    assert "rayvec: the run has taken all its 64 steps\n" in capsys.readouterr().err
     assert (again.total_steps, again.eval_return_mean) == (first.total_steps, first.eval_return_mean)
-    assert again.wall_s > 1e6
     assert [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [64]
-
-
-@pytest.mark.filterwarnings("ignore:Exception in thread")  # TensorBoard's, which finds its file gone
-def test_a_run_whose_directory_was_removed_does_not_say_how_to_resume(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Removes:
-        def on_iteration(self, context: rayvec.RunContext) -> None:
-            shutil.rmtree(context.run_dir)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        rayvec.train(tiny(tmp_path / "a"), callbacks=[Removes()])
-    assert caught.value.__notes__[-1] == f"the directory {tmp_path / 'a'} no longer exists"
-    assert "Pass the path of a file" not in caplog.text
 
 
 @pytest.mark.timeout(600)
@@ -219,7 +141,7 @@ def test_a_killed_run_resumes_exactly_where_its_checkpoint_was(tmp_path: Path, n
     with make_env(config.adjusted(num_nodes=0)) as env:
         learner = make_learner(config, env)
         restore(learner, state["learner"])
-        collector = begin_collecting(config, env, learner, Progress(**state["progress"]), state["collector"])
+        collector = Trainer(config, env, learner, Progress(**state["progress"]), state["collector"]).collector
         assert_same(learner.state_dict(), state["learner"])
         assert_same(collector.state_dict(), state["collector"])
         assert np.array_equal(learner.weights(), state["learner"]["parameters"].numpy())
@@ -233,16 +155,3 @@ def test_a_killed_run_resumes_exactly_where_its_checkpoint_was(tmp_path: Path, n
     assert last["learner"]["num_updates"] == last["progress"]["iterations"] == steps // 64 + 10
     rayvec.resume(twin)
     assert_same(load_run(twin)[1]["learner"], last["learner"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_run_killed_half_way_still_learns(tmp_path: Path) -> None:
-    run_dir = tmp_path / "a"
-    arguments = ["train", "ppo", "--seed=3", "--total-steps=100000", "--checkpoint-interval-s=0.5", "--num-nodes=1"]
-    with running([*arguments, f"--run-dir={run_dir}"], tmp_path) as command:
-        metrics = run_dir / "metrics.jsonl"
-        command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) >= 30)
-        command.kill(signal.SIGKILL)
-        assert_nothing_left(command)
-    assert rayvec.resume(run_dir).eval_return_mean >= 475

@@ -269,7 +269,7 @@ def test_sigterm_is_an_exception_where_a_block_cleans_up() -> None:
 def test_sigterm_while_a_run_directory_is_made_leaves_none_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayvec.training.run_dir.save_checkpoint", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("rayvec.training.checkpoint.save", lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Terminated):
         rayvec.train(tiny(tmp_path / "a"))
     assert not list(tmp_path.iterdir())
