@@ -18,7 +18,6 @@ import io
 import math
 import os
 import re
-import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -154,8 +153,6 @@ _FILES = {
 """Options of ``train`` that are no settings."""
 
 
-_BROKEN_PIPE = 128 + 13
-"""The exit code that a shell gives a command that SIGPIPE ended."""
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 """What the system answers if a disk is full, or a file must not be written."""
 
@@ -168,14 +165,12 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: The arguments, without the program's name; unset: those of this process.
     """
+    is_program, args = args is None, sys.argv[1:] if args is None else args
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # help texts have characters that a locale's encoding may lack
-    is_program, args = args is None, sys.argv[1:] if args is None else args
     try:
-        with Interrupts() as interrupts:
-            command = next((word for word in args if word == "train" or word in _COMMANDS), "")
-            is_training = command == "train"  # it takes SIGTERM itself, to finish the iteration first
-            with contextlib.nullcontext() if is_training else interrupts.taking_sigterm():
+        with Interrupts() as interrupts:  # ``train`` takes SIGTERM itself, to finish the iteration first
+            with contextlib.nullcontext() if "train" in args else interrupts.taking_sigterm():
                 code = _run(args)
             print(end="", flush=True)
             return code or 0
@@ -187,12 +182,14 @@ def main(args: Sequence[str] | None = None) -> int:
             _print_error(f"sys.exit({end.code!r}) was called in the run", end)
         raise
     except Exception as error:
-        is_reader_gone = isinstance(error, BrokenPipeError) and _is_reader_gone()
-        _drop_unwritable_output()
+        try:
+            print(end="", flush=True)
+        except OSError:  # what can't be written is dropped, else Python would report it once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if text := _explanation(error):
             _print_error(text, error)
-        elif is_reader_gone:  # such as that of `rayvec eval RUN_DIR | head -1`
-            return _BROKEN_PIPE
+        elif isinstance(error, BrokenPipeError):  # such as that of `rayvec eval RUN_DIR | head -1`
+            return 128 + signal.SIGPIPE
         else:
             raise
         return 1 if _is_failure(error) else 2
@@ -206,23 +203,6 @@ def _prepare_exit() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.freeze()
-
-
-def _is_reader_gone() -> bool:
-    """Whether standard output is a pipe whose reader has ended."""
-    output = select.poll()
-    with contextlib.suppress(OSError):
-        output.register(sys.stdout, 0)
-        return any(event & select.POLLERR for _, event in output.poll(0))
-    return False
-
-
-def _drop_unwritable_output() -> None:
-    """Drops printed text that can't be written, which Python would report once more at exit."""
-    try:
-        print(end="", flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: Sequence[str]) -> int | None:
@@ -240,32 +220,27 @@ def _run(args: Sequence[str]) -> int | None:
         return _train(words[1:], found.plugin)
     name = " ".join(words[: 2 if words[:1] == ["bench"] else 1])
     if name not in _COMMANDS:
-        known = {"train": "Train an agent, evaluate it, and keep everything in a run directory."}
-        _list("rayvec", known | {each: _summary(cls) for each, cls in _COMMANDS.items()}, name)
+        _list("rayvec", {"train": _train, **_COMMANDS}, name)
     settings = _COMMANDS[name](**read_options(name, _COMMANDS[name], words[len(name.split()) :]))
     module: Any = importlib.import_module(f"rayvec.{name.replace(' ', '.')}") if words[0] == "bench" else None
     code: int | None = module.run(settings) if module else settings.run()
     return code
 
 
-def _summary(cls: type) -> str:
-    return (cls.__doc__ or "").partition("\n")[0]
-
-
-def _list(prog: str, known: Mapping[str, str], word: str) -> NoReturn:
+def _list(prog: str, known: Mapping[str, Any], word: str) -> NoReturn:
     """Prints the names that may follow `prog`; refuses a `word` that is none of them."""
     near = suggested(word.removeprefix("bench").strip().lower(), [*known, "scaling", "model"])
     advice = f"Did you mean {near}?" if near else f"`{prog} --help` lists them."
     is_help = word.rpartition(" ")[2] in ("-h", "--help", "--help-all")
     require(is_help or word in ("", "bench"), f"{word!r} is no command of `{prog}`. {advice}")
-    names = "\n".join(row(f"  {name}", text, 17) for name, text in known.items())
+    names = "\n".join(row(f"  {name}", (each.__doc__ or "").partition("\n")[0], 17) for name, each in known.items())
     text = f"usage: {prog} NAME [OPTIONS]\n\n{names}\n\n`{prog} NAME --help` lists the options."
     print(text, file=None if is_help else sys.stderr)
     raise SystemExit(0 if is_help else 2)
 
 
 def _train(words: list[str], plugins: list[str]) -> int | None:
-    """Trains, or resumes a run."""
+    """Train an agent, evaluate it, and keep everything in a run directory."""
     parser = OptionParser("rayvec train")
     for name in _FILES:
         parser.add_argument(f"--{name}", type=Path, default=None)
@@ -274,26 +249,22 @@ def _train(words: list[str], plugins: list[str]) -> int | None:
     before = _settings_before(found.config, found.resume, algorithm)
     algorithm = algorithm or getattr(before, "algorithm", "")
     if algorithm not in CONFIGS:
-        _list("rayvec train", {name: _summary(cls) for name, cls in CONFIGS.items()}, algorithm or "".join(words[:1]))
+        _list("rayvec train", CONFIGS, algorithm or "".join(words[:1]))
     base = before.to_plain() if before else {}
     given = read_options(f"train {algorithm}", CONFIGS[algorithm], words, base, _FILES)
     given |= {"plugin": plugins} if plugins else {}
     from rayvec.training.loop import resume, train
 
-    if found.resume is None:
+    if found.resume is None or before is None:
         result = train(changed(before, **given) if before else CONFIGS[algorithm](**given))
     else:
-        assert before
         require(
-            "run_dir" not in given,
-            f"--resume and --run-dir {given.get('run_dir')} were passed together. A resumed run stays in its "
-            "directory: leave --run-dir out. To start a new run with the weights of this one, pass --init-from.",
+            algorithm == before.algorithm and "run_dir" not in given,
+            f"A resumed run keeps its directory and its algorithm, {before.algorithm}. Leave others out. To start a "
+            "new run with its weights, pass --init-from.",
         )
-        if algorithm == before.algorithm:
-            wanted = replace(before, **given)  # which converts what the options say
-            result = resume(found.resume, **{name: getattr(wanted, name) for name in given})
-        else:
-            result = resume(found.resume, algorithm=algorithm)
+        wanted = replace(before, **given)  # which converts what the options say
+        result = resume(found.resume, **{name: getattr(wanted, name) for name in given})
     mean = result.eval_return_mean
     print(
         f"greedy return {'none' if math.isnan(mean) else f'{mean:.2f}'} after {result.total_steps:,} steps "
@@ -311,9 +282,8 @@ def _settings_before(config: Path | None, resume: Path | None, algorithm: str) -
         return load_config(resume)
     if config is None:
         return None
-    config = config.expanduser()
     try:
-        settings = read_yaml((config / "config.yaml" if config.is_dir() else config).read_text(encoding="utf-8"))
+        settings = read_yaml(config.expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{config} can't be read: {error}. Pass a file as config.yaml of a run is.") from None
     settings = {"algorithm": algorithm, **settings} if isinstance(settings, dict) and algorithm else settings

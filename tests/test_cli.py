@@ -438,8 +438,8 @@ def test_train_resume_and_eval(
     lengthen(run_dir, 64, 128)
     assert main(["train", "ppo", "--resume", str(run_dir), "--inference", "driver", "--num-steps=16"]) == 0
     assert load_run(run_dir)[1]["progress"]["steps"] == 128
-    assert_refused(["train", "sac", "--resume", str(run_dir)], "algorithm='sac' after 'ppo'.", "Leave these out")
-    assert_refused(["train", "--resume", str(run_dir), "--run-dir", "b"], "--run-dir b", "--init-from")
+    assert_refused(["train", "sac", "--resume", str(run_dir)], "keeps its directory and its algorithm, ppo.")
+    assert_refused(["train", "--resume", str(run_dir), "--run-dir", "b"], "keeps its directory", "--init-from")
     another = [
         "train",
         "ppo",

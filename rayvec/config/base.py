@@ -21,12 +21,10 @@ from rayvec.config.schema import (
     NonNegative,
     Positive,
     Seed,
-    checked_class,
     dataclass,
     docs_of,
     field_names,
     require,
-    suggested,
 )
 from rayvec.errors import check_node_range
 
@@ -250,11 +248,7 @@ class TrainConfig:
         return ArgsKwargs((), with_preset(cls, given.kwargs or {}))
 
     def __post_init__(self) -> None:
-        cls: Any = type(self)
-        if (checked := checked_class(cls)) is not cls:  # dataclasses.dataclass checks nothing
-            vars(self).update(vars(checked(**vars(self))))
         presets = ["none", *(name for name in PRESETS.get(self.algorithm, {}) if name.islower())]
-        require(self.env_id, "env_id is empty. Pass an id that Gymnasium knows, for example env_id='CartPole-v1'.")
         require(
             self.preset in presets,
             f"preset is {self.preset}. {self.algorithm} has the presets {', '.join(presets)}.",
@@ -271,23 +265,13 @@ class TrainConfig:
             "learners='shared', 'dedicated' or 'decentralized'.",
         )
         if isinstance(self.num_nodes, tuple):
-            self._check_elastic(check_node_range(self.num_nodes))
-
-    def _check_elastic(self, num_nodes: tuple[int, int]) -> None:
+            name = "num_learners" if self.learner_mode == "decentralized" else "num_envs"
+            limit, most = getattr(self, name), check_node_range(self.num_nodes)[1]
+            require(most <= limit, f"num_nodes is {self.num_nodes}. The maximum must be at most {name} = {limit}.")
         require(
-            num_nodes[1] <= self.num_envs,
-            f"num_nodes is {num_nodes}. The maximum must be at most num_envs = {self.num_envs}: each node has "
-            "at least one environment.",
-        )
-        require(
-            self.learner_mode != "decentralized" or num_nodes[1] <= self.num_learners,
-            f"num_nodes is {num_nodes}. The maximum must be at most num_learners = {self.num_learners}: each "
-            "node has at least one decentralized rank.",
-        )
-        require(
-            self.learner_mode != "dedicated",
-            f"num_nodes={num_nodes} was passed with learners='dedicated'. Dedicated ranks require one number "
-            "of nodes: pass one, or learners='driver', 'shared' or 'decentralized'.",
+            self.learner_mode != "dedicated" or (isinstance(self.num_nodes, int | None) and self.num_nodes != 0),
+            f"num_nodes={self.num_nodes} was passed with learners='dedicated'. Dedicated ranks require one number of "
+            "nodes, at least 1: pass one, or learners='driver', 'shared' or 'decentralized'.",
         )
 
     def _at_most(self, name: str, limit: int, of: str, why: str = "") -> None:
@@ -369,29 +353,22 @@ class TrainConfig:
         limit: int | None = self.env_kwargs.get("max_episode_steps")  # type: ignore[assignment]
         return None if limit == -1 else registered if limit is None else limit
 
-    @classmethod
-    def adjustable(cls) -> list[str]:
-        """Returns which of the settings in `ADJUSTABLE` this algorithm has."""
-        return [name for name in ADJUSTABLE if name in field_names(cls)]
-
     def adjusted(self, **changes: Any) -> TrainConfig:
         """Returns the settings of the same run with changes of where and how fast it executes.
 
         Args:
-            changes: Some of the settings that `adjustable` names. Others, and `algorithm`, may only have their value.
+            changes: Some of the settings in `ADJUSTABLE`. Others, and `algorithm`, may only have their value.
 
         Raises:
             ConfigError: A change is of a setting that decides what is learned.
         """
-        adjustable = self.adjustable()
+        adjustable = [name for name in ADJUSTABLE if name in field_names(type(self))]
         before = {name: getattr(self, name, "no such setting") for name in changes if name not in adjustable}
         fixed = [f"{name}={changes[name]!r} after {each!r}" for name, each in before.items() if changes[name] != each]
-        near = [each for name in before if not hasattr(self, name) and (each := suggested(name, adjustable))]
-        advice = f"Did you mean {near[0]}?" if near else "Leave these out, or begin a new run with init_from."
         require(
             not fixed,
             f"A run can't be resumed or evaluated with {', '.join(fixed)}. Only {', '.join(adjustable)} may change. "
-            + advice,
+            "Leave these out, or begin a new run with init_from.",
         )
         if changes.get("num_nodes") == 0:
             changes = {"workers_per_node": None, **changes}  # the run's own was for nodes of Ray
@@ -423,7 +400,7 @@ class TrainConfig:
     def to_plain(self) -> dict[str, Any]:
         """Returns the settings, with ``algorithm``, as strings, numbers, lists and dicts."""
         cls: Any = type(self)
-        return {"algorithm": self.algorithm, **TypeAdapter(checked_class(cls)).dump_python(self, mode="json")}
+        return {"algorithm": self.algorithm, **TypeAdapter(cls).dump_python(self, mode="json")}
 
     @staticmethod
     def from_plain(settings: object) -> TrainConfig:
@@ -433,14 +410,13 @@ class TrainConfig:
             ConfigError: The settings are no mapping, or an algorithm, a name or a value in them is wrong.
         """
         values = dict(settings) if isinstance(settings, dict) else {}
-        import_plugins(values.get("plugin") or ())
-        algorithm = values.pop("algorithm", None)
-        near = suggested(str(algorithm).lower(), list(CONFIGS))
-        got = f"have the algorithm {algorithm!r}" if isinstance(settings, dict) else f"are {settings!r}"
+        plugins = values.get("plugin")
+        import_plugins(plugins if isinstance(plugins, list | tuple) else ())  # the class refuses anything else
+        algorithm = str(values.pop("algorithm", None))
         require(
-            algorithm in list(CONFIGS),  # it may be unhashable
-            f"The settings {got}. They must be a mapping with one of {', '.join(CONFIGS)} as algorithm. "
-            + (f"Did you mean {near}?" if near else "For another one, pass --plugin MODULE that registers it."),
+            algorithm in CONFIGS,
+            f"The settings have the algorithm {algorithm}. They must be a mapping with one of {', '.join(CONFIGS)} as "
+            "algorithm. For another one, pass --plugin MODULE that registers it.",
         )
         return CONFIGS[algorithm](**values)
 

@@ -7,7 +7,6 @@ import operator
 from typing import Any
 
 from rayvec.config.schema import require
-from rayvec.errors import ConfigError
 
 __all__ = ["Reference", "is_unnamed", "refer", "resolve"]
 
@@ -43,16 +42,14 @@ def refer(target: Any) -> Reference:
     A function or class of an importable module is named "module:name". Any other object (a lambda, a local function,
     a function of a script) gets a name that only describes it. It contains "<" where other objects may have the same.
     """
-    module = getattr(target, "__module__", None)
     name = getattr(target, "__qualname__", f"<{type(target).__qualname__}>")
+    module = getattr(target, "__module__", None)
     path = f"{module}:{name}"
-    if module not in ("__main__", "__mp_main__"):
-        try:
-            if _imported(path) is target:
-                return Reference(path, target)
-        except (ImportError, AttributeError, ValueError, TypeError):
-            pass
-    return Reference(f"{name}{_UNNAMED}", target)
+    try:
+        is_named = module not in ("__main__", "__mp_main__") and _imported(path) is target
+    except (ImportError, AttributeError, ValueError, TypeError):
+        is_named = False
+    return Reference(path if is_named else f"{name}{_UNNAMED}", target)
 
 
 def is_unnamed(name: str) -> bool:
@@ -68,7 +65,7 @@ def resolve(setting: str, name: str) -> Any:
         name: Its value: a :class:`Reference`, or "module:name".
 
     Raises:
-        ConfigError: The object can't be imported by this name.
+        ConfigError: The object can't be imported by this name, or can't be called.
     """
     if isinstance(name, Reference):
         return name.target
@@ -79,26 +76,18 @@ def resolve(setting: str, name: str) -> Any:
         "line, move it into a module and name it as module:function.",
     )
     try:
-        target = _imported(name)
+        target, problem = _imported(name), "it is neither a function nor a class"
     except (Exception, SystemExit) as error:
-        cause = None if isinstance(error, ImportError | AttributeError | ValueError) else error
-        raise ConfigError(
-            f"{setting} is {str(name)!r}, which can't be imported ({type(error).__name__}: {error}). It must be "
-            "module:function or module:Class. Correct the name, or set PYTHONPATH to the directory of the module."
-        ) from cause
+        target, problem = None, f"{type(error).__name__}: {error}"
     require(
-        callable(target), f"{setting} is {str(name)!r}, a {type(target).__name__}. It must be a function or a class."
+        callable(target),
+        f"{setting} is {str(name)!r}, which can't be used ({problem}). It must be module:function or module:Class. "
+        "Correct the name, or set PYTHONPATH to the directory of the module.",
     )
     return target
 
 
 def _imported(name: str) -> Any:
-    """Returns the object that "module:name" names.
-
-    Raises:
-        ImportError: There is no such module.
-        AttributeError: The module has no such object.
-        ValueError: There is no module in the name.
-    """
+    """Returns the object that "module:name" names."""
     module, _, path = name.partition(":")
     return operator.attrgetter(path)(importlib.import_module(module))

@@ -21,7 +21,6 @@ __all__ = [
     "NonNegative",
     "Positive",
     "Seed",
-    "checked_class",
     "dataclass",
     "docs_of",
     "field_names",
@@ -31,7 +30,7 @@ __all__ = [
 ]
 
 
-Name = InstanceOf[str]  # which may carry an object, see `rayvec.config.references`
+Name = Annotated[InstanceOf[str], Field(min_length=1)]  # which may carry an object, see `rayvec.config.references`
 Natural = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -57,14 +56,6 @@ OTHER_NAMES = {
     "vf_coef": ("value_coef",),
 }
 """Settings that have another name in other libraries, where it is not a near one."""
-
-_IN_PYTHON = {
-    "env_id": "Pass a class or function that makes the environment to rayvec.train(config, env=...)",
-    "env_kwargs": "Pass a function that makes the environment with such values to rayvec.train(config, env=...)",
-    "network": "Pass a function itself to rayvec.train(config, network=...)",
-    "wrappers": "Pass a function that makes and wraps the environment to rayvec.train(config, env=...)",
-}
-"""What to do with objects, which a file of settings can't hold."""
 
 _SHORTER = {
     "Input should be ": "",
@@ -117,22 +108,23 @@ def _explaining(init: Any) -> Any:
 def _refusal(cls: type, given: Mapping[str, Any], error: ValidationError) -> Exception:
     """Returns what to raise for values that pydantic refuses, or what a check of `cls` has raised."""
     errors, known = error.errors(include_url=False), fields_of(cls)
-    unknown = sorted(str(name) for name in given if name not in known)
-    if unknown:
-        near = [f"{each} for {name}" if unknown[1:] else each for name in unknown if (each := suggested(name, known))]
+    if unknown := sorted(str(name) for name in given if name not in known):
+        near = [f"{each} for {name}" for name in unknown if (each := suggested(name, known))]
         advice = f"Did you mean {' and '.join(near)}?" if near else f"Its settings are {', '.join(known)}."
         return ConfigError(f"{cls.__name__} has no setting {', '.join(unknown)}. {advice}")
+    name = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
     raised = errors[0].get("ctx", {}).get("error")
     if isinstance(raised, Exception):
-        return raised if not errors[0]["loc"] else ConfigError(f"{errors[0]['loc'][0]} is {raised}")
-    name = str(errors[0]["loc"][0])
+        return ConfigError(f"{name} is {raised}") if name else raised
     if errors[0]["type"] == "missing":
         return ConfigError(f"{name} is missing. {cls.__name__} has no default for it: pass a value.")
-    rules = dict.fromkeys(_rule(each["msg"]) for each in errors)
-    is_object = any(isinstance(each["input"], dict) or callable(each["input"]) for each in errors)
+    rules = " or ".join(dict.fromkeys(_rule(each["msg"]) for each in errors))
     default = known[name].get_default(call_default_factory=True)
-    advice = _IN_PYTHON[name] if is_object and name in _IN_PYTHON else f"The default is {default!r}"
-    return ConfigError(f"{name} is {given[name]}. It must be {' or '.join(rules)}. {advice}.")
+    takes_names = name in ("env_id", "env_kwargs", "network", "wrappers")
+    advice = (
+        "Pass objects to rayvec.train(config, env=..., network=...)" if takes_names else f"The default is {default!r}"
+    )
+    return ConfigError(f"{name} is {given[name]}. It must be {rules}. {advice}.")
 
 
 def _rule(message: str) -> str:
@@ -152,18 +144,9 @@ def require(holds: object, otherwise: str) -> None:
         raise ConfigError(otherwise)
 
 
-@functools.cache
-def checked_class(cls: Any) -> Any:
-    """Returns `cls`, or a subclass that checks its values if ``dataclasses.dataclass`` itself decorates it."""
-    if "__pydantic_fields__" in vars(cls):
-        return cls
-    same: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__annotations__": {}}
-    return dataclass(frozen=True, kw_only=True)(type(cls.__name__, (cls,), same))
-
-
 def fields_of(cls: Any) -> dict[str, FieldInfo]:
     """Returns pydantic's descriptions of the fields of a class of settings, in the order of declaration."""
-    fields: dict[str, FieldInfo] = checked_class(cls).__pydantic_fields__
+    fields: dict[str, FieldInfo] = cls.__pydantic_fields__
     return fields
 
 
@@ -175,7 +158,7 @@ def field_names(cls: Any) -> list[str]:
 def docs_of(cls: Any) -> dict[str, str]:
     """Returns the docstring of each field; a subclass that changes a default need not repeat it."""
     docs: dict[str, str] = {}
-    for base in reversed([each for each in cls.__mro__ if "__dataclass_fields__" in vars(each)]):
+    for base in reversed([each for each in cls.__mro__ if hasattr(each, "__pydantic_fields__")]):
         docs |= {name: " ".join(each.description.split()) for name, each in fields_of(base).items() if each.description}
     return docs
 

@@ -211,7 +211,7 @@ def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
         case spaces.Discrete(n=size, start=start) | spaces.MultiDiscrete(nvec=size, start=start):
             fits = fits & (array >= start) & (array < np.add(start, size, dtype=np.int64))
         case spaces.MultiBinary():
-            fits = fits & (array <= 1)
+            fits = fits & (array >= 0) & (array <= 1)
     if not np.all(fits):
         raise ConfigError(
             f"The observation contains {given[~fits].flat[0]}. {space} has no such number: pass what the "

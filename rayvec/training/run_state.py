@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from rayvec.data import CollectStats
-from rayvec.errors import RayvecError
+from rayvec.errors import ConfigError, RayvecError
 from rayvec.training.checkpoint import incomplete
 
 __all__ = ["WINDOW", "Progress", "acting_weights", "restore"]
@@ -90,7 +90,7 @@ def restore(part: Any, state: Any) -> None:
     """
     try:
         part.load_state_dict(state)
-    except (RayvecError, torch.OutOfMemoryError):
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+    except Exception as error:
+        if isinstance(error, RayvecError | torch.OutOfMemoryError) and not isinstance(error, ConfigError):
+            raise
         raise incomplete(f"{type(part).__name__}: {type(error).__name__}: {error}") from error

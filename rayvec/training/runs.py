@@ -20,6 +20,7 @@ from gymnasium import spaces
 
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config.references import is_unnamed, resolve
+from rayvec.config.schema import require
 from rayvec.data.global_random import seed_globals
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, counted
@@ -67,9 +68,17 @@ def register(config_class: type[TrainConfig], learner: Callable[..., Learner]) -
     """Adds an algorithm: from now on :func:`rayvec.train` takes settings of this class.
 
     Args:
-        config_class: A frozen dataclass derived from :class:`rayvec.TrainConfig`, with a name in ``algorithm``.
+        config_class: Derived from :class:`rayvec.TrainConfig`, with a name in ``algorithm``, and decorated by
+            ``rayvec.config.dataclass(frozen=True, kw_only=True)``.
         learner: Called with the observation space and the action space of one environment and the settings.
+
+    Raises:
+        ConfigError: The class has another decorator, which checks nothing.
     """
+    require(
+        "__pydantic_fields__" in vars(config_class),
+        f"{config_class.__name__} has no decorator that checks values. Use rayvec.config.dataclass.",
+    )
     CONFIGS[config_class.algorithm] = config_class
     LEARNERS[config_class] = learner
 
@@ -280,11 +289,6 @@ def open_learner(config: TrainConfig, env: RayVecEnv, *, fewer: bool = False) ->
             yield build()
             return
         is_dedicated = config.learner_mode == "dedicated"
-        if config.num_nodes == 0 and is_dedicated:
-            raise ConfigError(
-                "learners='dedicated' was passed with num_nodes=0, which is this machine without Ray. Pass "
-                "num_nodes=1 or more, or learners='shared'."
-            )
         from rayvec.distributed.learner_group import LearnerGroup
 
         group = LearnerGroup(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 
 from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
-from rayvec.config import CONFIGS
+from rayvec.config import CONFIGS, dataclass
 from rayvec.config.presets import PRESETS, changed
 from rayvec.errors import ConfigError
 from rayvec.training.own_env_and_network import with_own_parts

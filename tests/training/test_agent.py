@@ -247,24 +247,6 @@ def test_an_agent_says_what_it_is(tmp_path: Path) -> None:
     assert repr(small) == text.replace("steps=64, ", "")
 
 
-@pytest.mark.parametrize(
-    ("file", "advice"),
-    [
-        ("config.yaml", ""),
-        ("checkpoint.pt", ""),
-        ("best.pt", " For this checkpoint add --checkpoint best.pt, or checkpoint='best.pt' in Python."),
-    ],
-)
-def test_a_file_in_place_of_the_directory(tmp_path: Path, file: str, advice: str) -> None:
-    run_dir = tmp_path / "a"
-    run_dir.mkdir()
-    for name in ("config.yaml", file):
-        (run_dir / name).touch()
-    with pytest.raises(ConfigError) as caught:
-        rayvec.load(run_dir / file)
-    assert str(caught.value).endswith(f"Pass the directory of the run, {str(run_dir)!r}.{advice}")
-
-
 def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         rayvec.load(tmp_path)

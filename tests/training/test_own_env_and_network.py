@@ -6,7 +6,6 @@ import asyncio
 import functools
 import re
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from helpers.training_kit import HERE, SMALL, assert_same, tiny
 import rayvec
 from rayvec import IMPALAConfig, PPOConfig, TrainConfig
 from rayvec.cli import main
+from rayvec.config import dataclass
 from rayvec.errors import CheckpointError, ConfigError, EnvError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run
