@@ -18,7 +18,7 @@ from peer_process import HERE, Measured, PeerProcess
 
 from rayvec.bench.results import machine
 from rayvec.bench.terminal import ratio, show_table, spread
-from rayvec.training.versions import installed_versions
+from rayvec.training.atomic_files import installed_versions
 
 _T = TypeVar("_T")
 

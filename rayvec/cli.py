@@ -77,7 +77,7 @@ class Eval:
         from rayvec.training.evaluation import evaluate_run
 
         for path in ([self.video] if self.video else []) + ([None] if self.render else []):
-            from rayvec.training.rendering import render_episode
+            from rayvec.training.evaluation import render_episode
 
             episode_return = render_episode(self.run_dir, path, seed=self.seed, checkpoint=self.checkpoint)
             where = f"in {path}" if path else "on the screen"

@@ -17,8 +17,7 @@ from typing import Any
 import psutil
 
 from rayvec.errors import ConfigError
-from rayvec.training.atomic_files import written_whole
-from rayvec.training.versions import installed_versions
+from rayvec.training.atomic_files import installed_versions, written_whole
 
 __all__ = ["Results", "machine", "old_design", "read_rows"]
 

@@ -18,11 +18,10 @@ from rayvec.policies.networks import load_flat_weights
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 from rayvec.training.atomic_files import local_path
+from rayvec.training.checkpoint import acting_weights
 from rayvec.training.export import export
-from rayvec.training.own_env_and_network import with_own_parts
 from rayvec.training.run_dir import load_checkpoint, load_config
-from rayvec.training.run_state import acting_weights
-from rayvec.training.runs import make_one_env, network_of
+from rayvec.training.runs import make_one_env, network_of, with_own_parts
 from rayvec.training.saved_spaces import spaces_from_plain
 
 __all__ = ["Agent", "load", "load_spaces"]

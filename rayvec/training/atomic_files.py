@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import platform
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from rayvec.errors import ConfigError
 
-__all__ = ["local_path", "written_whole"]
+__all__ = ["installed_versions", "local_path", "written_whole"]
 
 
 @contextlib.contextmanager
@@ -71,3 +74,9 @@ def local_path(path: Path | str) -> Path:
             "pass a path of this machine, and copy the directory of the run afterwards."
         )
     return Path(path).expanduser()
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the versions of Python, rayvec, and the packages that results depend on."""
+    found = {name: importlib.metadata.version(name) for name in ("ray", "gymnasium", "tianshou", "torch", "numpy")}
+    return {"python": platform.python_version(), "rayvec": sys.modules["rayvec"].__version__, **found}

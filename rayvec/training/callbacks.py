@@ -23,8 +23,7 @@ from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError, RayvecError, check_count
 from rayvec.training import checkpoint
 from rayvec.training.evaluation import Evaluation
-from rayvec.training.run_state import WINDOW, Progress
-from rayvec.training.trainer import Iteration, RunEnvs
+from rayvec.training.trainer import WINDOW, Iteration, Progress, RunEnvs
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,18 @@ A process that is killed while it writes leaves the old checkpoint or the new on
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rayvec.errors import CheckpointError
+from rayvec.errors import CheckpointError, ConfigError, RayvecError
 from rayvec.training.atomic_files import written_whole
 
-__all__ = ["FORMAT_VERSION", "incomplete", "load", "save"]
+__all__ = ["FORMAT_VERSION", "acting_weights", "incomplete", "load", "restore", "save"]
 
 FORMAT_VERSION = 2
 _KIND = "rayvec checkpoint"
@@ -69,6 +72,32 @@ def load(path: Path) -> dict[str, Any]:
         )
     state: dict[str, Any] = content["state"]
     return state
+
+
+def acting_weights(state: Mapping[str, Any]) -> NDArray[np.float32]:
+    """Returns the acting weights of a checkpoint, ``float32 [P]``.
+
+    Raises:
+        CheckpointError: It has none.
+    """
+    weights = state.get("weights")
+    if not isinstance(weights, torch.Tensor):
+        raise incomplete("no weights")
+    return weights.numpy()
+
+
+def restore(part: Any, state: Any) -> None:
+    """Lets a learner or collector continue from a state.
+
+    Raises:
+        CheckpointError: The state is that of another one.
+    """
+    try:
+        part.load_state_dict(state)
+    except Exception as error:
+        if isinstance(error, RayvecError | torch.OutOfMemoryError) and not isinstance(error, ConfigError):
+            raise
+        raise incomplete(f"{type(part).__name__}: {type(error).__name__}: {error}") from error
 
 
 def incomplete(problem: str) -> CheckpointError:

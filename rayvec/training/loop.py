@@ -26,8 +26,7 @@ from rayvec.training.atomic_files import local_path
 from rayvec.training.callbacks import MetricsLine, RunContext, TrainResult, call, checked_callbacks, has_hooks
 from rayvec.training.default_callbacks import default_callbacks
 from rayvec.training.evaluation import Evaluation, evaluate, saying_where
-from rayvec.training.open_trainer import open_trainer
-from rayvec.training.own_env_and_network import resume_command, with_own_parts
+from rayvec.training.rank_trainer import open_trainer
 from rayvec.training.run_dir import (
     begin_run_dir,
     best_return,
@@ -36,13 +35,13 @@ from rayvec.training.run_dir import (
     load_config,
     load_run,
     locked,
+    resume_command,
     save_config,
     save_result,
 )
-from rayvec.training.run_state import Progress
-from rayvec.training.runs import make_eval_env, network_of
+from rayvec.training.runs import make_eval_env, network_of, with_own_parts
 from rayvec.training.stop_signals import Interrupts
-from rayvec.training.trainer import Iteration
+from rayvec.training.trainer import Iteration, Progress
 
 __all__ = ["resume", "train"]
 

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from rayvec.config import TrainConfig
+from rayvec.config.references import is_unnamed
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training import checkpoint
-from rayvec.training.atomic_files import local_path, written_whole
-from rayvec.training.own_env_and_network import resume_command
-from rayvec.training.versions import installed_versions
+from rayvec.training.atomic_files import installed_versions, local_path, written_whole
 
 __all__ = [
     "begin_run_dir",
@@ -41,6 +41,7 @@ __all__ = [
     "load_result",
     "load_run",
     "locked",
+    "resume_command",
     "save_config",
     "save_result",
 ]
@@ -201,3 +202,13 @@ def load_result(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} can't be read: {error}. Restore the file from a copy, or remove it.") from None
     return result
+
+
+def resume_command(config: TrainConfig, run_dir: Path) -> str:
+    """Returns how to resume a run: on the command line, or in Python where a part has no name."""
+    names = {"env": config.env_id, "eval_env": config.eval_env, "network": getattr(config, "network", None)}
+    unnamed = [f", {argument}=..." for argument, name in names.items() if name is not None and is_unnamed(name)]
+    if unnamed:
+        return f"rayvec.resume({str(run_dir)!r}{''.join(unnamed)})"
+    plugins = "".join(f" --plugin {module}" for module in config.plugin)
+    return f"rayvec train {config.algorithm}{plugins} --resume {shlex.quote(str(run_dir))}"

@@ -14,13 +14,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
-from rayvec.config.references import is_unnamed, resolve
-from rayvec.config.schema import require
+from rayvec.config.algorithms import NetworkConfig
+from rayvec.config.plugins import import_plugins
+from rayvec.config.presets import changed
+from rayvec.config.references import Reference, is_unnamed, refer, resolve
+from rayvec.config.schema import field_names, require
 from rayvec.data.global_random import seed_globals
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, counted
@@ -30,7 +35,6 @@ from rayvec.learners.compile_decision import choice_of, compile_s, compiles, dec
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
-from rayvec.training.own_env_and_network import environment_of
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.open_environments import local_workers
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -39,6 +43,7 @@ from rayvec.wrappers import MASK_KEY, ActionMask, KeepInfos, num_choices
 __all__ = [
     "LEARNERS",
     "choose_engine",
+    "environment_of",
     "eval_settings",
     "make_env",
     "make_eval_env",
@@ -51,6 +56,7 @@ __all__ = [
     "register",
     "torch_threads",
     "wait_limit_s",
+    "with_own_parts",
 ]
 
 LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {
@@ -335,3 +341,88 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def with_own_parts(
+    config: TrainConfig,
+    env: Any = None,
+    network: Callable[..., Any] | None = None,
+    eval_env: Any = None,
+    *,
+    begun: bool = False,
+) -> TrainConfig:
+    """Returns settings that name an environment and a network, and carry them.
+
+    Args:
+        config: The settings.
+        env: An id, a spec, a class or function that makes an environment, or a list of one for each environment; None
+            keeps that of the settings.
+        network: See :attr:`rayvec.config.algorithms.NetworkConfig.network`; None keeps that of the settings.
+        eval_env: As `env`, for evaluations; None keeps that of the settings.
+        begun: Whether the run has begun. Then only what the settings could not name may be passed, or the same again.
+
+    Raises:
+        ConfigError: Settings of no learner, one of the others is of another kind, the run began with another one, or
+            the network or a plugin can't be imported.
+    """
+    if isinstance(config, TrainConfig):
+        import_plugins(config.plugin)  # which may register the class; and who reads the run's directory imports them
+    if not isinstance(config, TrainConfig) or CONFIGS.get(config.algorithm) is not type(config):
+        raise ConfigError(
+            f"The settings are {repr(config)[:200]}. They must be an object of "
+            f"{', '.join(each.__name__ for each in CONFIGS.values())}, or of a class that "
+            "rayvec.training.runs.register adds."
+        )
+    envs = {"env_id": env, "eval_env": eval_env}
+    parts = {name: _named_env(each) for name, each in envs.items() if each is not None}
+    if network is not None:
+        require(
+            callable(network) and (isinstance(network, type) or not hasattr(network, "parameters")),
+            f"network is {repr(network)[:200]}. It must be a function or class that makes the module from "
+            "(observation space, action space, settings); a name, 'module:name', belongs in the settings.",
+        )
+        require(
+            "network" in field_names(type(config)),
+            f"{type(config).__name__} has no setting `network`: its learner makes its own network. Leave network out.",
+        )
+        parts["network"] = refer(network)
+    for name, part in parts.items() if begun else ():
+        before = getattr(config, name)
+        require(
+            name == "eval_env" or part == before or (before is not None and is_unnamed(before)),
+            f"The {name} is {part}, and the run began with {before}. Leave {name.removesuffix('_id')}= out, or start "
+            "a new run.",
+        )
+    if "env_id" in parts and not begun:
+        require(
+            config.native is None,
+            f"env was passed with native={config.native!r}, which makes the environments too. Leave one of them out.",
+        )
+        config = changed(config, env_id=parts["env_id"])
+    config = replace(config, **parts)  # type: ignore[arg-type]
+    if isinstance(config, NetworkConfig) and config.network is not None:
+        resolve("network", config.network)  # now: environments, or a cluster, may take long to start
+    return config
+
+
+def _named_env(env: Any) -> str:
+    if isinstance(env, str):
+        return env
+    if isinstance(env, EnvSpec):
+        return env.id if gymnasium.registry.get(env.id) == env else refer(env)
+    require(
+        callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))),
+        f"env is {repr(env)[:200]}. It must be an id, an EnvSpec, a class or function that makes one environment, "
+        "or a list of one such for each environment.",
+    )
+    return refer(env)
+
+
+def environment_of(config: TrainConfig) -> Any:
+    """Returns the environment of a run in the form that :class:`rayvec.RayVecEnv` takes.
+
+    Raises:
+        ConfigError: It was passed in Python, has no name, and was not passed again.
+    """
+    name = config.env_id
+    return resolve("env_id", name) if isinstance(name, Reference) or is_unnamed(name) else name

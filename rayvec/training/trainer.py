@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from gymnasium import Space
 
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
@@ -20,12 +21,68 @@ from rayvec.distributed.stragglers import Stragglers
 from rayvec.errors import ConfigError
 from rayvec.learners.base import Learner, MeasuresObservations, set_learning_rate
 from rayvec.policies.policy import Policy
+from rayvec.training.atomic_files import local_path
+from rayvec.training.checkpoint import restore
 from rayvec.training.evaluation import Evaluation, evaluate
-from rayvec.training.run_state import Progress, restore
-from rayvec.training.saved_spaces import space_to_plain
+from rayvec.training.run_dir import load_run
+from rayvec.training.runs import LEARNERS
+from rayvec.training.saved_spaces import check_kept_spaces, space_to_plain
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Iteration", "RunEnvs", "Trainer"]
+__all__ = ["WINDOW", "Iteration", "Progress", "RunEnvs", "Trainer", "initial_state"]
+
+WINDOW = 100
+"""Returns and lengths in metrics are about this many last episodes."""
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        steps: Environment steps taken.
+        episodes: Episodes ended.
+        iterations: Rounds of sampling and learning.
+        wall_s: Wall time up to the last checkpoint, in seconds.
+        recent_returns: Returns of the last `WINDOW` episodes.
+        recent_lens: Their lengths in steps.
+        recent_metrics: By name, numbers in the info of their last steps; NaN where it had none.
+        eval_return: Mean return of the latest greedy evaluation.
+        best_return: Largest mean return of the greedy evaluations.
+        tracker_run: Id of the run of Weights & Biases that belongs to it.
+        own: What callbacks keep in checkpoints, by name: tensors and plain values.
+        has_cut: Whether a warning has said that episodes of evaluations are cut.
+        learning_rate: The learning rate that a callback has set; None: the schedule holds.
+    """
+
+    steps: int = 0
+    episodes: int = 0
+    iterations: int = 0
+    wall_s: float = 0.0
+    recent_returns: list[float] = field(default_factory=list)
+    recent_lens: list[int] = field(default_factory=list)
+    recent_metrics: dict[str, list[float]] = field(default_factory=dict)
+    eval_return: float | None = None
+    best_return: float | None = None
+    tracker_run: str | None = None
+    own: dict[str, Any] = field(default_factory=dict)
+    has_cut: bool = False
+    learning_rate: float | None = None
+
+    def add(self, stats: CollectStats) -> None:
+        """Counts an iteration."""
+        self.steps += stats.n_collected_steps
+        self.episodes += stats.n_collected_episodes
+        self.iterations += 1
+        self.recent_returns = [*self.recent_returns, *stats.returns.tolist()][-WINDOW:]
+        self.recent_lens = [*self.recent_lens, *stats.lens.tolist()][-WINDOW:]
+        for name, values in stats.metrics.items():
+            self.recent_metrics[name] = [*self.recent_metrics.get(name, []), *values.tolist()][-WINDOW:]
+
+    def metric_means(self) -> dict[str, float]:
+        """Returns means over the last `WINDOW` episodes of what their last infos said, by name."""
+        found = {name: [value for value in values if value == value] for name, values in self.recent_metrics.items()}
+        return {name: sum(values) / len(values) for name, values in found.items() if values}
 
 
 @dataclass(slots=True)
@@ -249,3 +306,50 @@ def _acting_device(config: TrainConfig, env: RayVecEnv) -> str:
             "inference='worker'."
         )
     return config.learner_device
+
+
+def initial_state(config: TrainConfig, own: dict[str, Any], own_spaces: Sequence[Space[Any]]) -> dict[str, Any]:
+    """Returns the state that the learner of a new run begins with: its own, with the network of `config.init_from`.
+
+    The optimizer, the schedule and the counters are its own.
+
+    Args:
+        config: Settings of the new run.
+        own: State of its learner, whose rank-local part may be missing.
+        own_spaces: Observation space and action space of one of its environments.
+
+    Raises:
+        ConfigError: There is no such run, it has another network, or the learner can't begin with one.
+        CheckpointError: The checkpoint of that run is missing or damaged.
+    """
+    if config.init_from is None:
+        return own
+    _, other = load_run(local_path(config.init_from))
+    check_kept_spaces(own_spaces, other)
+    learner: Any = LEARNERS[type(config)]
+    try:
+        begun: dict[str, Any] = learner.with_network(own, other["learner"], config)
+    except (AttributeError, KeyError) as error:
+        raise ConfigError(
+            f"The learner can't begin with the network of {config.init_from} ({type(error).__name__}: {error}). Use a "
+            "run of the same algorithm, whose learner has a method with_network."
+        ) from error
+    expected, got = _shapes(own), _shapes(begun)
+    for name in {**expected, **got}:
+        if expected.get(name) != got.get(name):
+            raise ConfigError(
+                f"The run {config.init_from} has another network: {name} has the shape {got.get(name)}, and this run "
+                f"needs {expected.get(name)}. Use the settings of the network of that run, or leave init_from out."
+            )
+    return begun
+
+
+def _shapes(state: Mapping[str, Any], path: str = "") -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors of a state by their names."""
+    shapes = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            shapes[f"{path}{name}"] = tuple(value.shape)
+        elif isinstance(value, dict):
+            shapes |= _shapes(value, f"{path}{name}.")
+    return shapes

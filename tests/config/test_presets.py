@@ -12,7 +12,7 @@ from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config import CONFIGS, dataclass
 from rayvec.config.presets import PRESETS, changed
 from rayvec.errors import ConfigError
-from rayvec.training.own_env_and_network import with_own_parts
+from rayvec.training.runs import with_own_parts
 
 CLEANRL = {
     "num_steps": 128,

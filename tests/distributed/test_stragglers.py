@@ -24,8 +24,8 @@ from rayvec.distributed.stragglers import SharedArrivals, Stragglers
 from rayvec.distributed.stragglers_on_ray import RayArrivals, start_counter
 from rayvec.errors import RankLostError
 from rayvec.training.rank_trainer import RankTrainer
-from rayvec.training.run_state import Progress
 from rayvec.training.runs import LEARNERS
+from rayvec.training.trainer import Progress
 
 COMMON: dict[str, Any] = {"num_envs": 6, "num_nodes": 0, "workers_per_node": 0, "learners": "decentralized"}
 CONFIGS: list[TrainConfig] = [

@@ -15,9 +15,8 @@ import rayvec
 from rayvec import SACConfig
 from rayvec.errors import EnvError
 from rayvec.training.run_dir import load_run
-from rayvec.training.run_state import Progress
 from rayvec.training.runs import make_env, make_learner
-from rayvec.training.trainer import Trainer
+from rayvec.training.trainer import Progress, Trainer
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -30,9 +30,8 @@ from rayvec.training.default_callbacks import ShowProgress
 from rayvec.training.loggers import MetricsFile, TensorBoard, read_metrics
 from rayvec.training.plots import draw_learning_curve
 from rayvec.training.run_dir import load_result
-from rayvec.training.run_state import Progress
 from rayvec.training.runs import LEARNERS
-from rayvec.training.trainer import Iteration
+from rayvec.training.trainer import Iteration, Progress
 
 CONFIG = PPOConfig(num_envs=4, num_steps=4, minibatch_size=16, total_steps=64)
 TIMES_S = {"collect": 0.3, "learn": 0.1}

@@ -28,7 +28,7 @@ from rayvec.errors import CheckpointError, ConfigError, EnvError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import make_env, make_learner
-from rayvec.training.space_checks import warn_of_wide_ranges
+from rayvec.training.saved_spaces import warn_of_wide_ranges
 
 LOCAL_LINE = lambda: Line(4)  # noqa: E731
 

@@ -18,11 +18,11 @@ import rayvec
 from rayvec import PPOConfig
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training import checkpoint
+from rayvec.training.checkpoint import restore
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import begin_run_dir, load_run, locked
-from rayvec.training.run_state import Progress, restore
 from rayvec.training.runs import make_env, make_learner
-from rayvec.training.trainer import Trainer
+from rayvec.training.trainer import Progress, Trainer
 
 
 def test_one_process_at_a_time_trains_in_a_directory(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_sigterm_while_a_run_directory_is_made_leaves_none_of_it(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("part", ["open_trainer.open_env", "trainer.Trainer.evaluate"])
+@pytest.mark.parametrize("part", ["rank_trainer.open_env", "trainer.Trainer.evaluate"])
 def test_sigterm_before_and_after_the_loop_ends_the_run_as_ctrl_c_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

@@ -21,9 +21,8 @@ from rayvec.learners.ppo import PPOLearner
 from rayvec.training.evaluation import evaluate, evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
-from rayvec.training.run_state import Progress
 from rayvec.training.runs import LEARNERS, make_env, make_learner
-from rayvec.training.trainer import Trainer
+from rayvec.training.trainer import Progress, Trainer
 
 IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2}
 ONE_WORKER = {"num_nodes": 1, "workers_per_node": 1}
