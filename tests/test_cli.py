@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +36,6 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         main([*arguments, "--help"])
     assert exit_info.value.code == 0
     assert f"usage: {' '.join(['rayvec', *arguments])}" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_help_in_an_encoding_that_lacks_its_characters() -> None:
-    environ = {**os.environ, "PYTHONIOENCODING": "latin-1:strict"}
-    command = [sys.executable, "-m", "rayvec", "train", "--help"]
-    assert b"ppo" in subprocess.run(command, env=environ, capture_output=True, check=True).stdout
 
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -183,14 +175,6 @@ class WrongShape(CountingEnv):
         return np.zeros(3), *super().step(action)[1:]
 
 
-@pytest.mark.filterwarnings("ignore:Observations range up to")
-def test_a_message_about_an_environment_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    args = [*TINY, "--env-id", f"{__name__}:WrongShape", "--run-dir", str(tmp_path / "a")]
-    assert main(["train", "ppo", *args]) == 1
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "Raised in" in line)
-    assert ".py" not in line
-
-
 def test_weights_that_no_memory_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "ppo", *TINY, "--hidden-sizes", f"{10**14}"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
@@ -247,22 +231,6 @@ def test_settings_that_are_on_or_off_or_unset(tmp_path: Path, args: list[str], v
     assert load_config(run_dir).prefetch is value  # type: ignore[attr-defined]
 
 
-def test_a_value_that_compile_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "ppo", "--compile", "maybe"]) == 2
-    assert "compile is maybe. It must be 'auto' or a valid boolean" in capsys.readouterr().err
-
-
-def test_a_run_directory_that_exists(tmp_path: Path, assert_refused: AssertRefused) -> None:
-    assert_refused(["train", "ppo", "--run-dir", str(tmp_path)], f"{tmp_path}, which exists", "another run_dir.")
-
-
-def test_a_truncated_checkpoint(tmp_path: Path, assert_refused: AssertRefused) -> None:
-    (tmp_path / "config.yaml").write_text(PPOConfig().to_yaml())
-    (tmp_path / "checkpoint.pt").write_bytes(b"PK\x03\x04")
-    assert_refused(["train", "ppo", "--resume", str(tmp_path)], "truncated")
-    assert_refused(["eval", str(tmp_path)], "truncated")
-
-
 @pytest.mark.slow
 def test_a_reader_of_the_output_that_has_ended(tmp_path: Path) -> None:
     assert main(["train", "ppo", *TINY, "--eval-episodes=1", f"--run-dir={tmp_path / 'a'}"]) == 0
@@ -291,29 +259,6 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
 
 def make_without_licence(*args: object) -> None:
     raise BrokenPipeError("the licence server has closed the connection")
-
-
-class HasLock(Exception):
-    def __init__(self) -> None:
-        super().__init__("what no other process can get")
-        self.lock = threading.Lock()
-
-
-class RaisesHasLock(CountingEnv):
-    def step(self, action: Any) -> Any:
-        raise HasLock
-
-
-@pytest.mark.filterwarnings("ignore:Observations range up to")
-def test_an_exception_that_can_not_be_pickled(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    settings = options({**SMALL, **HERE, "workers_per_node": 1, "run_dir": tmp_path / "a"})
-    assert main(["train", "ppo", *settings, "--env-id", f"{__name__}:{RaisesHasLock.__name__}"]) == 1
-    error = capsys.readouterr().err
-    assert (
-        "HasLock: what no other process can get" in error
-        and "raised in node " in error
-        and f'File "{__file__}", line ' in error
-    )
 
 
 def test_a_pipe_of_the_user_s_own_code_is_no_reader_of_the_output(

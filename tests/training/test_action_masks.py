@@ -10,12 +10,10 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers.own_envs import Line, Masked
-from helpers.own_parts import two_heads
 from helpers.training_kit import HERE, SMALL, tiny
 
 import rayvec
 from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
-from rayvec.cli import main
 from rayvec.errors import ConfigError, EnvError
 from rayvec.learners.ppo import PPOLearner
 from rayvec.policies.policy import Policy
@@ -154,28 +152,6 @@ def test_the_network_does_not_see_the_mask() -> None:
     assert len(read.weights()) > len(plain.weights())
 
 
-def test_a_network_with_memory_does_not_see_the_mask_and_loads_as_an_agent(tmp_path: Path) -> None:
-    space, mask, memory = spaces.Box(-1, 1, (3,), np.float32), spaces.MultiBinary(4), PPOConfig(recurrent="gru")
-    plain = PPOLearner(space, spaces.Discrete(4), memory)
-    masked = PPOLearner(spaces.Dict(observation=space, action_mask=mask), spaces.Discrete(4), memory)
-    np.testing.assert_array_equal(masked.weights(), plain.weights())
-    rayvec.train(tiny(tmp_path / "a", total_steps=128, recurrent="gru", env_kwargs={"where": "obs"}), env=Masked)
-    agent, env = rayvec.load(tmp_path / "a"), Masked("obs")
-    (obs, _), state = env.reset(seed=0), None
-    for _ in range(6):
-        action, state = agent.predict(obs, state)
-        obs = env.step(action)[0]
-    with pytest.raises(ConfigError, match="allows no choice"):
-        agent.predict({**obs, "action_mask": np.zeros(4, np.int8)}, state)
-
-
-def test_an_own_network_and_normalised_observations_go_with_masks(tmp_path: Path) -> None:
-    rayvec.train(tiny(tmp_path / "a", total_steps=128, normalize_obs=True), env=Masked, network=two_heads)
-    evaluate_run(tmp_path / "a", num_episodes=2)
-    rayvec.train(tiny(tmp_path / "b", total_steps=128, normalize_obs=True), env=Masked)
-    rayvec.resume(tmp_path / "b")
-
-
 @pytest.mark.parametrize("nvec", [3, [3, 2]], ids=["discrete", "multi-discrete"])
 @WHERE
 def test_a_mask_that_allows_nothing(tmp_path: Path, where: str, nvec: Any) -> None:
@@ -185,47 +161,12 @@ def test_a_mask_that_allows_nothing(tmp_path: Path, where: str, nvec: Any) -> No
     assert "environment 0" in str(caught.value.__cause__)
 
 
-def test_the_command_line_names_environment_and_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = [f"--{name.replace('_', '-')}={value}" for name, value in PPO.items()]
-    env = ["--env-id", "helpers.own_envs:Masked", "--env-kwargs", "empty_at", "2", "--run-dir", str(tmp_path / "a")]
-    assert main(["train", "ppo", *small, *env]) == 1
-    error = capsys.readouterr().err
-    assert "environment 0" in error and "after 2 steps" in error
-
-
 def test_a_mask_of_another_size(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"after 0 steps .*needs 4 numbers"):
         rayvec.train(tiny(tmp_path / "a"), env=lambda: Masked(size=5))
     with pytest.raises(ConfigError, match=r"action_mask.*needs shape \(4,\)"):
         rayvec.train(tiny(tmp_path / "b"), env=lambda: Masked("obs", size=5))
     assert not list(tmp_path.iterdir())
-
-
-def test_the_wrapper_takes_masks_of_components() -> None:
-    class Parts(Masked):
-        def _draw(self, empty: bool = False) -> Any:
-            obs, info = super()._draw(empty)
-            mask = info["action_mask"]
-            return obs, {"action_mask": (mask[:3], mask[3:])} if self._t < 2 else {}
-
-    env = ActionMask(Parts(nvec=[3, 2]))
-    obs, info = env.reset(seed=0)
-    np.testing.assert_array_equal(obs["action_mask"], np.concatenate(info["action_mask"]))
-    assert obs in env.observation_space
-    for _ in range(2):
-        action = [int(np.flatnonzero(part)[0]) for part in np.split(obs["action_mask"], [3])]
-        obs = env.step(action)[0]
-    assert obs["action_mask"].all()
-
-
-@pytest.mark.parametrize(
-    ("nvec", "mask"),
-    [(5, np.array([1, 0, True, 1, 0], object)), ([3, 2], np.array([np.array([1, 0, 1]), np.array([1, 0])], object))],
-    ids=["numbers", "components"],
-)
-def test_a_mask_of_objects(nvec: Any, mask: Any) -> None:
-    obs, _ = ActionMask(OddMask(nvec, mask)).reset(seed=0)
-    assert obs["action_mask"].tolist() == [1, 0, 1, 1, 0] and obs["action_mask"].dtype == np.int8
 
 
 @pytest.mark.parametrize(

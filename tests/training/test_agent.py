@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers import own_envs, own_parts
-from helpers.file_size_limit import file_size_limit
-from helpers.training_kit import HERE, SMALL, tiny
+from helpers import own_parts
+from helpers.training_kit import tiny
 
 import rayvec
 from rayvec.config.references import refer
@@ -155,21 +154,6 @@ def test_onnx_acts_as_the_agent(
         assert actions.dtype == expected.dtype
 
 
-@pytest.mark.slow
-def test_onnx_inputs_have_names_of_their_own(tmp_path: Path) -> None:
-    """Here "low" and "linear" are names of torch within the model too, and "action" is that of the output."""
-    import onnxruntime
-
-    parts = {"action": VECTOR, "low": VECTOR, "linear": VECTOR, "a_b": VECTOR, "a": spaces.Dict(b=VECTOR)}
-    agent = make_agent(rayvec.PPOConfig, spaces.Dict(parts), TORQUES, {})
-    session = onnxruntime.InferenceSession(agent.export(tmp_path / "policy.onnx"))
-    assert [each.name for each in session.get_inputs()] == ["a_b", "a_b_", "action_", "linear", "low"]
-    rows = np.random.default_rng(1).normal(size=(5, 3, *VECTOR.shape)).astype(np.float32)
-    batch = {"a": {"b": rows[0]}, **dict(zip(["a_b", "action", "linear", "low"], rows[1:], strict=True))}
-    (actions,) = session.run(["action"], dict(zip(["a_b", "a_b_", "action_", "linear", "low"], rows, strict=True)))
-    np.testing.assert_allclose(actions, agent.predict(batch), atol=1e-5, rtol=0)
-
-
 @every_kind
 def test_one_observation_gets_the_action_of_its_row(
     kind: Any, observation_space: Any, action_space: Any, settings: dict[str, Any]
@@ -221,21 +205,6 @@ assert "ray" not in sys.modules
 def test_an_agent_plays_without_ray(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
     subprocess.run([sys.executable, "-c", WITHOUT_RAY, str(tmp_path / "a")], check=True)
-
-
-def test_what_has_no_name_is_passed_again(tmp_path: Path) -> None:
-    network = lambda *args: own_parts.two_heads(*args)  # noqa: E731
-    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), env=lambda: own_envs.Line(), network=network)
-    with pytest.raises(ConfigError, match=r"network=.*rayvec\.load"):
-        rayvec.load(tmp_path / "a")
-    assert rayvec.load(tmp_path / "a", network=network).predict(np.zeros(2)) in (0, 1, 2)
-
-
-@pytest.mark.slow
-def test_ranks_leave_a_run_that_can_be_loaded(tmp_path: Path) -> None:
-    settings = {**SMALL, **HERE, "learners": "decentralized", "num_learners": 2, "total_steps": 64, "eval_episodes": 0}
-    rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "a", **settings))
-    assert rayvec.load(tmp_path / "a").predict(np.zeros(4)) in (0, 1)
 
 
 def test_an_agent_says_what_it_is(tmp_path: Path) -> None:
@@ -298,11 +267,6 @@ def test_numbers_that_no_observation_has_are_refused(space: Any, good: Any, bad:
             agent.predict(obs)
 
 
-def test_a_tensor_with_a_gradient_is_refused_in_words() -> None:
-    with pytest.raises(ConfigError, match="requires grad"):
-        make_agent(rayvec.PPOConfig, VECTOR, FEW, {}).predict(torch.zeros(5, requires_grad=True))
-
-
 @pytest.mark.parametrize(
     "space",
     [
@@ -320,43 +284,6 @@ def test_spaces_survive_a_checkpoint(space: Any) -> None:
     assert space_to_plain(spaces.Text(3)) is None and space_to_plain(spaces.Tuple((space, spaces.Text(3)))) is None
 
 
-class DrawsText(gymnasium.Env[Any, Any]):
-    observation_space = spaces.Dict(text=spaces.Text(3), number=spaces.Discrete(2))
-    action_space = spaces.Discrete(2)
-
-    def reset(self, **kwargs: Any) -> Any:
-        return {"text": "abc", "number": 1}, {}
-
-
-def test_text_in_observations_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Text"):
-        rayvec.train(tiny(tmp_path / "a", num_envs=2), env=DrawsText)
-
-
-def test_an_export_is_a_file_in_a_directory_that_exists(tmp_path: Path) -> None:
-    agent = make_agent(rayvec.PPOConfig, VECTOR, FEW, {})
-    (tmp_path / "policy.onnx").mkdir()
-    for place in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ConfigError, match=r"policy\.onnx can't be written"):
-            agent.export(place / "policy.onnx")
-
-
-NOTHING = spaces.Box(-1, 1, (0,))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize(("observed", "acted"), [(spaces.Dict(a=NOTHING, b=VECTOR), FEW), (VECTOR, NOTHING)])
-def test_arrays_without_numbers_are_exported(observed: Any, acted: Any, tmp_path: Path) -> None:
-    import onnxruntime
-
-    agent, obs = make_agent(rayvec.PPOConfig, observed, acted, {}), batch_of(observed, 3)
-    session = onnxruntime.InferenceSession(agent.export(tmp_path / "policy.onnx"))
-    seen = {each.name for each in session.get_inputs()}  # without an array that has no numbers
-    inputs = {name: part for name, part in leaves_of(obs).items() if name in seen}
-    np.testing.assert_array_equal(session.run(["action"], inputs)[0], agent.predict(obs))
-
-
 class Loops(own_parts.TwoHeads):
     """Has a loop whose length depends on what it sees, which torch can't trace."""
 
@@ -366,24 +293,9 @@ class Loops(own_parts.TwoHeads):
         return super().forward(obs)
 
 
-class CountsRows(own_parts.TwoHeads):
-    """Reshapes by a number that torch traces as a constant."""
-
-    def forward(self, obs: torch.Tensor) -> Any:
-        return super().forward(obs.reshape(len(obs), -1))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "words"), [(Loops, "could not be exported"), (CountsRows, r"obs\.shape\[0\]")])
-def test_a_network_that_cannot_be_traced_is_refused(kind: Any, words: str, tmp_path: Path) -> None:
-    agent = make_agent(rayvec.PPOConfig, VECTOR, FEW, {"network": refer(lambda obs, act, config: kind(obs, act))})
-    with pytest.raises(ConfigError, match=words):
+def test_a_network_that_cannot_be_traced_is_refused(tmp_path: Path) -> None:
+    agent = make_agent(rayvec.PPOConfig, VECTOR, FEW, {"network": refer(lambda obs, act, config: Loops(obs, act))})
+    with pytest.raises(ConfigError, match="could not be exported"):
         agent.export(tmp_path / "policy.onnx")
     assert not any(tmp_path.iterdir())
-
-
-def test_an_export_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
-    agent = rayvec.load(rayvec.train(tiny(tmp_path / "a")).run_dir)
-    with file_size_limit(1000), pytest.raises(OSError, match="File too large"):
-        agent.export(tmp_path / "policy.onnx")
-    assert not list(tmp_path.glob("policy*"))

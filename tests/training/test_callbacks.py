@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -236,28 +237,10 @@ def test_checkpoints_are_kept_at_intervals(tmp_path: Path) -> None:
     assert names == ["000000000576.pt", "000000000640.pt", "mine.pt"]
 
 
-class Moves:
-    """Changes the working directory; in `fails`, a run that can't draw its curve raises an error besides."""
-
-    def __init__(self, to: Path, fails: bool) -> None:
-        self.to, self.fails = to, fails
-
-    def on_iteration(self, context: rayvec.RunContext) -> None:
-        os.chdir(self.to)
-        if self.fails:
-            (context.run_dir / "learning_curve.png").mkdir()
-            raise ValueError("the first error")
-
-
 def test_a_callback_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    result = rayvec.train(tiny(Path("a"), eval_episodes=0), callbacks=[Moves(tmp_path / "elsewhere", fails=False)])
+    moves = SimpleNamespace(on_iteration=lambda context: os.chdir(tmp_path / "elsewhere"))
+    result = rayvec.train(tiny(Path("a"), eval_episodes=0), callbacks=[moves])
     assert result.run_dir == tmp_path / "a" and (tmp_path / "a" / "learning_curve.png").is_file()
     assert not list((tmp_path / "elsewhere").iterdir())
-
-
-def test_a_curve_that_can_not_be_drawn_hides_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match="the first error"):
-        rayvec.train(tiny(tmp_path / "a"), callbacks=[Moves(Path.cwd(), fails=True)])
-    assert "learning_curve.png" in caplog.text

@@ -136,23 +136,3 @@ def _assert_whole(path: Path) -> int:
     state = checkpoint.load(path)
     assert torch.equal(state["weights"], torch.full((200_000,), float(state["step"])))
     return int(state["step"])
-
-
-def test_it_is_flushed_to_the_disk_before_it_takes_its_place_and_its_name_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    happened = []
-    fsync, replace = os.fsync, Path.replace
-
-    def noted_fsync(descriptor: int) -> None:
-        happened.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    def noted_replace(self: Path, target: Path) -> Path:
-        happened.append("replace")
-        return replace(self, target)
-
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(Path, "replace", noted_replace)
-    checkpoint.save(tmp_path / "checkpoint.pt", STATE)
-    assert happened == [str(tmp_path / "checkpoint.pt.tmp"), "replace", str(tmp_path)]

@@ -24,20 +24,6 @@ from rayvec.training.loggers import read_metrics
 ELASTIC = {**SMALL, "learners": "decentralized", "num_learners": 2, "num_nodes": (1, 2), "workers_per_node": 1}
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"num_nodes": (1, 3)}, "at most num_learners = 2"),
-        ({"num_nodes": (2, 1)}, "1 <= min <= max"),
-        ({"num_nodes": (1, 5), "learners": "shared"}, "at most num_envs = 4"),
-        ({"learners": "dedicated"}, "one number of nodes"),
-    ],
-)
-def test_settings_that_can_not_be_elastic(changes: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        rayvec.PPOConfig(**{**ELASTIC, **changes})
-
-
 @pytest.mark.usefixtures("ray_cluster")
 def test_too_few_nodes_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_placement, "_WAIT_S", 0.1)

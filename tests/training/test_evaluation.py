@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from rayvec.errors import ConfigError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
-from rayvec.training.runs import make_env
 from rayvec.wrappers import StaggeredStart
 
 SLOW = pytest.mark.slow
@@ -122,34 +118,6 @@ def test_an_evaluation_is_not_staggered() -> None:
             length += 1
         assert (length < 200) == short
     env.close()
-
-
-def test_staggering_needs_a_time_limit() -> None:
-    with pytest.raises(ConfigError, match=r"has no time limit.*TimeLimit"):
-        StaggeredStart(gymnasium.make("CartPole-v1").unwrapped.__class__())
-    limited = gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1").unwrapped, 7)
-    assert StaggeredStart(limited)._time_limit == 7
-
-
-class Stuck(gymnasium.Env[np.ndarray, int]):
-    """Presses Ctrl-C in its first reset, which does not end."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, driver: int) -> None:
-        self._driver = driver
-
-    def reset(self, **options: Any) -> Any:
-        os.kill(self._driver, signal.SIGINT)
-        threading.Event().wait()
-
-
-@pytest.mark.slow
-def test_an_interrupt_in_the_first_reset_of_a_run_waits_for_no_worker() -> None:
-    config = PPOConfig(env_id=f"{__name__}:Stuck", env_kwargs={"driver": os.getpid()}, num_nodes=0, workers_per_node=1)
-    with pytest.raises(KeyboardInterrupt):
-        make_env(config, 1)
 
 
 class Endless(gymnasium.Env[np.ndarray, int]):

@@ -119,14 +119,6 @@ def test_resuming_leaves_no_step_twice_and_none_out(tmp_path: Path, monkeypatch:
     assert [event.step for event in scalars(tmp_path)["return_mean"]] == [16, 32, 48, 64]
 
 
-def test_resuming_leaves_only_damaged_lines_out(tmp_path: Path) -> None:
-    log(tmp_path, [16, 32, 48])
-    first, _, third = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_bytes(first + b"\xff\n" + third + b'{"steps": "many"}\n')
-    log(tmp_path, [64], resumed_at=48)
-    assert [line["steps"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [16, 48, 64]
-
-
 def scalars(run_dir: Path) -> dict[str, list]:
     events = EventAccumulator(str(run_dir)).Reload()
     return {name: events.Scalars(name) for name in events.Tags()["scalars"]}

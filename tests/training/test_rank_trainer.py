@@ -19,7 +19,6 @@ from helpers.training_kit import HERE, SMALL, lengthen, lines_of, options
 
 import rayvec
 from rayvec.config import TrainConfig
-from rayvec.errors import ConfigError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
@@ -128,35 +127,6 @@ def ranks_of(command: Command) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in sorted(command.pids()) if psutil.Process(pid).name() == "rayvec-rank"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("lost", "number"), [(1, signal.SIGINT), (0, signal.SIGKILL)])
-def test_a_run_that_lost_a_rank_can_be_stopped_and_resumed(tmp_path: Path, lost: int, number: Any) -> None:
-    """A rank is killed, and later the run is stopped by Ctrl-C or its driver killed; then it is resumed."""
-    run_dir = tmp_path / "a"
-    settings = {**SMALL, **UNCUT, "num_learners": 2, "total_steps": 640_000, "run_dir": run_dir, "eval_episodes": 0}
-    workers = {"num_nodes": 0, "workers_per_node": 2}
-    args = ["train", "ppo", *options({**settings, **workers}), "--checkpoint-interval-s=0.5"]
-    with running(args, tmp_path) as command:
-        command.wait_until(lambda: lines_of(run_dir / "metrics.jsonl") >= 5)
-        os.kill(ranks_of(command)[lost].pid, signal.SIGKILL)
-        command.wait_until(lambda: "restarting all ranks at step" in command.stderr.read_text())
-        num_lines = lines_of(run_dir / "metrics.jsonl")
-        command.wait_until(lambda: lines_of(run_dir / "metrics.jsonl") >= num_lines + 5)
-        if number == signal.SIGINT:
-            assert command.interrupt() == 130
-            assert "resume with: rayvec train ppo --resume" in command.stderr.read_text()
-        else:
-            assert command.kill(number) == -number
-        assert_nothing_left(command)
-    state = load_run(run_dir)[1]
-    steps = state["progress"]["steps"]
-    assert state["learner"]["num_updates"] == state["progress"]["iterations"] == steps // 64
-    lengthen(run_dir, 640_000, steps + 128)
-    assert rayvec.resume(run_dir).total_steps == steps + 128
-    logged = [line["steps"] for line in read_metrics(run_dir / "metrics.jsonl")]
-    assert logged == list(range(64, steps + 129, 64)), "no step twice, and none left out"
-
-
 @pytest.mark.parametrize(
     ("lost", "learners"), [(0, "shared"), *(pytest.param(n, "decentralized", marks=pytest.mark.slow) for n in (0, 1))]
 )
@@ -237,18 +207,6 @@ def test_ranks_on_two_nodes_learn_what_one_process_learns(tmp_path: Path, infere
     weights = [load_run(result.run_dir)[1]["weights"] for result in (alone, ranks)]
     torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
     assert ranks.eval_return_mean == pytest.approx(alone.eval_return_mean)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_cluster")
-def test_ranks_that_the_cluster_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
-    settings = {**SMALL, **UNCUT, "num_learners": 2, "run_dir": tmp_path / "a"}
-    with pytest.raises(ConfigError, match="for decentralized ranks have free cores"):
-        rayvec.train(rayvec.PPOConfig(**settings, num_nodes=9))
-    with pytest.raises(ConfigError, match="no room for"):
-        rayvec.train(rayvec.PPOConfig(**settings, num_nodes=2, learner_threads=1000))
-    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.slow

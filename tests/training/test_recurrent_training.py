@@ -44,18 +44,6 @@ def test_decentralized_ranks_learn_what_one_process_learns(tmp_path: Path, kind:
 
 @pytest.mark.slow
 @ALGORITHMS
-@pytest.mark.usefixtures("ray_cluster")
-def test_ranks_on_ray_learn_what_one_process_learns(tmp_path: Path, kind: Any, settings: dict[str, Any]) -> None:
-    """From chunks that stay in the object store."""
-    alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
-    on_ray = {**settings, "num_nodes": 1, "workers_per_node": 1, "num_learners": 2}
-    ranks = rayvec.train(kind(run_dir=tmp_path / "ranks", **on_ray))
-    weights = [load_run(result.run_dir)[1]["weights"] for result in (alone, ranks)]
-    torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-@ALGORITHMS
 def test_ranks_that_are_stopped_and_lengths_that_vary(tmp_path: Path, kind: Any, settings: dict[str, Any]) -> None:
     ranked = {name: value for name, value in settings.items() if name != "prefetch"}
     ranked |= {"learners": "decentralized", "num_learners": 2, "variable_lengths": True, "workers_per_node": 4}

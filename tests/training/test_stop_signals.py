@@ -10,10 +10,8 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.processes import assert_nothing_left, running
@@ -50,28 +48,6 @@ def test_the_first_press_in_the_loop_is_a_request_and_the_second_an_interrupt(
         press()
 
 
-def test_a_press_in_the_middle_of_a_print_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffered stream refuses a second write within the first."""
-
-    class PressesItself(io.RawIOBase):
-        presses = 1
-
-        def writable(self) -> bool:
-            return True
-
-        def write(self, data: Any) -> int:
-            if self.presses:
-                self.presses = 0
-                press()
-            return len(data)
-
-    stream = io.TextIOWrapper(io.BufferedWriter(PressesItself()), line_buffering=True)
-    monkeypatch.setattr(sys, "stderr", stream)
-    with Interrupts() as interrupts, interrupts.deferred():
-        print("64/128 steps", file=sys.stderr)
-    assert interrupts.requested
-
-
 def test_a_press_is_a_request_although_the_terminal_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed(io.StringIO):
         def write(self, text: str) -> int:
@@ -106,13 +82,6 @@ def test_a_handler_of_yours_for_sigterm_stays() -> None:
     assert came == [1] and not interrupts.requested
 
 
-def test_a_request_alone_interrupts_nothing() -> None:
-    with Interrupts() as interrupts:
-        with interrupts.deferred():
-            press()
-        assert interrupts.requested
-
-
 def test_an_interrupt_that_a_library_drops_is_raised_later() -> None:
     reached = []
     with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
@@ -139,19 +108,6 @@ def test_errors_that_follow_a_request_stay_errors() -> None:
     with pytest.raises(OSError, match="disk"), Interrupts() as interrupts, interrupts.deferred():
         press()
         raise OSError("the disk is full")
-
-
-def test_in_another_thread_nothing_changes() -> None:
-    before, seen = signal.getsignal(signal.SIGINT), []
-
-    def enter() -> None:
-        with Interrupts():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert seen == [before]
 
 
 @pytest.mark.parametrize(
@@ -284,34 +240,6 @@ def test_sigterm_before_and_after_the_loop_ends_the_run_as_ctrl_c_does(
     has_begun = part == "trainer.Trainer.evaluate"
     assert (tmp_path / "a").exists() == has_begun
     assert any("resume with" in note for note in getattr(caught.value, "__notes__", [])) == has_begun
-
-
-HANDLER = """
-import signal
-from ray._private.node import Node
-from rayvec.cluster.ray_session import RaySession
-
-came = []
-start = Node.__init__
-
-def terminated_while_ray_starts(self, *args, **kwargs):
-    signal.raise_signal(signal.SIGTERM)
-    start(self, *args, **kwargs)
-
-Node.__init__ = terminated_while_ray_starts
-signal.signal(signal.SIGTERM, lambda *_: came.append(1))
-with RaySession():
-    assert came == [1]
-    signal.raise_signal(signal.SIGTERM)
-    assert came == [1, 1]
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), "Ray's C++ handler would abort in 3 s"
-"""
-
-
-@pytest.mark.slow
-def test_starting_ray_leaves_your_handler_for_sigterm() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_ADDRESS": ""}
-    subprocess.run([sys.executable, "-c", HANDLER], env=environment, check=True, timeout=120)
 
 
 def test_sigterm_stays_sigterm_if_a_library_raises_a_keyboard_interrupt_of_its_own() -> None:

@@ -28,42 +28,6 @@ IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2}
 ONE_WORKER = {"num_nodes": 1, "workers_per_node": 1}
 
 
-class Once(gymnasium.Env[Any, Any]):
-    """Episodes of one step.
-
-    Args:
-        alike: Whether the reward is 0.3 in all environments, or 0 and 1 in turn.
-    """
-
-    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Discrete(2)
-
-    def __init__(self, alike: bool) -> None:
-        self.rew, self.alike = 0.3, alike
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        if seed is not None and not self.alike:
-            self.rew = float(seed % 2)
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        return np.zeros(2, np.float32), self.rew, True, False, {}
-
-
-def test_targets_that_differ_by_rounding_have_no_variance_to_explain(tmp_path: Path) -> None:
-    rayvec.train(tiny(tmp_path / "a", eval_episodes=0), env=lambda: Once(alike=True))
-    lines = list(read_metrics(tmp_path / "a" / "metrics.jsonl"))
-    assert [line["learner/explained_variance"] for line in lines] == [0.0] * len(lines)
-
-
-@pytest.mark.slow
-def test_the_last_episodes_are_those_of_all_ranks(tmp_path: Path) -> None:
-    """Each rank has episodes with its own return, and more of them than the last ones that count."""
-    ranks = {"num_learners": 2, "learners": "decentralized", "sync_fraction": 1.0}
-    settings = {"num_envs": 2, "num_steps": 128, "minibatch_size": 64, "total_steps": 512, "eval_episodes": 0}
-    rayvec.train(tiny(tmp_path / "a", **settings, **ranks), env=lambda: Once(alike=False))
-    assert [line["return_mean"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [0.5, 0.5]
-
-
 @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
 def test_a_run_leaves_everything_in_its_directory(tmp_path: Path, inference: str) -> None:
     config = tiny(tmp_path / "runs" / "a", inference=inference)
