@@ -135,15 +135,6 @@ def test_the_list_of_callbacks_may_be_thinned_out(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "a" / "learning_curve.png").exists() and "steps/s" not in capsys.readouterr().err
 
 
-def test_a_run_says_that_it_has_started_before_its_first_iteration_ends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said: list[str] = []
-    looks = SimpleNamespace(on_start=lambda context: said.append(capsys.readouterr().err))
-    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), callbacks=looks)
-    assert "taking the first 64 steps" in said[0]
-
-
 def test_infos_that_training_does_not_read_are_not_carried(tmp_path: Path) -> None:
     seen: list[set[str]] = []
 

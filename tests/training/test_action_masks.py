@@ -184,10 +184,3 @@ def test_a_mask_that_is_not_one(nvec: Any, mask: Any, words: str) -> None:
     env = ActionMask(OddMask(nvec, mask))
     with pytest.raises(ValueError, match=words):
         env.reset(seed=0)
-
-
-def test_the_wrapper_is_for_choices() -> None:
-    import gymnasium
-
-    with pytest.raises(ConfigError, match="Discrete or MultiDiscrete"):
-        ActionMask(gymnasium.make("Pendulum-v1"))

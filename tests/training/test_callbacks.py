@@ -112,15 +112,6 @@ def test_metrics_before_a_failing_callback_are_kept(tmp_path: Path) -> None:
     assert last["steps"] == 128 and last["callback/evaluation"] == 128 and "eval/return_mean" in last
 
 
-def test_on_end_is_too_late_to_log(tmp_path: Path) -> None:
-    class LogsLate:
-        def on_end(self, context: rayvec.RunContext) -> None:
-            context.log("late", 1)
-
-    with pytest.raises(ConfigError, match="called in on_end"):
-        rayvec.train(tiny(tmp_path / "a"), callbacks=LogsLate())
-
-
 class LastsFor(CartPoleEnv):
     """Raises in one of its steps, whichever episode that is in."""
 

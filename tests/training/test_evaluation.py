@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +78,6 @@ def test_evaluation_takes_a_limited_number_of_steps() -> None:
     assert PPOConfig(total_steps=10**6).num_eval_episodes(1000) == 100
     assert PPOConfig(env_kwargs={"max_episode_steps": 10_000}).num_eval_episodes(500) == 5
     assert PPOConfig(env_kwargs={"max_episode_steps": None}).num_eval_episodes(10_000) == 5
-
-
-@pytest.mark.parametrize("where", [{}, pytest.param({"learners": "decentralized", "num_learners": 2}, marks=SLOW)])
-def test_an_evaluation_stays_within_its_steps(tmp_path: Path, where: dict[str, Any]) -> None:
-    run = rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_steps=1500, **where))
-    assert len(json.loads((run.run_dir / "result.json").read_text())["eval_returns"]) == 3
-
-
-def test_an_evaluation_without_episodes() -> None:
-    with pytest.raises(ConfigError, match="eval_episodes=0"):
-        PPOConfig(eval_interval_steps=100, eval_episodes=0)
 
 
 @pytest.mark.parametrize("where", [{}, pytest.param({"workers_per_node": 2}, marks=SLOW)], ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from gymnasium.wrappers import ReshapeObservation
 from helpers import own_envs, own_parts
 from helpers.own_envs import Line, make_line
@@ -26,7 +24,6 @@ from rayvec.config import dataclass
 from rayvec.errors import CheckpointError, ConfigError, EnvError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run
-from rayvec.training.saved_spaces import warn_of_wide_ranges
 
 LOCAL_LINE = lambda: Line(4)  # noqa: E731
 
@@ -225,16 +222,6 @@ def test_a_wide_range_is_warned_of(tmp_path: Path, high: float, settings: dict[s
         config = tiny(tmp_path / "a", total_steps=64, eval_episodes=0, **settings)
         rayvec.train(config, env=lambda: own_envs.Line(high=high))
     assert ["±500" in str(each.message) for each in caught] == ([True] if warned else [])
-
-
-def test_the_warning_of_a_wide_range_names_the_part() -> None:
-    wide = spaces.Box(-500, 500, (2,))
-    part = spaces.Dict(temp=wide, wind=spaces.Box(-1, 1, (2,)))
-    for space, name in ((wide, ""), (part, "['temp']")):
-        expected = re.escape(f"Observations{name} range up to ±500,") + ".*normalize_obs"
-        for config in (rayvec.PPOConfig(), rayvec.IMPALAConfig(), rayvec.SACConfig()):
-            with pytest.warns(UserWarning, match=expected):
-                warn_of_wide_ranges(space, config)
 
 
 def test_the_command_line_names_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

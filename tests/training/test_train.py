@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 from pathlib import Path
@@ -18,7 +17,7 @@ from helpers.training_kit import HERE, lengthen, tiny
 import rayvec
 from rayvec import PPOConfig, TrainConfig
 from rayvec.learners.ppo import PPOLearner
-from rayvec.training.evaluation import evaluate, evaluate_run
+from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS, make_env, make_learner
@@ -52,22 +51,6 @@ def test_evaluating_the_run_again_plays_the_same_episodes(tmp_path: Path) -> Non
     assert others.returns.tolist() != again.returns.tolist()
 
 
-def test_evaluation_is_greedy_and_begins_where_it_says(tmp_path: Path) -> None:
-    config = tiny(tmp_path / "a")
-    with make_env(config) as env:
-        learner = make_learner(config, env)
-        acting = config, env, learner.module, learner.weights()
-        returns = [evaluate(*acting, 6, seed=5).returns.tolist() for _ in range(2)]
-        assert returns[0] == returns[1] and len(returns[0]) == 6
-        assert math.isnan(evaluate(*acting, 0, seed=5).return_mean)
-
-
-def test_without_evaluation(tmp_path: Path) -> None:
-    result = rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
-    assert math.isnan(result.eval_return_mean)
-    assert json.loads((result.run_dir / "result.json").read_text())["eval_return_mean"] is None
-
-
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     weights = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -83,14 +66,6 @@ def test_wrappers_wrap_in_order_and_returns_stay_raw(tmp_path: Path) -> None:
     )
     first, fourfold = (next(read_metrics(result.run_dir / "metrics.jsonl")) for result in (plain, doubled))
     assert fourfold["return_mean"] == 4 * first["return_mean"] > 10
-
-
-def test_impala_learns_from_steps_of_older_weights(tmp_path: Path) -> None:
-    settings = {**IMPALA, **HERE, "total_steps": 256, "seed": 5, "eval_episodes": 0}
-    run = rayvec.train(rayvec.IMPALAConfig(run_dir=tmp_path / "a", **settings))
-    metrics = list(read_metrics(run.run_dir / "metrics.jsonl"))
-    assert [line["staleness"] for line in metrics] == [0, 1, 1, 1]
-    assert metrics[0]["learner/importance_weight"] == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize(
