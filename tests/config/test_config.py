@@ -152,7 +152,7 @@ def test_a_mapping_may_be_merged() -> None:
         ("algorithm: ppo\nlerning_rate: 1.0", "lerning_rate"),
         ("algorithm: [ppo]", r"\['ppo'\]"),
         ("algorithm: ppo\nplugin: 3", "plugin is 3"),
-        ("algorithm: ppo\nplugin: os", "plugin is 'os'"),
+        ("algorithm: ppo\nplugin: os", "plugin is os"),
         ("algorithm: ppo\nnum_nodes: 1:4:9", "must be"),
         ("algorithm: ppo\ntotal_step: 1", "total_step. Did you mean total_steps"),
     ],
