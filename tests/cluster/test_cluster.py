@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import MakeVec
 from helpers.testing import CountingEnv
 from helpers.waiting import shm_names
 
@@ -152,35 +151,6 @@ def test_after_a_sigkill_the_cluster_ends_and_the_next_start_removes_its_directo
     other = run(STEPPING.split("    while")[0] + "    env.close()\n", TMPDIR=str(driver.tmp))
     other.finish()
     driver.assert_nothing_left()
-
-
-FORKING = """
-    import os, signal, subprocess, sys, tempfile, time
-    import rayvec
-    env = rayvec.RayVecEnv("CartPole-v1", 4, workers_per_node=1)
-    env.reset(seed=0)
-    (directory,) = [entry.path for entry in os.scandir(tempfile.gettempdir()) if entry.name.startswith("rayvec-")]
-    log = next(os.path.join(at, name) for at, _, names in os.walk(directory) for name in names if name == "raylet.out")
-    forked = os.fork()  # as fork-context vector environments and data loaders do
-    if not forked:
-        signal.pause()
-    reader = subprocess.Popen(["tail", "-f", log], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    print("ready", forked, reader.pid, directory, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_what_a_driver_has_forked_keeps_no_cluster_alive_and_is_left_alone(run: MakeDriver) -> None:
-    """It holds every file that the driver held."""
-    driver = run(FORKING + "    env.close(); print('closed', flush=True); signal.pause()")
-    driver.wait_for_output("ready")
-    line = next(line for line in driver.output.read_text().splitlines() if line.startswith("ready"))
-    _, forked, reader, directory = line.split()
-    own = {forked, reader, str(driver.process.pid)}
-    driver.wait_until(lambda: {left.split()[0] for left in driver.left()} <= own, "the cluster has ended")
-    driver.wait_until(lambda: not Path(directory).exists(), "its files are gone")
-    driver.wait_for_output("closed")
-    assert {left.split()[0] for left in driver.left()} == own
 
 
 SCRIPT = """
@@ -340,16 +310,6 @@ def authentication() -> dict[str, str]:
 
 
 class TestSharedCluster:
-    def test_a_ray_that_is_there_is_used_and_left(self, make_vec: MakeVec) -> None:
-        import ray
-
-        first, second = make_vec([CountingEnv]), make_vec([CountingEnv])
-        first.close()
-        second.reset()
-        second.close()
-        assert ray.is_initialized()
-        make_vec([CountingEnv]).reset()
-
     def test_another_cluster_beside_it_is_refused(self, ray_cluster: object) -> None:
         with pytest.raises(ConfigError, match="this process is connected to the Ray cluster at"):
             RayVecEnv([CountingEnv], address="127.0.0.1:1")
@@ -361,20 +321,15 @@ class TestSharedCluster:
         for given in (address, "auto", None):
             RayVecEnv([CountingEnv], address=given, num_nodes=1, workers_per_node=1).close()
 
-    @pytest.mark.parametrize("how", [pytest.param("argument", marks=pytest.mark.slow), "RAY_ADDRESS"])
-    def test_a_cluster_that_runs_is_joined_by_its_address(self, run: MakeDriver, ray_cluster: object, how: str) -> None:
+    def test_a_cluster_that_runs_is_joined_by_its_address(self, run: MakeDriver, ray_cluster: object) -> None:
         import ray
 
         address = ray.get_runtime_context().gcs_address
-        environment = authentication()
-        if how == "RAY_ADDRESS":
-            environment["RAY_ADDRESS"] = address
         driver = run(
             f"""
             import ray, rayvec
             from helpers.testing import CountingEnv
-            address = {address if how == "argument" else None!r}
-            env = rayvec.RayVecEnv([CountingEnv] * 2, workers_per_node=1, address=address)
+            env = rayvec.RayVecEnv([CountingEnv] * 2, workers_per_node=1)
             assert ray.get_runtime_context().gcs_address == {address!r}
             assert len(env.topology.nodes) == 2
             assert env.reset(seed=4)[0][:, 0].tolist() == [4, 5]
@@ -382,7 +337,8 @@ class TestSharedCluster:
             assert not ray.is_initialized()
             print("all is well")
             """,
-            **environment,
+            RAY_ADDRESS=address,
+            **authentication(),
         )
         assert driver.finish().strip() == "all is well"
         driver.wait_until(lambda: not driver.left(), "no process is left")
@@ -410,25 +366,18 @@ class TestSharedCluster:
 
             ray.init({ray.get_runtime_context().gcs_address!r}, log_to_driver=False)
             settings = dict(num_nodes=2, workers_per_node=1, on_node_loss="rehost")
-            stepped, *others = (rayvec.RayVecEnv([CountingEnv] * 2, **settings) for _ in range(4))
+            stepped, other = (rayvec.RayVecEnv([CountingEnv] * 2, **settings) for _ in range(2))
             stepped.reset(seed=0)
-            ways = [{{"inference": "driver"}}, {{}}, {{"prefetch": True}}]  # the last one leaves a chunk pending
-            policy = lambda obs: np.zeros(len(obs), int)
-            collectors = [rayvec.Collector(each, policy, seed=0, **way) for each, way in zip(others, ways)]
-            for collector in collectors:
-                collector.collect(n_step=4)
+            collector = rayvec.Collector(other, lambda obs: np.zeros(len(obs), int), seed=0, prefetch=True)
+            collector.collect(n_step=4)
             group = RankGroup(Held, 1, open_host(num_cpus=0))
             assert group.ask("told") == [1]
             ray.shutdown()
-            def step():
-                deadline = time.monotonic() + 60
-                while time.monotonic() < deadline:  # the other node ends a moment later
-                    stepped.step([0, 0])
-
-            collect = [lambda each=each: [each.collect(n_step=4) for _ in range(2)] for each in collectors]
-            for use in (step, *collect, lambda: group.ask("told")):
+            deadline = time.monotonic() + 60
+            for use in (lambda: stepped.step([0, 0]), lambda: collector.collect(n_step=4), lambda: group.ask("told")):
                 try:
-                    use()
+                    while time.monotonic() < deadline:  # the other node ends a moment later
+                        use()
                 except NodeLostError as error:
                     assert "ray.shutdown() was called" in str(error)
                 else:
@@ -460,37 +409,6 @@ class TestSharedCluster:
         first, second = driver.finish().splitlines()
         assert "not through Ray Client" in first and "(ray://elsewhere:10001)" in first
         assert "(ray://head:10001)" in second
-
-    @pytest.mark.slow
-    def test_a_program_that_ray_client_has_connected_is_refused(self, run: MakeDriver, ray_cluster: object) -> None:
-        import ray
-
-        driver = run(
-            f"""
-            import socket, subprocess, sys
-            import ray, rayvec
-            from rayvec.errors import ConfigError
-            from helpers.testing import CountingEnv
-
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-            options = ["--address", {ray.get_runtime_context().gcs_address!r}, "--port", str(port)]
-            server = subprocess.Popen([sys.executable, "-m", "ray.util.client.server", "--host=127.0.0.1", *options])
-            try:
-                ray.init(f"ray://127.0.0.1:{{port}}")
-                try:
-                    rayvec.RayVecEnv([CountingEnv] * 2)
-                except ConfigError as error:
-                    print(error)
-            finally:
-                ray.shutdown()
-                server.terminate()
-                server.wait()
-            """,
-            **authentication(),
-        )
-        assert "not through Ray Client (ray.init('ray://...') has connected this program)" in driver.finish()
-        driver.wait_until(lambda: not driver.left(), "no process is left")
 
     def test_a_driver_that_is_killed_leaves_nothing_on_a_cluster_of_others(
         self, run: MakeDriver, ray_cluster: object

@@ -15,7 +15,6 @@ import ray
 from gymnasium.vector import SyncVectorEnv
 from helpers.elastic import Nodes, envs_by_node, first_actions, until_moved, without_cores_elsewhere
 from helpers.examples import examples
-from helpers.native_envs import counting
 from helpers.testing import CountingEnv, assert_identical, counting_errors
 from helpers.waiting import wait_until
 from hypothesis import example, given, strategies as st
@@ -205,30 +204,11 @@ def test_a_node_that_announces_leaves_between_steps(
 
 
 @pytest.mark.slow
-def test_a_node_joins_while_a_chunk_is_pending(witnesses: RayVecEnv, nodes: Nodes) -> None:
-    """The driver keeps the part of the pending chunk, also one in memory of the node that it leaves."""
-    env, auditor = witnesses, Auditor(witnesses.reset(seed=1)[0])
-    weights = env.publish(Asking())
-    env.rollout_async(weights, 10, 0, 0)
-
-    def advance() -> None:
-        env.rollout_async(weights, 10, 0, 0)
-        auditor.chunk(env.rollout_wait().chunk)
-
-    first = nodes.join()
-    until_moved(env, advance, [None, first])
-    nodes.announce(first)
-    until_moved(env, advance, [None])
-    auditor.chunk(env.rollout_wait().chunk)
-    assert auditor.seen["restarts"] == 12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parted", [False, True], ids=["all together", "part by part"])
-def test_a_collector_with_prefetch(nodes: Nodes, parted: bool) -> None:
+@pytest.mark.parametrize("max_staleness", [None, 4], ids=["all together", "part by part"])
+def test_a_collector_with_prefetch(nodes: Nodes, max_staleness: int | None) -> None:
     """Batches keep their size, and no transition is wrong, whatever is pending when environments move."""
     with RayVecEnv([partial(CountingEnv, 5)] * 6, num_nodes=(1, 2), workers_per_node=1) as env:
-        collector = Collector(env, first_actions, prefetch=True, seed=3, max_staleness=4 if parted else None)
+        collector = Collector(env, first_actions, prefetch=True, seed=3, max_staleness=max_staleness)
         collector.reset(seed=1)
         chunks = []
 
@@ -239,7 +219,7 @@ def test_a_collector_with_prefetch(nodes: Nodes, parted: bool) -> None:
 
         first = nodes.join()
         until_moved(env, advance, [None, first])
-        nodes.kill(first, by_sigterm=parted)
+        nodes.kill(first, by_sigterm=bool(max_staleness))
         until_moved(env, advance, [None])
         for _ in range(6):  # the first chunks of environments that have moved may be pending
             advance()
@@ -251,24 +231,11 @@ def test_a_collector_with_prefetch(nodes: Nodes, parted: bool) -> None:
 
 
 @pytest.mark.slow
-def test_native_sub_batches_move_as_a_whole(nodes: Nodes) -> None:
-    with RayVecEnv([partial(counting, 2)] * 4, num_nodes=(1, 2), workers_per_node=2, native=True) as env:
-        chunks = [env.rollout(first_actions, 5, seed=1)]
-        first = nodes.join()
-        held = until_moved(env, lambda: chunks.append(env.rollout(first_actions, 5)), [None, first])
-        assert held[first] == [4, 5, 6, 7] and is_right(chunks)
-        nodes.announce(first)
-        until_moved(env, lambda: chunks.append(env.rollout(first_actions, 5)), [None])
-        assert is_right(chunks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wait_num", [None, 2])
-def test_tianshou(nodes: Nodes, wait_num: int | None) -> None:
+def test_tianshou(nodes: Nodes) -> None:
     """Environments that step in turns move with pending requests: those steps are truncated, and no other."""
     from rayvec.tianshou import RayVectorEnv
 
-    env: Any = RayVectorEnv([partial(CountingEnv, 1000)] * 6, wait_num=wait_num, num_nodes=(1, 3), workers_per_node=2)
+    env: Any = RayVectorEnv([partial(CountingEnv, 1000)] * 6, wait_num=2, num_nodes=(1, 3), workers_per_node=2)
     others = [node for node in envs_by_node(env) if node != ray.get_runtime_context().get_node_id()]  # claim no cores
     last, ready, restarted = np.zeros((6, 4), np.int64), np.arange(6), []
 

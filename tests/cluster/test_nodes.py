@@ -35,12 +35,6 @@ class TestEquivalence:
         with cluster_of(fns, nodes, 2) as fleet, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
             assert in_lockstep(OverFleet(fleet, fleet.spaces, mode), sync, 12, options={"level": 2}) > 10
 
-    @pytest.mark.parametrize("mode", MODES)
-    def test_observations_in_arrays(self, mode: AutoresetMode) -> None:
-        fns = [partial(gymnasium.make, "CartPole-v1")] * 5
-        with cluster_of(fns) as fleet, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
-            assert in_lockstep(OverFleet(fleet, fleet.spaces, mode), sync, 60) > 5
-
     @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
     def test_native_sub_batches(self, mode: str) -> None:
         fns, mode_ = [partial(gymnasium.make, "CartPole-v1")], AutoresetMode(mode)
@@ -94,13 +88,6 @@ class TestTickets:
             assert not fleet.wait(first, 0.0) and fleet.arrays["obs"][:, 1].tolist() == [1, 0, 0, 2]
             (tmp_path / "go").touch()
             assert fleet.wait(first) and fleet.arrays["obs"][:, 1].tolist() == [1, 0, 1, 2]
-
-    def test_calls_answer_in_the_order_of_the_command(self) -> None:
-        with cluster_of([partial(Steps, length) for length in (3, 4, 5, 6)]) as fleet:
-            rows = np.array([3, 0, 2])
-            assert fleet.run(Command(Op.CALL, rows, rest=("length", (), {}))).value == [6, 3, 5]
-            fleet.run(Command(Op.SET, rows, rest=("length", [30, 10, 20])))
-            assert fleet.run(Command(Op.CALL, np.arange(4), rest=("length", (), {}))).value == [10, 4, 20, 30]
 
 
 class Moves:

@@ -18,7 +18,7 @@ from ray.experimental import get_object_locations
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk, ChunkRef
-from rayvec.data.join_chunks import counted_ends, join_chunks
+from rayvec.data.join_chunks import join_chunks
 from rayvec.distributed.learner_group import _fetch
 from rayvec.errors import ConfigError
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -101,22 +101,6 @@ def test_chunks_and_statistics_are_those_by_value(wide: RayVecEnv, prefetch: boo
         for chunk, other in zip(fetched(batch), plain.chunks, strict=True):
             assert_same_chunk(chunk, other)
     by_reference.close()
-
-
-@pytest.mark.slow
-def test_restarts_are_known_from_the_summary(make_vec: MakeVec) -> None:
-    """Also where an episode was cut by a fault: the driver counts as it would with the chunk before it."""
-    collectors = [
-        Collector(make_vec([FailingEnv] * 4, nodes=2, on_env_error="restart"), by_total, seed=1, by_reference=reference)
-        for reference in (False, True)
-    ]
-    for _ in range(2):
-        plain, batch = (collector.collect(n_step=4 * 9) for collector in collectors)
-        assert batch.stats.n_restarts == plain.stats.n_restarts > 0
-        assert_identical((batch.stats.returns, batch.stats.lens), (plain.stats.returns, plain.stats.lens))
-        (chunk,) = fetched(batch)
-        assert_same_chunk(chunk, plain.chunks[0])
-        assert counted_ends(chunk).sum() == batch.stats.n_collected_episodes
 
 
 def test_a_fault_is_raised_as_by_value(make_vec: MakeVec) -> None:

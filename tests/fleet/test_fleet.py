@@ -6,12 +6,11 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.fleet_kit import RESTART, Dies, OverFleet, Steps, fleet_of, slice_of
+from helpers.fleet_kit import RESTART, Dies, OverFleet, Steps, fleet_of
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, env_fns, in_lockstep
 
 from rayvec.errors import EnvError, WorkerLostError
@@ -52,16 +51,6 @@ class TestEquivalence:
         ours = OverFleet(fleet, fleet.children[0].slice.spaces, mode)
         with closing(SyncVectorEnv([Mixed] * 4, autoreset_mode=mode)) as sync, closing(ours):
             assert in_lockstep(ours, sync, 12) > 4
-
-    @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-    def test_native_sub_batches(self, mode: str) -> None:
-        mode_ = AutoresetMode(mode)
-        native = partial(SyncVectorEnv, [partial(gymnasium.make, "CartPole-v1")] * 2, autoreset_mode=mode_)
-        fleet = fleet_of([native] * 3, 2, native=True)
-        ours = OverFleet(fleet, fleet.children[0].slice.spaces, mode_)
-        with closing(SyncVectorEnv([partial(gymnasium.make, "CartPole-v1")] * 6, autoreset_mode=mode_)) as sync:
-            assert in_lockstep(ours, sync, 60) > 6
-        ours.close()
 
 
 class TestTickets:
@@ -160,8 +149,3 @@ def test_a_failure_says_where_it_came_from() -> None:
     with pytest.raises(RuntimeError, match="boom") as caught:
         step(fleet, Autoreset.NEXT_STEP, rows)
     assert isinstance(caught.value.__cause__, EnvError) and "environment 1, seed 6" in str(caught.value.__cause__)
-
-
-def test_a_slice_alone_is_as_good_as_a_fleet() -> None:
-    slice_ = slice_of([Steps] * 2)
-    assert slice_.unit_bounds.tolist() == [0, 1, 2] and slice_.native_mode is None
