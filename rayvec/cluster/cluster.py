@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 
-from rayvec.cluster.node import NodeChunk
 from rayvec.data import ChunkRef, Rollout
 from rayvec.data.join_chunks import join_chunks, join_summaries, summarize
 from rayvec.data.layouts import ArrayLayout
@@ -201,13 +200,11 @@ class Cluster(Fleet):
         answer = super().take(ticket)
         if answer.failure is not None or ticket.command.op != Op.ROLLOUT:
             return answer
-        parts: list[NodeChunk] = answer.value
-        times = tuple(each for part in parts for each in part.times)
-        summaries = [part.summary for part in parts if part.summary is not None]
-        if summaries:
-            refs = [ChunkRef(e.env_ids, e.num_steps, part.kept) for e, part in zip(summaries, parts, strict=True)]
-            return answer._replace(value=Rollout(join_summaries(summaries), None, tuple(refs), times, 0.0))
-        chunks = [part.chunk for part in parts if part.chunk is not None]
+        times = tuple(times for of_node in answer.value for times in of_node.times)
+        chunks = [of_node.part for of_node in answer.value]
+        if ticket.command.rest.request.by_reference:
+            refs = [ChunkRef(at.part.env_ids, at.part.num_steps, at.kept) for at in answer.value]
+            return answer._replace(value=Rollout(join_summaries(chunks), None, tuple(refs), times, 0.0))
         is_view = len(chunks) > 1 or self.children[0].transport == "shm"  # of memory that a later chunk overwrites
         chunk = join_chunks(chunks) if is_view else chunks[0]
         return answer._replace(value=Rollout(summarize(chunk), chunk, (), times, 0.0))

@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkSummary, RolloutTimes, Tree
+from rayvec.data import Chunk, RolloutTimes, Tree
 from rayvec.data.join_chunks import join_chunks, summarize
 from rayvec.data.trees import as_slice, tree_leaves
 from rayvec.envs.failures import FAILURES, captured
@@ -56,39 +56,26 @@ class NodeSpec(NamedTuple):
         """Returns the pickled factories."""
         return self.parts
 
-    def machine(self) -> Machine:
-        """Starts the machine."""
-        return Machine(
-            self,  # type: ignore[arg-type]
-            len(self.parts.places),
-            node=self.name,
-            preload=self.preload,
-            restart_policy=self.restart_policy,
-            first_id=self.first_id,
-        )
-
 
 class NodeChunk(NamedTuple):
     """A node's part of a chunk.
 
     Attributes:
         times: The times of each worker, or of the node where the policy acts there.
-        chunk: The part. Its arrays are views of shared memory, if this process owns the workers.
-        summary: Its summary, if it stays on the node.
-        kept: What stands for it then: its number on the node; in the driver, the reference in Ray's object store.
+        part: The part, or its summary if it stays on the node. The arrays of the part are views of shared memory, if
+            this process owns the workers.
+        kept: What stands for a part that stays: its number on the node; in the driver, the reference in Ray's object
+            store.
     """
 
     times: tuple[RolloutTimes, ...]
-    chunk: Chunk | None
-    summary: ChunkSummary | None = None
+    part: Any
     kept: Any = None
 
     @property
     def last_obs(self) -> Tree:
         """The last observation of each environment; its episode continues from there."""
-        part = self.chunk or self.summary
-        assert part is not None
-        return part.last_obs
+        return self.part.last_obs
 
 
 class Node:
@@ -130,7 +117,11 @@ class Node:
     def start(self) -> None:
         """Starts the workers."""
         self._await_cores()
-        self.machine = self._spec.machine()
+        spec: Any = self._spec
+        limits, first_id = spec.restart_policy, spec.first_id
+        self.machine = Machine(
+            spec, len(spec.parts.places), node=spec.name, preload=spec.preload, restart_policy=limits, first_id=first_id
+        )
 
     def spaces(self) -> PoolSpaces:
         """Returns the spaces of the environments."""
@@ -170,11 +161,10 @@ class Node:
                 return self._act(lambda: self._host.load(key, policy))
             command = command._replace(rest=(key, policy))
         elif op in (Op.DROP, Op.ROLLOUT) and (key := command.rest[0]) in self._own_policies:
-            return self._act(lambda: self._take(command.rest) if op == Op.ROLLOUT else self._host.drop(key))
+            if op == Op.DROP:
+                return self._act(lambda: self._host.drop(key))
+            return self._act(lambda: self._part(command.rest, [self._host.take(command.rest)]))
         return self.machine.post(command)
-
-    def _take(self, order: ChunkOrder) -> NodeChunk:
-        return self._part(order, [self._host.take(order)])
 
     def _act(self, function: Callable[[], Any]) -> Future[Answer]:
         """Lets a policy act in a thread: meanwhile the stream is read, and a driver waits for other nodes."""
@@ -223,7 +213,7 @@ class Node:
         chunk = taken[0].chunk
         if len(taken) > 1 or stays:
             chunk = join_chunks([each.chunk for each in taken], copy=stays)
-        return NodeChunk(times, None, summarize(chunk), self._keep(chunk)) if stays else NodeChunk(times, chunk)
+        return NodeChunk(times, summarize(chunk), self._keep(chunk)) if stays else NodeChunk(times, chunk)
 
     def worker_pids(self) -> list[int]:
         """Returns the process ids of this process and of the workers."""

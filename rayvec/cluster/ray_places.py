@@ -140,17 +140,14 @@ class _Process:
 
     def connect(self) -> Stream:
         """Waits until the actor runs, and connects to it."""
-        address = self._place.address
+        where = self._place.address
         try:
             versions, port = ray.get(self._listening, timeout=_START_S)
-        except ray.exceptions.RayError as error:
-            raise OSError(f"{type(error).__name__}: {first_line(error)}") from error
-        check_versions(versions, self._place.name)
-        try:
-            return connect(address, port, self._key)
-        except OSError as error:
-            text = f"no connection to {address}:{port}, which a firewall may block ({type(error).__name__}: {error})"
-            raise OSError(text) from error
+            check_versions(versions, self._place.name)
+            where += f":{port}, which a firewall may block"
+            return connect(self._place.address, port, self._key)
+        except (ray.exceptions.RayError, OSError) as error:
+            raise OSError(f"no connection to {where} ({type(error).__name__}: {first_line(error)})") from error
 
     def kept(self, number: int) -> Any:
         """Returns a reference to a chunk that stays there."""

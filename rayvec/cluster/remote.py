@@ -147,7 +147,7 @@ class RemoteNode:
             return None
         answer = self._read()
         command = self._pending.pop(answer.place)
-        if isinstance(answer.value, NodeChunk) and answer.value.summary is not None:
+        if isinstance(answer.value, NodeChunk) and answer.value.kept is not None:
             return answer._replace(value=answer.value._replace(kept=self._process.kept(answer.value.kept)))
         if self._objects and answer.value is not None and changes_rows(command):
             for leaf, values in zip(self._objects, answer.value, strict=True):
