@@ -209,7 +209,7 @@ def _too_few_nodes(nodes: Sequence[FreeNode], count: int, workers_per_node: int 
 def num_parts(high: int, num_envs: int) -> int:
     """Returns into how many parts environments are divided that up to `high` nodes hold.
 
-    With two parts for each, the fullest node has at most a third more than its fair share while a third is missing.
+    There are two for each node if there are more than two nodes, so that fewer nodes can hold nearly equal numbers.
 
     >>> [num_parts(high, num_envs=64) for high in (1, 2, 3, 4, 8)]
     [1, 2, 6, 8, 16]

@@ -231,53 +231,6 @@ def test_a_collector_with_prefetch(nodes: Nodes, max_staleness: int | None) -> N
 
 
 @pytest.mark.slow
-def test_tianshou(nodes: Nodes) -> None:
-    """Environments that step in turns move with pending requests: those steps are truncated, and no other."""
-    from rayvec.tianshou import RayVectorEnv
-
-    env: Any = RayVectorEnv([partial(CountingEnv, 1000)] * 6, wait_num=2, num_nodes=(1, 3), workers_per_node=2)
-    others = [node for node in envs_by_node(env) if node != ray.get_runtime_context().get_node_id()]  # claim no cores
-    last, ready, restarted = np.zeros((6, 4), np.int64), np.arange(6), []
-
-    def reset() -> None:
-        nonlocal ready
-        while len(ready) < 6:  # the others have pending steps
-            ready = np.union1d(ready, [each["env_id"] for each in env.step(None, None)[4]]).astype(int)
-        last[:] = np.stack(list(env.reset()[0]))
-        ready = np.arange(6)
-
-    def advance() -> None:
-        nonlocal ready
-        obs, rew, terminated, truncated, info = env.step(np.zeros(len(ready), int), ready)
-        ready = np.array([each["env_id"] for each in info])
-        for n, after, reward, cut, each in zip(ready, obs, rew, truncated, info, strict=True):
-            if each.get("env_restarted"):
-                assert cut and reward == 0 and (after == last[n]).all()
-                restarted.append(n)
-            else:
-                assert after[TOTAL] == last[n][TOTAL] + 1 == reward
-            last[n] = after
-        ended = ready[terminated | truncated]
-        if len(ended):
-            last[ended] = np.stack(list(env.reset(ended)[0]))
-
-    try:
-        reset()
-        first = nodes.join()
-        held = until_moved(env, reset, [None, *others, first])
-        for _ in range(12):
-            advance()
-        restarted.clear()
-        nodes.announce(first)
-        until_moved(env, advance, [None, *others])
-        for _ in range(12):
-            advance()
-        assert sorted(restarted) == held[first]
-    finally:
-        env.close()
-
-
-@pytest.mark.slow
 def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments stay on a node that announces to leave; once it is gone, it is one clear error."""
     monkeypatch.setattr(ray_places, "_REPLACE_S", 0.5)
