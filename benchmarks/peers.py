@@ -60,7 +60,7 @@ def rayvec(task: dict[str, Any], in_chunks: bool = False) -> Iterator[Advance]:
     """rayvec: `env.step`, or chunks of 128 steps with the policy in the workers, the next one prefetched."""
     from rayvec import Collector, Policy, RayVecEnv
     from rayvec.bench.ways import RandomActions
-    from rayvec.policies.networks import make_actor_critic
+    from rayvec.policies.networks import ActorCritic
 
     where = {"num_nodes": task["nodes"], "workers_per_node": task["workers"] // max(1, task["nodes"])}
     with RayVecEnv([lambda: make(task)] * task["num_envs"], address=task["address"], **where) as env:
@@ -68,7 +68,7 @@ def rayvec(task: dict[str, Any], in_chunks: bool = False) -> Iterator[Advance]:
         policy: Any = RandomActions([np.asarray(env.action_space.sample()) for _ in range(64)])
         if task["hidden_sizes"]:
             spaces = env.single_observation_space, env.single_action_space
-            policy = Policy(make_actor_critic(*spaces, task["hidden_sizes"]))
+            policy = Policy(ActorCritic(*spaces, task["hidden_sizes"]))
         if in_chunks or task["hidden_sizes"]:
             inference: Any = "worker" if in_chunks else "driver"
             collector = Collector(env, policy, prefetch=in_chunks, inference=inference)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import rayvec
 from rayvec.config import dataclass
-from rayvec.policies.networks import flat_weights, make_actor_critic
+from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.training.runs import register
 
 
@@ -52,7 +52,7 @@ class ReinforceLearner:
         self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], config: ReinforceConfig
     ) -> None:
         self.config = config
-        self.module = make_actor_critic(observation_space, action_space, seed=config.seed)
+        self.module = ActorCritic(observation_space, action_space, seed=config.seed)
         self._optimizer = torch.optim.Adam(self.module.parameters(), lr=config.learning_rate)
 
     def update(self, batch: rayvec.Batch) -> dict[str, float]:

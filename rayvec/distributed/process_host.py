@@ -9,11 +9,9 @@ import math
 import multiprocessing
 import os
 import pickle
-import secrets
-import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from rayvec.data.global_random import seed_globals
-from rayvec.distributed.memory_file import MemoryFile
 from rayvec.distributed.rank import MakeStore, RankPlacement, lost
 from rayvec.distributed.stragglers import Arrivals, SharedArrivals
 from rayvec.envs.failures import FAILURES
@@ -96,15 +93,15 @@ class ProcessHost:
         return _Process(placement, pipe, process)
 
     def call(self, process: _Process, name: str, *args: Any) -> _Call:
-        """Calls a method of a rank's object, after the calls before. Large arguments should be those of `put`."""
+        """Calls a method of a rank's object, after the calls before."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` finds that it has ended
             process.pipe.send_bytes(cloudpickle.dumps((name, args)))
         process.calls.append(_Call(process))
         return process.calls[-1]
 
-    def put(self, value: Any) -> MemoryFile:
-        """Returns a file that each rank opens, which unpickles as the value."""
-        return MemoryFile(value)
+    def put(self, value: Any) -> Any:
+        """Returns the value: each rank gets it through its pipe."""
+        return value
 
     def wait(self, calls: Sequence[_Call], timeout_s: float) -> list[_Call]:
         """Waits until one of these calls has ended, or its rank has; returns all that have."""
@@ -134,14 +131,10 @@ class ProcessHost:
         """Returns the placement of the rank that was called."""
         return call.process.placement
 
-    @contextlib.contextmanager
-    def rendezvous(self) -> Iterator[MakeStore]:
-        """Yields what makes a store in a file that only this user can read."""
-        directory = Path(tempfile.gettempdir(), f"rayvec-{secrets.token_hex(16)}")
-        try:
-            yield functools.partial(_file_store, directory / "ranks")
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+    def rendezvous(self) -> MakeStore:
+        """Returns what makes a store in a file that only this user can read."""
+        directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rayvec-"))
+        return functools.partial(_file_store, os.path.join(directory, "ranks"))
 
     def arrivals(self, num_ranks: int) -> Callable[[int], Arrivals]:
         """Returns what makes the `Arrivals` of a rank, given its number."""
@@ -192,14 +185,13 @@ def _own_gpu(rank: int, device: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": gpus[rank]}
 
 
-def _file_store(path: Path, timeout_s: float) -> Any:
+def _file_store(path: str, timeout_s: float) -> Any:
     """Returns a store of torch.distributed in a file."""
     from datetime import timedelta
 
     import torch.distributed
 
-    path.parent.mkdir(mode=0o700, exist_ok=True)  # here, since ranks that share memory need none
-    store = torch.distributed.FileStore(os.fspath(path), -1)  # type: ignore[attr-defined]
+    store = torch.distributed.FileStore(path, -1)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 

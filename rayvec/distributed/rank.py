@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rayvec.cluster.node_facts import restore_variables
 from rayvec.data.topology import Topology
@@ -139,43 +139,13 @@ node, or the kernel's (out of memory), may say why.
     )
 
 
-class _Packed(NamedTuple):
-    """A tensor as an array of bytes, which pickle and Ray carry without copies."""
-
-    data: NDArray[np.uint8]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def pack(state: Any) -> Any:
-    """Returns a tree of dicts, lists and tuples with its tensors in a form that processes exchange quickly."""
-    return _mapped(state, Tensor, _pack)
+def pack(state: Any) -> NDArray[np.uint8]:
+    """Returns dicts, lists and tuples of tensors and plain values in a form that processes exchange quickly."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return np.frombuffer(file.getbuffer(), np.uint8)
 
 
-def unpack(state: Any) -> Any:
+def unpack(packed: NDArray[np.uint8]) -> Any:
     """Returns what `pack` was given, its tensors new and on the CPU."""
-    return _mapped(state, _Packed, _unpack)
-
-
-def _pack(tensor: Tensor) -> _Packed:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    data = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
-    return _Packed(data, tensor.dtype, tuple(tensor.shape))
-
-
-def _unpack(packed: _Packed) -> Tensor:
-    tensor = torch.empty(packed.shape, dtype=packed.dtype)
-    if tensor.numel():
-        tensor.view(-1).view(torch.uint8).numpy()[:] = packed.data
-    return tensor
-
-
-def _mapped(tree: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Returns a tree with every leaf of a kind replaced."""
-    if isinstance(tree, kind):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return {key: _mapped(value, kind, function) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(value, kind, function) for value in tree)
-    return tree
+    return torch.load(io.BytesIO(packed.data), map_location="cpu", weights_only=True)

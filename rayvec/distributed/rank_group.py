@@ -105,8 +105,7 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
             prepared = self.gather(self.post("prepare"), self._answer_s)
             self.pids = tuple(pid for pid, _ in prepared)
             pickled = carrying_sys(cloudpickle.dumps(make))
-            with host.rendezvous() as make_store:
-                self.run("join", [(make_store, prepared[0][1], pickled)] * self.num_ranks)
+            self.run("join", [(host.rendezvous(), prepared[0][1], pickled)] * self.num_ranks)
         except BaseException:
             self.close(terminate=True)
             raise

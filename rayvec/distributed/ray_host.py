@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -15,9 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rayvec.cluster.ray_session import RaySession, can_call_ray, check_connected, put
 from rayvec.distributed.rank import MakeStore, Rank, RankPlacement, lost
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
-from rayvec.distributed.rendezvous import RayStore, delete_rendezvous
+from rayvec.distributed.rendezvous import RayArrivals, RayStore, delete_rendezvous
 from rayvec.distributed.stragglers import Arrivals
-from rayvec.distributed.stragglers_on_ray import RayArrivals, start_counter
 from rayvec.errors import RemoteFailure, first_line
 from rayvec.node.object_store import room_for
 
@@ -49,6 +48,7 @@ class RayHost:
     def __init__(self, request: ResourceRequest, address: str | None = None) -> None:
         self._request = request
         self._session = RaySession(address)
+        self._name = uuid.uuid4().hex
 
     def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
         """Decides where ranks run.
@@ -113,19 +113,13 @@ class RayHost:
         """Returns the placement of the rank that was called."""
         return call.placement
 
-    @contextlib.contextmanager
-    def rendezvous(self) -> Iterator[MakeStore]:
-        """Yields what makes a store in the cluster; only processes of the cluster can read and write it."""
-        name = uuid.uuid4().hex
-        try:
-            yield functools.partial(RayStore, name)
-        finally:
-            if can_call_ray():
-                delete_rendezvous(name)
+    def rendezvous(self) -> MakeStore:
+        """Returns what makes a store in the cluster; only processes of the cluster can read and write it."""
+        return functools.partial(RayStore, self._name)
 
     def arrivals(self, num_ranks: int) -> Callable[[int], Arrivals]:
         """Returns what makes the `Arrivals` of a rank, given its number."""
-        return functools.partial(RayArrivals, start_counter())
+        return functools.partial(RayArrivals, self._name)
 
     def kill(self, actors: Sequence[_Actor]) -> None:
         """Ends ranks, also those that hang; what they claim comes free soon after."""
@@ -135,5 +129,7 @@ class RayHost:
                 ray.kill(actor.handle)
 
     def close(self) -> None:
-        """Releases Ray."""
+        """Deletes what ranks have written, and releases Ray."""
+        if can_call_ray():
+            delete_rendezvous(self._name)
         self._session.release()

@@ -1,4 +1,4 @@
-"""Where ranks exchange addresses while their process group is built: the key-value store of the Ray cluster.
+"""What ranks tell each other through the key-value store of the Ray cluster: addresses, and who has its steps.
 
 No rank listens for this exchange, and only a process that is connected to the Ray cluster can take part in it.
 """
@@ -12,10 +12,11 @@ from datetime import timedelta
 import torch.distributed
 from ray.experimental import internal_kv
 
-__all__ = ["RayStore", "delete_rendezvous"]
+__all__ = ["RayArrivals", "RayStore", "delete_rendezvous"]
 
 _NAMESPACE = b"rayvec-ranks"
 _POLL_S = 0.02
+_ARRIVALS_S = 0.01
 
 
 class RayStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
@@ -60,6 +61,36 @@ class RayStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
 
     def _key(self, key: str) -> bytes:
         return f"{self._name}/{key}".encode()
+
+
+class RayArrivals:
+    """Arrivals of ranks anywhere in a Ray cluster; see :class:`~rayvec.distributed.stragglers.Arrivals`.
+
+    Args:
+        name: Of the rendezvous.
+        rank: Number of this rank.
+    """
+
+    def __init__(self, name: str, rank: int) -> None:
+        self._name, self._rank = name, rank
+        self._seen = (0, 0)
+        self._next_poll_s = 0.0
+
+    def arrive(self, iteration: int) -> None:
+        """See :class:`~rayvec.distributed.stragglers.Arrivals`."""
+        internal_kv._internal_kv_put(self._key(iteration) + str(self._rank).encode(), b"", namespace=_NAMESPACE)
+        # every rank is beyond the iteration before the last
+        internal_kv._internal_kv_del(self._key(iteration - 2), del_by_prefix=True, namespace=_NAMESPACE)
+
+    def have_arrived(self, iteration: int, count: int) -> bool:
+        """See :class:`~rayvec.distributed.stragglers.Arrivals`."""
+        if self._seen[0] != iteration or (self._seen[1] < count and time.monotonic() >= self._next_poll_s):
+            there = internal_kv._internal_kv_list(self._key(iteration), namespace=_NAMESPACE)
+            self._seen, self._next_poll_s = (iteration, len(there)), time.monotonic() + _ARRIVALS_S
+        return self._seen[1] >= count
+
+    def _key(self, iteration: int) -> bytes:
+        return f"{self._name}/{iteration}/".encode()
 
 
 def delete_rendezvous(name: str) -> None:

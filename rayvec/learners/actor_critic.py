@@ -1,11 +1,11 @@
-"""What all actor-critic learners share: the network in flat buffers, its optimizer, and the state of both."""
+"""What all actor-critic learners share: a network in one flat vector, a step of its optimizer, and their state."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,24 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.data import Batch, Chunk, Tree
-from rayvec.errors import CheckpointError, ConfigError, LearnerError
-from rayvec.learners.actor_critic_networks import make_module
-from rayvec.learners.base import buffers_of, check_buffers, load_buffers, torch_device
+from rayvec.errors import ConfigError, LearnerError
+from rayvec.learners.base import check_rewards, check_state, scheduled, torch_device
 from rayvec.learners.compiled_steps import CompiledSteps, pad, rounded_length
 from rayvec.learners.compiling import can_capture
 from rayvec.learners.gradient import Gradient
 from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ObsMoments, ReturnScale
-from rayvec.learners.schedules import is_constant, scheduled
 from rayvec.learners.sequences import OverSequences
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.policies.networks import ActorCriticModule, flat_weights
+from rayvec.policies.own_network import make_module
 from rayvec.policies.precision import prepare
 from rayvec.policies.recurrent import RecurrentActorCritic
-
-if TYPE_CHECKING:
-    from rayvec.config.algorithms import ActorCriticConfig
 
 __all__ = ["ActorCriticLearner"]
 
@@ -53,13 +49,13 @@ class ActorCriticLearner:
     Attributes:
         config: The settings.
         module: The actor-critic in training.
-        ranks: The ranks that compute each update together.
+        ranks: The ranks that compute each update together. Each rank gets the chunks of its own environments, and all
+            together compute what one does with the whole batch.
 
     Raises:
         ConfigError: There is no network for these spaces, or no such device.
     """
 
-    config: ActorCriticConfig
     reads_infos: ClassVar[bool] = False
     _are_even: ClassVar[bool] = False
     """Whether minibatches differ little in their lengths, so that one compiled call takes the steps of several."""
@@ -85,33 +81,43 @@ class ActorCriticLearner:
                 f"The module is a {type(self.module).__name__}, which does not fit "
                 f"recurrent={config.recurrent!r}. Change the setting, or pass another module."
             )
-        self._network = self.module if self._recurrent is None else OverSequences(self._recurrent)
         self._device = torch_device(device or config.learner_device)
         self.module.to(self._device)
         self.module.precision = config.precision
         prepare(config.precision, self._device)
         self._obs_moments = ObsMoments(self.module)
         self._return_scale = ReturnScale(config.gamma) if config.scales_reward else None
+        self._coefficients = {name: torch.zeros((), device=self._device) for name in self._may_change}
         self._is_compiled = config.compile is True
-        self._gradient = Gradient(self._network, self._loss, self._is_compiled, varies=True, **_CHEAP_TANH)
+        network = self.module if self._recurrent is None else OverSequences(self._recurrent)
+        self._gradient = Gradient(network, self._loss, self._is_compiled, varies=True, **_CHEAP_TANH)
         self._optimizer = Adam(self._gradient.flat, eps=1e-5)
-        self._learning_rate = scheduled(config, "learning_rate", 0.0)
-        changing = [name for name in self._may_change if not is_constant(config, name)]
-        self._scheduled = {name: torch.zeros((), device=self._device) for name in changing}
+        self._learning_rate = 0.0
         self._own_learning_rate: float | None = None
+        has_loop = self._is_compiled and self._are_even and self._recurrent is None and self._device.type == "cpu"
         parts = self._gradient, self._select, self._optimizer, config.max_grad_norm
-        has_loop = self._is_compiled and self._are_even and self._recurrent is None
         self._compiled_steps = CompiledSteps(*parts, **_CHEAP_TANH) if has_loop else None
         self._num_updates = 0
         self._num_steps = 0
 
-    def _check_recorded(self, chunk: Chunk) -> None:
-        """Raises a LearnerError where a chunk lacks the probabilities of its actions."""
-        if "logp" not in chunk.extras:
-            raise LearnerError(
-                f"A chunk has the extras {sorted(chunk.extras)} without 'logp', the probabilities of its actions. "
-                "Collect with rayvec.Policy(learner.module)."
-            )
+    def _begin_update(self, batch: Batch) -> None:
+        """Sets the learning rate of an update, and other settings that have a schedule.
+
+        Raises:
+            LearnerError: A chunk lacks the probabilities of its actions.
+        """
+        for chunk in batch.chunks:
+            if "logp" not in chunk.extras:
+                raise LearnerError(
+                    f"A chunk has the extras {sorted(chunk.extras)} without 'logp', the probabilities of its actions. "
+                    "Collect with rayvec.Policy(learner.module)."
+                )
+        self._optimizer.failed.zero_()
+        progress = min(1.0, self._num_steps / self.config.total_steps)
+        for name, value in self._coefficients.items():
+            value.fill_(scheduled(self.config, name, progress))
+        own = self._own_learning_rate
+        self._learning_rate = scheduled(self.config, "learning_rate", progress) if own is None else own
 
     def _learn(self, fields: Tree, minibatches: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
         """Takes a step along the gradient of the loss of each minibatch.
@@ -123,12 +129,25 @@ class ActorCriticLearner:
 
         Returns:
             Of each, this rank's statistics, and then the norm of the gradient, as `_metrics` reads them.
+
+        Raises:
+            LearnerError: A gradient is not finite. The weights are those before: no later minibatch has changed them.
         """
         loop = self._compiled_steps
-        is_alone_on_cpu = self.ranks.size == 1 and self._device.type == "cpu"
-        if loop is not None and is_alone_on_cpu and loop.accepts(minibatches):
-            return loop(fields, minibatches, self._learning_rate)
-        return [self._step(fields, *rows) for rows in minibatches]
+        stats: list[Tensor] = []
+        if loop is not None and self.ranks.size == 1 and loop.accepts(minibatches):
+            stats = loop(fields, minibatches, self._learning_rate)
+        else:
+            for rows in minibatches:
+                stats.append(self._step(fields, *rows))
+        if self._optimizer.failed.item():
+            failed = next(each for each in stats if not math.isfinite(each[-1]))  # the same on all ranks
+            raise LearnerError(
+                f"A loss or its gradient is not finite (update {self._num_updates}): {self._metrics([failed])}. "
+                "Look for NaN, and for numbers beyond float32, in observations and rewards, or lower "
+                "learning_rate or max_grad_norm."
+            )
+        return stats
 
     def _step(self, fields: Tree, *rows: Tensor) -> Tensor:
         """Takes a step along the gradient of one minibatch, which all ranks add up; returns what `_learn` returns."""
@@ -143,13 +162,7 @@ class ActorCriticLearner:
         return torch.cat([stats, norm.reshape(1).to(stats)])
 
     def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
-        """Returns what the loss reads of a minibatch, after its weights.
-
-        Args:
-            fields: See `_learn`.
-            weight: Likewise.
-            *rows: Likewise.
-        """
+        """Returns what the loss reads of a minibatch, after its weights; for the arguments see `_learn`."""
         raise NotImplementedError
 
     def _loss(self, network: Callable[..., tuple[Tensor, Tensor]], weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -162,54 +175,28 @@ class ActorCriticLearner:
         """
         raise NotImplementedError
 
-    def _check_finite(self, stats: list[Tensor]) -> None:
-        """Raises a LearnerError where one of the minibatches so far had a gradient that was not finite.
-
-        The weights are those before that minibatch: no later one has changed them.
-        """
-        if stats and self._optimizer.failed.item():
-            failed = next(each for each in stats if not math.isfinite(each[-1]))  # the same on all ranks
-            raise LearnerError(
-                f"A loss or its gradient is not finite (update {self._num_updates}): {self._metrics([failed])}. "
-                "Look for NaN, and for numbers beyond float32, in observations and rewards, or lower "
-                "learning_rate or max_grad_norm."
-            )
-
     def _metrics(self, stats: list[Tensor]) -> dict[str, float]:
         """Returns means over minibatches of all ranks, by name."""
         raise NotImplementedError
 
     def _reward(
-        self, first: Chunk, rew: NDArray[np.float64], done: NDArray[np.bool_], valid: NDArray[np.bool_]
+        self, chunks: Sequence[Chunk], rew: NDArray[np.float64], done: NDArray[np.bool_], valid: NDArray[np.bool_]
     ) -> NDArray[np.float64]:
         """Returns the rewards to learn from; logs and evaluations show those of the environment.
 
         Args:
-            first: The first chunk of the batch.
-            rew: ``[T, N]``.
+            chunks: What follows each other in time.
+            rew: Their rewards, ``[T, N]``.
             done: Where an episode ended, ``bool [T, N]``.
             valid: Where a step happened, ``bool [T, N]``.
         """
-        clip = self.config.clip_reward
+        clip, first = self.config.clip_reward, chunks[0]
         if self._return_scale is not None:
+            check_rewards(self.ranks, chunks)
             lost = np.zeros(first.num_envs, bool)
             lost[first.restarts[first.restarts[:, 0] == -1, 1]] = True
             rew = self._return_scale(rew, done, valid, lost, self.ranks, first.env_ids)
         return rew if clip is None else rew.clip(-clip, clip)
-
-    def _begin_update(self) -> float:
-        """Sets the learning rate of an update, and other settings that have a schedule; returns the learning rate."""
-        self._optimizer.failed.zero_()
-        progress = min(1.0, self._num_steps / self.config.total_steps)
-        for name, tensor in self._scheduled.items():
-            tensor.fill_(scheduled(self.config, name, progress))
-        own = self._own_learning_rate
-        self._learning_rate = scheduled(self.config, "learning_rate", progress) if own is None else own
-        return self._learning_rate
-
-    def _coefficient(self, name: str) -> Any:
-        """Returns a setting that the loss reads: a number, or a tensor whose value changes over the run."""
-        return self._scheduled[name] if name in self._scheduled else getattr(self.config, name)
 
     def set_learning_rate(self, value: float | None) -> None:
         """Sets the learning rate of the next updates, in place of its schedule; None returns to the schedule."""
@@ -234,19 +221,19 @@ class ActorCriticLearner:
         return copy.deepcopy(
             {
                 "parameters": self._gradient.flat,
+                "buffers": dict(self.module.named_buffers()),
                 "optimizer": self._optimizer.state_dict(),
                 "num_updates": self._num_updates,
                 "num_steps": self._num_steps,
                 "obs_moments": self._obs_moments.state_dict(),
                 "return_scale": self._return_scale.state_dict() if self._return_scale else {},
-                "buffers": buffers_of(self.module),
             }
         )
 
     @staticmethod
     def with_network(own: dict[str, Any], other: Mapping[str, Any], config: Any) -> dict[str, Any]:
         """Returns the state `own` with the network of the state `other`, statistics of observations included."""
-        return {**own, **{name: other[name] for name in ("parameters", "obs_moments", "buffers")}}
+        return {**own, **{name: other[name] for name in ("parameters", "buffers", "obs_moments")}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where the learner was when `state` was taken.
@@ -254,25 +241,13 @@ class ActorCriticLearner:
         Raises:
             CheckpointError: `state` is of another kind of learner, or of another network.
         """
-        expected, got = (_shape(each) for each in (self.state_dict(), state))
-        if got != expected:
-            raise CheckpointError(
-                f"The state is of another learner: {got}, and this one has {expected}. Use the configuration that "
-                "the checkpoint was written with."
-            )
-        check_buffers(self.module, state)
+        check_state(self.state_dict(), state)
         self._gradient.flat.copy_(state["parameters"])
-        load_buffers(self.module, state)
-        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        self._optimizer.load_state_dict(state["optimizer"])
         self._num_updates = int(state["num_updates"])
         self._num_steps = int(state["num_steps"])
         self._obs_moments.load_state_dict(state["obs_moments"])
         if self._return_scale:
             self._return_scale.load_state_dict(state["return_scale"])
-
-
-def _shape(state: Mapping[str, Any]) -> str:
-    """Describes a state; states of the same kind of learner have the same description."""
-    statistics = [name for name in ("obs_moments", "return_scale") if state.get(name)]
-    optimizer = f"optimizer of {', '.join(sorted(state.get('optimizer', ())))}"
-    return ", ".join([f"{len(state.get('parameters', ()))} parameters", *sorted(state), *statistics, optimizer])

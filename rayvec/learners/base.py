@@ -1,34 +1,33 @@
-"""The interface of a learner, and the flat buffers that learners keep their parameters in."""
+"""The interface of a learner, and what learners check."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rayvec.data import Batch
+from rayvec.data import Batch, Chunk
 from rayvec.errors import CheckpointError, ConfigError, LearnerError, first_line
+from rayvec.learners.ranks import Ranks
 
 __all__ = [
     "KeepsRankLocalState",
     "Learner",
     "MeasuresObservations",
-    "buffers_of",
-    "check_buffers",
     "check_gpu",
+    "check_rewards",
+    "check_state",
     "explains_memory",
-    "load_buffers",
+    "scheduled",
     "set_learning_rate",
     "torch_device",
 ]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Learner(Protocol):
@@ -111,17 +110,14 @@ def torch_device(name: str) -> torch.device:
     Raises:
         ConfigError: torch can't use it.
     """
-    reason = f"none (torch {torch.__version__})"
     try:
-        if name != "cuda" or torch.cuda.is_available():
-            torch.empty(0, device=name)
-            return torch.device(name)
+        torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # an AssertionError where torch was built without CUDA
-        reason = f"none (torch {torch.__version__}: {first_line(error)})"
-    raise ConfigError(
-        f"learner_device is {name!r}, which torch can't use: {reason}. Pass learner_device='cpu', or install "
-        "torch for CUDA on a machine with a GPU."
-    )
+        raise ConfigError(
+            f"learner_device is {name!r}, which torch {torch.__version__} can't use: {first_line(error)}. Pass "
+            "learner_device='cpu', or install torch for CUDA on a machine with a GPU."
+        ) from error
+    return torch.device(name)
 
 
 def check_gpu() -> None:
@@ -130,30 +126,23 @@ def check_gpu() -> None:
         torch_device("cuda")
 
 
-def explains_memory(remedy: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Lets a function say what to do where memory runs out, of a GPU or of the machine.
+@contextlib.contextmanager
+def explains_memory(remedy: str) -> Iterator[None]:
+    """Says what to do where memory runs out, of a GPU or of the machine; as a decorator, within the whole function.
 
     Args:
-        remedy: Names the settings that the function's memory depends on.
+        remedy: Names the settings that the memory depends on.
     """
-
-    def explaining(function: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def explained(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return function(*args, **kwargs)
-            except (RuntimeError, MemoryError) as error:
-                if not _is_of_memory(error):
-                    raise
-                asked = " ".join(str(error).split())[:300]
-                raise LearnerError(
-                    f"Out of memory on the device of the learner: {asked or type(error).__name__}. {remedy}, or "
-                    "end other programs that use the memory."
-                ) from error
-
-        return explained
-
-    return explaining
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_of_memory(error):
+            raise
+        asked = " ".join(str(error).split())[:300]
+        raise LearnerError(
+            f"Out of memory on the device of the learner: {asked or type(error).__name__}. {remedy}, or "
+            "end other programs that use the memory."
+        ) from error
 
 
 def _is_of_memory(error: Exception) -> bool:
@@ -161,23 +150,58 @@ def _is_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of a module's buffers by name."""
-    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-
-
-def check_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raises a CheckpointError unless the buffers in a learner's state are those of its module."""
-    own = {name: list(buffer.shape) for name, buffer in module.named_buffers()}
-    saved = {name: list(buffer.shape) for name, buffer in (state.get("buffers") or {}).items()}
-    if saved != own:
+def check_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raises a CheckpointError unless a state has the names and the shapes of a learner's own state."""
+    expected, got = (_described(each) for each in (own, state))
+    if differ := [name for name in {**expected, **got} if expected.get(name) != got.get(name)]:
         raise CheckpointError(
-            f"The state has buffers of shapes {saved}, and the network has {own}. Use the network that the "
+            f"The state is of another learner: its {', '.join(sorted(differ))} differ. Use the configuration that the "
             "checkpoint was written with."
         )
 
 
-def load_buffers(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Copies the buffers in a learner's state, which :func:`check_buffers` has checked, into its module."""
-    for name, buffer in module.named_buffers():
-        buffer.copy_(state["buffers"][name])
+def _described(tree: Any) -> Any:
+    """Returns a tree of dicts with shapes in place of its tensors, without what has other shapes in other runs."""
+    if isinstance(tree, Mapping):
+        return {name: _described(part) for name, part in tree.items() if name not in ("replay", "returns")}
+    return tuple(tree.shape) if isinstance(tree, Tensor) else "a value"
+
+
+def check_rewards(ranks: Ranks, chunks: Sequence[Chunk]) -> None:
+    """Raises a LearnerError, the same on all ranks, where a reward of a step that happened is not finite in float32.
+
+    Args:
+        ranks: The ranks, which all call this.
+        chunks: Those of this rank.
+    """
+    found = torch.zeros(ranks.size, 4, dtype=torch.float64)
+    first_step = 0
+    for chunk in chunks:
+        with np.errstate(over="ignore"):  # what is too large is to be found, not to be warned of
+            bad = np.argwhere(chunk.valid & ~np.isfinite(np.asarray(chunk.rew, np.float32)))
+        if len(bad) and not found[ranks.rank, 0]:
+            t, n = bad[0]
+            found[ranks.rank] = torch.tensor([1, chunk.env_ids[n], first_step + t, chunk.rew[t, n]])
+        first_step += len(chunk.valid)
+    for is_bad, env_id, step, reward in ranks.sum_(found).tolist():
+        if is_bad:
+            raise LearnerError(
+                f"A reward is not finite in float32: {reward} from environment {env_id:.0f} at step {step:.0f} of the "
+                "batch. Correct the environment's reward, or wrap it in one that replaces such rewards."
+            )
+
+
+def scheduled(config: Any, name: str, progress: float) -> float:
+    """Returns the value of a setting after a share of a run.
+
+    Args:
+        config: Has the setting: a number, which the setting ``<name>_schedule`` multiplies by a factor; or values at
+            even distances over the run, between which it is interpolated.
+        name: Of the setting.
+        progress: The share of `total_steps` that is taken, in [0, 1].
+    """
+    value = getattr(config, name)
+    if isinstance(value, tuple):
+        return float(np.interp(progress, np.linspace(0, 1, len(value)), value))
+    factors = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return float(value * factors[getattr(config, f"{name}_schedule")])

@@ -7,7 +7,7 @@ the values of the critic as it is at each step of the optimizer. Losses are mean
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,10 +18,9 @@ from torch import Tensor
 from rayvec.data import Batch, Chunk, Tree, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.base import explains_memory
-from rayvec.learners.minibatches import own_part, stratified_shuffle
-from rayvec.learners.ranks import global_range
+from rayvec.learners.ranks import global_range, own_part, stratified_shuffle
+from rayvec.learners.returns import num_rounds, vtrace_of_rows
 from rayvec.learners.sequences import Sequences, cut, happened_by_sequence
-from rayvec.learners.torch_vtrace import num_rounds, vtrace_of_rows
 
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig
@@ -71,23 +70,7 @@ class Trajectories(NamedTuple):
 
 
 class IMPALALearner(ActorCriticLearner):
-    """Improves an actor-critic by V-trace, one pass over each chunk.
-
-    Args:
-        observation_space: Of one environment.
-        action_space: Of one environment.
-        config: IMPALA's own settings, ``total_steps`` and ``seed``.
-        module: What to train, in place of a network built from the settings; the learner then owns it.
-        device: Where to train, in place of ``config.learner_device``.
-
-    Attributes:
-        module: The actor-critic in training.
-        ranks: The ranks that compute each update together. Each rank gets the chunks of its own environments, which are
-            numbered over all ranks, so that all together compute what one does with the whole batch.
-
-    Raises:
-        ConfigError: There is no network for these spaces, or no such device.
-    """
+    """Improves an actor-critic by V-trace, one pass over each chunk."""
 
     config: IMPALAConfig
     _num_rounds = 0
@@ -110,7 +93,7 @@ class IMPALALearner(ActorCriticLearner):
             LearnerError: The gradient is not finite, or the chunks lack what the policy records. The weights are
                 those before the failed step.
         """
-        learning_rate = self._begin_update()
+        self._begin_update(batch)
         stats: list[Tensor] = []
         for chunk in batch.chunks:
             trajectories = self._trajectories(chunk)
@@ -118,19 +101,22 @@ class IMPALALearner(ActorCriticLearner):
             if rounds > self._num_rounds:
                 self._num_rounds = rounds
                 self._gradient.reset()
+            own, total = global_range(self.ranks, chunk.num_envs)
             generator = np.random.default_rng([self.config.seed, self._num_updates])
-            minibatches = list(self._minibatches(chunk.valid, generator))
+            shuffled = stratified_shuffle(total, self.config.num_minibatches, generator)
+            shares = [own_part(numbers, own) for numbers in shuffled]
+            num_valid = chunk.valid.sum(0)
+            counts = self.ranks.sum_(torch.tensor([int(num_valid[share].sum()) for share in shares])).tolist()
+            minibatches = [self._rows(trajectories, *each) for each in zip(shares, counts, strict=True) if each[1]]
             fields = trajectories.obs, tuple(trajectories.steps), tuple(trajectories.sequences)
-            stats += self._learn(fields, [self._rows(trajectories, *each) for each in minibatches])
-            self._num_steps += sum(size for _, size in minibatches)
-            self._check_finite(stats)
+            stats += self._learn(fields, minibatches)
+            self._num_steps += sum(counts)
             self._num_updates += 1
         self.measure(batch)
-        return {**self._metrics(stats), "learning_rate": learning_rate}
+        return {**self._metrics(stats), "learning_rate": self._learning_rate}
 
     def _trajectories(self, chunk: Chunk) -> Trajectories:
         """Encodes a chunk."""
-        self._check_recorded(chunk)
         encode, (num_steps, num_envs), like = self.module.encode, chunk.valid.shape, self._gradient.flat
         seen = encode(chunk.obs)
         parts = tree_map(lambda leaf: leaf.flatten(0, 1), seen), encode(chunk.last_obs)
@@ -143,33 +129,13 @@ class IMPALALearner(ActorCriticLearner):
         rows = np.arange((num_steps + 1) * num_envs).reshape(num_steps + 1, num_envs)
         next_row = rows[1:].copy()
         next_row[tuple(chunk.final_index.T)] = rows.size + np.arange(len(chunk.final_index))
-        reward = self._reward(chunk, chunk.rew, chunk.done, chunk.valid)
+        reward = self._reward([chunk], chunk.rew, chunk.done, chunk.valid)
         discount = np.where(chunk.terminated, 0.0, self.config.gamma)
         sample = torch.from_numpy(self.module.distribution.recorded(chunk.act, chunk.extras))
         arrays = chunk.extras["logp"], reward, discount, chain
         numbers = (torch.from_numpy(each).flatten().to(like) for each in arrays)
         steps = Steps(sample.flatten(0, 1).to(self._device), *numbers)
         return Trajectories(obs, steps, np.where(chunk.terminated, rows[:-1], next_row), chunk, sequences)
-
-    def _minibatches(
-        self, valid: NDArray[np.bool_], generator: np.random.Generator
-    ) -> Iterator[tuple[NDArray[np.int64], int]]:
-        """Yields this rank's environments in each minibatch, ascending ``int64 [n]``, and its size on all ranks.
-
-        The environments of all ranks are shuffled into minibatches; a minibatch without a valid step is left out.
-
-        Args:
-            valid: Where a step happened, ``bool [T, N]``.
-            generator: In the same state on every rank.
-        """
-        own, total = global_range(self.ranks, valid.shape[1])
-        shuffled = stratified_shuffle(total, self.config.num_minibatches, generator)
-        shares = [own_part(numbers, own) for numbers in shuffled]
-        num_valid = valid.sum(0)
-        counts = self.ranks.sum_(torch.tensor([int(num_valid[environments].sum()) for environments in shares]))
-        for environments, count in zip(shares, counts.tolist(), strict=True):
-            if count:
-                yield environments, count
 
     def _rows(self, trajectories: Trajectories, environments: NDArray[np.int64], size: int) -> tuple[Tensor, ...]:
         """Returns which rows a minibatch has, of `size` steps on all ranks, these environments of this rank.
@@ -263,8 +229,7 @@ class IMPALALearner(ActorCriticLearner):
         )
         policy_loss = -logp * advantage
         value_loss = 0.5 * (value - target).square()
-        entropy_coef = self._coefficient("entropy_coef")
-        loss = (policy_loss + config.value_coef * value_loss - entropy_coef * entropy) @ weight
+        loss = (policy_loss + config.value_coef * value_loss - self._coefficients["entropy_coef"] * entropy) @ weight
 
         ratio, error = log_ratio.exp(), target - value
         is_clipped = (ratio > config.rho_bar * (1 + 1e-5)).to(ratio)  # rounding of two equal probabilities is no clip

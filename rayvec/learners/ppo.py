@@ -7,8 +7,8 @@ observation, and the minibatches of an epoch differ in size by at most one sampl
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,8 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rayvec.data import Batch, Chunk, Tree, tree_leaves, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.base import explains_memory
-from rayvec.learners.minibatches import check_minibatch, own_part, stratified_shuffle
-from rayvec.learners.ranks import global_moments, global_range
+from rayvec.learners.ranks import global_moments, global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import gae
 from rayvec.learners.sequences import (
     Sequences,
@@ -65,23 +64,7 @@ class Samples(NamedTuple):
 
 
 class PPOLearner(ActorCriticLearner):
-    """Improves an actor-critic by proximal policy optimisation.
-
-    Args:
-        observation_space: Of one environment.
-        action_space: Of one environment.
-        config: PPO's own settings, ``total_steps`` and ``seed``.
-        module: What to train, in place of a network built from the settings; the learner then owns it.
-        device: Where to train, in place of ``config.learner_device``.
-
-    Attributes:
-        module: The actor-critic in training.
-        ranks: The ranks that compute each update together. Each rank gets the chunks of its own environments; samples
-            are numbered over all ranks, so that all together compute what one does with the whole batch.
-
-    Raises:
-        ConfigError: There is no network for these spaces, or no such device.
-    """
+    """Improves an actor-critic by proximal policy optimisation."""
 
     config: PPOConfig
     _are_even = True
@@ -102,70 +85,64 @@ class PPOLearner(ActorCriticLearner):
         Raises:
             LearnerError: The loss or its gradient is not finite, or the chunks lack what the policy records. The
                 weights are those before the failed step.
-            ConfigError: There are more ranks than samples in a minibatch.
         """
         config = self.config
-        check_minibatch(self.ranks, config.minibatch_size)
-        learning_rate = self._begin_update()
-        samples = self._samples(batch)
+        self._begin_update(batch)
+        samples = self._samples(batch.chunks)
         own, total = global_range(self.ranks, len(samples.logp))
-        generator = np.random.default_rng([config.seed, self._num_updates])
-        valid = [chunk.valid for chunk in batch.chunks]
-        epochs, explained_variance = self._draw(samples, valid, own, total, generator)
-        if config.target_kl is None:
-            epochs = [list(itertools.chain(*epochs))]  # nothing is decided between two epochs
+        targets = torch.stack([samples.target - samples.value, samples.target])
+        (_, mean), (left, whole) = torch.stack(global_moments(self.ranks, targets, [len(own)] * 2)).tolist()
         stats: list[Tensor] = []
-        for epoch in epochs:
+        for epoch in self._epochs(samples, batch.chunks, own, total):
             stats += self._learn(tuple(samples), epoch)
             if config.target_kl is not None and self._metrics(stats[-len(epoch) :])["approx_kl"] > config.target_kl:
                 break
-        self._check_finite(stats)
         self._num_updates += 1
         self._num_steps += total
         self.measure(batch)
-        return {
-            **self._metrics(stats),
-            "explained_variance": explained_variance,
-            "learning_rate": learning_rate,
-        }
+        varies = whole > 1e-12 * (mean**2 + left)  # else it is rounding
+        explained = 1 - left / whole if varies else 0.0
+        return {**self._metrics(stats), "explained_variance": explained, "learning_rate": self._learning_rate}
 
-    def _samples(self, batch: Batch) -> Samples:
+    def _samples(self, chunks: Sequence[Chunk]) -> Samples:
         """Joins the chunks in time, computes advantages and targets, and keeps the steps that happened."""
-        obs, *arrays = zip(*map(self._inputs, batch.chunks), strict=True)
+        obs, *arrays = zip(*map(self._columns, chunks), strict=True)
         sample, logp, value, next_value, rew, terminated, truncated, valid = map(np.concatenate, arrays)
-        truncated[_episodes_cut_by_restarts(batch.chunks)] = True
-        rew = self._reward(batch.chunks[0], rew, terminated | truncated, valid)
+        first = 0
+        for chunk in chunks:  # an environment that restarted between two chunks has begun another episode in the second
+            truncated[first - 1, chunk.restarts[chunk.restarts[:, 0] == -1, 1]] |= first > 0
+            first += len(chunk.valid)
+        rew = self._reward(chunks, rew, terminated | truncated, valid)
         gamma, lam = self.config.gamma, self.config.gae_lambda
         advantage, target = gae(rew, value, next_value, terminated, truncated, gamma=gamma, lam=lam, valid=valid)
         n, t = valid.T.nonzero()  # numbers and not a mask, which a GPU would wait for
         happened = torch.from_numpy(t * valid.shape[1] + n)
 
         def by_environment(*parts: Tensor) -> Tensor:
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            return whole.flatten(0, 1)[happened.to(whole.device)].to(self._device)
+            return torch.cat(parts).flatten(0, 1)[happened.to(parts[0].device)].to(self._device)
 
         observed = tree_map(by_environment, *obs) if self._recurrent is None else join_sequences(obs, valid.shape[1])
-        others = (by_environment(torch.from_numpy(array)) for array in (sample, logp, value, advantage, target))
-        return Samples(observed, *others)
+        return Samples(observed, *map(by_environment, map(torch.from_numpy, (sample, logp, value, advantage, target))))
 
-    def _inputs(self, chunk: Chunk) -> tuple[Tree, ...]:
+    def _columns(self, chunk: Chunk) -> tuple[Any, ...]:
         """Returns what the update reads of a chunk, ``[T, N, ...]`` each, values included.
 
         The observation after a step is what the policy saw next, except where an episode ended: each
         observation is evaluated once.
         """
-        distribution, (t, n) = self.module.distribution, chunk.final_index.T
-        self._check_recorded(chunk)
-        obs = self.module.encode(chunk.obs)
+        encode = self.module.encode
+        obs: Any = encode(chunk.obs)
         if self._recurrent is not None:
             obs, value, next_value = self._unrolled(self._recurrent, chunk, obs)
         else:
-            value = self._values(obs, chunk.num_envs)
-            next_value = np.concatenate([value[1:], self._values(self.module.encode(chunk.last_obs))[None]])
-            next_value[t, n] = self._values(self.module.encode(chunk.final_obs))
-        sample = distribution.recorded(chunk.act, chunk.extras)
-        ends = (chunk.rew, chunk.terminated, chunk.truncated, chunk.valid)
-        return (obs, sample, chunk.extras["logp"], value, next_value, *ends)
+            value = self._in_parts(self.module.value, obs, chunk.valid.shape[1]).cpu().numpy()
+            last = self._in_parts(self.module.value, encode(chunk.last_obs)).cpu().numpy()
+            next_value = np.concatenate([value[1:], last[None]])
+            final = self._in_parts(self.module.value, encode(chunk.final_obs))
+            next_value[tuple(chunk.final_index.T)] = final.cpu().numpy()
+        sample = self.module.distribution.recorded(chunk.act, chunk.extras)
+        ends = chunk.rew, chunk.terminated, chunk.truncated, chunk.valid
+        return obs, sample, chunk.extras["logp"], value, next_value, *ends
 
     def _unrolled(
         self, module: RecurrentActorCritic, chunk: Chunk, obs: Tree
@@ -173,96 +150,85 @@ class PPOLearner(ActorCriticLearner):
         """Returns the sequences of a chunk, and its values and next values ``[T, N]`` by the recurrent network."""
         sequences = cut(module, chunk.states, obs, chunk.done, chunk.valid)
         with torch.no_grad():
-            states = sequences.states(module, lambda rows: self._in_parts(module.features, rows, 1))
+            states = sequences.states(module, lambda rows: self._in_parts(module.features, rows))
             by_env = module.heads(states)[1].reshape(chunk.num_envs, -1 if chunk.num_envs else chunk.num_steps)
             value = by_env[:, : chunk.num_steps].T.cpu().numpy()
         last, final = module.encode(chunk.last_obs), module.encode(chunk.final_obs)
         return sequences, value, next_values(module, states, value, chunk.valid, last, chunk.final_index, final)
 
-    def _values(self, obs: Tree, width: int = 1) -> NDArray[np.float32]:
-        """Returns values ``[T, ...]`` for encoded observations ``[T, ...]``, `width` of them in each place."""
-        values: NDArray[np.float32] = self._in_parts(self.module.value, obs, width).cpu().numpy()
-        return values
+    @torch.no_grad()
+    def _in_parts(self, function: Callable[[Tree], Tensor], obs: Tree, width: int = 1) -> Tensor:
+        """Returns what a function returns for encoded observations ``[T, ...]``, `width` of them in each place.
 
-    def _in_parts(self, function: Callable[[Tree], Tensor], obs: Tree, width: int) -> Tensor:
-        """Returns what a function without a graph returns for encoded observations, of which it gets some at a time."""
-        count = len(next(tree_leaves(obs)))
-        at_once = max(1, _ROWS_AT_ONCE // max(1, width)) if self.module.cnns else max(1, count)
-        with torch.no_grad():
-            parts = [
-                function(tree_map(lambda leaf: leaf[start : start + at_once], obs))  # noqa: B023
-                for start in range(0, max(1, count), at_once)
-            ]
-        return torch.cat(parts)
+        Of images it gets few at a time.
+        """
+        if not self.module.cnns:
+            return function(obs)
+        at_once = max(1, _ROWS_AT_ONCE // max(1, width))
+        starts = range(0, max(1, len(next(tree_leaves(obs)))), at_once)
+        parts = (tree_map(lambda leaf: leaf[start : start + at_once], obs) for start in starts)  # noqa: B023
+        return torch.cat([*map(function, parts)])
 
-    def _draw(
-        self,
-        samples: Samples,
-        valid: Sequence[NDArray[np.bool_]],
-        own: range,
-        total: int,
-        generator: np.random.Generator,
-    ) -> tuple[list[list[tuple[Tensor, ...]]], float]:
+    def _epochs(
+        self, samples: Samples, chunks: Sequence[Chunk], own: range, total: int
+    ) -> Iterator[list[tuple[Tensor, ...]]]:
         """Shuffles the samples of all ranks into parts of about ``minibatch_size``, anew for each epoch.
 
         Args:
             samples: Those of this rank.
-            valid: Which steps of each of this rank's chunks happened, ``bool [T, N]`` each.
-            own: Their numbers among those of all ranks.
+            chunks: Of this rank.
+            own: The numbers of this rank's samples among those of all ranks.
             total: Number of samples on all ranks.
-            generator: In the same state on every rank.
 
-        Returns:
-            Two results. First, for each epoch, this rank's part of each minibatch: the weights, numbers and normalised
-            advantages of its samples, ``[b]`` each. The moments that normalise are those of the whole minibatch. For a
-            recurrent network, the numbers of its sequences follow, and the steps of these that the samples are.
-            Second, the share of the variance of the targets that the values before the update explain.
+        Yields:
+            This rank's part of each minibatch of an epoch, or of all epochs together if nothing is decided between
+            them: weights, numbers and normalised advantages of its samples, ``[b]`` each. The moments that normalise
+            are those of the whole minibatch. For a recurrent network, the numbers of its sequences follow, and the
+            steps of these that the samples are.
         """
-        num_epochs = self.config.num_epochs if total else 0
-        epochs = [self._shuffled(valid, own, total, generator) for _ in range(num_epochs)]
-        places, counts, sequences = zip(*itertools.chain(*epochs), strict=True) if total else ((), (), ())
-        at = pad_sequence([torch.from_numpy(each) for each in places] or [torch.zeros(0, dtype=torch.int64)], True)
-        at = at.to(self._device)
-        advantages, lengths = samples.advantage[at], list(map(len, places))
-        targets = torch.stack([samples.target, samples.target - samples.value])
-        own_counts = [*(lengths or [0]), *map(len, targets)]
-        mean, variance = global_moments(self.ranks, [advantages, targets], [*(counts or [0]), total, total], own_counts)
-        if self.config.normalize_advantage:
-            scale = 1 / (variance[:-2, None].sqrt() + 1e-8)
-            advantages = ((advantages - mean[:-2, None]) * scale).to(advantages)
-        rows = (
-            (advantages.new_full((length,), 1 / count), at[k, :length], advantages[k, :length], *others)
-            for k, (length, count, others) in enumerate(zip(lengths, counts, map(self._upload, sequences), strict=True))
-        )
-        explained = _share_explained(*torch.cat([mean[-2:-1], variance[-2:]]).tolist())
-        return [list(itertools.islice(rows, len(epoch))) for epoch in epochs], explained
-
-    def _upload(self, arrays: Sequence[NDArray[np.int64]]) -> Iterator[Tensor]:
-        return (torch.from_numpy(each).to(self._device) for each in arrays)
-
-    def _shuffled(
-        self, valid: Sequence[NDArray[np.bool_]], own: range, total: int, generator: np.random.Generator
-    ) -> Sequence[tuple[NDArray[np.int64], int, tuple[NDArray[np.int64], ...]]]:
-        """Returns for each minibatch of an epoch which samples of this rank it has, its size and its sequences."""
-        num_minibatches = max(1, round(total / self.config.minibatch_size))
-        if self.config.normalize_advantage:  # a minibatch of one sample would have the advantage 0
-            num_minibatches = max(1, min(num_minibatches, total // 2))
-        if self._recurrent is not None:
-            happened = happened_by_sequence(valid, self._recurrent.sequence_length)
-            return draw_sequences(self.ranks, happened, num_minibatches, generator)
-        shuffled = stratified_shuffle(total, num_minibatches, generator)
-        return [(own_part(numbers, own), len(numbers), ()) for numbers in shuffled]
+        config, ranks = self.config, self.ranks
+        generator = np.random.default_rng([config.seed, self._num_updates])
+        most = total // 2 if config.normalize_advantage else total  # a minibatch of one sample has the advantage 0
+        count = max(1, min(round(total / config.minibatch_size), most))
+        drawn: list[Any] = []
+        ends = [0]
+        for _ in range(config.num_epochs if total else 0):
+            if self._recurrent is None:
+                for numbers in stratified_shuffle(total, count, generator):
+                    drawn.append((own_part(numbers, own), len(numbers)))
+            else:
+                happened = happened_by_sequence([c.valid for c in chunks], self._recurrent.sequence_length)
+                drawn += draw_sequences(ranks, happened, count, generator)
+            ends.append(len(drawn))
+        if not drawn:
+            return
+        places, counts, *sequences = zip(*drawn, strict=True)
+        lengths = [*map(len, places)]
+        at = pad_sequence([*map(torch.from_numpy, places)], batch_first=True).to(self._device)
+        advantages = samples.advantage[at]
+        if config.normalize_advantage:
+            mean, variance = global_moments(ranks, advantages, lengths)
+            advantages = ((advantages - mean[:, None]) / (variance[:, None].sqrt() + 1e-8)).to(advantages)
+        rows: list[tuple[Tensor, ...]] = []
+        for k, length in enumerate(lengths):
+            weight = advantages.new_full((length,), 1 / counts[k])
+            rows.append((weight, at[k, :length], advantages[k, :length]))
+            if sequences:
+                rows[k] += tuple(torch.from_numpy(each[k]).to(self._device) for each in sequences)
+        for first, last in pairwise(ends if config.target_kl is not None else [0, len(rows)]):
+            yield rows[first:last]
 
     def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
         """Returns the rows of a minibatch: what the network reads, `advantage`, and four attributes of `Samples`."""
         obs, sample, logp, value, _, target = fields
         at, advantage, *sequences = rows
+        parts = sample, logp, value, target
         if sequences:
             numbers, slots = sequences
             inputs: Tree = (Sequences(*obs).at(numbers), slots)
-        else:
-            inputs = (tree_map(lambda leaf: leaf.index_select(0, at), obs),)
-        return inputs, advantage, *(each.index_select(0, at) for each in (sample, logp, value, target))
+            return inputs, advantage, *(each.index_select(0, at) for each in parts)
+        obs, *others = tree_map(lambda leaf: leaf.index_select(0, at), (obs, *parts))
+        return (obs,), advantage, *others
 
     def _loss(
         self,
@@ -287,7 +253,7 @@ class PPOLearner(ActorCriticLearner):
             old_value: The value before the update, ``[b]``.
             target: What the value should be, ``[b]``.
         """
-        config, clip = self.config, self._coefficient("clip_coef")
+        config, clip = self.config, self._coefficients["clip_coef"]
         params, value = network(*inputs)
         logp, entropy = self.module.distribution.logp_entropy(params, sample)
 
@@ -301,8 +267,7 @@ class PPOLearner(ActorCriticLearner):
             error = torch.maximum(error, (near - target).square())
         value_loss = 0.5 * error
 
-        entropy_coef = self._coefficient("entropy_coef")
-        loss = (policy_loss + config.value_coef * value_loss - entropy_coef * entropy) @ weight
+        loss = (policy_loss + config.value_coef * value_loss - self._coefficients["entropy_coef"] * entropy) @ weight
         is_clipped = ((ratio - 1).abs() > clip).to(ratio)
         metrics = torch.stack([policy_loss, value_loss, entropy, ratio - 1 - log_ratio, is_clipped]).detach()
         return loss, metrics @ weight
@@ -314,23 +279,3 @@ class PPOLearner(ActorCriticLearner):
         summed = torch.stack(stats).double()
         summed[:, -1] /= self.ranks.size  # the norm was that of the whole gradient already
         return dict(zip(_METRICS, self.ranks.sum_(summed).mean(0).tolist(), strict=True))
-
-
-def _episodes_cut_by_restarts(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns where joined chunks cut an episode of which no chunk says so: ``(t, n)`` of its last step.
-
-    An environment that restarted between two chunks has begun another episode in the second. For the learner, the
-    episode before was truncated at its last observation.
-    """
-    starts = np.cumsum([0, *(chunk.num_steps for chunk in chunks)])
-    places = [
-        chunk.restarts[chunk.restarts[:, 0] == -1] + (start, 0)
-        for chunk, start in zip(chunks[1:], starts[1:], strict=False)
-    ]
-    t, n = np.concatenate([np.zeros((0, 2), np.int64), *places]).T
-    return t, n
-
-
-def _share_explained(mean: float, variance: float, left: float) -> float:
-    """Returns 1 - Var(target - value) / Var(target); 0 where the targets differ by rounding, or not at all."""
-    return 1 - left / variance if variance > 1e-12 * (mean**2 + left) else 0.0

@@ -1,4 +1,4 @@
-"""What the ranks of a learner share: a sum, and the counts and moments that it gives.
+"""What the ranks of a learner share: a sum, what follows from it, and which samples of a batch are in which minibatch.
 
 A learner on several ranks computes sums over its samples, scales them by global counts, and adds up those of all ranks
 by `Ranks.sum_`. Nothing here needs Ray.
@@ -19,11 +19,11 @@ __all__ = [
     "Alone",
     "ClosableRanks",
     "Ranks",
-    "first_bad_reward",
-    "gather_counts",
     "gather_values",
     "global_moments",
     "global_range",
+    "own_part",
+    "stratified_shuffle",
 ]
 
 
@@ -79,38 +79,16 @@ class Alone:
 ALONE = Alone()
 
 
-def gather_counts(ranks: Ranks, count: int) -> list[int]:
-    """Returns the `count` of every rank, in the order of ranks."""
-    counts = torch.zeros(ranks.size, dtype=torch.int64)
-    counts[ranks.rank] = count
-    return [int(each) for each in ranks.sum_(counts)]
-
-
-def first_bad_reward(ranks: Ranks, bad: tuple[int, int, float] | None) -> str | None:
-    """Describes a reward that is not finite, the same one on all ranks; None if no rank has found one.
-
-    Args:
-        ranks: The ranks, which all call this.
-        bad: The first one that this rank has found: its environment, its step of the batch, and the reward.
-    """
-    found = torch.zeros(ranks.size, 4, dtype=torch.float64)
-    if bad is not None:
-        found[ranks.rank] = torch.tensor([1, *bad], dtype=torch.float64)
-    for is_bad, env_id, step, reward in ranks.sum_(found).tolist():
-        if is_bad:
-            return f"{reward} from environment {env_id:.0f} at step {step:.0f} of the batch"
-    return None
-
-
 def global_range(ranks: Ranks, count: int) -> tuple[range, int]:
     """Returns the numbers of this rank's `count` items, where all ranks number theirs one after another, and the total.
 
     >>> global_range(ALONE, 3)
     (range(0, 3), 3)
     """
-    counts = gather_counts(ranks, count)
-    first = sum(counts[: ranks.rank])
-    return range(first, first + count), sum(counts)
+    counts = torch.zeros(ranks.size, dtype=torch.int64)
+    counts[ranks.rank] = count
+    ends = ranks.sum_(counts).cumsum(0).tolist()
+    return range(ends[ranks.rank] - count, ends[ranks.rank]), ends[-1]
 
 
 def gather_values(ranks: Ranks, values: NDArray[Any]) -> NDArray[Any]:
@@ -121,9 +99,7 @@ def gather_values(ranks: Ranks, values: NDArray[Any]) -> NDArray[Any]:
     return ranks.sum_(torch.from_numpy(gathered)).numpy()
 
 
-def global_moments(
-    ranks: Ranks, samples: Sequence[Tensor], counts: Sequence[int], own_counts: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor]:
+def global_moments(ranks: Ranks, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Returns mean and variance of each of K samples that are spread over the ranks, ``float64 [K]`` each.
 
     Each rank computes the moments of its part. One sum over the ranks gathers them, and all ranks merge them alike
@@ -131,28 +107,49 @@ def global_moments(
 
     Args:
         ranks: The ranks that hold the samples.
-        samples: What this rank holds of each, of any length, also none; a matrix is one sample for each row.
-        counts: Number of values of each sample on all ranks together.
-        own_counts: Number of values of each sample on this rank, the first ones; by default all.
+        rows: What this rank holds of each, padded, ``[K, L]``.
+        counts: How many values of each row count, the first ones.
 
-    >>> global_moments(ALONE, [torch.tensor([1.0, 3.0])], [2])
+    >>> global_moments(ALONE, torch.tensor([[1.0, 3.0]]), [2])
     (tensor([2.], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
-    rows = [(sample[None] if sample.ndim == 1 else sample).double() for sample in samples]
-    lengths = [each.shape[1] for each in rows for _ in each] if own_counts is None else own_counts
-    own_count = torch.split(rows[0].new_tensor(lengths), [len(each) for each in rows])
-    own = torch.cat([_moments(*each) for each in zip(rows, own_count, strict=True)], 1)
-    of_all = own.new_zeros(ranks.size, *own.shape)
-    of_all[ranks.rank] = own
-    count, means, squares = ranks.sum_(of_all).unbind(1)
-    total = own.new_tensor(counts).clamp(min=1)
-    mean = (count * means).sum(0) / total
-    return mean, (squares + count * (means - mean).square()).sum(0) / total
-
-
-def _moments(rows: Tensor, count: Tensor) -> Tensor:
-    """Returns count, mean and sum of squared deviations of the first `count` values of each row, ``[3, k]``."""
+    rows = rows.double()
+    count = rows.new_tensor(counts)
     is_beyond = torch.arange(rows.shape[1], device=rows.device) >= count[:, None]
     mean = rows.masked_fill(is_beyond, 0.0).sum(1) / count.clamp(min=1)
     deviations = (rows - mean[:, None]).masked_fill(is_beyond, 0.0)
-    return torch.stack([count, mean, deviations.square().sum(1)])
+    of_all = rows.new_zeros(ranks.size, 3, len(rows))
+    of_all[ranks.rank] = torch.stack([count, mean, deviations.square().sum(1)])
+    every_count, means, squares = ranks.sum_(of_all).unbind(1)
+    total = every_count.sum(0).clamp(min=1)
+    mean = (every_count * means).sum(0) / total
+    return mean, (squares + every_count * (means - mean).square()).sum(0) / total
+
+
+def stratified_shuffle(count: int, num_minibatches: int, generator: np.random.Generator) -> list[NDArray[np.int64]]:
+    """Shuffles the numbers from 0 to ``count - 1`` into minibatches, one of each stratum into each minibatch.
+
+    A stratum is as many consecutive numbers as there are minibatches. So neighbours, such as two steps of an episode,
+    come into different minibatches, and sizes differ by at most one. A rank that holds a range of numbers holds as many
+    of each minibatch, give or take two: no rank waits for another that has drawn more.
+
+    Returns:
+        The numbers of each minibatch, ascending.
+
+    >>> stratified_shuffle(7, 3, np.random.default_rng(0))
+    [array([1, 5]), array([2, 4]), array([0, 3, 6])]
+    """
+    stratum = np.arange(num_minibatches, dtype=np.min_scalar_type(num_minibatches))  # small numbers sort faster
+    strata = np.tile(stratum, (-(-count // num_minibatches), 1))
+    minibatch = generator.permuted(strata, axis=1).ravel()[:count]
+    ends = np.bincount(minibatch, minlength=num_minibatches).cumsum()
+    return np.split(minibatch.argsort(kind="stable"), ends[:-1])
+
+
+def own_part(numbers: NDArray[np.int64], own: range) -> NDArray[np.int64]:
+    """Returns those of the ascending `numbers` that are in `own`, counted from its start.
+
+    >>> own_part(np.array([1, 4, 6]), range(4, 8))
+    array([0, 2])
+    """
+    return numbers[slice(*numbers.searchsorted([own.start, own.stop]))] - own.start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rayvec.data import Chunk, Tree
 from rayvec.errors import CheckpointError, ConfigError, check_count
-from rayvec.policies.networks import upload
+from rayvec.policies.networks import to_device
 
-__all__ = ["ReplayBuffer", "bad_reward"]
+__all__ = ["ReplayBuffer"]
 
 _CPU = torch.device("cpu")
 
@@ -85,23 +85,26 @@ class ReplayBuffer:
             self.env_ids = chunk.env_ids.copy()
         counts, place = chunk.valid.sum(0), chunk.valid.cumsum(0) - 1
         t, n = np.nonzero(chunk.valid & (place >= counts - self.capacity_steps))  # of a longer chunk, the last steps
-        rows = upload((self._heads[n] + place[t, n]) % self.capacity_steps * chunk.num_envs + n, self._device)
+        rows = to_device((self._heads[n] + place[t, n]) % self.capacity_steps * chunk.num_envs + n, self._device)
         self.sizes = np.minimum(self.sizes, (self.capacity_steps - counts).clip(min=0))
         for name, values in columns.items():
-            self.columns[name].flatten(0, 1).index_copy_(0, rows, upload(_stored(name, values[t, n]), self._device))
+            self.columns[name].flatten(0, 1).index_copy_(0, rows, to_device(_stored(name, values[t, n]), self._device))
         self._heads = (self._heads + counts) % self.capacity_steps
         self.sizes = np.minimum(self.sizes + counts, self.capacity_steps)
 
     def sample(self, ages: NDArray[np.int64], envs: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Returns copies of B transitions by the names of `columns`, ``[B, ...]`` each, on the buffer's device.
+        """Returns copies of transitions by the names of `columns`, ``[B, ...]`` each, on the buffer's device.
 
         Args:
-            ages: Which of an environment's transitions, 0 for the oldest, below its size, ``int64 [B]``.
-            envs: Which environment, ``int64 [B]``.
+            ages: Which of an environment's transitions, 0 for the oldest, of any shape ``[B]``; the newest for others.
+            envs: Which environment; others stand for some environment of the buffer.
         """
+        envs = envs.clip(0, max(0, len(self.sizes) - 1))
+        ages = np.minimum(ages, np.maximum(self.sizes[envs] - 1, 0))
         slots = (self._heads[envs] - self.sizes[envs] + ages) % self.capacity_steps
-        rows = upload(slots * len(self.sizes) + envs, self._device)
-        return {name: each.flatten(0, 1).index_select(0, rows) for name, each in self.columns.items()}
+        rows = to_device((slots * len(self.sizes) + envs).ravel(), self._device)
+        found = {name: each.flatten(0, 1).index_select(0, rows) for name, each in self.columns.items()}
+        return {name: each.view(*envs.shape, *each.shape[1:]) for name, each in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of what is stored, as tensors: only the part of the rings that was ever filled."""
@@ -137,18 +140,6 @@ class ReplayBuffer:
             columns[name] = _zeros(shape, values.numpy().dtype, self._device)
             columns[name][:used].copy_(values)
         self.columns, self.env_ids, self.sizes, self._heads = columns, env_ids, sizes, heads
-
-
-def bad_reward(chunks: Sequence[Chunk]) -> tuple[int, int, float] | None:
-    """Returns the first reward that a replay can't hold as environment, step and reward; None if there is none."""
-    for number, chunk in enumerate(chunks):
-        with np.errstate(over="ignore"):  # what is too large is to be found, not to be warned of
-            bad = chunk.valid & ~np.isfinite(np.asarray(chunk.rew, np.float32))
-        if bad.any():
-            t, n = np.argwhere(bad)[0]
-            before = sum(len(each.valid) for each in chunks[:number])
-            return int(chunk.env_ids[n]), before + int(t), float(chunk.rew[t, n])
-    return None
 
 
 def _stored(name: str, array: NDArray[Any]) -> NDArray[Any]:

@@ -1,18 +1,19 @@
-"""Advantages and value targets from chunks of experience: pure functions of ``[T, N]`` arrays.
+"""Advantages and value targets: pure functions, GAE of ``[T, N]`` arrays and V-trace of rows of tensors.
 
-What does not depend on the next step is computed at once; only the recursion itself loops over T. For
-``[128, 64]`` that takes 0.11 ms, a thousandth of the update that follows. Compiling the loop with
-numba would save 0.1 ms a chunk and cost half a second of import and compilation in every learner.
+GAE loops over T alone: for ``[128, 64]`` that takes 0.11 ms, a thousandth of the update that follows. V-trace has no
+loop over steps: it compiles, and stays on its device.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-__all__ = ["gae"]
+__all__ = ["gae", "num_rounds", "vtrace_of_rows"]
 
 Float = NDArray[np.float32]
 
@@ -61,3 +62,60 @@ def gae(
     for t in range(len(advantage) - 2, -1, -1):
         advantage[t] += decay[t] * advantage[t + 1]
     return advantage, advantage + value
+
+
+def num_rounds(num_steps: int) -> int:
+    """Returns how many rounds sum up chains of so many steps.
+
+    >>> num_rounds(1), num_rounds(2), num_rounds(20)
+    (0, 1, 5)
+    """
+    return (num_steps - 1).bit_length()
+
+
+def vtrace_of_rows(
+    rew: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    log_ratio: Tensor,
+    discount: Tensor,
+    chain: Tensor,
+    *,
+    decay: float,
+    rho_bar: float,
+    c_bar: float,
+    rounds: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns the V-trace target and the policy-gradient advantage of each row.
+
+    Contract: all tensors are ``[B]``, of one floating-point dtype and device; nothing is checked or changed.
+
+    Espeholt et al., "IMPALA: scalable distributed deep-RL with importance weighted actor-learner architectures",
+    ICML 2018, arXiv:1802.01561. The target of step s is equation 1, ``v_s = V(x_s)`` plus the sum over t from s on of
+    ``gamma**(t - s) * (c_s * ... * c_{t-1}) * rho_t * (r_t + gamma * V(x_{t+1}) - V(x_t))``,
+    with ``rho_t = min(rho_bar, ratio_t)`` and, by remark 2, ``c_t = lam * min(c_bar, ratio_t)``. The advantage is that
+    of section 4.2, ``rho_s * (r_s + gamma * v_{s+1} - V(x_s))``. The recursion ``x_t = b_t + a_t x_{t+1}`` is summed up
+    by doubling (Hillis and Steele, "Data parallel algorithms", 1986): after round k each row has the sum over ``2**k``
+    steps.
+
+    Args:
+        rew: Rewards, ``[B]``; the steps of an environment are neighbours, in the order of time.
+        value: Of the observation that the policy saw, ``[B]``.
+        next_value: Of the true observation after the step, ``[B]``.
+        log_ratio: Log-probability of the action by the policy that learns, less that by the policy that acted, ``[B]``.
+        discount: gamma, but 0 where the step terminated its episode, ``[B]``.
+        chain: 1 where the next row is the next step of the same episode, else 0, ``[B]``; 0 in the last row.
+        decay: gamma times lambda.
+        rho_bar: Upper limit of the importance weights of TD errors and advantages.
+        c_bar: Upper limit of those of the traces.
+        rounds: See `num_rounds`, for at least as many steps as the longest chain has.
+    """
+    rho = log_ratio.clamp(max=math.log(rho_bar)).exp()
+    c = log_ratio.clamp(max=math.log(c_bar)).exp()
+    correction = rho * (rew + discount * next_value - value)
+    trace = decay * chain * c
+    for k in range(rounds):
+        correction = correction + trace * correction.roll(-(2**k))
+        trace = trace * trace.roll(-(2**k))
+    next_target = next_value + chain * correction.roll(-1)
+    return value + correction, rho * (rew + discount * next_target - value)

@@ -7,7 +7,7 @@ probabilities it recomputes are those that were recorded; the statistics of the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.data import Batch
-from rayvec.errors import LearnerError
-from rayvec.learners.ranks import Ranks, first_bad_reward, global_range
-from rayvec.policies.networks import ActorCriticModule
+from rayvec.learners.ranks import Ranks, global_range
 
 __all__ = ["ObsMoments", "ReturnScale", "RunningMoments"]
 
@@ -40,10 +38,6 @@ class RunningMoments:
         self.mean = torch.zeros(size, dtype=torch.float64)
         self.squares = torch.zeros(size, dtype=torch.float64)
 
-    def add(self, rows: Tensor, ranks: Ranks) -> None:
-        """Adds the rows ``[B, D]`` of this rank and those of all others."""
-        self.merge(ranks.sum_(self.sums(rows)))
-
     def sums(self, rows: Tensor) -> Tensor:
         """Returns what `merge` needs of the rows ``[B, D]``, to be added up over ranks, ``float64 [1 + 2 D]``."""
         deviations = rows.cpu().double() - self.mean  # from a common point near the mean, so that sums stay small
@@ -52,11 +46,9 @@ class RunningMoments:
     def merge(self, sums: Tensor) -> None:
         """Adds all rows of which `sums` returned this together."""
         added, first, second = int(sums[0]), sums[1 : 1 + len(self.mean)], sums[1 + len(self.mean) :]
-        if added == 0:
-            return
-        delta, total = first / added, self.count + added
-        self.squares += second - first * delta + delta.square() * (self.count * added / total)
-        self.mean += delta * (added / total)
+        delta, total = first / max(1, added), self.count + added
+        self.squares += second - first * delta + delta.square() * (self.count * added / max(1, total))
+        self.mean += delta * (added / max(1, total))
         self.count = total
 
     @property
@@ -78,39 +70,34 @@ class RunningMoments:
 
 
 class ObsMoments:
-    """The moments of a module's observations; without any where the module does not normalise them.
+    """The moments by which a module normalises its observations; it does nothing where the module does not.
 
     Args:
         module: Has `encoder`, `obs_mean` and `obs_scale`, which this sets.
     """
 
-    def __init__(self, module: ActorCriticModule) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module
-        self._moments = None if module.obs_mean is None else RunningMoments(len(module.obs_mean))
+        self._moments = RunningMoments(0 if module.obs_mean is None else len(module.obs_mean))
 
     def add(self, batch: Batch, ranks: Ranks) -> None:
         """Adds the observations of this rank's batch and those of all others."""
-        if self._moments is not None:
+        if self._module.obs_mean is not None:
             rows = [self._module.encoder(chunk.obs)[chunk.valid] for chunk in batch.chunks]
-            self._moments.add(torch.from_numpy(np.concatenate(rows)), ranks)
-            self._set()
-
-    def _set(self) -> None:
-        moments, module = self._moments, self._module
-        if moments is not None and module.obs_mean is not None and module.obs_scale is not None:
-            measured = torch.from_numpy(module.encoder.measured)
-            module.obs_mean.copy_(torch.where(measured, moments.mean, 0.0))
-            module.obs_scale.copy_(torch.where(measured, moments.scale, 1.0))
+            self._moments.merge(ranks.sum_(self._moments.sums(torch.from_numpy(np.concatenate(rows)))))
+            self.load_state_dict(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of the moments."""
-        return {} if self._moments is None else self._moments.state_dict()
+        return self._moments.state_dict() if self._module.obs_mean is not None else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state_dict`."""
-        if self._moments is not None:
+        """Continues from `state_dict`, and sets what the module normalises by; choices stay 0 and 1."""
+        if state:
             self._moments.load_state_dict(state)
-            self._set()
+            measured = torch.from_numpy(self._module.encoder.measured)
+            self._module.obs_mean.copy_(torch.where(measured, self._moments.mean, 0.0))
+            self._module.obs_scale.copy_(torch.where(measured, self._moments.scale, 1.0))
 
 
 def _occurrences(rows: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
@@ -124,16 +111,6 @@ def _occurrences(rows: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
     occurrence[order] = np.arange(len(rows)) - np.searchsorted(rows[order], rows[order])
     for number in range(1 + int(occurrence.max(initial=-1))):
         yield np.flatnonzero(occurrence == number)
-
-
-def _refuse(rew: NDArray[np.float64], valid: NDArray[np.bool_], rows: NDArray[np.int64], ranks: Ranks) -> NoReturn:
-    """Raises a LearnerError about the first reward that is not finite, which is the same on all ranks."""
-    found = ((rows[n], t, rew[t, n]) for t, n in np.argwhere(valid & ~np.isfinite(rew)))
-    raise LearnerError(
-        "Rewards can't be normalized: "
-        f"{first_bad_reward(ranks, next(found, None)) or 'a sum of rewards is too large'}. Correct the "
-        "environment's reward, or wrap it in one that replaces such rewards."
-    )
 
 
 class ReturnScale:
@@ -166,16 +143,13 @@ class ReturnScale:
         """Adds a batch to the statistics and returns its rewards scaled.
 
         Args:
-            rew: Rewards of this rank's environments, ``[T, N]``.
+            rew: Rewards of this rank's environments, ``[T, N]``, finite.
             done: Where an episode ended, ``bool [T, N]``.
             valid: Where a step happened, ``bool [T, N]``.
             lost: Which environments lost their current episode before the batch, ``bool [N]``.
             ranks: The ranks that have the other environments.
             env_ids: The environment of each column, ``int64 [N]``. An environment may have several columns, in the
                 order of time, or none. By default, and with several ranks, the batch has one column for each.
-
-        Raises:
-            LearnerError: A reward is not finite, on any rank. The statistics are as before.
         """
         numbers, total = global_range(ranks, rew.shape[1])
         rows = np.arange(numbers.start, numbers.stop)
@@ -195,8 +169,6 @@ class ReturnScale:
             before[rows[columns]] = shared[rows[columns]] = running
         own = self._moments.sums(torch.from_numpy(returns[valid])[:, None])
         sums = ranks.sum_(torch.cat([own, torch.from_numpy(shared)]))  # one sum and not two
-        if not sums.isfinite().all():
-            _refuse(rew, valid, rows, ranks)
         self._moments.merge(sums[: len(own)])
         self._returns = sums[len(own) :].clone()
         largest = 1 / max(_LEAST_SPREAD * abs(float(self._moments.mean)), _EPSILON)

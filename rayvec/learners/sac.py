@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
 from rayvec.data import Batch
-from rayvec.errors import CheckpointError, LearnerError
-from rayvec.learners.base import buffers_of, check_buffers, explains_memory, load_buffers, torch_device
+from rayvec.errors import LearnerError
+from rayvec.learners.base import check_rewards, check_state, explains_memory, torch_device
 from rayvec.learners.gradient import Gradient, flat_parameters
-from rayvec.learners.minibatches import check_minibatch
 from rayvec.learners.optimizer import Adam
-from rayvec.learners.ranks import ALONE, Ranks, first_bad_reward, global_range
-from rayvec.learners.replay import ReplayBuffer, bad_reward
+from rayvec.learners.ranks import ALONE, Ranks, global_range
+from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.running_stats import ObsMoments
-from rayvec.learners.sac_networks import is_discrete, make_networks
+from rayvec.learners.sac_networks import make_networks
 from rayvec.node.shared_memory import keep_freed_memory
-from rayvec.policies.networks import flat_weights, to_device, upload
+from rayvec.policies.distributions import Categorical
+from rayvec.policies.networks import flat_weights, to_device
 from rayvec.policies.precision import autocast, prepare
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SACLearner"]
 
-_OF_CRITICS = ("critic_loss", "q_mean", "critic_grad_norm")
-_OF_ACTOR = ("actor_loss", "entropy", "actor_grad_norm", "alpha")
+_METRICS = ("critic_loss", "q_mean", "critic_grad_norm", "actor_loss", "entropy", "actor_grad_norm", "alpha")
+"""The first three of each update, the others of updates that took a step of the actor."""
 _ROWS_AHEAD = 8192  # minibatches that are drawn together have at most so many rows
 _ENTROPY_SHARE = 0.5
 """Target entropy of Discrete actions by default, as a share of the largest possible entropy."""
@@ -119,7 +119,7 @@ class SACLearner:
         self.module, critics = make_networks(observation_space, action_space, config)
         self.module.precision = config.precision
         self._distribution: Any = self.module.distribution
-        self._is_discrete = is_discrete(self._distribution)
+        self._is_discrete = isinstance(self._distribution, Categorical)
         self._num_act = self._distribution.num_params // (1 if self._is_discrete else 2)
 
         def place(module: nn.Module) -> nn.Module:
@@ -156,17 +156,17 @@ class SACLearner:
             LearnerError: A reward is not finite, and nothing of the batch was stored; or a gradient is not finite, and
                 the weights are those before the failed step; or memory has run out.
         """
-        check_minibatch(self.ranks, self.config.batch_size)
         self._failed.zero_()
         self._store(batch)
-        owed = math.floor(self._rate * self._num_credited) - self._num_updates
-        stats: list[tuple[Tensor, Tensor]] = []
-        while self._sizes.any() and len(stats) < owed:
+        first = self._num_updates
+        owed = math.floor(self._rate * self._num_credited) - first if self._sizes.any() else 0
+        stats: list[Tensor] = []
+        while len(stats) < owed:
             count = min(owed - len(stats), max(1, _ROWS_AHEAD // self.config.batch_size))
             stats += [self._step(*each) for each in self._minibatches(count)]
-        return self._metrics(stats) if stats else {}
+        return self._metrics(first, stats) if stats else {}
 
-    def _step(self, minibatch: Minibatch, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def _step(self, minibatch: Minibatch, noise: Tensor) -> Tensor:
         """Takes a step of the critics, and at every k-th update k of the actor.
 
         Args:
@@ -174,14 +174,14 @@ class SACLearner:
             noise: Standard normal, for the targets and then for each step of the actor, ``[1 + k, B, C]``.
 
         Returns:
-            This rank's metrics of the critics, ``[3]``, and those of the actor, ``[4]`` or none.
+            This rank's part of `_METRICS`, ``[7]``; 0 for those of an actor that took no step.
         """
         config, (weight, obs, *_) = self.config, minibatch
         stats = self._critic_gradient(*minibatch, noise[0])
         norm = self._sum(self._critic_gradient)
         self._adam["critic"].step(self._critic_gradient.grad, norm, config.q_lr)
         self._target_flat.lerp_(self._critic_gradient.flat, config.tau * (1 - self._failed).to(self._dtype))
-        of_critics, of_actor = torch.cat([stats, norm.reshape(1) / self.ranks.size]), stats[:0]
+        of_critics, of_actor = torch.cat([stats, norm.reshape(1) / self.ranks.size]), stats.new_zeros(4)
         for each in noise[1:]:
             stats = self._policy_gradient(weight, obs, each)
             norm = self._sum(self._policy_gradient)
@@ -190,7 +190,7 @@ class SACLearner:
             alpha = self._policy_gradient.flat[-1:].exp()
             of_actor = torch.cat([stats, norm.reshape(1) / self.ranks.size, alpha / self.ranks.size])
         self._num_updates += 1
-        return of_critics, of_actor
+        return torch.cat([of_critics, of_actor])
 
     def _sum(self, gradient: Gradient) -> Tensor:
         """Adds up the gradients of all ranks in place; returns the norm."""
@@ -283,14 +283,9 @@ class SACLearner:
         known = self._replay.env_ids
         is_foreign = known is not None and any(not np.array_equal(known, chunk.env_ids) for chunk in batch.chunks)
         count = sum(int(chunk.valid.sum()) for chunk in batch.chunks)
-        bad = bad_reward(batch.chunks)
-        news = torch.tensor([count, is_foreign, bad is not None], dtype=torch.int64, device=self._device)
-        num_steps, num_foreign, num_bad = self.ranks.sum_(news).tolist()
-        if num_bad:
-            raise LearnerError(
-                f"A reward is not finite in float32: {first_bad_reward(self.ranks, bad)}. Correct the "
-                "environment's reward, or wrap it in one that replaces such rewards."
-            )
+        check_rewards(self.ranks, batch.chunks)
+        news = torch.tensor([count, is_foreign], dtype=torch.int64, device=self._device)
+        num_steps, num_foreign = self.ranks.sum_(news).tolist()
         if num_foreign:
             self._refill("it holds steps of other environments than this rank's")
         for chunk in batch.chunks:
@@ -314,7 +309,8 @@ class SACLearner:
         Several at a time: right after an update, whose networks have replaced everything else in the caches, drawing
         one took three times as long as right after another.
         """
-        size, num_envs, here = self.config.batch_size, len(self._sizes), self._own_environments
+        config, num_envs, here = self.config, len(self._sizes), self._own_environments
+        size = config.batch_size
         begin = here.start * size // num_envs
         own = slice(begin, -(-here.stop * size // num_envs) if here else begin)
         drawn = [self._draw(number) for number in range(self._num_updates, self._num_updates + count)]
@@ -323,10 +319,15 @@ class SACLearner:
         counts = self._sizes[environments]
         weight = (counts > 0) / np.count_nonzero(counts, 1).clip(min=1)[:, None]
         weight[(environments < here.start) | (environments >= here.stop)] = 0
-        rows = self._fetch(environments[:, own] - here.start, (age * counts)[:, own])
-        noise = upload(np.concatenate([each[:, own] for _, each in drawn]), self._device, self._dtype)
-        weights = upload(np.ascontiguousarray(weight[:, own]), self._device, self._dtype)
-        minibatches = zip(*(part.unbind() for part in (weights, *rows)), strict=True)
+        found = self._replay.sample((age * counts)[:, own].astype(np.int64), environments[:, own] - here.start)
+        if self._is_discrete:
+            eye = torch.eye(self._num_act, device=found["act"].device)
+            found["act"] = eye[found["act"][..., 0]]
+        columns = [to_device(found[name], self._device) for name in ("obs", "act", "rew", "next_obs", "terminated")]
+        columns = [each if each.is_floating_point() else each.to(self._dtype) for each in columns]
+        weights = to_device(np.ascontiguousarray(weight[:, own]), self._device, self._dtype)
+        noise = to_device(np.concatenate([each[:, own] for _, each in drawn]), self._device, self._dtype)
+        minibatches = zip(weights, *columns, strict=True)
         return list(zip(minibatches, torch.split(noise, [len(each) for _, each in drawn]), strict=True))
 
     def _draw(self, number: int) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
@@ -338,37 +339,22 @@ class SACLearner:
         shape = (num_steps, config.batch_size, 0 if self._is_discrete else self._num_act)
         return uniform, generator.standard_normal(shape, np.float32)
 
-    def _fetch(self, environments: NDArray[np.int64], ages: NDArray[np.float64]) -> list[Tensor]:
-        """Returns the steps ``[K, b, ...]`` of K minibatches; any others where they belong to other ranks."""
-        num_envs = max(1, len(self._replay.sizes))
-        envs = environments.ravel().clip(0, num_envs - 1)
-        last = np.maximum(self._replay.sizes[envs] - 1, 0)
-        found = self._replay.sample(np.minimum(ages.astype(np.int64).ravel(), last), envs)
-        if self._is_discrete:
-            eye = torch.eye(self._num_act, device=found["act"].device)
-            found["act"] = eye.index_select(0, found["act"][:, 0])
-        columns = [to_device(found[name], self._device) for name in ("obs", "act", "rew", "next_obs", "terminated")]
-        columns = [each if each.is_floating_point() else each.to(self._dtype) for each in columns]
-        return [column.view(*environments.shape, *column.shape[1:]) for column in columns]
-
-    def _metrics(self, updates: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Returns means over updates, those of the actor over the updates that took a step of it."""
-        of_critics = [each for each, _ in updates]
-        of_actor = [each for _, each in updates if len(each)]
-        critics = self.ranks.sum_(torch.stack(of_critics)).cpu()
-        actor = self.ranks.sum_(torch.stack(of_actor)).cpu() if of_actor else critics[:0]
+    def _metrics(self, first: int, stats: Sequence[Tensor]) -> dict[str, float]:
+        """Returns means over updates, of which `first` is the number of the first."""
+        rows = self.ranks.sum_(torch.stack(list(stats))).cpu()
         if self._failed.item():
-            rows = [dict(zip(_OF_CRITICS, row, strict=True)) for row in critics.tolist()]
-            rows += [dict(zip(_OF_ACTOR, row, strict=True)) for row in actor.tolist()]
+            bad = next((row for row in rows if not row.isfinite().all()), rows[-1])
             raise LearnerError(
-                f"A loss or its gradient is not finite (one of the {len(critics)} updates up to number "
-                f"{self._num_updates}): "
-                f"{next((row for row in rows if not all(map(math.isfinite, row.values()))), rows[-1])}. Look for "
-                "NaN, and for numbers beyond float32, in observations, or lower policy_lr or q_lr."
+                f"A loss or its gradient is not finite (one of the {len(rows)} updates up to number "
+                f"{self._num_updates}): {dict(zip(_METRICS, bad.tolist(), strict=True))}. Look for NaN, and for "
+                "numbers beyond float32, in observations, or lower policy_lr or q_lr."
             )
-        means = dict(zip(_OF_CRITICS, critics.mean(0).tolist(), strict=True))
-        if of_actor:
-            means |= dict(zip(_OF_ACTOR, actor.mean(0).tolist(), strict=True))
+        metrics = dict(zip(_METRICS, rows.mean(0).tolist(), strict=True))
+        num_steps = sum(number % self.config.policy_interval == 0 for number in range(first, first + len(rows)))
+        for name in _METRICS[3:]:
+            metrics[name] *= len(rows) / max(1, num_steps)
+        kept = _METRICS if num_steps else _METRICS[:3]
+        means = {name: metrics[name] for name in kept}
         return {**means, "num_updates": self._num_updates, "replay_steps": int(self._sizes.sum())}
 
     def weights(self) -> NDArray[np.float32]:
@@ -398,16 +384,15 @@ class SACLearner:
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what is the same on all ranks: everything but the replay."""
-        copied: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda tensors: {  # noqa: E731
-            name: each.to("cpu", copy=True) for name, each in tensors.items()
-        }
-        return {
-            **copied(self._flat),
-            "optimizers": {name: copied(adam.state_dict()) for name, adam in self._adam.items()},
-            "buffers": copied(buffers_of(self._with_buffers)),
-            "obs_moments": self._obs_moments.state_dict(),
-            **{name: getattr(self, f"_{name}") for name in _COUNTERS},
-        }
+        return copy.deepcopy(
+            {
+                **self._flat,
+                "optimizers": {name: adam.state_dict() for name, adam in self._adam.items()},
+                "buffers": dict(self._with_buffers.named_buffers()),
+                "obs_moments": self._obs_moments.state_dict(),
+                **{name: getattr(self, f"_{name}") for name in _COUNTERS},
+            }
+        )
 
     def rank_local_state(self) -> dict[str, Any]:
         """Returns this rank's replay, or None in its place if ``config.checkpoint_replay`` is off."""
@@ -432,18 +417,13 @@ class SACLearner:
             CheckpointError: `state` is not that of a SAC learner, or of other networks.
             LearnerError: Memory for the replay has run out. The learner then continues as from a state without one.
         """
-        expected, got = _described(self.shared_state()), _described(state)
-        if any(got.get(name) != shape for name, shape in expected.items()):
-            raise CheckpointError(
-                f"The state is of other networks: {got}, and this learner has {expected}. Use the configuration "
-                "that the checkpoint was written with."
-            )
-        check_buffers(self._with_buffers, state)
+        check_state(self.shared_state(), state)
         for name, tensor in self._flat.items():
             tensor.copy_(state[name])
         for name, adam in self._adam.items():
             adam.load_state_dict(state["optimizers"][name])
-        load_buffers(self._with_buffers, state)
+        for name, buffer in self._with_buffers.named_buffers():
+            buffer.copy_(state["buffers"][name])
         self._obs_moments.load_state_dict(state["obs_moments"])
         for name in _COUNTERS:
             setattr(self, f"_{name}", int(state[name]))
@@ -465,9 +445,3 @@ class SACLearner:
         recorded = functools.partial(self._distribution.recorded, extras={})
         device = self._device if self.config.replay_on_device else torch.device("cpu")
         return ReplayBuffer(capacity_steps, self.module.rows, recorded, device)
-
-
-def _described(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the shapes of a state's networks, the names of its optimizers, and which counters it has."""
-    shapes = {name: tuple(getattr(state.get(name), "shape", ())) for name in ("critic", "target", "actor")}
-    return {**shapes, "optimizers": sorted(state.get("optimizers") or ()), **{n: n in state for n in _COUNTERS}}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +20,17 @@ from rayvec.config.references import resolve
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.actors import Actor
-from rayvec.policies.distributions import (
-    Categorical,
-    Distribution,
-    TanhGaussian,
-    make_tanh_gaussian,
-)
+from rayvec.policies.distributions import Categorical, Distribution, TanhGaussian, make_tanh_gaussian
 from rayvec.policies.encoders import Encoder, join, make_encoder, normalized, plain_encoder
 from rayvec.policies.masks import allowed, has_mask, without_mask
-from rayvec.policies.networks import ActorCriticModule, numpy_actor, on_device
+from rayvec.policies.networks import ActorCriticModule, numpy_actor, to_device
 from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch, seeded
 from rayvec.policies.precision import autocast
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
 
-__all__ = ["Critics", "Ensemble", "SACActor", "make_networks", "make_sac_distribution"]
+__all__ = ["Critics", "Ensemble", "SACActor", "make_networks"]
 
 
 class SACActor(ActorCriticModule):
@@ -77,7 +71,7 @@ class SACActor(ActorCriticModule):
 
     def encode(self, obs: Tree) -> Tensor:
         """Returns `rows` on the device of the parameters."""
-        return on_device(self.rows(obs), next(self.parameters()).device)
+        return to_device(self.rows(obs), next(self.parameters()).device)
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns numbers ``[B, *shape]``, normalised, and which choices are allowed, ``bool [B, P]``, or None.
@@ -91,11 +85,11 @@ class SACActor(ActorCriticModule):
         numbers = numbers.to(next(self.parameters()).dtype).reshape(-1, *self.shape)
         return numbers, mask | ~mask.any(-1, keepdim=True) if self.is_masked else None
 
-    def _params(self, rows: Tensor) -> Tensor:
+    def _features(self, rows: Tensor) -> tuple[Tensor]:
         count = rows.shape[0]
         with autocast(self.precision, rows.device):
             params: Tensor = self.net(rows if count else rows.new_zeros(1, *rows.shape[1:]))
-        return params[:count].to(rows.dtype)
+        return (params[:count].to(rows.dtype),)
 
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights: without torch, unless the network is your own."""
@@ -106,14 +100,15 @@ class Ensemble(nn.Module):
     """The default critics: E MLPs with ReLU side by side, one batched product a layer.
 
     Args:
-        weights: Of each layer, ``[E, out, in]``.
-        biases: Of each layer, ``[E, out]``.
+        count: E.
+        sizes: Numbers of inputs, of units of each hidden layer, and of outputs.
+        generator: Of the initial weights.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+    def __init__(self, count: int, sizes: Sequence[int], generator: torch.Generator) -> None:
         super().__init__()
-        pairs = zip(weights, biases, strict=True)
-        self.layers = nn.ModuleList(nn.ParameterList(pair) for pair in pairs)
+        pairs = itertools.pairwise(sizes)
+        self.layers = nn.ModuleList(nn.ParameterList(_drawn(*pair, generator, count)) for pair in pairs)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Returns outputs ``[E, B, out]`` for inputs ``[B, ...]`` side by side."""
@@ -144,72 +139,60 @@ class Critics(nn.Module):
         return torch.stack([net(*inputs).reshape(len(inputs[0]), -1) for net in self.nets])[:, :count]
 
 
-def make_sac_distribution(space: spaces.Space[Any]) -> TanhGaussian | Categorical:
-    """Returns what the actor draws actions from: a squashed normal for a Box, a categorical for a Discrete.
-
-    Raises:
-        ConfigError: There is no soft actor-critic for such a space.
-    """
-    match space:
-        case spaces.Discrete():
-            return Categorical((int(space.n),), (int(space.start),), (), np.dtype(space.dtype))
-        case spaces.Box():
-            return make_tanh_gaussian(space)
-    raise ConfigError(
-        f"The action space is {space}. SAC needs a bounded floating-point Box, or Discrete: map a Discrete to the "
-        "combinations with gymnasium.wrappers.TransformAction, or use PPO."
-    )
-
-
 def make_networks(
     observation_space: spaces.Space[Any], action_space: spaces.Space[Any], config: SACConfig
 ) -> tuple[SACActor, nn.Module]:
     """Returns the actor and the critics with their initial weights.
 
     Raises:
-        ConfigError: There is no encoder for the observations, or your own networks can't be trained.
+        ConfigError: There are no actions that SAC takes, no encoder for the observations, or your own networks can't be
+            trained.
     """
-    distribution = make_sac_distribution(action_space)
+    distribution: TanhGaussian | Categorical
+    match action_space:
+        case spaces.Discrete(n=n, start=start):
+            distribution = Categorical((int(n),), (int(start),), (), np.dtype(action_space.dtype))
+            num_act, num_values = 0, int(n)
+        case spaces.Box():
+            distribution = make_tanh_gaussian(action_space)
+            num_act, num_values = distribution.num_params // 2, 1
+        case _:
+            raise ConfigError(
+                f"The action space is {action_space}. SAC needs a bounded floating-point Box, or Discrete: map a "
+                "Discrete to the combinations with gymnasium.wrappers.TransformAction, or use PPO."
+            )
     is_masked = config.action_masks and has_mask(observation_space, action_space)
-    if config.network is not None:
-        return _own_networks(observation_space, action_space, distribution, is_masked, config)
     settings = {"masked": is_masked, "normalize_obs": config.normalize_obs}
+    if config.network is not None:
+        act = [torch.zeros(1, num_act)] if num_act else []
+        return _own_networks(observation_space, action_space, distribution, act, num_values, config, settings)
     encoder = make_encoder(observation_space, scaled=True, masked=is_masked, is_wide=config.normalize_obs)
-    generator, num_features = torch.Generator().manual_seed(config.seed), encoder.num_features
-    layers = _drawn(1, (num_features, *config.hidden_sizes, distribution.num_params), generator)
-    modules: list[nn.Module] = []
-    for weight, bias in layers:
-        layer = nn.Linear(weight.shape[2], weight.shape[1], device="meta")
-        layer.weight, layer.bias = nn.Parameter(weight[0]), nn.Parameter(bias[0])
-        modules += [layer, nn.ReLU()]
-    num_act, outputs = (0, distribution.num_params) if is_discrete(distribution) else (distribution.num_params // 2, 1)
-    sizes = (num_features + num_act, *config.hidden_sizes, outputs)
-    critics = Ensemble(*zip(*_drawn(config.num_critics, sizes, generator), strict=True))
-    net = nn.Sequential(*modules[:-1])
-    return SACActor(net, False, encoder, distribution, (num_features,), **settings), critics
+    num_features, hidden = encoder.num_features, config.hidden_sizes
+    generator = torch.Generator().manual_seed(config.seed)
+    layers: list[nn.Module] = []
+    for ins, outs in itertools.pairwise((num_features, *hidden, distribution.num_params)):
+        layer = nn.Linear(ins, outs, device="meta")
+        layer.weight, layer.bias = _drawn(ins, outs, generator)
+        layers += [layer, nn.ReLU()]
+    actor = SACActor(nn.Sequential(*layers[:-1]), False, encoder, distribution, (num_features,), **settings)
+    return actor, Ensemble(config.num_critics, (num_features + num_act, *hidden, num_values), generator)
 
 
-def is_discrete(distribution: Distribution) -> bool:
-    """Whether actions are choices, whose values critics return without reading an action."""
-    return isinstance(distribution, Categorical)
-
-
-def _drawn(count: int, sizes: Sequence[int], generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-    """Returns weights ``[E, out, in]`` and biases ``[E, out]``, uniform within ``1 / sqrt(in)`` as in ``nn.Linear``."""
-    layers = []
-    for ins, outs in itertools.pairwise(sizes):
-        bound = 1 / math.sqrt(ins)
-        shapes = (count, outs, ins), (count, outs)
-        layers.append(tuple(torch.empty(shape).uniform_(-bound, bound, generator=generator) for shape in shapes))
-    return layers  # type: ignore[return-value]
+def _drawn(ins: int, outs: int, generator: torch.Generator, *lead: int) -> list[nn.Parameter]:
+    """Returns weights ``[*lead, out, in]`` and biases ``[*lead, out]``, uniform within ``1 / sqrt(in)``."""
+    bound = 1 / math.sqrt(ins)
+    shapes = (*lead, outs, ins), (*lead, outs)
+    return [nn.Parameter(torch.empty(shape).uniform_(-bound, bound, generator=generator)) for shape in shapes]
 
 
 def _own_networks(
     observation_space: spaces.Space[Any],
     action_space: spaces.Space[Any],
     distribution: TanhGaussian | Categorical,
-    is_masked: bool,
-    config: SACConfig,
+    act: list[Tensor],
+    num_values: int,
+    config: Any,
+    settings: dict[str, bool],
 ) -> tuple[SACActor, nn.Module]:
     """Returns the networks of a user's module with ``actor`` and ``critics``, in evaluation mode.
 
@@ -219,12 +202,10 @@ def _own_networks(
     or ``[B, 1]``, for actions ``[B, C]`` scaled to [-1, 1]. For a Discrete it returns the values of all choices,
     ``critic(obs)``, ``[B, C]``.
     """
-    assert config.network is not None
+    is_masked, is_wide = settings["masked"], settings["normalize_obs"]
     space = without_mask(observation_space) if is_masked else observation_space
-    is_wide = config.normalize_obs
     if isinstance(space, spaces.Box):
-        path, shape = ("observation",) if is_masked else (), space.shape
-        encoder = plain_encoder(path, space, is_wide)
+        encoder, shape = plain_encoder(("observation",) if is_masked else (), space, is_wide), space.shape
     else:
         encoder = make_encoder(observation_space, masked=is_masked, is_wide=is_wide)
         shape = (encoder.num_features,)
@@ -232,14 +213,11 @@ def _own_networks(
     with seeded(config.seed):
         module = build_network(resolve("network", config.network), space, action_space, config)
         actor, critics = _actor_and_critics(module)
-        width = distribution.num_params // (1 if is_discrete(distribution) else 2)
-        inputs = (obs,) if is_discrete(distribution) else (obs, torch.zeros(len(obs), width))
-        name = "the parameters of the distribution over actions"
-        check_output(name, outputs_of(actor, obs), distribution.num_params)
-        name = "one value for each action" if is_discrete(distribution) else "one value"
+        outputs = outputs_of(actor, obs)
+        check_output("the parameters of the distribution over actions", outputs, distribution.num_params)
         for critic in critics:
-            check_output(name, outputs_of(critic, *inputs), width if is_discrete(distribution) else None)
-    settings = {"masked": is_masked, "normalize_obs": config.normalize_obs}
+            values = outputs_of(critic, obs, *(each.expand(len(obs), -1) for each in act))
+            check_output("the values of actions", values, None if act else num_values)
     return SACActor(actor, True, encoder, distribution, shape, **settings), Critics(critics)
 
 
@@ -259,8 +237,8 @@ def _actor_and_critics(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
         )
     for net in (actor, *critics):
         check_module(net.eval())
-    counts = Counter(id(each) for net in (actor, *critics) for each in net.parameters())
-    if (num_shared := sum(count > 1 for count in counts.values())) > 0:
+    parameters = [id(each) for net in (actor, *critics) for each in net.parameters()]
+    if num_shared := len(parameters) - len({*parameters}):
         raise ConfigError(
             f"{num_shared} parameters belong to several of the actor and the critics, which SAC trains apart. "
             "Make new layers for each, for example torch.nn.ModuleList(make_critic() for _ in range(2))."

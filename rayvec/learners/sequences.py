@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from rayvec.data import Tree, tree_leaves, tree_map
 from rayvec.errors import LearnerError
-from rayvec.learners.minibatches import own_part, stratified_shuffle
-from rayvec.learners.ranks import Ranks, global_range
+from rayvec.learners.ranks import Ranks, global_range, own_part, stratified_shuffle
 from rayvec.policies.recurrent import RecurrentActorCritic
 
 __all__ = [
@@ -229,7 +228,7 @@ def next_values(
 
 def draw_sequences(
     ranks: Ranks, happened: NDArray[np.bool_], num_minibatches: int, generator: np.random.Generator
-) -> list[tuple[NDArray[np.int64], int, tuple[NDArray[np.int64], NDArray[np.int64]]]]:
+) -> list[tuple[NDArray[np.int64], int, NDArray[np.int64], NDArray[np.int64]]]:
     """Shuffles the sequences of all ranks into minibatches.
 
     Args:
@@ -250,7 +249,7 @@ def draw_sequences(
     places = np.zeros(happened.shape, np.int64)
     places[happened] = np.arange(happened.sum())
     return [
-        (places[numbers][happened[numbers]], count, (numbers, np.flatnonzero(happened[numbers])))
+        (places[numbers][happened[numbers]], count, numbers, np.flatnonzero(happened[numbers]))
         for numbers, count in zip(drawn, counts, strict=True)
         if count
     ]

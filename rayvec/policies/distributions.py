@@ -172,7 +172,15 @@ class Categorical:
 
     def logp_entropy(self, params: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over the components, which are independent."""
-        logits = self._tensor_table(params)
+        if len(set(self.sizes)) == 1:
+            logits = params.view(-1, len(self.sizes), self.sizes[0])
+        else:
+            from torch import split, stack
+            from torch.nn.functional import pad
+
+            largest = max(self.sizes)  # an index by an array could not be compiled
+            parts = zip(split(params, list(self.sizes), -1), self.sizes, strict=True)
+            logits = stack([pad(part, (0, largest - size), value=NOT_ALLOWED) for part, size in parts], -2)
         logp = logits.log_softmax(-1)
         chosen = logp.gather(-1, sample.unsqueeze(-1)).squeeze(-1)
         return chosen.sum(-1), -(logp.exp() * logp).sum((-2, -1))
@@ -196,16 +204,6 @@ class Categorical:
         logp = shifted[np.arange(len(chosen)), chosen] - np.log(cumulative[:, -1])
         by_env = (-1, len(self.sizes))
         return chosen.reshape(by_env), np.add.reduce(logp.reshape(by_env), 1).astype(np.float32)
-
-    def _tensor_table(self, params: Tensor) -> Tensor:
-        if len(set(self.sizes)) == 1:
-            return params.view(-1, len(self.sizes), self.sizes[0])
-        from torch import split, stack
-        from torch.nn.functional import pad
-
-        largest = max(self.sizes)  # an index by an array could not be compiled
-        parts = zip(split(params, list(self.sizes), -1), self.sizes, strict=True)
-        return stack([pad(part, (0, largest - size), value=NOT_ALLOWED) for part, size in parts], -2)
 
 
 @dataclass(frozen=True)

@@ -86,11 +86,10 @@ class Encoder:
 
     def __call__(self, obs: Tree) -> Any:
         """Returns ``[..., D]``, float32, or float64 where that keeps digits to be normalised; a flat array as it is."""
-        return join([encode(at(obs, path)) for path, encode in self.leaves])
-
-    def image_arrays(self, obs: Tree) -> list[Any]:
-        """Returns the images, each ``uint8 [..., *shape]``, as they are."""
-        return [at(obs, image.path) for image in self.images]
+        parts = []
+        for path, encode in self.leaves:
+            parts.append(encode(at(obs, path)))
+        return parts[0] if len(parts) == 1 else join(parts)
 
     @property
     def measured(self) -> NDArray[np.bool_]:
@@ -175,9 +174,7 @@ def replaced(tree: Tree, path: Path, value: Any) -> Tree:
 
 
 def join(parts: list[Any]) -> Any:
-    """Returns arrays or tensors side by side, ``[..., D]``; one as it is."""
-    if len(parts) == 1:
-        return parts[0]
+    """Returns arrays or tensors side by side, ``[..., D]``."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts, axis=-1)
     import torch

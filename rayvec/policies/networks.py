@@ -17,7 +17,7 @@ from rayvec.data import Tree, tree_map
 from rayvec.policies.actors import Activation, Actor, MLPActor, check_length
 from rayvec.policies.cnns import SQRT2, NatureCNN, initialised, make_cnn
 from rayvec.policies.distributions import Distribution, make_distribution
-from rayvec.policies.encoders import Encoder, make_encoder, normalized
+from rayvec.policies.encoders import Encoder, at, make_encoder, normalized
 from rayvec.policies.masks import allowed, masked
 from rayvec.policies.precision import Precision, autocast, float32
 
@@ -29,11 +29,8 @@ __all__ = [
     "copy_to_cpu",
     "flat_weights",
     "load_flat_weights",
-    "make_actor_critic",
     "numpy_actor",
-    "on_device",
     "to_device",
-    "upload",
 ]
 
 PAGE_LOCKED = frozenset({"cuda"})
@@ -80,7 +77,7 @@ class ActorCriticModule(nn.Module):
     def _numbers(self, obs: Tree) -> Tensor:
         """Returns the numbers of observations, ``[..., D]``, normalised, on the device of the parameters."""
         like = next(self.parameters())
-        numbers = on_device(self.encoder(obs), like.device)
+        numbers = to_device(self.encoder(obs), like.device)
         if self.obs_mean is not None:
             numbers = normalized(numbers, self.obs_mean, self.obs_scale)
         return numbers.to(like.dtype)
@@ -90,7 +87,7 @@ class ActorCriticModule(nn.Module):
         rows = self._read(obs)
         if not self.is_masked:
             return rows
-        return rows, on_device(allowed(obs, self.distribution), next(self.parameters()).device)
+        return rows, to_device(allowed(obs, self.distribution), next(self.parameters()).device)
 
     def split(self, rows: Tree) -> tuple[Tree, Tensor | None]:
         """Returns what the network reads of rows, and what their mask allows; None for a network without masks."""
@@ -99,31 +96,35 @@ class ActorCriticModule(nn.Module):
     def forward(self, rows: Tree) -> tuple[Tensor, Tensor]:
         """Returns the distribution's parameters ``[..., P]`` and values ``[...]``."""
         read, mask = self.split(rows)
-        params, value = self._outputs(read)
-        return params if mask is None else masked(params, mask), value
+        features = self._features(read)
+        params = self._params_of(features)
+        return params if mask is None else masked(params, mask), self._value_of(features)
 
     def action_parameters(self, rows: Tree) -> Tensor:
         """Returns the distribution's parameters ``[..., P]``."""
         read, mask = self.split(rows)
-        return self._params(read) if mask is None else masked(self._params(read), mask)
+        params = self._params_of(self._features(read))
+        return params if mask is None else masked(params, mask)
 
     def value(self, rows: Tree) -> Tensor:
         """Returns values ``[...]``."""
-        return self._value(self.split(rows)[0])
+        return self._value_of(self._features(self.split(rows)[0]))
 
     def _read(self, obs: Tree) -> Tree:
         """Returns what the network reads of observations."""
         raise NotImplementedError
 
-    def _outputs(self, rows: Tree) -> tuple[Tensor, Tensor]:
-        """Returns parameters and values for what the network reads."""
+    def _features(self, rows: Tree) -> Any:
+        """Returns what parameters and values are computed from, for what the network reads; here the two themselves."""
         raise NotImplementedError
 
-    def _params(self, rows: Tree) -> Tensor:
-        return self._outputs(rows)[0]
+    def _params_of(self, features: Any) -> Tensor:
+        params: Tensor = features[0]
+        return params
 
-    def _value(self, rows: Tree) -> Tensor:
-        return self._outputs(rows)[1]
+    def _value_of(self, features: Any) -> Tensor:
+        value: Tensor = features[1]
+        return value
 
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights."""
@@ -146,11 +147,12 @@ class ActorCritic(ActorCriticModule):
     several of these, a tuple: numbers first, then the images.
 
     Args:
-        encoder: From observations to rows.
-        distribution: Of actions.
+        observation_space: Of one environment.
+        action_space: Of one environment.
         hidden_sizes: Widths of the hidden layers, the same for actor and critic.
-        masked: Whether observations have an action mask.
-        shared_trunk: Whether actor and critic share them.
+        masked: Whether the network leaves out the observation's action mask and applies it.
+        scaled: Whether finite bounds of a Box of actions are -1 and 1 for the network.
+        shared_trunk: Whether actor and critic share their hidden layers.
         normalize_obs: Whether numbers are shifted and scaled by ``obs_mean`` and ``obs_scale``, buffers ``[D]`` that
             the learner sets and that travel with the weights, and clipped to ±10.
         activation: Function after each hidden layer of the MLPs: tanh, ReLU, ELU, or GELU in its approximation by tanh.
@@ -158,17 +160,21 @@ class ActorCritic(ActorCriticModule):
         cnn: Which network reads images; see :func:`rayvec.policies.cnns.make_cnn`.
         log_std_init: Logarithm of the standard deviation of a Gaussian at the start.
         seed: Of the initial weights; torch's own generator is neither read nor moved.
+
+    Raises:
+        ConfigError: There is no encoder for the observations, or no distribution for the actions.
     """
 
     log_std: nn.Parameter | None
 
     def __init__(
         self,
-        encoder: Encoder,
-        distribution: Distribution,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
         hidden_sizes: Sequence[int] = (64, 64),
         *,
         masked: bool = False,
+        scaled: bool = False,
         shared_trunk: bool = False,
         normalize_obs: bool = False,
         activation: Activation = "tanh",
@@ -179,6 +185,8 @@ class ActorCritic(ActorCriticModule):
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
+        encoder = make_encoder(observation_space, images=True, scaled=True, masked=masked, is_wide=normalize_obs)
+        distribution = make_distribution(action_space, scaled)
         self.encoder, self.distribution, self.is_masked = encoder, distribution, masked
         num_outputs = distribution.num_params - distribution.num_constants
         self.activation: Activation = activation
@@ -200,44 +208,30 @@ class ActorCritic(ActorCriticModule):
         self._register_statistics(encoder.num_features if normalize_obs else 0)
 
     def _read(self, obs: Tree) -> Tree:
-        device = next(self.parameters()).device
-        rows = [on_device(images, device) for images in self.encoder.image_arrays(obs)]
-        if self.encoder.num_features:
-            rows.insert(0, self._numbers(obs))
+        rows = [self._numbers(obs)] if self.encoder.num_features else []
+        for image in self.encoder.images:
+            rows.append(to_device(at(obs, image.path), next(self.parameters()).device))
         return rows[0] if len(rows) == 1 else tuple(rows)
-
-    def _outputs(self, rows: Tree) -> tuple[Tensor, Tensor]:
-        features = self._features(rows)
-        return self._params_of(features), self._value_of(features)
-
-    def _params(self, rows: Tree) -> Tensor:
-        return self._params_of(self._features(rows))
-
-    def _value(self, rows: Tree) -> Tensor:
-        return self._value_of(self._features(rows))
 
     def _features(self, rows: Tree) -> Tensor:
         """Returns what actor and critic share, ``[..., F]``."""
-        parts = rows if isinstance(rows, tuple) else (rows,)
-        images = parts[len(parts) - len(self.cnns) :]
+        parts = [*rows] if isinstance(rows, tuple) else [rows]
         with autocast(self.precision, parts[0].device):
-            seen = [cnn(image) for cnn, image in zip(self.cnns, images, strict=True)]
-            joined = [*parts[: len(parts) - len(self.cnns)], *seen]
-            features: Tensor = self.trunk(joined[0] if len(joined) == 1 else torch.cat(joined, -1))
+            for k, cnn in enumerate(self.cnns, len(parts) - len(self.cnns)):
+                parts[k] = cnn(parts[k])
+            features: Tensor = self.trunk(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
         return float32(features)
 
     def _params_of(self, features: Tensor) -> Tensor:
-        outputs = self._head(self.actor, features)
+        with autocast(self.precision, features.device):
+            outputs = float32(self.actor(features))
         if self.log_std is None:
             return outputs
         return torch.cat([outputs, self.log_std.expand(*outputs.shape[:-1], len(self.log_std))], -1)
 
     def _value_of(self, features: Tensor) -> Tensor:
-        return self._head(self.critic, features).squeeze(-1)
-
-    def _head(self, net: nn.Module, features: Tensor) -> Tensor:
         with autocast(self.precision, features.device):
-            return float32(net(features))
+            return float32(self.critic(features)).squeeze(-1)
 
     def make_actor(self) -> Actor:
         """Returns the actor with the present weights: without torch, unless there are images."""
@@ -262,33 +256,6 @@ def numpy_actor(module: ActorCriticModule, prefixes: Sequence[str] = ("",), **se
     )
     actor.load_weights(flat_weights(module))
     return actor
-
-
-def make_actor_critic(
-    observation_space: spaces.Space[Any],
-    action_space: spaces.Space[Any],
-    hidden_sizes: Sequence[int] = (64, 64),
-    *,
-    masked: bool = False,
-    scaled: bool = False,
-    **settings: Any,
-) -> ActorCritic:
-    """Returns an actor-critic for the spaces of one environment.
-
-    Args:
-        observation_space: Of one environment.
-        action_space: Of one environment.
-        hidden_sizes: Widths of the hidden layers, the same for actor and critic.
-        masked: Whether the network leaves out the observation's action mask and applies it.
-        scaled: Whether finite bounds of a Box of actions are -1 and 1 for the network.
-        settings: Further arguments of :class:`ActorCritic`.
-
-    Raises:
-        ConfigError: There is no encoder for the observations, or no distribution for the actions.
-    """
-    is_wide = settings.get("normalize_obs", False)
-    encoder = make_encoder(observation_space, images=True, scaled=True, masked=masked, is_wide=is_wide)
-    return ActorCritic(encoder, make_distribution(action_space, scaled), hidden_sizes, masked=masked, **settings)
 
 
 class ModuleActor:
@@ -408,22 +375,14 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
-def upload(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns a tensor of the array on a device, in the array's dtype or another.
+def to_device(part: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns an array or a tensor on a device, in its own dtype or another.
 
     To a GPU it goes through page-locked memory: the copy runs beside what the host does next.
     """
-    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-    return to_device(tensor.to(dtype or tensor.dtype), device)
-
-
-def on_device(part: Any, device: torch.device) -> Tensor:
-    """Returns an array or a tensor on a device, in its own dtype."""
-    return part.to(device) if isinstance(part, Tensor) else upload(part, device)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor on a device, as `upload` does; the tensor itself if it is there already."""
+    if isinstance(part, np.ndarray):
+        part = torch.from_numpy(part if part.flags.writeable else part.copy())
+    tensor: Tensor = part.to(dtype or part.dtype)
     if device.type in PAGE_LOCKED and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -1,4 +1,4 @@
-"""Your own network in the place of the default one: what it must return, and how it is checked before a run begins."""
+"""Which network a learner trains: the default one, or your own, which is checked before a run begins."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
@@ -16,15 +16,29 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from rayvec.config.references import resolve
 from rayvec.data import Tree, tree_map
 from rayvec.errors import ConfigError, RayvecError, counted
-from rayvec.policies.distributions import Distribution
+from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, float_encoder, leaf_spaces, replaced
-from rayvec.policies.masks import seen, without_mask
-from rayvec.policies.networks import ActorCriticModule, on_device, to_tensor
+from rayvec.policies.masks import has_mask, seen, without_mask
+from rayvec.policies.networks import ActorCritic, ActorCriticModule, to_device, to_tensor
 from rayvec.policies.precision import autocast
+from rayvec.policies.recurrent import RecurrentActorCritic
 
-__all__ = ["OwnActorCritic", "build_network", "check_module", "check_output", "outputs_of", "sample_batch", "seeded"]
+if TYPE_CHECKING:
+    from rayvec.config.algorithms import ActorCriticConfig
+
+__all__ = [
+    "OwnActorCritic",
+    "build_network",
+    "check_module",
+    "check_output",
+    "make_module",
+    "outputs_of",
+    "sample_batch",
+    "seeded",
+]
 
 _BATCH = 3
 
@@ -83,7 +97,7 @@ class OwnActorCritic(ActorCriticModule):
     def _read(self, obs: Tree) -> Tree:
         """Returns what the module sees of whole observations: normalised, and without a mask."""
         device = next(self.parameters()).device
-        obs = tree_map(lambda leaf: on_device(leaf, device), obs)
+        obs = tree_map(lambda leaf: to_device(leaf, device), obs)
         if self.obs_mean is not None:
             numbers = self._numbers(obs)
             sizes = [encode.size for _, encode in self.encoder.leaves]
@@ -92,7 +106,7 @@ class OwnActorCritic(ActorCriticModule):
         obs = tree_map(lambda leaf: leaf.float() if leaf.dtype == torch.float64 else leaf, obs)
         return seen(obs) if self.is_masked else obs
 
-    def _outputs(self, rows: Tree) -> tuple[Tensor, Tensor]:
+    def _features(self, rows: Tree) -> tuple[Tensor, Tensor]:
         """Calls the module.
 
         Raises:
@@ -280,3 +294,27 @@ def _shape(output: Any) -> tuple[int, ...] | None:
 def _kind(output: Any) -> str:
     """Says what a module returned: a shape, or the type of what is no tensor."""
     return f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+
+
+def make_module(
+    observation_space: spaces.Space[Any], action_space: spaces.Space[Any], config: ActorCriticConfig
+) -> ActorCriticModule:
+    """Returns the actor-critic that the settings ask for, with its initial weights.
+
+    Raises:
+        ConfigError: There is no network for these spaces, or your own can't be trained.
+    """
+    is_masked = config.action_masks and has_mask(observation_space, action_space)
+    settings: dict[str, Any] = {"masked": is_masked, "normalize_obs": config.normalize_obs}
+    if config.network is not None:
+        space = without_mask(observation_space) if is_masked else observation_space
+        with seeded(config.seed):
+            net = build_network(resolve("network", config.network), space, action_space, config)
+            distribution = make_distribution(action_space, config.scale_actions)
+            return OwnActorCritic(net, observation_space, distribution, **settings)
+    settings |= {name: getattr(config, name) for name in ("activation", "layer_norm", "cnn", "log_std_init", "seed")}
+    settings |= {"scaled": config.scale_actions, "hidden_sizes": config.hidden_sizes}
+    if config.recurrent is None:
+        return ActorCritic(observation_space, action_space, shared_trunk=config.shared_trunk, **settings)
+    settings |= {name: getattr(config, name) for name in ("recurrent_size", "sequence_length", "burn_in")}
+    return RecurrentActorCritic(observation_space, action_space, kind=config.recurrent, **settings)

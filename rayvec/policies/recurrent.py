@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rayvec.data import Tree, tree_leaves
-from rayvec.policies.distributions import Distribution, make_distribution
-from rayvec.policies.encoders import Encoder, make_encoder
 from rayvec.policies.masks import masked as apply_mask
 from rayvec.policies.networks import ActorCritic, ModuleActor
 
-__all__ = ["CellKind", "RecurrentActor", "RecurrentActorCritic", "RecurrentCell", "make_recurrent_actor_critic"]
+__all__ = ["CellKind", "RecurrentActor", "RecurrentActorCritic", "RecurrentCell"]
 
 CellKind = Literal["gru", "lstm"]
 
@@ -93,8 +91,8 @@ class RecurrentActorCritic(ActorCritic):
     ``shared_trunk``.
 
     Args:
-        encoder: From observations to rows.
-        distribution: Of actions.
+        observation_space: Of one environment.
+        action_space: Of one environment.
         hidden_sizes: Widths of the hidden layers before the cell.
         kind: Of the cell, ``"gru"`` or ``"lstm"``.
         recurrent_size: H, the number of units of the cell.
@@ -106,8 +104,8 @@ class RecurrentActorCritic(ActorCritic):
 
     def __init__(
         self,
-        encoder: Encoder,
-        distribution: Distribution,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
         hidden_sizes: Sequence[int] = (64, 64),
         *,
         kind: CellKind = "gru",
@@ -117,7 +115,7 @@ class RecurrentActorCritic(ActorCritic):
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        super().__init__(encoder, distribution, hidden_sizes, shared_trunk=True, seed=seed, **settings)
+        super().__init__(observation_space, action_space, hidden_sizes, shared_trunk=True, seed=seed, **settings)
         generator = torch.Generator().manual_seed(seed)
         last = self.actor[-1]  # heads on the cell's output replace those on the features
         assert isinstance(last, nn.Linear)
@@ -168,34 +166,6 @@ class RecurrentActorCritic(ActorCritic):
     def make_actor(self) -> RecurrentActor:
         """Returns the actor with the present weights."""
         return RecurrentActor(self)
-
-
-def make_recurrent_actor_critic(
-    observation_space: spaces.Space[Any],
-    action_space: spaces.Space[Any],
-    hidden_sizes: Sequence[int] = (64, 64),
-    *,
-    masked: bool = False,
-    scaled: bool = False,
-    **settings: Any,
-) -> RecurrentActorCritic:
-    """Returns a recurrent actor-critic for the spaces of one environment.
-
-    Args:
-        observation_space: Of one environment.
-        action_space: Of one environment.
-        hidden_sizes: Widths of the hidden layers before the cell.
-        masked: Whether the network leaves out the observation's action mask and applies it.
-        scaled: Whether finite bounds of a Box of actions are -1 and 1 for the network.
-        **settings: Further arguments of :class:`RecurrentActorCritic`.
-
-    Raises:
-        ConfigError: There is no encoder for the observations, or no distribution for the actions.
-    """
-    is_wide = settings.get("normalize_obs", False)
-    encoder = make_encoder(observation_space, images=True, scaled=True, masked=masked, is_wide=is_wide)
-    distribution = make_distribution(action_space, scaled)
-    return RecurrentActorCritic(encoder, distribution, hidden_sizes, masked=masked, **settings)
 
 
 class RecurrentActor(ModuleActor):

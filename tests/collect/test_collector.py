@@ -496,11 +496,11 @@ class TestPoliciesThatFail:
             Collector(make_vec([CountingEnv] * 2), lambda obs: np.zeros(len(obs) + 1, int)).collect(n_step=2)
 
     def test_weights_of_another_policy(self, make_vec: MakeVec) -> None:
-        from rayvec.policies.networks import make_actor_critic
+        from rayvec.policies.networks import ActorCritic
         from rayvec.policies.policy import Policy
 
         env = make_vec([DriftEnv] * 2)
-        policy = Policy(make_actor_critic(env.single_observation_space, env.single_action_space))
+        policy = Policy(ActorCritic(env.single_observation_space, env.single_action_space))
         collector = Collector(env, policy)
         collector.set_weights(np.zeros(3, np.float32))
         with pytest.raises(ConfigError, match=r"weights have shape \(3,\)") as caught:

@@ -23,7 +23,7 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
 from rayvec.errors import ConfigError
 from rayvec.learners.sac import SACLearner
-from rayvec.policies.networks import flat_weights, make_actor_critic
+from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.policies.policy import Policy
 from rayvec.training.run_dir import load_run
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -108,7 +108,7 @@ IMAGES = spaces.Box(0, 255, (36, 36, 1), np.uint8)
 @pytest.mark.parametrize("observation", [spaces.Box(-1, 1, (3,), np.float32), IMAGES], ids=["numbers", "images"])
 def test_a_policy_on_a_device(observation: spaces.Box) -> None:
     """ "cpu:0" is a device other than "cpu" to torch's actor, which every machine has."""
-    net = make_actor_critic(observation, spaces.Discrete(3), normalize_obs=observation is not IMAGES)
+    net = ActorCritic(observation, spaces.Discrete(3), normalize_obs=observation is not IMAGES)
     obs = np.stack([observation.sample() for _ in range(5)])
     here, there = Policy(net), Policy(net, device="cpu:0")
     noise = np.random.default_rng(0).random((5, here.noise.lanes))

@@ -19,7 +19,7 @@ from torch import Tensor
 from rayvec.data import Batch
 from rayvec.data.join_chunks import join_chunks
 from rayvec.errors import ConfigError, LearnerError
-from rayvec.policies.networks import make_actor_critic
+from rayvec.policies.networks import ActorCritic
 from rayvec.policies.policy import Policy
 
 Metrics = list[dict[str, float]]
@@ -94,7 +94,7 @@ def test_ranks_that_were_cut_equal_one_with_the_union_of_their_steps(
 ) -> None:
     """Each rank has the chunk that it took, of a length of its own; one learner has all of them, joined."""
     lengths = np.random.default_rng(0).integers(1, 9, (num_updates, 3))
-    policy, widths = Policy(make_actor_critic(OBS, DISCRETE, (16, 16), seed=1)), (2, 3, 2)
+    policy, widths = Policy(ActorCritic(OBS, DISCRETE, (16, 16), seed=1)), (2, 3, 2)
     taken = [
         [
             replace(make_chunk(policy, 3 * number + rank, num_steps=int(steps), num_envs=width), env_ids=ids)

@@ -17,7 +17,7 @@ from rayvec.data import Batch
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.policies.policy import Policy
-from rayvec.policies.recurrent import RecurrentActorCritic, make_recurrent_actor_critic
+from rayvec.policies.recurrent import RecurrentActorCritic
 
 N, T = 7, 11
 SPLITS = [
@@ -39,7 +39,7 @@ class DoubleRecurrent(RecurrentActorCritic):
 
 def make_module(both: tuple[spaces.Space[Any], spaces.Space[Any]], kind: Any) -> RecurrentActorCritic:
     settings = {"recurrent_size": 6, "sequence_length": 4, "burn_in": 2, "seed": 1}
-    return make_recurrent_actor_critic(*both, (8,), kind=kind, masked=both[0] is MASKED, **settings)
+    return RecurrentActorCritic(*both, (8,), kind=kind, masked=both[0] is MASKED, **settings)
 
 
 def make_learner(algorithm: str, both: Any, kind: Any, compiled: bool = False) -> PPOLearner | IMPALALearner:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import ray
 import torch
 from helpers.examples import examples
 from helpers.thread_ranks import ThreadRanks, on_ranks
@@ -20,9 +19,8 @@ from hypothesis import given, strategies as st
 from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.distributed.rank import pack
 from rayvec.distributed.rank_state import shared_state
+from rayvec.distributed.rendezvous import RayArrivals, delete_rendezvous
 from rayvec.distributed.stragglers import SharedArrivals, Stragglers
-from rayvec.distributed.stragglers_on_ray import RayArrivals, start_counter
-from rayvec.errors import RankLostError
 from rayvec.training.rank_trainer import RankTrainer
 from rayvec.training.runs import LEARNERS
 from rayvec.training.trainer import Progress
@@ -131,14 +129,14 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
         assert_same(state, states[0])
 
 
-def test_a_counter_counts_ranks_of_a_cluster_and_is_missed_when_it_has_ended(ray_cluster: object) -> None:
-    counter = start_counter()
-    first, second = (RayArrivals(counter, rank) for rank in range(2))
-    first.arrive(1)
-    wait_until(lambda: second.have_arrived(1, 1))
-    assert not second.have_arrived(1, 2)
-    second.arrive(1)
-    wait_until(lambda: first.have_arrived(1, 2))
-    ray.kill(counter)
-    with pytest.raises(RankLostError, match="actor that counts the arrivals of ranks has ended"):
-        wait_until(lambda: first.have_arrived(2, 2))
+def test_ranks_of_a_cluster_are_counted(ray_cluster: object) -> None:
+    first, second = (RayArrivals("test", rank) for rank in range(2))
+    for iteration in (1, 2, 3, 4):
+        assert not second.have_arrived(iteration, 1)
+        first.arrive(iteration)
+        wait_until(lambda: second.have_arrived(iteration, 1))  # noqa: B023
+        assert not second.have_arrived(iteration, 2)
+        second.arrive(iteration)
+        wait_until(lambda: first.have_arrived(iteration, 2))  # noqa: B023
+    delete_rendezvous("test")
+    assert not RayArrivals("test", 0).have_arrived(4, 1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
 from rayvec.errors import LearnerError, RankLostError
-from rayvec.learners.ranks import ALONE, gather_counts, global_moments
+from rayvec.learners.ranks import ALONE, global_moments, global_range
 
 KINDS = pytest.mark.parametrize("kind", ["shared memory", "collective"])
 CASES = [
@@ -104,14 +104,11 @@ def test_nothing_has_a_name() -> None:
 
 
 def test_one_rank_alone_counts_and_sums() -> None:
-    assert gather_counts(ALONE, 5) == [5]
-    mean, variance = global_moments(ALONE, [torch.tensor([1.0, 2.0, 6.0]), torch.zeros(0)], [3, 0])
-    assert mean.tolist() == [3.0, 0.0]
-    torch.testing.assert_close(variance, torch.tensor([14 / 3, 0.0], dtype=torch.float64))
-    padded = torch.tensor([[1.0, 2.0, 6.0], [7.0, 9.0, 0.0]])
-    mean, variance = global_moments(ALONE, [padded], [3, 2], [3, 2])
-    assert mean.tolist() == [3.0, 8.0]
-    torch.testing.assert_close(variance, torch.tensor([14 / 3, 1.0], dtype=torch.float64))
+    assert global_range(ALONE, 5) == (range(5), 5)
+    padded = torch.tensor([[1.0, 2.0, 6.0], [7.0, 9.0, 0.0], [0.0, 0.0, 0.0]])
+    mean, variance = global_moments(ALONE, padded, [3, 2, 0])
+    assert mean.tolist() == [3.0, 8.0, 0.0]
+    torch.testing.assert_close(variance, torch.tensor([14 / 3, 1.0, 0.0], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("lengths", [(3, 4), (3, 70_001), (70_001, 80_001)], ids=str)

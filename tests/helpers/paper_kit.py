@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from helpers.recurrent_kit import StepByStep
 from helpers.vtrace import vtrace_by_definition
 from rayvec.data import Chunk
-from rayvec.learners.minibatches import stratified_shuffle
+from rayvec.learners.ranks import stratified_shuffle
 from rayvec.learners.returns import gae
 from rayvec.policies.distributions import Categorical
 from rayvec.policies.recurrent import RecurrentActorCritic

@@ -14,7 +14,7 @@ from rayvec.config import IMPALAConfig, PPOConfig
 from rayvec.data import Batch, CollectStats
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
-from rayvec.policies.networks import ActorCritic, make_actor_critic
+from rayvec.policies.networks import ActorCritic
 from rayvec.policies.policy import Policy
 
 T, N = 8, 7
@@ -29,7 +29,7 @@ class DoubleActorCritic(ActorCritic):
 
 
 def make_module(action_space: spaces.Space[Any], dtype: torch.dtype) -> ActorCritic:
-    module = make_actor_critic(OBS, action_space, (16, 16), seed=1)
+    module = ActorCritic(OBS, action_space, (16, 16), seed=1)
     if dtype == torch.float64:
         encoder = module.encoder
         module.double().__class__ = DoubleActorCritic
@@ -72,6 +72,6 @@ def make_lonely() -> Any:
 
 def make_batches(action_space: spaces.Space[Any], count: int, num_envs: int = N) -> list[Batch]:
     """Batches of two chunks each, with episodes that end in both ways and steps that did not happen."""
-    policy = Policy(make_actor_critic(OBS, action_space, (16, 16), seed=1))
+    policy = Policy(ActorCritic(OBS, action_space, (16, 16), seed=1))
     chunks = [make_chunk(policy, seed, num_steps=T, num_envs=num_envs, invalid=True) for seed in range(2 * count)]
     return [Batch(tuple(chunks[first : first + 2]), STATS) for first in range(0, 2 * count, 2)]

@@ -19,7 +19,7 @@ from rayvec.collect.collector import EpisodeTracker
 from rayvec.config import IMPALAConfig
 from rayvec.data import Batch
 from rayvec.learners.impala import IMPALALearner
-from rayvec.learners.torch_vtrace import num_rounds, vtrace_of_rows
+from rayvec.learners.returns import num_rounds, vtrace_of_rows
 from rayvec.policies.policy import Policy
 from rayvec.rollout.loop import rollout
 from rayvec.training.runs import torch_threads

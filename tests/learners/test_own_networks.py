@@ -17,7 +17,7 @@ from rayvec.errors import CheckpointError, ConfigError
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
-from rayvec.policies.networks import make_actor_critic
+from rayvec.policies.networks import ActorCritic
 from rayvec.policies.policy import Policy
 
 
@@ -26,7 +26,7 @@ class LikeTheDefault(nn.Module):
 
     def __init__(self, observation_space: Any, action_space: Any, config: Any) -> None:
         super().__init__()
-        default = make_actor_critic(observation_space, action_space, config.hidden_sizes, seed=config.seed)
+        default = ActorCritic(observation_space, action_space, config.hidden_sizes, seed=config.seed)
         self.log_std, self.actor, self.critic = default.log_std, default.actor, default.critic
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,7 @@ from helpers.thread_ranks import ThreadRanks, on_ranks
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from rayvec.learners.minibatches import stratified_shuffle
-from rayvec.learners.ranks import ALONE, global_moments
+from rayvec.learners.ranks import ALONE, global_moments, stratified_shuffle
 
 
 @given(count=st.integers(0, 400), num_minibatches=st.integers(1, 300), seed=st.integers(0, 9))
@@ -54,10 +53,11 @@ def test_moments_keep_their_digits_where_the_mean_is_large(shift: float) -> None
     values, bounds = centred[0] + shift, [0, 7, 7, 5000]
 
     def moments(ranks: ThreadRanks) -> tuple[Tensor, Tensor]:
-        return global_moments(ranks, [values[bounds[ranks.rank] : bounds[ranks.rank + 1]]], [5000])
+        own = values[bounds[ranks.rank] : bounds[ranks.rank + 1]]
+        return global_moments(ranks, own[None], [len(own)])
 
     first, *others = on_ranks(3, moments)
-    alone = global_moments(ALONE, [values], [5000])
+    alone = global_moments(ALONE, values[None], [5000])
     rounding = 1e-15 * max(1.0, shift)  # of the values themselves
     for mean, variance in (first, alone):
         torch.testing.assert_close(mean - shift, centred.mean(1), rtol=0.0, atol=2 * rounding)

@@ -24,7 +24,6 @@ from hypothesis.extra import numpy as st_np
 from rayvec.data import tree_map
 from rayvec.data.layouts import ArrayLayout, index_tree, split_actions, tree_writer
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
-from rayvec.distributed.memory_file import MemoryFile
 from rayvec.errors import ConfigError
 from rayvec.node.chunk_slots import ChunkSlot
 from rayvec.node.shared_memory import Semaphore, SharedBlock
@@ -199,10 +198,9 @@ class TestLayout:
     [
         lambda: SharedBlock({"a": (np.uint8, (1000,))}),
         lambda: ChunkSlot().prepare(np.zeros(1000, np.float32), 1 << 16),
-        lambda: MemoryFile(np.zeros(1000)),
         lambda: SharedMemoryRanks(0, 1),
     ],
-    ids=["SharedBlock", "ChunkSlot", "MemoryFile", "SharedMemoryRanks"],
+    ids=["SharedBlock", "ChunkSlot", "SharedMemoryRanks"],
 )
 def test_a_limit_on_the_size_of_files_is_an_error_with_a_remedy(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError, match=r"a limit of 100 bytes. Remedy: .*ulimit -f"), file_size_limit(100):

@@ -16,9 +16,9 @@ from rayvec.config import IMPALAConfig, PPOConfig
 from rayvec.config.references import refer
 from rayvec.data import tree_map
 from rayvec.errors import ConfigError
-from rayvec.learners.actor_critic_networks import make_module
 from rayvec.policies.encoders import make_encoder
-from rayvec.policies.networks import flat_weights, make_actor_critic
+from rayvec.policies.networks import ActorCritic, flat_weights
+from rayvec.policies.own_network import make_module
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 ACTIONS = {
@@ -198,7 +198,7 @@ def test_floats_are_normalised_before_an_own_network_sees_them() -> None:
 def test_numpy_computes_what_the_default_network_computes(
     activation: Any, layer_norm: bool, shared_trunk: bool
 ) -> None:
-    module = make_actor_critic(
+    module = ActorCritic(
         BOX,
         ACTIONS["box"],
         (16, 8),

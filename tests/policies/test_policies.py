@@ -26,11 +26,11 @@ from rayvec.errors import ConfigError
 from rayvec.policies.distributions import Categorical, Distribution, make_distribution
 from rayvec.policies.encoders import leaf_spaces, make_encoder
 from rayvec.policies.masks import masked
-from rayvec.policies.networks import ActorCritic, flat_weights, make_actor_critic
+from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.own_network import OwnActorCritic
 from rayvec.policies.policy import Policy
-from rayvec.policies.recurrent import make_recurrent_actor_critic
+from rayvec.policies.recurrent import RecurrentActorCritic
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 ACTION_SPACES: dict[str, spaces.Space[Any]] = {
@@ -216,7 +216,7 @@ def test_no_rows_are_encoded_too(shape: tuple[int, ...]) -> None:
 )
 def test_observations_without_an_encoder_are_refused(space: spaces.Space[Any]) -> None:
     with pytest.raises(ConfigError, match=r"has the part .*images as uint8"):
-        make_actor_critic(space, BOX)
+        ActorCritic(space, BOX)
 
 
 def test_who_cannot_see_refuses_images() -> None:
@@ -252,7 +252,7 @@ def draw_obs(space: spaces.Space[Any], *lead: int) -> Any:
 @EACH_IMAGE_SPACE
 def test_images_are_seen(space: spaces.Space[Any]) -> None:
     """Each pixel counts, rows keep their leading axes, and acting is what the module computes."""
-    module = perturbed(make_actor_critic(space, spaces.Discrete(3), (16,)), 0.01)
+    module = perturbed(ActorCritic(space, spaces.Discrete(3), (16,)), 0.01)
     obs = draw_obs(space, 2, 3)
     rows = module.encode(obs)
     images = [leaf for leaf in tree_leaves(rows) if leaf.dtype == torch.uint8]
@@ -278,7 +278,7 @@ def test_images_are_seen(space: spaces.Space[Any]) -> None:
 
 def test_the_channels_are_where_the_space_says() -> None:
     first, last = spaces.Box(0, 255, (3, 40, 36), np.uint8), spaces.Box(0, 255, (40, 36, 3), np.uint8)
-    modules = [make_actor_critic(space, BOX, seed=1) for space in (first, last)]
+    modules = [ActorCritic(space, BOX, seed=1) for space in (first, last)]
     image = draw_obs(first, 5)
     values = [
         module.value(module.encode(obs))
@@ -296,7 +296,7 @@ def test_small_images_are_numbers() -> None:
 @pytest.mark.parametrize("normalize_obs", [False, True], ids=["raw", "normalised"])
 @pytest.mark.parametrize("space", [BOX, spaces.Discrete(4)], ids=["box", "discrete"])
 def test_small_nets_act_in_numpy_as_in_torch(space: Any, normalize_obs: bool, shared_trunk: bool) -> None:
-    module = make_actor_critic(BOX, space, (16, 8), normalize_obs=normalize_obs, shared_trunk=shared_trunk)
+    module = ActorCritic(BOX, space, (16, 8), normalize_obs=normalize_obs, shared_trunk=shared_trunk)
     policy = Policy(module)
     perturbed(module)
     for buffer in module.buffers():
@@ -316,7 +316,7 @@ def test_small_nets_act_in_numpy_as_in_torch(space: Any, normalize_obs: bool, sh
 
 @pytest.mark.parametrize("space", [spaces.Discrete(4, start=2), spaces.Box(-1, np.array([1, 3], np.float32))], ids=str)
 def test_a_random_start_is_uniform_until_weights_come(space: Any) -> None:
-    module = perturbed(make_actor_critic(BOX, space, (16,)), 1.0)
+    module = perturbed(ActorCritic(BOX, space, (16,)), 1.0)
     policy = Policy(module, random_start=True)
     obs, noise = np.ones((4000, 3), np.float32), draw_noise(module.distribution, 4000)
     act, extras = policy.act(obs, noise)
@@ -333,14 +333,14 @@ def test_a_random_start_is_uniform_until_weights_come(space: Any) -> None:
 
 
 def test_a_box_without_bounds_has_no_uniform_actions() -> None:
-    module = make_actor_critic(BOX, spaces.Box(-np.inf, np.inf, (2,)))
+    module = ActorCritic(BOX, spaces.Box(-np.inf, np.inf, (2,)))
     with pytest.raises(ConfigError, match=r"finite bounds.*RescaleAction"):
         Policy(module, random_start=True).act(np.ones((1, 3), np.float32), np.zeros((1, 2)))
 
 
 def test_a_random_start_is_not_deterministic() -> None:
     with pytest.raises(ConfigError, match="deterministic=True and random_start=True"):
-        Policy(make_actor_critic(BOX, spaces.Discrete(2)), deterministic=True, random_start=True)
+        Policy(ActorCritic(BOX, spaces.Discrete(2)), deterministic=True, random_start=True)
 
 
 def test_buffers_travel_with_the_weights() -> None:
@@ -359,12 +359,12 @@ def test_buffers_travel_with_the_weights() -> None:
 @pytest.mark.parametrize("space", [spaces.Box(0, 9, (2,), np.int64), spaces.Text(3), spaces.Dict(a=spaces.Text(3))])
 def test_actions_without_a_distribution_are_refused(space: spaces.Space[Any]) -> None:
     with pytest.raises(ConfigError, match=r"The action space is .*Discrete, MultiDiscrete"):
-        make_actor_critic(BOX, space)
+        ActorCritic(BOX, space)
 
 
 @EACH_ACTION_SPACE
 def test_the_policy_computes_what_the_module_does(space: spaces.Space[Any]) -> None:
-    module = perturbed(make_actor_critic(BOX, space, (16, 16)))
+    module = perturbed(ActorCritic(BOX, space, (16, 16)))
     obs = np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
     act, extras = Policy(module).act(obs, draw_noise(module.distribution, 50))
     sample = torch.from_numpy(module.distribution.recorded(act, extras))
@@ -375,7 +375,7 @@ def test_the_policy_computes_what_the_module_does(space: spaces.Space[Any]) -> N
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 2**32 - 1))
 def test_logp_does_not_depend_on_who_else_is_in_the_batch(sizes: list[int], seed: int) -> None:
-    policy = Policy(perturbed(make_actor_critic(BOX, spaces.Discrete(5)), 0.1))
+    policy = Policy(perturbed(ActorCritic(BOX, spaces.Discrete(5)), 0.1))
     obs = np.random.default_rng(seed).normal(size=(sum(sizes), 3)).astype(np.float32)
     noise = draw_noise(make_distribution(spaces.Discrete(5)), len(obs))
     act, extras = policy.act(obs, noise)
@@ -391,7 +391,7 @@ def test_logp_does_not_depend_on_who_else_is_in_the_batch(sizes: list[int], seed
 def test_a_deterministic_policy_takes_the_most_probable_action_and_asks_for_no_noise() -> None:
     obs = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
     for space in (spaces.Discrete(4), BOX):
-        module = perturbed(make_actor_critic(BOX, space))
+        module = perturbed(ActorCritic(BOX, space))
         policy = Policy(module, deterministic=True)
         assert policy.noise.lanes == 0
         act, _ = policy.act(obs, np.zeros((20, 0)))
@@ -417,7 +417,7 @@ MY_OBS = {"kind": np.array([0, 2, 1]), "where": np.random.default_rng(0).normal(
 
 
 def both_policies() -> list[tuple[Policy, nn.Module, Any]]:
-    module, mine = make_actor_critic(BOX, spaces.Discrete(4), (8,)), Mine()
+    module, mine = ActorCritic(BOX, spaces.Discrete(4), (8,)), Mine()
     obs = MY_OBS["where"].astype(np.float32)
     return [(Policy(module), module, obs), (Policy(mine, spaces.Discrete(4)), mine, MY_OBS)]
 
@@ -472,7 +472,7 @@ def test_a_pickled_policy_acts_alike(which: int, pickler: Any) -> None:
 
 
 def test_an_mlp_acts_without_torch(tmp_path: Path) -> None:
-    (tmp_path / "policy").write_bytes(pickle.dumps(Policy(make_actor_critic(BOX, BOX))))
+    (tmp_path / "policy").write_bytes(pickle.dumps(Policy(ActorCritic(BOX, BOX))))
     script = (
         "import pickle, sys, numpy; policy = pickle.load(open(sys.argv[1], 'rb'));"
         "act, _ = policy.act(numpy.zeros((2, 3), numpy.float32), numpy.zeros((2, 3)));"
@@ -483,7 +483,7 @@ def test_an_mlp_acts_without_torch(tmp_path: Path) -> None:
 
 def test_initial_weights_are_orthogonal_and_depend_on_the_seed_alone() -> None:
     state = torch.get_rng_state()
-    module = make_actor_critic(BOX, BOX, (32, 16), seed=3)
+    module = ActorCritic(BOX, BOX, (32, 16), seed=3)
     assert torch.equal(torch.get_rng_state(), state)
     for net, last_gain in ((module.actor, 0.01), (module.critic, 1.0)):
         layers = [layer for layer in net if isinstance(layer, nn.Linear)]
@@ -493,7 +493,7 @@ def test_initial_weights_are_orthogonal_and_depend_on_the_seed_alone() -> None:
             gram = weight.T @ weight if len(weight) > weight.shape[1] else weight @ weight.T
             torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), atol=1e-5, rtol=0)
             assert not layer.bias.any()
-    again, other = (flat_weights(make_actor_critic(BOX, BOX, (32, 16), seed=seed)) for seed in (3, 4))
+    again, other = (flat_weights(ActorCritic(BOX, BOX, (32, 16), seed=seed)) for seed in (3, 4))
     np.testing.assert_array_equal(flat_weights(module), again)
     assert (again != other).any()
     assert isinstance(module, ActorCritic) and module.value(module.encode(np.ones((5, 3)))).shape == (5,)
@@ -549,7 +549,7 @@ def test_normal_parts_of_a_product_have_the_mean_and_deviation_they_should() -> 
 def test_a_mask_applies_to_the_discrete_parts_of_a_product(deterministic: bool) -> None:
     """Its numbers are those of "gear" and then those of "who"."""
     space = spaces.Dict(observation=BOX, action_mask=spaces.MultiBinary(9))
-    module = perturbed(make_actor_critic(space, HYBRID, (8,), masked=True))
+    module = perturbed(ActorCritic(space, HYBRID, (8,), masked=True))
     mask = np.tile(np.array([0, 1, 0, 1, 0, 0, 0, 1, 0], np.int8), (50, 1))
     obs = {"observation": np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32), "action_mask": mask}
     for policy in (Policy(module, deterministic=deterministic), Policy(module, random_start=not deterministic)):
@@ -583,13 +583,13 @@ def test_numbers_far_from_0_keep_their_digits_where_they_are_normalised(dtype: A
     space = spaces.Box(low, -low, (2,), dtype)
     obs = (offset + np.arange(8).reshape(4, 2)).astype(dtype)
     if kind == "recurrent":
-        module: Any = make_recurrent_actor_critic(space, BOX, (8,), normalize_obs=True)
+        module: Any = RecurrentActorCritic(space, BOX, (8,), normalize_obs=True)
     elif kind == "own":
         space = spaces.Box(low, -low, (2,), np.float64)
         module = OwnActorCritic(own_parts.TwoHeads(space, BOX), space, make_distribution(BOX), normalize_obs=True)
         obs = obs.astype(np.float64)
     else:
-        module = make_actor_critic(space, BOX, (8,), normalize_obs=True)
+        module = ActorCritic(space, BOX, (8,), normalize_obs=True)
     module.obs_mean.copy_(torch.tensor([offset + 3, offset + 4], dtype=torch.float64))
     module.obs_scale.fill_(0.5)
     expected = torch.from_numpy((np.arange(8).reshape(4, 2) - [3, 4]) * 0.5).float()

@@ -15,10 +15,10 @@ from torch import nn
 
 from rayvec.data import tree_map
 from rayvec.errors import ConfigError
-from rayvec.policies.networks import flat_weights, make_actor_critic
+from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
-from rayvec.policies.recurrent import RecurrentActorCritic, make_recurrent_actor_critic
+from rayvec.policies.recurrent import RecurrentActorCritic
 
 CELLS = pytest.mark.parametrize("kind", ["gru", "lstm"])
 K = 3
@@ -27,7 +27,7 @@ K = 3
 def make(
     kind: Any = "gru", obs: spaces.Space[Any] = OBS, act: spaces.Space[Any] = DISCRETE, **kwargs: Any
 ) -> RecurrentActorCritic:
-    return make_recurrent_actor_critic(obs, act, (8,), kind=kind, recurrent_size=6, **kwargs)
+    return RecurrentActorCritic(obs, act, (8,), kind=kind, recurrent_size=6, **kwargs)
 
 
 def noise_of(policy: Policy, num_steps: int, count: int = K) -> Any:
@@ -126,7 +126,7 @@ def test_states_that_the_caller_keeps(kind: str, act: Any) -> None:
 
 
 def test_a_policy_without_memory_acts_from_no_state() -> None:
-    policy = Policy(make_actor_critic(OBS, DISCRETE))
+    policy = Policy(ActorCritic(OBS, DISCRETE))
     obs, noise = draw_obs(OBS, np.random.default_rng(0), K), noise_of(policy, 1)[0]
     assert policy.initial_state(K) is None
     actions, extras, state = policy.act_from(obs, noise, None)
@@ -159,7 +159,7 @@ def test_weights_are_loaded_and_states_stay() -> None:
     for wrong in (
         flat_weights(module)[:-1],
         flat_weights(make("lstm")),
-        flat_weights(make_actor_critic(OBS, DISCRETE)),
+        flat_weights(ActorCritic(OBS, DISCRETE)),
     ):
         with pytest.raises(ConfigError, match=r"weights have shape .*the same kind of module"):
             policy.load_weights(wrong)

@@ -17,7 +17,7 @@ from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
 from rayvec.policies.networks import flat_weights
 from rayvec.policies.policy import Policy
-from rayvec.policies.recurrent import RecurrentActorCritic, make_recurrent_actor_critic
+from rayvec.policies.recurrent import RecurrentActorCritic
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 N, LENGTH, BURN_IN = 5, 6, 2
@@ -40,7 +40,7 @@ def make() -> Iterator[Make]:
 
 
 def make_module(kind: Any = "gru", seed: int = 0) -> RecurrentActorCritic:
-    module = make_recurrent_actor_critic(
+    module = RecurrentActorCritic(
         DriftEnv.observation_space, DriftEnv.action_space, (8,), kind=kind, recurrent_size=8,
         sequence_length=LENGTH, burn_in=BURN_IN, seed=seed,
     )  # fmt: skip
@@ -277,10 +277,10 @@ def test_a_cut_chunk_has_the_states_of_its_steps(make: Make) -> None:
 
 
 def test_a_policy_without_memory_records_no_states(make: Make) -> None:
-    from rayvec.policies.networks import make_actor_critic
+    from rayvec.policies.networks import ActorCritic
 
     env = make([DriftEnv] * N, **HERE)
-    policy = Policy(make_actor_critic(DriftEnv.observation_space, DriftEnv.action_space))
+    policy = Policy(ActorCritic(DriftEnv.observation_space, DriftEnv.action_space))
     assert not hasattr(policy, "begin_episodes") and policy.initial_state(3) is None
     chunk = env.rollout(policy, 8, seed=1)
     assert chunk.states.shape == (0, 0, 0)

@@ -168,12 +168,12 @@ class TestTopologies:
     def test_logp_of_a_net_across_topologies(self, make: Make, pair: tuple[str, str]) -> None:
         """A batch of another size differs in the last bits; from the same observations by no more than 1e-6."""
         torch = pytest.importorskip("torch")
-        from rayvec.policies.networks import make_actor_critic
+        from rayvec.policies.networks import ActorCritic
         from rayvec.policies.policy import Policy
 
         torch.manual_seed(0)
         envs = [make([DriftEnv] * NUM_ENVS, preload=("torch",), topology=name) for name in pair]
-        net = make_actor_critic(envs[0].single_observation_space, envs[0].single_action_space)
+        net = ActorCritic(envs[0].single_observation_space, envs[0].single_action_space)
         chunks = [env.rollout(Policy(net), 50, "worker", seed=5) for env in envs]
         chunks += [env.rollout(Policy(net), 50, inference, seed=5) for env in envs for inference in ("driver", "node")]
         for chunk in chunks[1:]:

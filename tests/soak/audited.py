@@ -12,7 +12,7 @@ import numpy as np
 from rayvec import PPOConfig
 from rayvec.data import Batch
 from rayvec.learners.ppo import PPOLearner
-from rayvec.learners.ranks import gather_counts
+from rayvec.learners.ranks import global_range
 from rayvec.training.runs import register
 from soak.auditor import Auditor
 from soak.witness import Act, Witness
@@ -51,7 +51,7 @@ class AuditedPPO(PPOLearner):
             self.auditor.chunk(chunk, self.version)
         self.version += 1  # each update is published before the next chunk begins
         assert self.auditor is not None
-        audited = sum(gather_counts(self.ranks, self.auditor.seen["transitions"]))
+        audited = global_range(self.ranks, self.auditor.seen["transitions"])[1]
         self.auditor.seen["transitions"] = 0
         return {**super().update(batch), "audited": float(audited)}
 

@@ -24,7 +24,7 @@ from torch.autograd import Variable
 
 from rayvec.distributed.rank import pack, unpack
 from rayvec.errors import LearnerError
-from rayvec.learners.ranks import Ranks, gather_counts, global_moments
+from rayvec.learners.ranks import Ranks, gather_values, global_moments, global_range
 from rayvec.tianshou.learn.algorithm_state import AlgorithmState
 
 __all__ = ["AlgorithmRank", "Shard"]
@@ -117,8 +117,8 @@ class AlgorithmRank:
         """Normalises advantages by the moments of the minibatches of all ranks."""
         self._set_share(share)
         count = len(minibatch.adv) if share else 0
-        total = sum(gather_counts(self._ranks, count))
-        mean, var = global_moments(self._ranks, [minibatch.adv], [total], [count])
+        _, total = global_range(self._ranks, count)
+        mean, var = global_moments(self._ranks, minibatch.adv[None], [count])
         std = (var * total / (total - 1)).sqrt() + self._algorithm._eps
         minibatch.adv = ((minibatch.adv - mean) / std).to(minibatch.adv.dtype)
 
@@ -134,7 +134,7 @@ class AlgorithmRank:
         for parameter in (each for each in self._algorithm.parameters() if each.requires_grad):
             flat = parameter.detach().cpu().contiguous().reshape(-1)
             digest = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), digest)
-        if len(set(gather_counts(self._ranks, digest))) > 1:
+        if len(set(gather_values(self._ranks, np.array([digest])))) > 1:
             raise LearnerError(
                 f"The ranks of {type(self._algorithm).__name__} have learned different weights: it does not get its "
                 "gradients by backward(). Use the plain algorithm."

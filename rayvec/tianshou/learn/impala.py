@@ -21,7 +21,7 @@ from tianshou.utils.net.continuous import ContinuousCritic
 from tianshou.utils.net.discrete import DiscreteCritic
 
 from rayvec.learners.ranks import ALONE, Ranks, gather_values
-from rayvec.learners.torch_vtrace import num_rounds, vtrace_of_rows
+from rayvec.learners.returns import num_rounds, vtrace_of_rows
 from rayvec.tianshou.policies import joint_logp, record_logp
 
 __all__ = ["IMPALA", "IMPALATrainingStats"]
