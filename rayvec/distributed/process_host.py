@@ -9,9 +9,11 @@ import math
 import multiprocessing
 import os
 import pickle
+import secrets
+import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -131,10 +133,14 @@ class ProcessHost:
         """Returns the placement of the rank that was called."""
         return call.process.placement
 
-    def rendezvous(self) -> MakeStore:
-        """Returns what makes a store in a file that only this user can read."""
-        directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rayvec-"))
-        return functools.partial(_file_store, os.path.join(directory, "ranks"))
+    @contextlib.contextmanager
+    def rendezvous(self) -> Iterator[MakeStore]:
+        """Yields what makes a store in a file that only this user can read."""
+        directory = os.path.join(tempfile.gettempdir(), f"rayvec-{secrets.token_hex(16)}")
+        try:
+            yield functools.partial(_file_store, directory)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def arrivals(self, num_ranks: int) -> Callable[[int], Arrivals]:
         """Returns what makes the `Arrivals` of a rank, given its number."""
@@ -185,13 +191,14 @@ def _own_gpu(rank: int, device: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": gpus[rank]}
 
 
-def _file_store(path: str, timeout_s: float) -> Any:
+def _file_store(directory: str, timeout_s: float) -> Any:
     """Returns a store of torch.distributed in a file."""
     from datetime import timedelta
 
     import torch.distributed
 
-    store = torch.distributed.FileStore(path, -1)  # type: ignore[attr-defined]
+    os.makedirs(directory, mode=0o700, exist_ok=True)  # here, since ranks that share memory need none
+    store = torch.distributed.FileStore(os.path.join(directory, "ranks"), -1)  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 

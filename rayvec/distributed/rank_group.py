@@ -105,7 +105,8 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
             prepared = self.gather(self.post("prepare"), self._answer_s)
             self.pids = tuple(pid for pid, _ in prepared)
             pickled = carrying_sys(cloudpickle.dumps(make))
-            self.run("join", [(host.rendezvous(), prepared[0][1], pickled)] * self.num_ranks)
+            with host.rendezvous() as make_store:
+                self.run("join", [(make_store, prepared[0][1], pickled)] * self.num_ranks)
         except BaseException:
             self.close(terminate=True)
             raise
@@ -121,7 +122,7 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
         return not self._ranks
 
     def put(self, value: Any) -> Any:
-        """Returns what stands for a value, as it is now, in the arguments of several ranks."""
+        """Returns what stands for a value in the arguments of several ranks, as it is when a call is posted."""
         return self._host.put(value)
 
     def post(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -113,9 +113,13 @@ class RayHost:
         """Returns the placement of the rank that was called."""
         return call.placement
 
-    def rendezvous(self) -> MakeStore:
-        """Returns what makes a store in the cluster; only processes of the cluster can read and write it."""
-        return functools.partial(RayStore, self._name)
+    @contextlib.contextmanager
+    def rendezvous(self) -> Iterator[MakeStore]:
+        """Yields what makes a store in the cluster; only processes of the cluster can read and write it."""
+        try:
+            yield functools.partial(RayStore, self._name)
+        finally:
+            self._forget()
 
     def arrivals(self, num_ranks: int) -> Callable[[int], Arrivals]:
         """Returns what makes the `Arrivals` of a rank, given its number."""
@@ -130,6 +134,9 @@ class RayHost:
 
     def close(self) -> None:
         """Deletes what ranks have written, and releases Ray."""
+        self._forget()
+        self._session.release()
+
+    def _forget(self) -> None:
         if can_call_ray():
             delete_rendezvous(self._name)
-        self._session.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from rayvec.data import Batch
 from rayvec.data.join_chunks import join_chunks
-from rayvec.errors import ConfigError, LearnerError
+from rayvec.errors import LearnerError
 from rayvec.policies.networks import ActorCritic
 from rayvec.policies.policy import Policy
 
@@ -142,11 +141,6 @@ def test_compiled_ranks_equal_one(bounds: list[int], monkeypatch: pytest.MonkeyP
     parameters, _ = learn(make_one, DISCRETE, bounds, 5)
     assert distance(parameters[0], alone) <= 1e-12
     assert torch.equal(*parameters)
-
-
-def test_more_ranks_than_minibatch_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 ranks can't share a minibatch of 2"):
-        learn(lambda: make_learner(DISCRETE, minibatch_size=2), DISCRETE, [0, *itertools.repeat(N, 3)], 1)
 
 
 @LEARNERS

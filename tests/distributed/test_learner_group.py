@@ -159,29 +159,6 @@ def test_a_completed_update_that_took_long_is_not_lost_with_a_rank(make_group: M
     assert distance(group.weights(), learner.weights()) < 1e-6
 
 
-def test_a_rank_that_stops_in_an_update_is_waited_for_as_long_as_sums_are(make_group: MakeGroup) -> None:
-    group = make_group(2, num_nodes=0, timeout_s=2.0)
-    first, second = make_batches(DISCRETE, 2)
-    group.update(first)
-    os.kill(group.group.pids[1], signal.SIGSTOP)
-    with pytest.raises(LearnerError, match="Rank 1 did not come to a sum within 2 s"):
-        group.update(second)
-    group.update(second)
-
-
-def test_new_ranks_continue_from_what_was_loaded(make_group: MakeGroup) -> None:
-    group, learner = make_group(1, num_nodes=0), make_learner(DISCRETE)
-    first, second = make_batches(DISCRETE, 2)
-    learner.update(first)
-    group.load_state_dict(learner.state_dict())
-    os.kill(group.group.pids[0], signal.SIGKILL)
-    with pytest.raises(LearnerError, match="its process has ended"):
-        group.update(second)
-    group.update(second)
-    learner.update(second)
-    assert distance(group.weights(), learner.weights()) < 1e-6
-
-
 def test_one_rank_gets_chunks_of_different_environments_whole() -> None:
     (batch,) = make_batches(DISCRETE, 1)
     chunks = [batch.chunks[0].columns(start, N) for start in (1, 0)]
@@ -251,20 +228,6 @@ def test_a_chunk_that_is_lost_raises_and_nothing_else_is_lost(
     assert group.update(good) == pytest.approx(learner.update(good), rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_is_raised_and_nothing_is_lost(ppo_group: rayvec.LearnerGroup) -> None:
-    group = ppo_group
-    new_learner(group)
-    good, bad = make_batches(DISCRETE, 2)
-    group.update(good)
-    before = group.weights()
-    bad.chunks[0].rew[3, N - 1] = np.nan
-    bad.chunks[0].valid[3, N - 1] = True
-    with pytest.raises(LearnerError, match="nan"):
-        group.update(bad)
-    np.testing.assert_array_equal(group.weights(), before)
-
-
 class TestBadInput:
     def test_a_learner_without_ranks_learns_alone(self, make_group: MakeGroup) -> None:
         assert make_group(1, make_lonely, num_nodes=0).weights().tolist() == [1, 1, 1]
@@ -277,15 +240,6 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="cluster has no GPU"):
             rayvec.LearnerGroup(lambda: make_learner(DISCRETE), 1, "cuda")
 
-    @pytest.mark.slow
-    def test_a_learner_that_can_not_be_made(self, ray_cluster: object) -> None:
-        def make() -> Any:
-            raise ZeroDivisionError("no learner today")
-
-        with pytest.raises(ZeroDivisionError, match="no learner today") as caught:
-            rayvec.LearnerGroup(make)
-        assert isinstance(caught.value.__cause__, LearnerError) and "in make" in str(caught.value.__cause__)
-
     def test_a_batch_without_chunks(self, ppo_group: rayvec.LearnerGroup) -> None:
         with pytest.raises(LearnerError, match="neither chunks nor chunk_refs"):
             ppo_group.update(Batch((), STATS))
@@ -295,10 +249,3 @@ class TestBadInput:
         stats = dataclasses.replace(batch.stats, staleness_counts=(N,))
         with pytest.raises(LearnerError, match="with max_staleness"):
             ppo_group.update(dataclasses.replace(batch, stats=stats))
-
-    @pytest.mark.slow
-    def test_more_ranks_than_rows(self, make_group: MakeGroup) -> None:
-        group = make_group(2, lambda: make_learner(DISCRETE, minibatch_size=1))
-        (batch,) = make_batches(DISCRETE, 1)
-        with pytest.raises(ConfigError, match="at most 1 ranks"):
-            group.update(batch)

@@ -20,7 +20,7 @@ from rayvec.distributed.rank_placement import (
     place_ranks,
     rank_share,
 )
-from rayvec.errors import ConfigError, LearnerError
+from rayvec.errors import ConfigError
 
 
 def two_nodes() -> tuple[str, str]:
@@ -34,41 +34,6 @@ def test_too_many_ranks_are_refused(ray_cluster: object, monkeypatch: pytest.Mon
     monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
     with pytest.raises(ConfigError, match=r"no room for 33 ranks: .*room for \d+, .*room for \d"):
         RankGroup(Adder, 33, open_host())
-
-
-@pytest.mark.parametrize(("avoided", "remedy"), [((), "before environments claim"), (("a",), "Add a node on which no")])
-def test_the_remedy_for_too_little_room_applies(
-    monkeypatch: pytest.MonkeyPatch, avoided: tuple[str, ...], remedy: str
-) -> None:
-    """Dedicated ranks may not use the nodes on which environments step."""
-    monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
-    monkeypatch.setattr("rayvec.distributed.rank_placement.capacities", lambda request: [])
-    with pytest.raises(ConfigError, match=rf"no node that may be used\..*{remedy}"):
-        find_placements(1, ResourceRequest(1, 0, avoid_nodes=avoided))
-
-
-@pytest.mark.slow
-def test_a_core_that_another_program_claimed_meanwhile_is_not_waited_for_without_end(
-    ray_cluster: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, there = two_nodes()
-    (free,) = capacities(ResourceRequest(1, 0, nodes=[there]))
-    taken: list[Any] = []
-
-    def find_and_take(num_ranks: int, request: ResourceRequest, **kwargs: Any) -> Any:
-        placements = find_placements(num_ranks, request, **kwargs)
-        place = NodeAffinitySchedulingStrategy(there, soft=False)
-        taken.append(ray.remote(Holder).options(num_cpus=free.capacity, scheduling_strategy=place).remote())
-        ray.get(taken[0].hold.remote())
-        return placements
-
-    monkeypatch.setattr("rayvec.distributed.ray_host.find_placements", find_and_take)
-    monkeypatch.setattr("rayvec.distributed.rank_group._ANSWER_S", 1.0)
-    try:
-        with pytest.raises(LearnerError, match=r"rank 0 on .* is lost: it did not answer in time"):
-            RankGroup(Adder, 1, open_host(nodes=[there]), timeout_s=1.0)
-    finally:
-        ray.kill(taken[0])
 
 
 @pytest.mark.parametrize(

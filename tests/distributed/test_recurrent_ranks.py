@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from helpers.actor_critic_kit import BOX, DISCRETE, MASKED, OBS, STATS, distance, impala_config, ppo_config
 from helpers.recurrent_kit import act_randomly
-from helpers.thread_ranks import Apart, learn_on_ranks
+from helpers.thread_ranks import learn_on_ranks
 from torch import Tensor
 
 from rayvec.data import Batch
@@ -84,23 +84,3 @@ def test_ranks_together_equal_one(algorithm: str, kind: str, both: Any, bounds: 
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
     start = make_learner(algorithm, both, kind).state_dict()["parameters"]
     assert distance(start, expected) > 0.01
-
-
-@LEARNERS
-@pytest.mark.parametrize("bounds", [[0, 3, N], [0, 0, N]], ids=["uneven", "one without environments"])
-def test_compiled_ranks_equal_one(algorithm: str, bounds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be compiled runs as it is: its steps equal those of one rank that compiles nothing."""
-    monkeypatch.setattr("torch.compile", lambda function, **_: function)
-    (expected,), _ = learn(algorithm, (MASKED, DISCRETE), "gru", [0, N])
-    for each in ([0, N], bounds):
-        parameters, _ = learn(algorithm, (MASKED, DISCRETE), "gru", each, compiled=True)
-        assert distance(parameters[0], expected) <= 1e-7
-        assert all(torch.equal(other, parameters[0]) for other in parameters)
-
-
-@LEARNERS
-def test_without_sums_they_differ(algorithm: str) -> None:
-    """What the test above shows comes from the sums."""
-    (expected,), _ = learn(algorithm, (OBS, DISCRETE), "gru", [0, N])
-    parameters, _ = learn(algorithm, (OBS, DISCRETE), "gru", [0, 3, N], kind=Apart)
-    assert distance(parameters[0], expected) > 1e-3

@@ -72,21 +72,6 @@ def test_a_group_equals_a_learner_and_resumes_exactly(make_group: MakeGroup, cap
 
 
 @pytest.mark.slow
-def test_one_rank_takes_and_gives_the_state_of_a_learner(
-    make_group: MakeGroup, caplog: pytest.LogCaptureFixture
-) -> None:
-    learner, group = make_learner(), make_group(1)
-    for seed in range(2):
-        learner.update(make_batch(seed=seed))
-    group.load_state_dict(learner.state_dict())
-    assert group.update(make_batch(seed=2)) == learner.update(make_batch(seed=2))
-    other = make_learner()
-    other.load_state_dict(group.state_dict())
-    assert other.update(make_batch(seed=3)) == learner.update(make_batch(seed=3))
-    assert not caplog.text
-
-
-@pytest.mark.slow
 def test_with_a_rank_every_replay_is_lost_and_refills(
     make_group: MakeGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

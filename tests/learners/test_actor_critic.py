@@ -13,7 +13,6 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers.actor_critic_kit import (
-    BOX,
     DISCRETE,
     OBS,
     SPACES,
@@ -27,11 +26,10 @@ from helpers.actor_critic_kit import (
 )
 
 from rayvec.data import Batch
-from rayvec.errors import CheckpointError, ConfigError, LearnerError
+from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.base import Learner
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
-from rayvec.policies.networks import ActorCritic
 from rayvec.policies.policy import Policy
 
 MakeLearner = Callable[..., PPOLearner | IMPALALearner]
@@ -142,18 +140,6 @@ def test_a_batch_without_a_valid_step_changes_nothing(make: MakeLearner) -> None
 
 
 @LEARNERS
-def test_the_learning_rate_falls_to_0_with_the_steps_seen(make: MakeLearner) -> None:
-    learner = make(total_steps=3 * T * N, learning_rate=0.3)
-    batch = make_batch(Policy(learner.module))
-    assert [learner.update(batch)["learning_rate"] for _ in range(4)] == pytest.approx([0.3, 0.2, 0.1, 0.0])
-    before = learner.weights()
-    learner.update(batch)
-    np.testing.assert_array_equal(learner.weights(), before)
-    constant = make(total_steps=1, learning_rate_schedule="constant", learning_rate=0.3)
-    assert [constant.update(batch)["learning_rate"] for _ in range(2)] == [0.3, 0.3]
-
-
-@LEARNERS
 def test_the_learning_rate_follows_a_schedule(make: MakeLearner) -> None:
     def rates(**settings: Any) -> list[float]:
         learner = make(total_steps=4 * T * N, **settings)
@@ -204,21 +190,3 @@ def test_a_return_ends_where_an_environment_restarts(make: MakeLearner) -> None:
             running = np.where(valid[t], 0.9 * running + chunk.rew[t], 0)
         returns = learner.state_dict()["return_scale"]["returns"]
         np.testing.assert_allclose(returns, running)
-
-
-@LEARNERS
-def test_a_module_of_ones_own_is_trained_in_place(make: MakeLearner) -> None:
-    module = ActorCritic(OBS, DISCRETE, (5, 4), seed=9)
-    learner = make(module=module)
-    assert learner.module is module
-    before = [parameter.detach().clone() for parameter in module.parameters()]
-    learner.update(make_batch(Policy(module)))
-    assert all((old != new).any() for old, new in zip(before, module.parameters(), strict=True))
-
-
-@LEARNERS
-def test_a_gpu_that_is_not_there(make: MakeLearner) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(ConfigError, match=r"learner_device is .*can't use"):
-        make(BOX, learner_device="cuda")

@@ -36,11 +36,6 @@ def test_long_runs_compile(config: TrainConfig) -> None:
     assert wait_limit_s(config) > wait_limit_s(PPOConfig())
 
 
-def test_images_pay_sooner() -> None:
-    config = PPOConfig(preset="none", total_steps=2_000_000)
-    assert compiles(config, FRAMES) and not compiles(config, NUMBERS)
-
-
 @pytest.mark.parametrize("settings", [{"network": "some.module:function"}, {"learner_device": "cuda"}])
 def test_what_was_not_measured_stays_uncompiled(settings: dict[str, Any]) -> None:
     config = PPOConfig(preset="none", total_steps=10_000_000, **settings)
@@ -53,24 +48,3 @@ def test_settings_come_first(make: Any, chosen: bool) -> None:
     config = make(compile=chosen)
     assert compiles(config, NUMBERS) is chosen and choice_of(config, NUMBERS) is None
     assert TrainConfig.from_yaml(config.to_yaml()).compile is chosen  # type: ignore[attr-defined]
-
-
-def test_a_resumed_run_and_more_ranks_decide_alike() -> None:
-    config = LONG[0]
-    others = [config.adjusted(num_learners=4), TrainConfig.from_yaml(config.to_yaml())]
-    assert [choice_of(other, NUMBERS) for other in others] == 2 * [choice_of(config, NUMBERS)]
-
-
-@pytest.mark.parametrize("make", [PPOConfig, IMPALAConfig])
-def test_longer_sequences_take_longer_to_compile(make: Any) -> None:
-    """All steps of a sequence are in the graph, so that a run that compiles with short ones may not with long ones."""
-    usual = {"recurrent": "gru", "num_steps": 256, "burn_in": 2, "preset": "none"}
-    per_step = make(**usual, total_steps=10**9).minibatches[0] / 10**9
-    enough, plenty = (int(count / per_step) for count in (100_000, 1_000_000))
-    short, long, longer = (
-        make(**usual, sequence_length=length, total_steps=total)
-        for length, total in ((4, enough), (256, enough), (256, plenty))
-    )
-    assert [compiles(each, NUMBERS) for each in (short, long, longer)] == [True, False, True]
-    assert "39 s that compiling costs" in (choice_of(short, NUMBERS) or "")
-    assert wait_limit_s(longer) > wait_limit_s(short)

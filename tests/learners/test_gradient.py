@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-import ctypes
-import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.actor_critic_kit import BOX, DISCRETE, OBS, make_batch, ppo_config
+from helpers.actor_critic_kit import BOX, OBS, make_batch, ppo_config
 from torch import Tensor, nn
 
 from rayvec.errors import ConfigError
@@ -102,41 +99,6 @@ def test_what_fills_a_minibatch_up_is_not_too_likely(monkeypatch: pytest.MonkeyP
         assert (learner.weights() != before).any() and np.isfinite(learner.weights()).all()
 
 
-@pytest.mark.slow
-def test_every_learner_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
-    """torch allows eight for each piece of code; none of ten learners is refused its own, or becomes eager."""
-    compile_, graphs = torch.compile, []
-
-    def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr("torch.compile", lambda function, *, options, **rest: compile_(function, backend=count, **rest))
-    for seed in range(10):
-        learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=True, num_epochs=1, seed=seed))
-        learner.update(make_batch(Policy(learner.module)))
-    assert len(graphs) == 10 and not [warning for warning in recwarn if "uncompiled" in str(warning.message)]
-
-
-@pytest.mark.slow
-def test_the_cache_on_disk_tells_settings_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings are constants of the graph, which is found again by what is in it."""
-    from torch._dynamo.utils import counters
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    hits = []
-    for settings in ({"clip_coef": 0.01}, {"clip_coef": 0.3}, {"max_grad_norm": 0.05}, {"clip_coef": 0.01}):
-        counters.clear()
-        weights = []
-        for compiled in (False, True):
-            learner = PPOLearner(OBS, DISCRETE, ppo_config(compile=compiled, **settings))
-            learner.update(make_batch(Policy(learner.module), 0))
-            weights.append(learner.weights())
-        np.testing.assert_allclose(weights[1], weights[0], atol=2e-5)
-        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
-    assert hits == [0, 0, 0, 1]
-
-
 def refuse(*_: Any, **__: Any) -> Any:
     raise PermissionError(13, "Permission denied", "/cache")
 
@@ -184,17 +146,6 @@ def test_without_a_compiler_it_says_what_to_install() -> None:
 
 
 @pytest.mark.slow
-def test_a_compile_cache_that_can_not_be_written_by_torch() -> None:
-    program = (
-        "import torch; from rayvec.learners.compiling import Compiled; "
-        "print(Compiled(lambda x, y: x + y)(torch.ones(2), torch.ones(2)))"
-    )
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert "tensor([2., 2.])" in done.stdout and "Set TORCHINDUCTOR_CACHE_DIR" in done.stderr
-
-
-@pytest.mark.slow
 def test_a_learner_that_compiles_nothing_loads_nothing_that_it_does_not_need() -> None:
     code = (
         "import sys, torch, gymnasium, rayvec.training.loop\n"
@@ -207,24 +158,3 @@ def test_a_learner_that_compiles_nothing_loads_nothing_that_it_does_not_need() -
         "print(*{'torch._dynamo', 'sympy', 'matplotlib'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"\n"
-
-
-def faults_of_blocks(before: str) -> int:
-    """Returns how often pages fault in while blocks of 48 MiB, more than glibc keeps by itself, are made and freed."""
-    code = (
-        "import resource, torch\n"
-        "from rayvec.node.shared_memory import keep_freed_memory\n"
-        f"{before}\n"
-        "def faults():\n"
-        "    blocks = [torch.ones(12 << 20) for _ in range(3)]\n"
-        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "counts = [faults() for _ in range(9)]\n"
-        "print(counts[-1] - counts[-5])"
-    )
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library is not glibc")
-def test_freed_memory_is_kept() -> None:
-    assert faults_of_blocks("keep_freed_memory(512 << 20)") < 0.1 * faults_of_blocks("")

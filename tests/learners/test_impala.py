@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from helpers.actor_critic_kit import BOX, DISCRETE, OBS, STATS, N, T, impala_config, make_batch, make_chunk, perturb
+from helpers.actor_critic_kit import DISCRETE, OBS, STATS, N, T, impala_config, make_batch, make_chunk, perturb
 from helpers.fleet_kit import stepper_of
 from helpers.paper_kit import PaperIMPALA
 from helpers.vtrace import vtrace_by_definition
@@ -23,17 +23,6 @@ from rayvec.learners.returns import num_rounds, vtrace_of_rows
 from rayvec.policies.policy import Policy
 from rayvec.rollout.loop import rollout
 from rayvec.training.runs import torch_threads
-
-
-def test_each_chunk_is_an_update() -> None:
-    once, twice = (IMPALALearner(OBS, BOX, impala_config(learning_rate_schedule="constant")) for _ in range(2))
-    first, second = (make_batch(Policy(once.module), seed).chunks[0] for seed in range(2))
-    once.update(Batch((first,), STATS))
-    once.update(Batch((second,), STATS))
-    twice.update(Batch((first, second), STATS))
-    np.testing.assert_array_equal(once.weights(), twice.weights())
-    names = ("num_updates", "num_steps")
-    assert [once.state_dict()[name] for name in names] == [twice.state_dict()[name] for name in names] == [2, 2 * T * N]
 
 
 def test_a_longer_chunk_than_the_settings_name_is_summed_up_too() -> None:
@@ -70,28 +59,6 @@ def test_metrics_say_what_they_are() -> None:
     target, _ = vtrace_by_definition(chunk.rew, old, next_value, np.log(ratio), *ends, 0.99, 1.0, 1.0, 1.0)
     assert metrics["value_loss"] == pytest.approx(0.5 * np.mean((old - target) ** 2), rel=1e-4)
     assert metrics["explained_variance"] == pytest.approx(1 - (target - old).var() / target.var(), rel=1e-4)
-
-
-def test_a_variance_of_rounding_explains_nothing() -> None:
-    """Equal rewards of episodes of one step: targets differ by rounding alone."""
-    learner = IMPALALearner(OBS, DISCRETE, impala_config(gamma=0.0, num_minibatches=1))
-    [chunk] = (batch := make_batch(Policy(learner.module))).chunks
-    chunk.rew[:] = 1000.1
-    assert learner.update(batch)["explained_variance"] == 0
-
-
-def test_rewards_are_scaled_and_cut_off() -> None:
-    scaled, plain = (
-        IMPALALearner(OBS, DISCRETE, impala_config(clip_reward=0.05, normalize_reward=n)) for n in (True, False)
-    )
-    batch = make_batch(Policy(scaled.module))
-    before = batch.chunks[0].rew.copy()
-    scaled.update(batch)
-    np.testing.assert_array_equal(batch.chunks[0].rew, before)
-    state = scaled.state_dict()["return_scale"]
-    batch.chunks[0].rew[:] = before / np.sqrt(float(state["squares"]) / state["count"])
-    plain.update(batch)
-    np.testing.assert_allclose(scaled.weights(), plain.weights(), atol=1e-5)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 64])

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from helpers import actor_critic_kit as kit, own_parts, sac_kit
 from torch import Tensor, nn
 
-from rayvec import IMPALAConfig, PPOConfig, SACConfig
+from rayvec import SACConfig
 from rayvec.config.references import refer
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.learners.impala import IMPALALearner
@@ -139,7 +139,7 @@ def test_buffers_are_a_part_of_the_state_and_of_an_initial_network(kind: str) ->
         np.testing.assert_array_equal(learner.weights(), first.weights())
     name = next(iter(buffers))
     before = third.weights()
-    with pytest.raises(CheckpointError, match="has buffers of shapes"):
+    with pytest.raises(CheckpointError, match="its buffers differ"):
         third.load_state_dict({**second.state_dict(), "buffers": {**buffers, name: torch.zeros(1)}})
     np.testing.assert_array_equal(third.weights(), before)
 
@@ -187,31 +187,6 @@ def test_frozen_parameters_stay(compile: bool) -> None:
     assert same == [True, True, False, False, False, False]
 
 
-def test_critics_of_sac_can_read_images() -> None:
-    space, images = sac_kit.DISCRETE, spaces.Box(0, 255, (2, 12, 12), np.uint8)
-
-    def function(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
-        def net() -> nn.Module:
-            return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(300, 3))
-
-        module = nn.Module()
-        module.actor, module.critics = net(), nn.ModuleList([net()])
-        return module
-
-    learner = SACLearner(images, space, sac_kit.make_config(network=refer(function), learning_starts=0))
-    chunk = sac_kit.make_chunk(space, 0, 8)
-    rng = np.random.default_rng(0)
-    obs = rng.integers(0, 256, (9, sac_kit.N, 2, 12, 12), np.uint8)
-    final_obs = obs[-1][np.zeros(len(chunk.final_index), int)]
-    from dataclasses import replace
-
-    from rayvec.data import Batch
-
-    chunk = replace(chunk, obs=obs[:-1], last_obs=obs[-1], final_obs=final_obs)
-    assert "critic_loss" in learner.update(Batch((chunk,), sac_kit.STATS))
-    assert Policy(learner.module).act(obs[0], np.full((sac_kit.N, 1), 0.5))[0].shape == (sac_kit.N,)
-
-
 @pytest.mark.parametrize(
     ("function", "text"),
     [
@@ -237,7 +212,3 @@ def _sharing(observation_space: Any, action_space: Any) -> nn.Module:
     module = own_parts.ActorAndCritics(observation_space, action_space)
     module.critics = nn.ModuleList([*module.critics, module.critics[0]])
     return module
-
-
-def test_settings_of_all_three_have_a_network() -> None:
-    assert [kind().network for kind in (PPOConfig, IMPALAConfig, SACConfig)] == [None, None, None]

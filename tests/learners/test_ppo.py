@@ -33,8 +33,6 @@ from numpy.typing import NDArray
 from rayvec.data import Batch, Chunk, tree_map
 from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.ppo import PPOLearner
-from rayvec.learners.ranks import ALONE
-from rayvec.learners.running_stats import ReturnScale
 from rayvec.policies.policy import Policy
 
 NORMALIZED = {"normalize_obs": True, "normalize_reward": True, "clip_reward": 0.5}
@@ -90,15 +88,6 @@ def test_advantages_end_where_an_environment_restarts() -> None:
     np.testing.assert_array_equal(learned(anew), learned(second))  # what was before is not in this batch
 
 
-def test_nothing_comes_out_of_steps_beyond_the_quota() -> None:
-    """In batches of episodes everything after the last counted step of an environment is not valid."""
-    [chunk] = chunks_of(1)
-    valid = np.ones((T, N), bool)
-    valid[5:, 1], valid[0:, 2] = False, False
-    surplus = replace(chunk, valid=valid, rew=np.where(valid, chunk.rew, 1e6))
-    np.testing.assert_array_equal(learned(surplus), learned(replace(chunk, valid=valid)))
-
-
 def test_a_target_kl_ends_the_epochs() -> None:
     chunks = chunks_of(1)
     np.testing.assert_array_equal(learned(*chunks, target_kl=1e-9), learned(*chunks, num_epochs=1))
@@ -134,21 +123,6 @@ def test_images_are_learned_from(space: spaces.Space[Any]) -> None:
         whole = learner.module.value(rows)
         parts = [learner.module.value(tree_map(lambda leaf: leaf[t], rows)) for t in range(0, len(whole), 90)]  # noqa: B023
     torch.testing.assert_close(torch.stack(parts), whole[::90], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("space", [FAR, SIGHT, MIXED], ids=["numbers", "image", "both"])
-@pytest.mark.parametrize("shared_trunk", [False, True])
-def test_the_first_minibatch_has_the_probabilities_that_were_recorded(
-    space: spaces.Space[Any], shared_trunk: bool
-) -> None:
-    """What normalises observations is what the policy acted with, in every update."""
-    config = ppo_config(num_epochs=1, minibatch_size=T * N, shared_trunk=shared_trunk, **NORMALIZED)
-    learner = PPOLearner(space, DISCRETE, config)
-    policy = Policy(learner.module)
-    for seed in range(3):
-        metrics = learner.update(make_batch(policy, seed, space=space))
-        assert abs(metrics["approx_kl"]) < 1e-6 and metrics["clip_fraction"] == 0
-        policy.load_weights(learner.weights())
 
 
 def test_observations_are_normalised_by_all_that_was_seen_before() -> None:
@@ -188,14 +162,6 @@ def test_rewards_are_scaled_by_the_spread_of_discounted_returns_and_clipped() ->
         learner.update(batch)
         plain.update(scaled)
         np.testing.assert_allclose(learner.weights(), plain.weights(), atol=2e-5)
-
-
-def test_equal_returns_are_scaled_by_their_size() -> None:
-    """As in episodes of one step with a constant reward, whose returns have no deviation."""
-    rew, ends = np.full((4, 2), 5.0), np.ones((4, 2), bool)
-    scaled = ReturnScale(0.9)(rew, ends, ends, np.zeros(2, bool), ALONE)
-    np.testing.assert_allclose(scaled, 100.0)
-    assert not ReturnScale(0.9)(0 * rew, ends, ends, np.zeros(2, bool), ALONE).any()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -36,15 +36,6 @@ def test_a_range_of_numbers_has_as_much_of_each_minibatch(
     assert max(shares) <= (last - first) / num_minibatches + 2
 
 
-def test_each_number_may_come_into_each_minibatch() -> None:
-    generator = np.random.default_rng(0)
-    counts = np.zeros((5, 3))
-    for _ in range(3000):
-        for minibatch, numbers in enumerate(stratified_shuffle(5, 3, generator)):
-            counts[numbers, minibatch] += 1
-    assert (abs(counts / 3000 - 1 / 3) < 0.04).all()  # four and a half standard deviations
-
-
 @pytest.mark.parametrize("shift", [0.0, 1e6, 1e8])
 def test_moments_keep_their_digits_where_the_mean_is_large(shift: float) -> None:
     """One rank has a few values near the minimum, one has none, and one has the others."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from helpers.examples import examples
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
@@ -132,37 +131,6 @@ def test_it_holds_what_lists_hold(history: tuple[int, int, list[tuple[NDArray[np
         replay = other  # goes on from its own state
 
 
-def test_images_stay_bytes_and_what_is_sampled_is_a_copy() -> None:
-    world = World(2, (3, 4, 4), np.uint8)
-    replay = ReplayBuffer(10)
-    replay.add(world.chunk(8, np.zeros((8, 2), np.int64)))
-    assert replay.columns["obs"].dtype == torch.uint8 and replay.columns["obs"].shape == (10, 2, 3, 4, 4)
-    sample = everything(replay)
-    assert sample["obs"].dtype == sample["next_obs"].dtype == torch.uint8
-    assert replay.columns["act"].dtype == sample["act"].dtype == sample["rew"].dtype == torch.float32
-    sample["rew"][:] = -1
-    assert (replay.columns["rew"] >= 0).all()
-
-
-def test_a_failed_step_at_the_start_of_a_chunk_cuts_what_is_in_the_buffer() -> None:
-    world = World(1)
-    replay = ReplayBuffer(8)
-    first = world.chunk(2, np.zeros((2, 1), np.int64))
-    replay.add(first)
-    replay.add(world.chunk(2, np.array([[3], [0]])))
-    sample = everything(replay)
-    np.testing.assert_array_equal(sample["next_obs"][1], first.last_obs[0])
-    assert not sample["terminated"].any()
-
-
-def test_steps_beyond_a_quota_are_left_out() -> None:
-    world = World(1)
-    chunk = world.chunk(4, np.array([[0], [1], [0], [1]]))
-    replay = ReplayBuffer(8)
-    replay.add(replace(chunk, valid=np.array([[True], [True], [False], [False]])))
-    assert len(replay) == 2
-
-
 def test_a_shard_without_columns_is_fine() -> None:
     chunk = World(2).chunk(3, np.zeros((3, 2), np.int64))
     empty = slice(0, 0)
@@ -199,36 +167,3 @@ def test_what_can_not_work_is_refused() -> None:
     replay.add(World(1).chunk(1, np.zeros((1, 1), np.int64)))
     with pytest.raises(CheckpointError, match="has 8 steps of each environment, and this one 16"):
         ReplayBuffer(16).load_state_dict(replay.state_dict())
-
-
-def test_an_error_leaves_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory runs out before anything is allocated, or half way through a chunk over steps that it overwrites."""
-    world, replay, zeros = World(1), ReplayBuffer(8), np.zeros
-
-    def runs_out(*_: Any) -> Any:
-        raise MemoryError
-
-    chunks = [world.chunk(5, zeros((5, 1), np.int64)) for _ in range(3)]
-    monkeypatch.setattr("numpy.zeros", runs_out)
-    with pytest.raises(MemoryError):
-        replay.add(chunks[0])
-    monkeypatch.undo()
-    assert replay.state_dict() == {} and len(replay) == 0
-    replay.add(chunks[0])
-    with pytest.raises(MemoryError):
-        replay.add(Interrupting(chunks[1]))
-    assert len(replay) == 3
-    np.testing.assert_array_equal(everything(replay)["obs"], chunks[0].obs[2:, 0])
-    replay.add(chunks[2])
-    np.testing.assert_array_equal(everything(replay)["obs"], np.concatenate([chunks[0].obs[2:], chunks[2].obs])[:, 0])
-
-
-class _Rewards(np.ndarray[Any, Any]):
-    """Rewards whose rows can't be read."""
-
-    def __getitem__(self, *_: Any) -> Any:
-        raise MemoryError
-
-
-def Interrupting(chunk: Chunk) -> Chunk:
-    return replace(chunk, rew=chunk.rew.view(_Rewards))

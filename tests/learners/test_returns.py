@@ -63,47 +63,6 @@ def test_equals_the_definition(chunk: dict[str, Array], gamma: float, lam: float
     np.testing.assert_allclose(target, expected + chunk["value"], atol=2e-5, rtol=0)
 
 
-@given(chunk=chunks(), gamma=st.floats(0, 1))
-def test_lambda_0_is_the_td_error_and_lambda_1_the_return(chunk: dict[str, Array], gamma: float) -> None:
-    chunk["valid"][:] = True
-    within = ~(chunk["terminated"] | chunk["truncated"])[:-1]
-    chunk["next_value"][:-1][within] = chunk["value"][1:][within]
-    bootstrap = np.where(chunk["terminated"], 0, chunk["next_value"])
-    _, one_step = gae(**chunk, gamma=gamma, lam=0)
-    np.testing.assert_allclose(one_step, chunk["rew"] + gamma * bootstrap, atol=1e-5, rtol=0)
-
-    _, full = gae(**chunk, gamma=gamma, lam=1)
-    following = chunk["next_value"][-1]
-    for t in reversed(range(len(full))):
-        ended = chunk["truncated"][t] | chunk["terminated"][t]
-        following = chunk["rew"][t] + gamma * np.where(ended, bootstrap[t], following)
-        np.testing.assert_allclose(full[t], following, atol=5e-5, rtol=0)
-
-
-def test_truncation_bootstraps_and_termination_does_not() -> None:
-    rew, value, next_value = np.array([[1.0]]), np.zeros((1, 1), np.float32), np.full((1, 1), 10, np.float32)
-    yes, no = np.array([[True]]), np.array([[False]])
-    _, target = gae(rew, value, next_value, no, yes, gamma=0.5, lam=0.9)
-    assert target == 6
-    _, target = gae(rew, value, next_value, yes, no, gamma=0.5, lam=0.9)
-    assert target == 1
-    _, target = gae(rew, value, next_value, yes, yes, gamma=0.5, lam=0.9)
-    assert target == 1
-
-
-def test_what_is_unknown_does_not_spread() -> None:
-    """The value after a termination, and everything about a step that did not happen, may be NaN."""
-    nan = np.float32(np.nan)
-    rew = np.array([[1.0, 1.0], [1.0, np.nan], [1.0, 1.0]])
-    value = np.array([[0, 0], [0, nan], [0, 0]], np.float32)
-    next_value = np.array([[0, 0], [nan, nan], [0, 0]], np.float32)
-    terminated = np.array([[False, False], [True, False], [False, False]])
-    truncated = np.array([[False, True], [False, False], [False, False]])
-    valid = np.array([[True, True], [True, False], [True, True]])
-    advantage, _ = gae(rew, value, next_value, terminated, truncated, gamma=1, lam=1, valid=valid)
-    np.testing.assert_array_equal(advantage, [[2, 1], [1, 0], [1, 1]])
-
-
 def test_leaves_its_arguments_alone() -> None:
     arrays = [np.ones((3, 2)), np.ones((3, 2), np.float32), np.ones((3, 2), np.float32), *np.zeros((2, 3, 2), bool)]
     before = [array.copy() for array in arrays]

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from rayvec.config.references import refer
 from rayvec.data import Batch, tree_leaves
-from rayvec.errors import CheckpointError, ConfigError, LearnerError
+from rayvec.errors import ConfigError, LearnerError
 from rayvec.learners.sac import SACLearner
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
@@ -119,35 +119,6 @@ def test_a_replay_of_other_environments_is_not_mixed_with_ours(caplog: pytest.Lo
     assert "other environments" in caplog.text and learner.state_dict()["replay"]["sizes"].tolist() == [4] * N
 
 
-def test_a_state_for_whose_replay_there_is_no_memory_is_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = make_learner()
-    for seed in range(2):
-        learner.update(make_batch(seed=seed))
-    state, zeros = learner.state_dict(), np.zeros
-
-    def runs_out(shape: Any, *args: Any) -> Any:
-        if isinstance(shape, tuple):
-            raise torch.OutOfMemoryError("no memory")
-        return zeros(shape, *args)
-
-    monkeypatch.setattr("numpy.zeros", runs_out)
-    with pytest.raises(LearnerError, match=r"no memory.*replay_on_device=False"):
-        learner.load_state_dict(state)
-    monkeypatch.setattr("numpy.zeros", zeros)
-    assert learner.update(make_batch(seed=2)) == {}  # 16 steps that refill
-    assert learner.update(make_batch(seed=3))["num_updates"] == 32
-
-
-def test_the_state_of_another_net_or_form_is_refused() -> None:
-    learner = make_learner()
-    state = learner.state_dict()
-    three = {name: torch.stack([state[name]] * 3) for name in ("critic", "actor")}  # with the moments of Adam
-    for other in (make_learner(hidden_sizes=(4,)).state_dict(), {}, {**state, **three}, {**state, "optimizers": None}):
-        with pytest.raises(CheckpointError, match="of other networks"):
-            learner.load_state_dict(other)
-    assert torch.equal(networks(learner), networks(make_learner()))
-
-
 @SPACES
 def test_a_gradient_that_is_not_finite_changes_nothing(action_space: spaces.Space[Any]) -> None:
     learner = make_learner(action_space)
@@ -177,22 +148,6 @@ def test_a_reward_that_is_not_finite_is_refused_before_it_is_stored(reward: floa
     assert torch.equal(networks(learner), before) and sizes() == [4] * N
     chunks[1].valid[3, 2] = False
     assert learner.update(Batch(tuple(chunks), STATS))["replay_steps"] == 16 + 31
-
-
-def test_a_reward_that_is_not_finite_is_refused_on_all_ranks() -> None:
-    chunk = make_chunk(BOX, 0)
-    chunk.rew[1, 3] = np.inf
-
-    def work(ranks: ThreadRanks) -> tuple[str, Any]:
-        learner = make_learner()
-        learner.ranks = ranks
-        with pytest.raises(LearnerError) as caught:
-            learner.update(Batch((chunk.columns(2 * ranks.rank, 2 * ranks.rank + 2),), STATS))
-        return str(caught.value), learner.state_dict()["replay"]
-
-    (first, *others) = on_ranks(2, work)
-    assert "inf from environment 3 at step 1" in first[0] and first[1] == {}
-    assert others == [first]
 
 
 # Action masks
@@ -231,20 +186,6 @@ def test_observations_are_normalised_by_moments_of_all_ranks(action_space: space
     params = alone.module.action_parameters(alone.module.encode(rows)).detach().numpy().astype(np.float32)
     expected = alone.module.distribution.action(alone.module.distribution.mode(params)[0])
     np.testing.assert_allclose(policy.act(rows, np.zeros((N, 0)))[0], expected, atol=1e-5)
-
-
-def test_where_everything_is_allowed_it_is_sac_without_masks() -> None:
-    plain, masked = make_learner(DISCRETE), SACLearner(MASKED, DISCRETE, make_config(), dtype=torch.float64)
-    for seed in range(3):
-        chunk = make_chunk(DISCRETE, seed)
-
-        def free(numbers: Any) -> Any:
-            return {"numbers": numbers, "action_mask": np.ones((*numbers.shape[:-1], 3), np.int8)}
-
-        parts = {name: free(getattr(chunk, name)) for name in ("obs", "last_obs", "final_obs")}
-        results = [plain.update(Batch((chunk,), STATS)), masked.update(Batch((replace(chunk, **parts),), STATS))]
-        assert results[1] == pytest.approx(results[0], rel=1e-9)
-    torch.testing.assert_close(networks(masked), networks(plain), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("random_start", [True, False])
@@ -334,15 +275,3 @@ def test_your_own_networks_learn_what_the_default_ones_do(
     if action_space is DISCRETE:
         actions = GreedyModule(own.module.float(), space)(*map(torch.as_tensor, tree_leaves(renamed(obs))))
         np.testing.assert_array_equal(actions, wanted.argmax(-1) + DISCRETE.start)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "captured"])
-@SPACES
-def test_cuda_equals_cpu(action_space: spaces.Space[Any], compiled: bool) -> None:
-    cpu = make_learner(action_space, dtype=torch.float32)
-    gpu = make_learner(action_space, dtype=torch.float32, learner_device="cuda", compile=compiled)
-    for seed in range(4):
-        expected = cpu.update(make_batch(action_space, seed))
-        assert gpu.update(make_batch(action_space, seed)) == pytest.approx(expected, rel=1e-3)
-    np.testing.assert_allclose(gpu.weights(), cpu.weights(), atol=1e-3)

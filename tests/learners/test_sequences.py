@@ -25,7 +25,6 @@ from helpers.actor_critic_kit import (
 )
 from helpers.recurrent_kit import StepByStep, act_randomly
 
-from rayvec.config import PPOConfig
 from rayvec.data import Batch, Chunk, tree_map
 from rayvec.data.join_chunks import join_chunks, pad_chunk
 from rayvec.errors import ConfigError, LearnerError
@@ -119,20 +118,6 @@ def test_environments_that_took_fewer_steps_learn_as_if_alone(make: Any, length:
     assert pad_chunk(short, T).states.shape == short.states.shape
 
 
-@pytest.mark.parametrize("make", [make_ppo, make_impala], ids=["ppo", "impala"])
-def test_another_start_of_a_sequence_is_another_gradient(make: Any) -> None:
-    """The recorded state matters; the gradient does not flow through it into other sequences."""
-    learner = make()
-    chunk = recorded(learner, 2)[1]
-    before = learner.state_dict()
-    weights = []
-    for states in (chunk.states, np.zeros_like(chunk.states)):
-        learner.load_state_dict(before)
-        learner.update(Batch((replace(chunk, states=states),), STATS))
-        weights.append(learner.weights())
-    assert np.abs(weights[0] - weights[1]).max() > 1e-6
-
-
 def test_images_and_numbers_are_remembered() -> None:
     learner = make_ppo(obs=MIXED, recurrent="lstm", num_epochs=1, normalize_obs=True)
     chunks = recorded(learner, 2, space=MIXED, faults=True, num_steps=6)
@@ -161,7 +146,3 @@ def test_a_network_that_the_settings_do_not_name_is_refused() -> None:
         PPOLearner(OBS, DISCRETE, ppo_config(recurrent="gru"), module=PPOLearner(OBS, DISCRETE, ppo_config()).module)
     with pytest.raises(LearnerError, match="hidden states"):
         make_impala().update(make_batch(Policy(PPOLearner(OBS, DISCRETE, ppo_config()).module)))
-
-
-def test_the_settings_are_unused_without_memory() -> None:
-    assert PPOConfig(sequence_length=999, burn_in=999, compile=True).recurrent is None

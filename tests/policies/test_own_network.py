@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -34,26 +33,6 @@ def draw(space: spaces.Space[Any], count: int) -> Any:
     return batched.sample()
 
 
-@pytest.mark.parametrize("action_space", ACTIONS.values(), ids=ACTIONS)
-@pytest.mark.parametrize("observation_space", [BOX, spaces.Box(0, 255, (5, 6), np.uint8)], ids=["floats", "bytes"])
-def test_it_acts_as_the_module_and_takes_any_number_of_leading_axes(
-    action_space: spaces.Space[Any], observation_space: spaces.Space[Any]
-) -> None:
-    config = PPOConfig(network=refer(own_parts.two_heads))
-    module = make_module(observation_space, action_space, config)
-    obs = draw(observation_space, 6)
-    params, value = module(module.encode(obs))
-    assert value.shape == (6,)
-    actor = module.make_actor()
-    np.testing.assert_allclose(actor(obs), params.detach(), atol=1e-6)
-    stacked = module(module.encode(obs.reshape(2, 3, *obs.shape[1:])))
-    torch.testing.assert_close(stacked[0], params.view(2, 3, -1))
-    torch.testing.assert_close(stacked[1], value.view(2, 3))
-    copied = cloudpickle.loads(cloudpickle.dumps(actor))
-    copied.load_weights(2 * flat_weights(module))
-    assert not np.allclose(copied(obs), actor(obs))
-
-
 @pytest.mark.parametrize(
     ("changed", "got"),
     [
@@ -70,26 +49,6 @@ def test_a_network_that_later_returns_something_else_is_named(changed: Any, got:
     module.net.register_forward_hook(lambda net, args, outputs: changed(*outputs))
     with pytest.raises(ConfigError, match=rf"returned {got} for 6 observations.* shape \(6, 4\) and \(6,\)"):
         module(module.encode(draw(BOX, 6)))
-
-
-def test_the_parts_of_a_dict_may_have_any_order_and_number_of_axes() -> None:
-    space = spaces.Dict(wide=spaces.Box(-1, 1, (2, 3), np.float32), far=BOX)  # not in the order of the alphabet
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(9, 5)
-
-        def forward(self, obs: Any) -> Any:
-            out = self.layer(torch.cat([obs["far"], obs["wide"].flatten(1)], -1))
-            return out[:, :4], out[:, 4]
-
-    module = make_module(space, ACTIONS["discrete"], PPOConfig(network=refer(lambda *args: Net())))
-    drawn = draw(space, 6)
-    obs = {key: drawn[key] for key in space.spaces}
-    params, value = module(module.encode(obs))
-    assert params.shape == (6, 4) and value.shape == (6,)
-    np.testing.assert_allclose(module.make_actor()(obs), params.detach(), atol=1e-6)
 
 
 def test_a_dict_observation_reaches_the_module_in_its_own_dtypes() -> None:
@@ -160,13 +119,6 @@ def _with_buffer(module: torch.nn.Module, number: int) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.parametrize("part", [spaces.Text(3), spaces.Sequence(spaces.Discrete(2))], ids=["text", "sequence"])
-def test_what_is_no_tensor_is_refused(part: spaces.Space[Any]) -> None:
-    config = PPOConfig(network=refer(lambda o, a, c: torch.nn.Linear(3, 2)))
-    with pytest.raises(ConfigError, match="space has the part"):
-        make_module(spaces.Dict({"a": BOX, "b": part}), spaces.Discrete(2), config)
-
-
 def test_floats_are_normalised_before_an_own_network_sees_them() -> None:
     parts = {"far": spaces.Box(-9, 9, (2, 2), np.float64), "which": spaces.Discrete(3)}
     space = spaces.Dict(observation=spaces.Dict(parts), action_mask=spaces.MultiBinary(2))
@@ -212,11 +164,6 @@ def test_numpy_computes_what_the_default_network_computes(
         parameter.data.add_(torch.randn(parameter.shape, generator=generator))
     obs = 3 * draw(BOX, 50)
     np.testing.assert_allclose(module.make_actor()(obs), module(torch.from_numpy(obs))[0].detach(), atol=2e-4)
-
-
-def test_the_initial_standard_deviation_is_a_setting() -> None:
-    module = make_module(BOX, ACTIONS["box"], PPOConfig(log_std_init=-1.5))
-    assert module.make_actor()(draw(BOX, 1))[0, 2:].tolist() == [-1.5, -1.5]
 
 
 @pytest.mark.parametrize("cnn", ["nature", "impala"])

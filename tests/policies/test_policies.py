@@ -17,7 +17,6 @@ from gymnasium import spaces
 from gymnasium.spaces.utils import flatten
 from gymnasium.vector.utils import batch_space, iterate
 from helpers import own_parts
-from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
@@ -127,15 +126,6 @@ def test_actions_are_valid_and_lead_back_to_the_samples(space: spaces.Space[Any]
     np.testing.assert_array_equal(steps_by_envs.reshape(100, -1), sample)
 
 
-@EACH_ACTION_SPACE
-def test_the_mode_is_more_probable_than_any_sample(space: spaces.Space[Any]) -> None:
-    distribution = make_distribution(space)
-    params = draw_params(distribution, 300)
-    _, best = distribution.mode(params)
-    _, drawn = distribution.sample(params, draw_noise(distribution, 300))
-    assert (drawn <= best).all()
-
-
 @pytest.mark.parametrize("space", [ACTION_SPACES["multi-discrete"], ACTION_SPACES["discrete"]], ids=["unequal", "one"])
 def test_choices_are_drawn_with_their_probabilities(space: spaces.Space[Any]) -> None:
     distribution = make_distribution(space)
@@ -204,32 +194,6 @@ def test_encoding_keeps_all_leading_dimensions() -> None:
     assert make_encoder(BOX)(flat) is flat
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-def test_no_rows_are_encoded_too(shape: tuple[int, ...]) -> None:
-    """A chunk in which no episode ended has no final observations."""
-    encoder = make_encoder(spaces.Box(-1, 1, shape, np.float32))
-    assert encoder(np.zeros((0, *shape), np.float32)).shape == (0, encoder.num_features)
-
-
-@pytest.mark.parametrize(
-    "space", [spaces.Box(0, 1, (84, 84, 3), np.float32), spaces.Text(3), spaces.Dict(a=spaces.Text(3))]
-)
-def test_observations_without_an_encoder_are_refused(space: spaces.Space[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"has the part .*images as uint8"):
-        ActorCritic(space, BOX)
-
-
-def test_who_cannot_see_refuses_images() -> None:
-    with pytest.raises(ConfigError, match=r"Box\(0, 255, \(84.*below 36 pixels.*use PPO"):
-        make_encoder(spaces.Box(0, 255, (84, 84, 3), np.uint8))
-
-
-@pytest.mark.parametrize("space", [spaces.Box(-1, 1, (0,)), spaces.Dict(a=spaces.Box(-1, 1, (2, 0)))], ids=str)
-def test_an_observation_without_numbers(space: spaces.Space[Any]) -> None:
-    with pytest.raises(ConfigError, match="has no numbers"):
-        make_encoder(space)
-
-
 IMAGES: dict[str, spaces.Space[Any]] = {
     "channels first": spaces.Box(0, 255, (4, 40, 36), np.uint8),
     "channels last": spaces.Box(0, 255, (36, 40, 3), np.uint8),
@@ -287,33 +251,6 @@ def test_the_channels_are_where_the_space_says() -> None:
     torch.testing.assert_close(*values)
 
 
-def test_small_images_are_numbers() -> None:
-    encoder = make_encoder(spaces.Box(0, 255, (7, 7, 3), np.uint8), images=True)
-    assert encoder.num_features == 147 and not encoder.images
-
-
-@pytest.mark.parametrize("shared_trunk", [False, True], ids=["apart", "shared"])
-@pytest.mark.parametrize("normalize_obs", [False, True], ids=["raw", "normalised"])
-@pytest.mark.parametrize("space", [BOX, spaces.Discrete(4)], ids=["box", "discrete"])
-def test_small_nets_act_in_numpy_as_in_torch(space: Any, normalize_obs: bool, shared_trunk: bool) -> None:
-    module = ActorCritic(BOX, space, (16, 8), normalize_obs=normalize_obs, shared_trunk=shared_trunk)
-    policy = Policy(module)
-    perturbed(module)
-    for buffer in module.buffers():
-        buffer.copy_(torch.tensor([0.3, -0.2, 1.5]))
-    policy.load_weights(flat_weights(module))
-    obs = 20 * np.random.default_rng(0).normal(size=(50, 3)).astype(np.float32)
-    act, extras = policy.act(obs, draw_noise(module.distribution, 50))
-    sample = torch.from_numpy(module.distribution.recorded(act, extras))
-    rows = module.encode(obs)
-    assert (float(rows.abs().max()) == 10) == normalize_obs
-    with torch.no_grad():
-        logp, _ = module.distribution.logp_entropy(module.action_parameters(rows), sample)
-    np.testing.assert_allclose(extras["logp"], logp, atol=2e-5)
-    shared = {id(layer) for layer in module.trunk.modules() if isinstance(layer, nn.Linear)}
-    assert len(shared) == (2 if shared_trunk else 0)
-
-
 @pytest.mark.parametrize("space", [spaces.Discrete(4, start=2), spaces.Box(-1, np.array([1, 3], np.float32))], ids=str)
 def test_a_random_start_is_uniform_until_weights_come(space: Any) -> None:
     module = perturbed(ActorCritic(BOX, space, (16,)), 1.0)
@@ -332,36 +269,6 @@ def test_a_random_start_is_uniform_until_weights_come(space: Any) -> None:
         np.testing.assert_equal(ours, theirs)
 
 
-def test_a_box_without_bounds_has_no_uniform_actions() -> None:
-    module = ActorCritic(BOX, spaces.Box(-np.inf, np.inf, (2,)))
-    with pytest.raises(ConfigError, match=r"finite bounds.*RescaleAction"):
-        Policy(module, random_start=True).act(np.ones((1, 3), np.float32), np.zeros((1, 2)))
-
-
-def test_a_random_start_is_not_deterministic() -> None:
-    with pytest.raises(ConfigError, match="deterministic=True and random_start=True"):
-        Policy(ActorCritic(BOX, spaces.Discrete(2)), deterministic=True, random_start=True)
-
-
-def test_buffers_travel_with_the_weights() -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    policy = Policy(module, spaces.Discrete(4))
-    module(torch.randn(32, 3))
-    policy.load_weights(flat_weights(module))
-    for ours, theirs in zip(
-        policy.act(np.ones((2, 3), np.float32), np.full((2, 1), 0.4)),
-        Policy(module, spaces.Discrete(4)).act(np.ones((2, 3), np.float32), np.full((2, 1), 0.4)),
-        strict=True,
-    ):
-        np.testing.assert_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("space", [spaces.Box(0, 9, (2,), np.int64), spaces.Text(3), spaces.Dict(a=spaces.Text(3))])
-def test_actions_without_a_distribution_are_refused(space: spaces.Space[Any]) -> None:
-    with pytest.raises(ConfigError, match=r"The action space is .*Discrete, MultiDiscrete"):
-        ActorCritic(BOX, space)
-
-
 @EACH_ACTION_SPACE
 def test_the_policy_computes_what_the_module_does(space: spaces.Space[Any]) -> None:
     module = perturbed(ActorCritic(BOX, space, (16, 16)))
@@ -371,21 +278,6 @@ def test_the_policy_computes_what_the_module_does(space: spaces.Space[Any]) -> N
     with torch.no_grad():
         logp, _ = module.distribution.logp_entropy(module.action_parameters(module.encode(obs)), sample)
     np.testing.assert_allclose(extras["logp"], logp, atol=3e-6, rtol=1e-6)
-
-
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), seed=st.integers(0, 2**32 - 1))
-def test_logp_does_not_depend_on_who_else_is_in_the_batch(sizes: list[int], seed: int) -> None:
-    policy = Policy(perturbed(ActorCritic(BOX, spaces.Discrete(5)), 0.1))
-    obs = np.random.default_rng(seed).normal(size=(sum(sizes), 3)).astype(np.float32)
-    noise = draw_noise(make_distribution(spaces.Discrete(5)), len(obs))
-    act, extras = policy.act(obs, noise)
-    start = 0
-    for size in sizes:
-        part = slice(start, start + size)
-        act_of_part, extras_of_part = policy.act(obs[part], noise[part])
-        np.testing.assert_array_equal(act_of_part, act[part])
-        np.testing.assert_allclose(extras_of_part["logp"], extras["logp"][part], atol=1e-6, rtol=0)
-        start += size
 
 
 def test_a_deterministic_policy_takes_the_most_probable_action_and_asks_for_no_noise() -> None:
@@ -430,11 +322,6 @@ def test_any_module_acts() -> None:
     probabilities = logits.detach().softmax(-1).numpy()
     np.testing.assert_array_equal(act, 3 + (probabilities.cumsum(-1) < noise).sum(-1))
     np.testing.assert_allclose(extras["logp"], np.log(probabilities[np.arange(3), act - 3]), atol=1e-6)
-
-
-def test_a_module_that_does_not_know_its_actions_needs_the_space() -> None:
-    with pytest.raises(ConfigError, match=r"Mine has no .*Pass action_space"):
-        Policy(Mine())
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["numpy", "torch"])
@@ -533,16 +420,6 @@ def test_a_product_is_its_parts() -> None:
     torch.testing.assert_close(logp, expected_logp, atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=0)
     assert (whole.mode(params)[1] >= acting_logp).all()
-
-
-def test_normal_parts_of_a_product_have_the_mean_and_deviation_they_should() -> None:
-    distribution, count = make_distribution(spaces.Tuple([BOX, spaces.Discrete(2)])), 20_000
-    params = np.repeat(np.array([[0.5, -2.0, 3.0, 0.0, 0.0, 0.0, -1.0, 1.0]], np.float32), count, 0)
-    sample, _ = distribution.sample(params, draw_noise(distribution, count))
-    std = np.exp(params[0, 5:])
-    assert (np.abs(sample[:, :3].mean(0) - params[0, :3]) < 4 * std / math.sqrt(count)).all()
-    assert (np.abs(sample[:, :3].std(0) / std - 1) < 4 / math.sqrt(2 * count)).all()
-    assert abs(sample[:, 3].mean() - 0.5) < 4 * 0.5 / math.sqrt(count)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

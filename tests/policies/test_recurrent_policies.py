@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from gymnasium import spaces
 from helpers.actor_critic_kit import BOX, DISCRETE, MIXED, OBS, SIGHT, draw_obs, perturb
 from torch import nn
 
-from rayvec.data import tree_map
 from rayvec.errors import ConfigError
 from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.policies.noise import keyed_noise
@@ -125,28 +122,6 @@ def test_states_that_the_caller_keeps(kind: str, act: Any) -> None:
             policy.act_from(obs, numbers, wrong)
 
 
-def test_a_policy_without_memory_acts_from_no_state() -> None:
-    policy = Policy(ActorCritic(OBS, DISCRETE))
-    obs, noise = draw_obs(OBS, np.random.default_rng(0), K), noise_of(policy, 1)[0]
-    assert policy.initial_state(K) is None
-    actions, extras, state = policy.act_from(obs, noise, None)
-    assert state is None
-    np.testing.assert_array_equal(actions, policy.act(obs, noise)[0])
-    assert not hasattr(policy, "begin_episodes") and not hasattr(policy, "state_to_record")
-    assert "logp" in extras
-
-
-@CELLS
-@pytest.mark.parametrize("space", [OBS, SIGHT], ids=["numbers", "image"])
-@pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=["pickle", "cloudpickle"])
-def test_a_pickled_policy_begins_all_episodes(kind: str, space: Any, pickler: Any) -> None:
-    policy = Policy(make(kind, space))
-    obs, noise = draw_obs(space, np.random.default_rng(0), 2, K), noise_of(policy, 2)
-    first = policy.act(tree_map(lambda leaf: leaf[0], obs), noise[0])[1]["logp"]
-    copy = pickler.loads(pickler.dumps(policy))
-    np.testing.assert_array_equal(copy.act(tree_map(lambda leaf: leaf[0], obs), noise[0])[1]["logp"], first)
-
-
 def test_weights_are_loaded_and_states_stay() -> None:
     policy, module = Policy(make()), make(seed=3)
     obs, noise = draw_obs(OBS, np.random.default_rng(0), 2, K), noise_of(policy, 2)
@@ -165,19 +140,3 @@ def test_weights_are_loaded_and_states_stay() -> None:
             policy.load_weights(wrong)
     with pytest.raises(ConfigError, match="weights have shape"):
         Policy(make(obs=SIGHT)).load_weights(flat_weights(module))
-
-
-def test_large_numbers_do_not_overflow() -> None:
-    policy = Policy(make("lstm"))
-    noise = noise_of(policy, 2)
-    for step in noise:
-        assert np.isfinite(policy.act(np.full((K, 3), 1e20, np.float32), step)[1]["logp"]).all()
-
-
-def test_a_random_start_chooses_what_the_mask_allows() -> None:
-    space = spaces.Dict(observation=OBS, action_mask=spaces.MultiBinary(4))
-    policy = Policy(make("gru", space, spaces.Discrete(4), masked=True), random_start=True)
-    mask = np.eye(4, dtype=np.int8)
-    obs = {"observation": np.zeros((4, *OBS.shape), np.float32), "action_mask": mask}
-    actions, extras = policy.act(obs, noise_of(policy, 1, 4)[0])
-    assert actions.tolist() == [0, 1, 2, 3] and (extras["logp"] == 0).all()
