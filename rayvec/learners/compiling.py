@@ -82,7 +82,13 @@ class Compiled:
             if self._graph is self._function:
                 raise
             self._graph = self._function
-            warnings.warn(_describe(error), RuntimeWarning, stacklevel=3)
+            reason = textwrap.shorten(" ".join(str(error).split()), 200, placeholder=" ...")
+            warnings.warn(
+                f"updates run uncompiled, at half the speed or less: {reason} Install a C++ compiler, set "
+                "TORCHINDUCTOR_CACHE_DIR to a directory that can be written, or pass compile=False.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
             return self._function(state, *args)  # a graph that fails to compile has changed nothing
 
     def _first(self, state: Any, *args: Any) -> Any:
@@ -110,18 +116,6 @@ def _with_own_code(function: Any) -> Any:
 
 def _checked(guards: Sequence[Any]) -> list[bool]:
     return [guard.guard_type in _CHECKED for guard in guards]
-
-
-def _describe(error: Exception) -> str:
-    """Says in one line why updates run uncompiled, without torch's advice to its own developers, and what to do."""
-    reason = " ".join(str(error).split())
-    remedy = "To do without, pass"
-    if "C++ compiler" in reason:
-        remedy = "Install a C++ compiler such as g++, or pass"
-    elif isinstance(error, OSError) or "PermissionError" in reason or "OSError" in reason:
-        remedy = "Set TORCHINDUCTOR_CACHE_DIR to a directory that can be written, or pass"
-    short = textwrap.shorten(reason.partition(" Set TORCHDYNAMO_VERBOSE")[0], 200, placeholder=" ...")
-    return f"updates run uncompiled, at half the speed or less: {short.removesuffix('.')}. {remedy} compile=False"
 
 
 def can_capture(device: torch.device) -> bool:

@@ -1,5 +1,17 @@
 """Distributions over actions, as formulas for acting and for learning.
 
+A *sample* is what was drawn, ``[k, C]``; an *action* is what the environment gets, a tree for a Dict or Tuple. They
+differ where a Discrete space does not start at 0, and where a Box scales or cuts off what was drawn. Every distribution
+has these members:
+
+*   `noise`, the noise that a sample takes; `num_params`, P; and `num_constants`: how many of the parameters, the last
+    ones, need not depend on the observation;
+*   `sample`, `uniform` (over the space) and `mode` return samples ``[k, C]`` and their log-probabilities ``[k]``, from
+    parameters ``[k, P]`` and noise ``[k, lanes]``;
+*   `action` returns what the environments get, `extras` what a chunk must record besides, and `recorded` the samples
+    ``[..., C]`` behind both;
+*   `logp_entropy` returns log-probabilities and entropies, ``[B]`` each, of tensors ``[B, P]`` and ``[B, C]``.
+
 Where a policy acts, parameters are a NumPy array and noise comes from outside (see
 :mod:`rayvec.policies.noise`); where it learns, they are a torch tensor with a graph behind it. A distribution
 has both, side by side, and holds no state. This module does not import torch.
@@ -12,13 +24,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.encoders import leaf_spaces
 from rayvec.policies.noise import NoiseSpec
@@ -47,51 +58,6 @@ _LOG_2 = math.log(2)
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 """Between which `TanhGaussian` squashes the logarithms of its standard deviations."""
-
-
-class Distribution(Protocol):
-    """A family of distributions over the actions of one space.
-
-    A *sample* is what was drawn, ``[k, C]``; an *action* is what the environment gets, a tree for a Dict or Tuple. They
-    differ where a Discrete space does not start at 0, and where a Box scales or cuts off what was drawn.
-    """
-
-    @property
-    def noise(self) -> NoiseSpec:
-        """The noise that one sample takes."""
-
-    @property
-    def num_params(self) -> int:
-        """P, the number of parameters."""
-
-    @property
-    def num_constants(self) -> int:
-        """How many of the parameters, the last ones, need not depend on the observation."""
-
-    def sample(self, params: Float, noise: NDArray[np.float64]) -> tuple[NDArray[Any], Float]:
-        """Returns samples ``[k, C]`` and their log-probabilities ``[k]`` from ``[k, P]`` and ``[k, lanes]``."""
-
-    def uniform(self, noise: NDArray[np.float64]) -> tuple[NDArray[Any], Float]:
-        """Returns samples ``[k, C]`` whose actions are uniform over the space, and their log-probabilities ``[k]``.
-
-        Raises:
-            ConfigError: The space has no bounds.
-        """
-
-    def mode(self, params: Float) -> tuple[NDArray[Any], Float]:
-        """Returns the most probable samples ``[k, C]`` and their log-probabilities ``[k]``."""
-
-    def action(self, sample: NDArray[Any]) -> Tree:
-        """Returns what the environments get, tree of ``[k, *act_shape]`` in the dtypes of the space."""
-
-    def extras(self, sample: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Returns what a chunk must record besides the actions, so that `recorded` can return the samples."""
-
-    def recorded(self, act: Tree, extras: dict[str, NDArray[Any]]) -> NDArray[Any]:
-        """Returns the samples ``[..., C]`` behind the ``act`` and ``extras`` of a chunk."""
-
-    def logp_entropy(self, params: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns log-probabilities and entropies, each ``[B]``, of ``[B, P]`` and ``[B, C]``."""
 
 
 @dataclass(frozen=True)
@@ -380,6 +346,9 @@ def _log_volume(x: NDArray[Any]) -> NDArray[Any]:
     """Returns ``log(1 - tanh(x)^2)``, the logarithm of the slope of tanh, without cancellation."""
     volume: NDArray[Any] = 2 * (_LOG_2 - np.abs(x) - np.log1p(np.exp(-2 * np.abs(x))))
     return volume
+
+
+Distribution: TypeAlias = Categorical | Gaussian | TanhGaussian | Product
 
 
 def make_tanh_gaussian(space: spaces.Space[Any]) -> TanhGaussian:

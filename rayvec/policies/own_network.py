@@ -14,13 +14,12 @@ import torch
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from rayvec.config.references import resolve
 from rayvec.data import Tree, tree_map
-from rayvec.errors import ConfigError, RayvecError, counted
+from rayvec.errors import ConfigError
 from rayvec.policies.distributions import Distribution, make_distribution
-from rayvec.policies.encoders import Encoder, float_encoder, leaf_spaces, replaced
+from rayvec.policies.encoders import Encoder, at, float_encoder, leaf_spaces, replaced
 from rayvec.policies.masks import has_mask, seen, without_mask
 from rayvec.policies.networks import ActorCritic, ActorCriticModule, to_device, to_tensor
 from rayvec.policies.precision import autocast
@@ -77,15 +76,16 @@ class OwnActorCritic(ActorCriticModule):
         self.cnns = (net,)
         self.encoder = float_encoder(observation_space) if normalize_obs else Encoder((), 0)
         self._register_statistics(self.encoder.num_features)
-        sample = sample_batch(without_mask(observation_space) if masked else observation_space)
+        space = without_mask(observation_space) if masked else observation_space
+        self._path, _ = next(iter(leaf_spaces(space)))
+        sample = sample_batch(space)
         self._num_axes = tree_map(lambda leaf: leaf.ndim - 1, sample)
         check_module(net)
         outputs = outputs_of(net, sample)
         if not isinstance(outputs, tuple) or len(outputs) != 2:
             raise ConfigError(
-                "The network returned "
-                f"{f'a tuple of {len(outputs)}' if isinstance(outputs, tuple) else type(outputs).__name__}. Let "
-                "forward return a tuple (parameters of the distribution, values)."
+                f"The network returned {_kind(outputs)}. Let forward return a tuple (parameters of the distribution, "
+                "values)."
             )
         check_output("the parameters of the distribution over actions", outputs[0], distribution.num_params)
         check_output("one value", outputs[1], None)
@@ -107,19 +107,13 @@ class OwnActorCritic(ActorCriticModule):
         return seen(obs) if self.is_masked else obs
 
     def _features(self, rows: Tree) -> tuple[Tensor, Tensor]:
-        """Calls the module.
-
-        Raises:
-            ConfigError: It returned something else than for the first observations.
-        """
-        leaf, num_axes = _first(rows, self._num_axes)
-        lead = leaf.shape[: leaf.ndim - num_axes]
+        leaf = at(rows, self._path)
+        lead = leaf.shape[: leaf.ndim - at(self._num_axes, self._path)]
         with autocast(self.precision, leaf.device):
-            outputs = self.net(self._flat(rows, lead))
-        params, value = self._checked(outputs, max(1, math.prod(lead)))
+            params, value = self.net(self._flat(rows, lead))
         if not math.prod(lead):
             params, value = params[:0], value[:0]
-        return params.reshape(*lead, params.shape[-1]).float(), value.reshape(lead).float()
+        return params.reshape(*lead, self.distribution.num_params).float(), value.reshape(lead).float()
 
     def _flat(self, rows: Tree, lead: torch.Size) -> Tree:
         """Returns observations with one leading axis, and zeros for no row: a module need not know what to do then."""
@@ -131,20 +125,6 @@ class OwnActorCritic(ActorCriticModule):
             return part.reshape(-1, *shape) if math.prod(lead) else part.new_zeros(1, *shape)
 
         return tree_map(flat, rows, self._num_axes)
-
-    def _checked(self, outputs: Any, count: int) -> tuple[Tensor, Tensor]:
-        """Returns what the module returned for `count` observations, if it has the form of what it returned first."""
-        num_params = self.distribution.num_params
-        if isinstance(outputs, tuple | list) and len(outputs) == 2:
-            params, value = outputs
-            if _shape(params) == (count, num_params) and _shape(value) in ((count,), (count, 1)):
-                return params, value
-        raise ConfigError(
-            "The network returned "
-            f"{', '.join(map(_kind, outputs)) if isinstance(outputs, tuple | list) else _kind(outputs)} for "
-            f"{counted(count, 'observation')}. Let forward return (params, value) as tensors of shape "
-            f"{(count, num_params)} and {(count,)}."
-        )
 
 
 @contextlib.contextmanager
@@ -170,18 +150,9 @@ def build_network(
         config: The settings.
 
     Raises:
-        ConfigError: The function raises, or returns no module.
+        ConfigError: The function returns no module.
     """
-    try:
-        net = function(observation_space, action_space, config)
-    except (RayvecError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"The network could not be made for {observation_space} and {action_space}: "
-            f"{getattr(function, '__qualname__', function)} raised {type(error).__name__}: {error}. It is called "
-            "with (observation space, action space, settings)."
-        ) from error
+    net = function(observation_space, action_space, config)
     if not isinstance(net, nn.Module):
         raise ConfigError(
             f"The function that makes the network returned {type(net).__name__}. It must return a torch.nn.Module."
@@ -201,12 +172,6 @@ def check_module(net: nn.Module) -> None:
         raise ConfigError(
             f"Parameters of the network are {', '.join(kinds)}. They must be float32: return net.float()."
         )
-    whole = [(name, each) for name, each in net.named_buffers() if not each.is_floating_point()]
-    if changed := [name for name, each in whole if not torch.equal(each, each.float().to(each.dtype))]:
-        raise ConfigError(
-            f"The integer buffers {', '.join(changed)} hold values above 2**24, which float32 can't hold. Keep "
-            "larger numbers in plain attributes."
-        )
 
 
 def _check_copy(net: nn.Module) -> None:
@@ -215,23 +180,11 @@ def _check_copy(net: nn.Module) -> None:
         cloudpickle.dumps(net)
         copy.deepcopy(net)
     except Exception as error:
-        has_hooks = any(parametrize.is_parametrized(each) or each._forward_pre_hooks for each in net.modules())
         raise ConfigError(
-            f"{type(net).__name__} can't be copied: {type(error).__name__}: {error}. "
-            + (
-                "Compute in forward() what spectral_norm, weight_norm or another parametrization does."
-                if has_hooks
-                else "Remove attributes such as locks, open files and generators."
-            )
+            f"{type(net).__name__} can't be copied: {type(error).__name__}: {error}. Compute in forward() what "
+            "spectral_norm, weight_norm or another parametrization does, and remove attributes such as locks, open "
+            "files and generators."
         ) from error
-
-
-def _first(tree: Tree, other: Tree) -> tuple[Any, Any]:
-    """Returns the first array of a tree, and what is at its place in another tree, whatever the order of keys there."""
-    while isinstance(tree, dict | tuple):
-        key = next(iter(tree)) if isinstance(tree, dict) else 0
-        tree, other = tree[key], other[key]
-    return tree, other
 
 
 def sample_batch(space: Space[Any]) -> Tree:
@@ -255,23 +208,16 @@ def outputs_of(net: nn.Module, *inputs: Tree) -> Any:
     """Returns what a module returns for sample inputs.
 
     Raises:
-        ConfigError: The module raises, returns tensors without a gradient, or can't be copied.
+        ConfigError: The module raises, or can't be copied.
     """
     try:
-        with torch.enable_grad():
-            outputs = net(*inputs)
+        outputs = net(*inputs)
     except Exception as error:
         shapes = [str(tree_map(lambda leaf: (*leaf.shape, str(leaf.dtype)), each)) for each in inputs]
         raise ConfigError(
             f"{type(net).__name__} raised {type(error).__name__}: {error}. It was called with tensors of shape "
             f"and dtype {', '.join(shapes)}. Convert them in forward, for example obs.float().flatten(1)."
         ) from error
-    tensors = [each for each in (outputs if isinstance(outputs, tuple) else (outputs,)) if isinstance(each, Tensor)]
-    if tensors and not any(each.requires_grad for each in tensors):
-        raise ConfigError(
-            f"{type(net).__name__} returned tensors without a gradient. Remove torch.no_grad(), detach() and "
-            "NumPy from forward."
-        )
     _check_copy(net)  # not before: a hook may have changed its weights
     return outputs
 
@@ -285,10 +231,6 @@ def check_output(name: str, output: Any, width: int | None) -> None:
             f"shape {(_BATCH,) if width is None else (_BATCH, width)}: change the last layer, see "
             "docs/own-network.md."
         )
-
-
-def _shape(output: Any) -> tuple[int, ...] | None:
-    return tuple(output.shape) if isinstance(output, Tensor) else None
 
 
 def _kind(output: Any) -> str:

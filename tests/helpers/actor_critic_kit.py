@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from torch import Tensor, nn
+from torch import nn
 
 from rayvec.config import IMPALAConfig, PPOConfig
 from rayvec.data import Batch, Chunk, CollectStats, tree_map
-from rayvec.policies.networks import ActorCritic
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 
@@ -104,17 +103,6 @@ def perturb(module: nn.Module, scale: float) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
-
-
-def distribution_of(module: ActorCritic, obs: Tensor) -> torch.distributions.Distribution:
-    if module.log_std is None:
-        return torch.distributions.Categorical(logits=module.actor(obs))
-    normal = torch.distributions.Normal(module.actor(obs), module.log_std.exp())
-    return torch.distributions.Independent(normal, 1)
-
-
-def flat_gradient(module: nn.Module) -> Tensor:
-    return torch.cat([parameter.grad.reshape(-1) for parameter in module.parameters() if parameter.grad is not None])
 
 
 def distance(ours: Any, theirs: Any) -> float:

@@ -96,13 +96,6 @@ def sum_each(ranks: ClosableRanks, cases: list[tuple[torch.dtype, tuple[int, ...
     return [ranks.sum_(tensor_of(ranks.rank, number, *case)) for number, case in enumerate(cases)]
 
 
-def sum_strided(ranks: ClosableRanks) -> tuple[Tensor, bool]:
-    """Returns the sum of a tensor that is not contiguous, and whether that was done in place."""
-    tensor = tensor_of(ranks.rank, 0, torch.float32, (6, 40)).t()[::2]
-    result = ranks.sum_(tensor)
-    return result.clone(), result is tensor
-
-
 def sum_at_random(ranks: ClosableRanks, count: int, seed: int) -> int:
     """Sums tensors of random sizes with random pauses; returns how many sums differ from those in rank order."""
     common, own = random.Random(seed), random.Random(1000 * seed + ranks.rank)

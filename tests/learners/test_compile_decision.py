@@ -13,7 +13,6 @@ from rayvec.learners.compile_decision import choice_of, compiles
 from rayvec.training.runs import wait_limit_s
 
 NUMBERS = spaces.Box(-1, 1, (3,), np.float32)
-FRAMES = spaces.Dict(sight=spaces.Box(0, 255, (84, 84, 4), np.uint8), touch=NUMBERS)
 LONG: list[TrainConfig] = [
     PPOConfig(preset="none", total_steps=10_000_000),
     IMPALAConfig(preset="none", total_steps=100_000_000),

@@ -64,11 +64,6 @@ def reference_of(learner: PPOLearner | IMPALALearner) -> StepByStep:
     return StepByStep(learner.module)
 
 
-def numbers_of(chunk: Chunk) -> Any:
-    """Returns the part of the observations that is no mask."""
-    return chunk.obs["touch"] if isinstance(chunk.obs, dict) else chunk.obs
-
-
 def samples_of(learner: PPOLearner | IMPALALearner, chunk: Chunk) -> Any:
     return torch.from_numpy(learner.module.distribution.recorded(chunk.act, chunk.extras))
 
