@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,24 +177,6 @@ def test_ranks_that_share_memory_need_no_directory(
         return Adder(ranks)
 
     make_group(2, make, num_nodes=0)
-
-
-class ClosesForEver(Adder):
-    """Does not return from `close`."""
-
-    def close(self) -> None:
-        """Sleeps."""
-        time.sleep(1e6)
-
-
-def test_ranks_that_do_not_close_are_killed_and_logged(
-    make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("rayvec.distributed.rank_group._CLOSE_S", 0.2)
-    group = make_group(2, ClosesForEver, num_nodes=0)
-    group.close()
-    assert not any(map(alive, group.pids))
-    assert "killed ranks that did not close in time: rank 0 on 127.0.0.1" in caplog.text
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE])

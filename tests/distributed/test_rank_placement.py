@@ -60,12 +60,6 @@ def test_a_number_of_nodes_is_waited_for(
         rank_share(3, 3, None)
 
 
-def test_ranks_with_more_workers_than_cores_claim_their_share_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = NodeCapacity("a", "10.0.0.1", 4, all_cpus=4)
-    monkeypatch.setattr("rayvec.distributed.rank_placement.capacities", lambda request: [node])
-    assert rank_share(2, 1, 16) == (1, 8, 2)
-
-
 def test_ranks_can_be_kept_off_nodes(ray_cluster: object) -> None:
     here, _ = two_nodes()
 

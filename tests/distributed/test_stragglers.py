@@ -53,14 +53,6 @@ def test_a_rank_stops_once_enough_have_arrived_and_it_has_its_share(size: int, f
     assert (cut is not None and cut(taken)) == stops == rule.has_cut
 
 
-def test_with_variable_lengths_the_steps_of_all_environments_count() -> None:
-    with SharedArrivals.open(1) as path:
-        most, cut = Stragglers(SharedArrivals(path, 0), 1, sync_fraction=1, min_share=0, variable_lengths=True).begin(
-            100
-        )
-    assert most == 200 and cut is not None and not cut(99) and cut(100)
-
-
 def test_arrivals_are_counted_by_iteration() -> None:
     with SharedArrivals.open(3) as path:
         ranks = [SharedArrivals(path, rank) for rank in range(3)]

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from helpers.actor_critic_kit import DISCRETE, OBS, STATS, N, T, impala_config, make_batch, make_chunk, perturb
-from helpers.fleet_kit import stepper_of
 from helpers.paper_kit import PaperIMPALA
 from helpers.vtrace import vtrace_by_definition
-from numpy.typing import NDArray
 
-from rayvec.collect.collector import EpisodeTracker
-from rayvec.config import IMPALAConfig
 from rayvec.data import Batch
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.returns import num_rounds, vtrace_of_rows
 from rayvec.policies.policy import Policy
-from rayvec.rollout.loop import rollout
-from rayvec.training.runs import torch_threads
 
 
 def test_a_longer_chunk_than_the_settings_name_is_summed_up_too() -> None:
@@ -81,32 +73,3 @@ def test_vtrace_of_rows_equals_the_definition(num_steps: int) -> None:
     got = vtrace_of_rows(*rows, decay=0.9 * 0.8, rho_bar=1.2, c_bar=0.9, rounds=num_rounds(num_steps))
     for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(ours, theirs.T[valid.T], atol=1e-12)
-
-
-@pytest.mark.slow
-def test_it_learns_from_steps_of_older_weights() -> None:
-    """CartPole, two updates behind all the time."""
-    with torch_threads(1):
-        returns, divergences = learn_behind(IMPALAConfig(total_steps=120_000, seed=1), lag=2)
-    assert np.concatenate(returns[:10]).mean() < 50
-    assert np.concatenate(returns[-40:]).mean() > 150
-    assert max(divergences) > 1e-4
-
-
-def learn_behind(config: IMPALAConfig, lag: int) -> tuple[list[NDArray[np.float64]], list[float]]:
-    """Learns from steps of weights that are `lag` updates old; returns each iteration's returns and ``approx_kl``."""
-    ids = np.arange(config.num_envs)
-    single = gymnasium.make("CartPole-v1")
-    pool = stepper_of([partial(gymnasium.make, "CartPole-v1")] * config.num_envs)
-    pool.reset(ids, ids.tolist())
-    pool.recv(ids)
-    learner = IMPALALearner(single.observation_space, single.action_space, config)
-    policy, tracker = Policy(learner.module), EpisodeTracker(config.num_envs)
-    weights, returns, divergences = [learner.weights()] * (lag + 1), [], []
-    for iteration in range(config.num_iterations):
-        policy.load_weights(weights[-1 - lag])
-        chunk = rollout(pool, policy, config.num_steps, noise_seed=1, first_step=iteration * config.num_steps)
-        returns.append(tracker.add(chunk)[0].returns)
-        divergences.append(learner.update(Batch((chunk,), STATS))["approx_kl"])
-        weights.append(learner.weights())
-    return returns, divergences

@@ -36,23 +36,6 @@ class LikeTheDefault(nn.Module):
         return outputs, self.critic(obs)
 
 
-class Transposed(LikeTheDefault):
-    """Its parameters lie transposed in memory, as those of channels_last convolutions do."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        for leaf in self.parameters():
-            leaf.data = leaf.data.t().contiguous().t()
-
-
-def test_parameters_may_have_any_memory_format() -> None:
-    own, other = (
-        PPOLearner(kit.OBS, kit.DISCRETE, kit.ppo_config(network=refer(network)))
-        for network in (Transposed, LikeTheDefault)
-    )
-    np.testing.assert_array_equal(own.weights(), other.weights())
-
-
 @kit.SPACES
 @pytest.mark.parametrize("kind", ["ppo", "impala"])
 def test_the_same_network_learns_the_same(action_space: spaces.Space[Any], kind: str) -> None:
@@ -67,46 +50,6 @@ def test_the_same_network_learns_the_same(action_space: spaces.Space[Any], kind:
         theirs.update(batch)
     np.testing.assert_allclose(ours.weights(), theirs.weights(), atol=1e-6)
     theirs.load_state_dict(theirs.state_dict())
-
-
-class _LazyCritic(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LazyLinear(1)
-
-    def forward(self, obs: Tensor, act: Tensor) -> Tensor:
-        value: Tensor = self.layer(torch.cat([obs, act], -1))
-        return value
-
-
-def lazy(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
-    net = own_parts.TwoHeads(observation_space, action_space)
-    net.body[0], net.policy, net.value = nn.LazyLinear(8), nn.LazyLinear(net.policy.out_features), nn.LazyLinear(1)
-    return net
-
-
-def lazy_sac(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
-    module = nn.Module()
-    module.actor, module.critics = nn.LazyLinear(4), nn.ModuleList([_LazyCritic()])
-    return module
-
-
-@pytest.mark.parametrize("kind", ["ppo", "sac"])
-def test_lazy_layers_begin_with_weights_of_the_seed(kind: str) -> None:
-    """Ranks, and runs of the same seed, begin with the same weights whatever torch's generator has drawn before."""
-
-    def weights(seed: int) -> Any:
-        if kind == "ppo":
-            return PPOLearner(kit.OBS, kit.DISCRETE, kit.ppo_config(network=refer(lazy), seed=seed)).weights()
-        learner = SACLearner(sac_kit.OBS, sac_kit.BOX, sac_kit.make_config(network=refer(lazy_sac), seed=seed))
-        return np.concatenate([learner.weights(), learner.state_dict()["critic"]])
-
-    first = weights(1)
-    before = torch.random.get_rng_state()
-    torch.rand(5)
-    np.testing.assert_array_equal(weights(1), first)
-    assert not np.isclose(weights(2), first).any()
-    torch.random.set_rng_state(before)
 
 
 def with_buffers(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
@@ -142,34 +85,6 @@ def test_buffers_are_a_part_of_the_state_and_of_an_initial_network(kind: str) ->
     with pytest.raises(CheckpointError, match="its buffers differ"):
         third.load_state_dict({**second.state_dict(), "buffers": {**buffers, name: torch.zeros(1)}})
     np.testing.assert_array_equal(third.weights(), before)
-
-
-class _In(nn.Module):
-    """Computes as another module does, and returns another dtype."""
-
-    def __init__(self, net: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.net, self.dtype = net, dtype
-
-    def forward(self, *inputs: Tensor) -> Any:
-        outputs = self.net(*inputs)
-        return tuple(each.to(self.dtype) for each in outputs) if isinstance(outputs, tuple) else outputs.to(self.dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-def test_outputs_of_another_dtype_become_float32(dtype: torch.dtype) -> None:
-    def net(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
-        if config.algorithm == "ppo":
-            return _In(own_parts.TwoHeads(observation_space, action_space), dtype)
-        module: Any = own_parts.ActorAndCritics(observation_space, action_space)
-        module.actor = _In(module.actor, dtype)
-        module.critics = nn.ModuleList(_In(critic, dtype) for critic in module.critics)
-        return module  # type: ignore[no-any-return]
-
-    learner = PPOLearner(kit.OBS, kit.DISCRETE, kit.ppo_config(network=refer(net)))
-    assert "policy_loss" in learner.update(kit.make_batch(Policy(learner.module)))
-    sac = SACLearner(sac_kit.OBS, sac_kit.BOX, sac_kit.make_config(network=refer(net), learning_starts=0))
-    assert "critic_loss" in sac.update(sac_kit.make_batch(sac_kit.BOX, 0, num_steps=8))
 
 
 def frozen(observation_space: Any, action_space: Any, config: Any) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -129,29 +129,6 @@ def test_it_holds_what_lists_hold(history: tuple[int, int, list[tuple[NDArray[np
         other.load_state_dict(replay.state_dict())
         assert_equal(other, lists)
         replay = other  # goes on from its own state
-
-
-def test_a_shard_without_columns_is_fine() -> None:
-    chunk = World(2).chunk(3, np.zeros((3, 2), np.int64))
-    empty = slice(0, 0)
-    replay = ReplayBuffer(8)
-    replay.add(
-        replace(
-            chunk,
-            env_ids=chunk.env_ids[empty],
-            obs=chunk.obs[:, empty],
-            act=chunk.act[:, empty],
-            rew=chunk.rew[:, empty],
-            terminated=chunk.terminated[:, empty],
-            truncated=chunk.truncated[:, empty],
-            valid=chunk.valid[:, empty],
-            last_obs=chunk.last_obs[empty],
-        )
-    )
-    assert len(replay) == 0
-    other = ReplayBuffer(8)
-    other.load_state_dict(replay.state_dict())
-    assert len(other) == 0
 
 
 def test_what_can_not_work_is_refused() -> None:

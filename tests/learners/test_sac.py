@@ -46,23 +46,6 @@ def networks(learner: Any) -> Tensor:
     return torch.cat([learner.state_dict()[name] for name in ("critic", "target", "actor")])
 
 
-@SPACES
-def test_the_actor_acts_in_numpy_as_in_torch(action_space: spaces.Space[Any]) -> None:
-    learner = make_learner(action_space, dtype=torch.float32)
-    rows = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
-    policy = Policy(learner.module)
-    assert learner.update(make_batch(action_space)) == {}
-    learner.update(make_batch(action_space, 1))
-    policy.load_weights(learner.weights())
-    actor = learner.module.make_actor()
-    np.testing.assert_allclose(
-        actor(rows), learner.module.action_parameters(torch.from_numpy(rows)).detach(), atol=1e-6
-    )
-    noise = keyed_noise(policy.noise, seed=0, env_ids=np.arange(20), first_step=0, num_steps=1)[0]
-    actions, _ = policy.act(rows, noise)
-    assert all(action_space.contains(action) for action in actions)
-
-
 @pytest.mark.parametrize("ratio", [pytest.param(1.0, marks=pytest.mark.slow), 0.3, 2.5])
 def test_the_ratio_of_updates_is_exact(ratio: float) -> None:
     learner = make_learner(update_to_data=ratio, batch_size=4)

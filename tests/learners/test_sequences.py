@@ -13,7 +13,6 @@ from helpers.actor_critic_kit import (
     BOX,
     DISCRETE,
     MASKED,
-    MIXED,
     OBS,
     STATS,
     N,
@@ -111,18 +110,6 @@ def test_environments_that_took_fewer_steps_learn_as_if_alone(make: Any, length:
     joined, alone = gradient(join_chunks([long, short])), gradient(long) + gradient(short)
     torch.testing.assert_close(joined, alone, atol=1e-5 * float(alone.abs().max()), rtol=1e-4)
     assert pad_chunk(short, T).states.shape == short.states.shape
-
-
-def test_images_and_numbers_are_remembered() -> None:
-    learner = make_ppo(obs=MIXED, recurrent="lstm", num_epochs=1, normalize_obs=True)
-    chunks = recorded(learner, 2, space=MIXED, faults=True, num_steps=6)
-    params, _, _ = reference_of(learner).unroll(chunks[1])
-    t, n = np.argwhere(chunks[1].valid)[-1]
-    logp, _ = learner.module.distribution.logp_entropy(params[t][n][None], samples_of(learner, chunks[1])[t, n][None])
-    assert float(chunks[1].extras["logp"][t, n]) == pytest.approx(logp.item(), abs=1e-5)
-    before = [parameter.detach().clone() for parameter in learner.module.parameters()]
-    learner.update(Batch(tuple(chunks), STATS))
-    assert all((old != new).any() for old, new in zip(before, learner.module.parameters(), strict=True))
 
 
 def test_chunks_without_states_are_refused() -> None:

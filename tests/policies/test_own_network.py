@@ -79,7 +79,7 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
         (own_parts.no_module, "returned function.*torch.nn.Module"),
         (own_parts.raises, r"Linear raised RuntimeError.*\(3, 3, 'torch.float32'\)"),
         (lambda o, a, c: own_parts.TwoHeads(o, a).double(), "are torch.float64.*float32"),
-        (lambda o, a, c: torch.nn.Linear(3, 2), r"returned Tensor.*tuple \(parameters"),
+        (lambda o, a, c: torch.nn.Linear(3, 2), r"returned shape .*tuple \(parameters"),
     ],
 )
 def test_a_network_that_cannot_work_is_refused(function: Any, text: str) -> None:
@@ -118,6 +118,7 @@ def test_floats_are_normalised_before_an_own_network_sees_them() -> None:
 def test_numpy_computes_what_the_default_network_computes(
     activation: Any, layer_norm: bool, shared_trunk: bool
 ) -> None:
+    """Observations are normalised where layers are apart."""
     module = ActorCritic(
         BOX,
         ACTIONS["box"],
@@ -125,13 +126,16 @@ def test_numpy_computes_what_the_default_network_computes(
         activation=activation,
         layer_norm=layer_norm,
         shared_trunk=shared_trunk,
+        normalize_obs=not shared_trunk,
         log_std_init=-0.5,
     )
+    for buffer in module.buffers():
+        buffer.copy_(torch.tensor([0.3, -0.2, 1.5]))
     generator = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         parameter.data.add_(torch.randn(parameter.shape, generator=generator))
     obs = 3 * draw(BOX, 50)
-    np.testing.assert_allclose(module.make_actor()(obs), module(torch.from_numpy(obs))[0].detach(), atol=2e-4)
+    np.testing.assert_allclose(module.make_actor()(obs), module(module.encode(obs))[0].detach(), atol=2e-4)
 
 
 @pytest.mark.parametrize("cnn", ["nature", "impala"])

@@ -476,3 +476,24 @@ def test_numbers_far_from_0_keep_their_digits_where_they_are_normalised(dtype: A
     with torch.no_grad():
         params = module.action_parameters(module.encode(obs))
     np.testing.assert_allclose(policy.act(obs, np.zeros((4, 0)))[1]["raw_act"], params[:, :3], atol=1e-5)
+
+
+UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: ActorCritic(spaces.Dict(a=spaces.Text(3)), BOX), r"has the part .*images as uint8"),
+        (lambda: ActorCritic(spaces.Box(0, 1, (84, 84, 3), np.float32), BOX), r"has the part .*images as uint8"),
+        (lambda: make_encoder(spaces.Box(0, 255, (84, 84, 3), np.uint8)), "below 36 pixels.*use PPO"),
+        (lambda: make_encoder(spaces.Dict(a=spaces.Box(-1, 1, (2, 0)))), "has no numbers"),
+        (lambda: ActorCritic(BOX, spaces.Box(0, 9, (2,), np.int64)), "The action space is .*Discrete, MultiDiscrete"),
+        (lambda: Policy(ActorCritic(BOX, BOX), deterministic=True, random_start=True), "were passed together"),
+        (lambda: Policy(ActorCritic(BOX, UNBOUNDED), random_start=True).act(0, np.zeros((1, 2))), "finite bounds"),
+        (lambda: Policy(Mine()), r"Mine has no .*Pass action_space"),
+    ],
+)
+def test_what_can_not_work_is_refused(make: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make()
