@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +21,8 @@ from rayvec.errors import ConfigError, RankLostError, first_line
 __all__ = ["CollectiveRanks", "check_device"]
 
 _NCCL_WAITS = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""Let a sum that waits too long raise. By default NCCL's ``wait`` returns at once, and a watchdog ends the process
+minutes after a rank was lost."""
 
 _c10d: Any = dist  # what is used of it is there in all versions, but only partly in its annotations
 
@@ -78,8 +79,8 @@ class CollectiveRanks:
         options = _c10d.ProcessGroupNCCL.Options() if is_cuda else _c10d.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         if is_cuda:
-            with _waiting_for_nccl():
-                return _c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
+            os.environ.update(_NCCL_WAITS)
+            return _c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]
         return _c10d.ProcessGroupGloo(store, self.rank, self.size, options)
 
@@ -113,22 +114,6 @@ class CollectiveRanks:
             with contextlib.suppress(RuntimeError):
                 self._group.abort()
         self._group = None
-
-
-@contextlib.contextmanager
-def _waiting_for_nccl() -> Iterator[None]:
-    """Lets a process group that is made meanwhile raise a timeout where a sum is waited for.
-
-    By default NCCL's ``wait`` returns at once, and a watchdog ends the process minutes after a rank was lost.
-    """
-    before = {name: os.environ[name] for name in _NCCL_WAITS if name in os.environ}
-    os.environ.update(_NCCL_WAITS)
-    try:
-        yield
-    finally:
-        for name in _NCCL_WAITS:
-            del os.environ[name]
-        os.environ.update(before)
 
 
 def check_device(device: str) -> None:

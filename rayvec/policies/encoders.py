@@ -9,7 +9,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -98,12 +98,19 @@ class Encoder:
         return np.concatenate([np.zeros(0, bool), *parts])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Flatten:
-    """A Box or MultiBinary of the given shape: its numbers, in float64 if `is_wide`."""
+    """A Box or MultiBinary of the given shape: its numbers.
+
+    Attributes:
+        shape: Of one observation.
+        is_wide: Whether they are float64, else float32.
+        scale: What they are multiplied by, ``float32 [D_leaf]``; None leaves them as they are.
+    """
 
     shape: tuple[int, ...]
     is_wide: bool = False
+    scale: Float | None = None
 
     @property
     def size(self) -> int:
@@ -113,22 +120,10 @@ class _Flatten:
         if len(self.shape) != 1:
             obs = obs.reshape(*obs.shape[: obs.ndim - len(self.shape)], math.prod(self.shape))
         if isinstance(obs, np.ndarray):
-            return obs.astype(np.float64 if self.is_wide else np.float32, copy=False)
-        return obs.double() if self.is_wide else obs.float()
-
-
-@dataclass(frozen=True, eq=False)
-class _Scaled(_Flatten):
-    """A Box of uint8 that is no image: its numbers over their upper bounds.
-
-    Attributes:
-        scale: One over each number's upper bound, ``float32 [D_leaf]``.
-    """
-
-    scale: Float = field(kw_only=True)
-
-    def __call__(self, obs: Any) -> Any:
-        return super().__call__(obs) * _like(obs, self.scale)
+            numbers: Any = obs.astype(np.float64 if self.is_wide else np.float32, copy=False)
+        else:
+            numbers = obs.double() if self.is_wide else obs.float()
+        return numbers if self.scale is None else numbers * _like(obs, self.scale)
 
 
 @dataclass(frozen=True)
@@ -291,7 +286,7 @@ def _numbers(space: spaces.Box, scaled: bool, is_wide: bool) -> _Flatten:
     high = np.asarray(space.high, np.float32).ravel()
     if not scaled or space.dtype != np.uint8 or not high.size or high.max() <= 1:
         return _Flatten(space.shape, is_wide and np.result_type(space.dtype, np.float32) == np.float64)
-    return _Scaled(space.shape, scale=(1 / high.clip(1)).astype(np.float32))
+    return _Flatten(space.shape, scale=(1 / high.clip(1)).astype(np.float32))
 
 
 _FEW = 5000  # an array of three dimensions with more numbers is an image in a form that no network here reads

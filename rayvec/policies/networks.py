@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rayvec.data import Tree, tree_map
 from rayvec.policies.actors import Activation, Actor, MLPActor, check_length
-from rayvec.policies.cnns import SQRT2, NatureCNN, initialised, make_cnn
+from rayvec.policies.cnns import SQRT2, initialised, make_cnn
 from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, at, make_encoder, normalized
 from rayvec.policies.masks import allowed, masked
@@ -25,7 +25,6 @@ __all__ = [
     "ActorCritic",
     "ActorCriticModule",
     "ModuleActor",
-    "NatureCNN",
     "copy_to_cpu",
     "flat_weights",
     "load_flat_weights",
