@@ -8,7 +8,7 @@ the values of the critic as it is at each step of the optimizer. Losses are mean
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,44 +29,6 @@ __all__ = ["IMPALALearner"]
 
 _SUMMED = ("policy_loss", "value_loss", "entropy", "importance_weight", "clip_fraction", "approx_kl")
 """What a step of the optimizer sums over its samples, besides the moments of targets and their errors."""
-
-
-class Steps(NamedTuple):
-    """B steps, those of an environment as neighbours in the order of time.
-
-    Attributes:
-        sample: What the policy drew, ``[B, C]``.
-        logp: Its log-probability by the policy that acted, ``[B]``.
-        rew: ``[B]``.
-        discount: Of the value of the observation after the step: 0 where the step terminated its episode, ``[B]``.
-        chain: 1 where the environment's next step followed in the same episode, else 0, ``[B]``.
-    """
-
-    sample: Tensor
-    logp: Tensor
-    rew: Tensor
-    discount: Tensor
-    chain: Tensor
-
-
-class Trajectories(NamedTuple):
-    """T steps of each of N environments, as rows. Row t N + n is step t of environment n.
-
-    Attributes:
-        obs: Encoded observations of the T N steps, then the N that the policy would see next, then the F true last
-            observations of episodes that ended, tree of ``[(T + 1) N + F, ...]``.
-        steps: All T N steps, also those that did not happen; neighbours are those of the next environment.
-        next_row: In `obs`, the observation after each step; where the step terminated its episode, that of the step
-            itself, ``int64 [T, N]``.
-        chunk: What these are the rows of.
-        sequences: For a recurrent network, K sequences of each environment; for others nothing.
-    """
-
-    obs: Tree
-    steps: Steps
-    next_row: NDArray[np.int64]
-    chunk: Chunk
-    sequences: Sequences | tuple[()]
 
 
 class IMPALALearner(ActorCriticLearner):
@@ -96,7 +58,6 @@ class IMPALALearner(ActorCriticLearner):
         self._begin_update(batch)
         stats: list[Tensor] = []
         for chunk in batch.chunks:
-            trajectories = self._trajectories(chunk)
             rounds = num_rounds(max(self.config.num_steps, chunk.num_steps))
             if rounds > self._num_rounds:
                 self._num_rounds = rounds
@@ -107,16 +68,27 @@ class IMPALALearner(ActorCriticLearner):
             shares = [own_part(numbers, own) for numbers in shuffled]
             num_valid = chunk.valid.sum(0)
             counts = self.ranks.sum_(torch.tensor([int(num_valid[share].sum()) for share in shares])).tolist()
-            minibatches = [self._rows(trajectories, *each) for each in zip(shares, counts, strict=True) if each[1]]
-            fields = trajectories.obs, tuple(trajectories.steps), tuple(trajectories.sequences)
+            fields, next_row = self._fields(chunk)
+            shared = zip(shares, counts, strict=True)
+            minibatches = [self._rows(chunk, next_row, share, count) for share, count in shared if count]
             stats += self._learn(fields, minibatches)
             self._num_steps += sum(counts)
             self._num_updates += 1
         self.measure(batch)
         return {**self._metrics(stats), "learning_rate": self._learning_rate}
 
-    def _trajectories(self, chunk: Chunk) -> Trajectories:
-        """Encodes a chunk."""
+    def _fields(self, chunk: Chunk) -> tuple[Tree, NDArray[np.int64]]:
+        """Returns what minibatches index, and where the observation after each step of a chunk is.
+
+        Row t N + n is step t of environment n; steps that did not happen have rows, too.
+
+        Returns:
+            Three fields and an array. First, encoded observations of the T N steps, then the N that the policy would
+            see next, then the F true last observations of episodes that ended, tree of ``[(T + 1) N + F, ...]``.
+            Second, `sample` to `chain` of `_loss`. Third, for a recurrent network, K sequences of each environment,
+            for others nothing. The array is ``int64 [T, N]``; where a step terminated its episode, it has the row of
+            the step itself.
+        """
         encode, (num_steps, num_envs), like = self.module.encode, chunk.valid.shape, self._gradient.flat
         seen = encode(chunk.obs)
         parts = tree_map(lambda leaf: leaf.flatten(0, 1), seen), encode(chunk.last_obs)
@@ -134,10 +106,12 @@ class IMPALALearner(ActorCriticLearner):
         sample = torch.from_numpy(self.module.distribution.recorded(chunk.act, chunk.extras))
         arrays = chunk.extras["logp"], reward, discount, chain
         numbers = (torch.from_numpy(each).flatten().to(like) for each in arrays)
-        steps = Steps(sample.flatten(0, 1).to(self._device), *numbers)
-        return Trajectories(obs, steps, np.where(chunk.terminated, rows[:-1], next_row), chunk, sequences)
+        steps = sample.flatten(0, 1).to(self._device), *numbers
+        return (obs, steps, tuple(sequences)), np.where(chunk.terminated, rows[:-1], next_row)
 
-    def _rows(self, trajectories: Trajectories, environments: NDArray[np.int64], size: int) -> tuple[Tensor, ...]:
+    def _rows(
+        self, chunk: Chunk, next_row: NDArray[np.int64], environments: NDArray[np.int64], size: int
+    ) -> tuple[Tensor, ...]:
         """Returns which rows a minibatch has, of `size` steps on all ranks, these environments of this rank.
 
         Returns:
@@ -147,11 +121,9 @@ class IMPALALearner(ActorCriticLearner):
             these others, each once. For a recurrent network, the numbers of the sequences follow, and `slots` and
             `before` of `OverSequences`.
         """
-        chunk = trajectories.chunk
         steps = _rows_of_steps(chunk.valid, environments)
-        following = trajectories.next_row.ravel()[steps]
-        num_rows = trajectories.next_row.size + trajectories.next_row.shape[1] + len(chunk.final_index)
-        place = np.full(num_rows, -1)
+        following = next_row.ravel()[steps]
+        place = np.full(next_row.size + next_row.shape[1] + len(chunk.final_index), -1)
         place[steps] = np.arange(len(steps))
         is_other = place[following] < 0
         others = following[is_other]
@@ -167,7 +139,7 @@ class IMPALALearner(ActorCriticLearner):
         return weight, *(torch.from_numpy(each).to(self._device) for each in arrays)
 
     def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
-        """Returns what the network reads of a minibatch, the place of the value after each step, and `Steps`."""
+        """Returns what the network reads of a minibatch, the places of the values after its steps, and these steps."""
         obs, steps, recorded = fields
         at, after, others, *sequences = rows
         if sequences:
@@ -199,11 +171,11 @@ class IMPALALearner(ActorCriticLearner):
             weight: Of each step in the means over all ranks, ``[B]``.
             inputs: Arguments of the network, which evaluates each observation once.
             place: Which value is that of the observation after each step, ``int64 [B]``.
-            sample: Attribute of `Steps`, ``[B, C]``, and so are the others, ``[B]``.
-            old_logp: `logp` of `Steps`.
-            rew: Likewise.
-            discount: Likewise.
-            chain: Likewise.
+            sample: What the policy drew, ``[B, C]``; the steps of an environment are neighbours, in the order of time.
+            old_logp: Its log-probability by the policy that acted, ``[B]``.
+            rew: ``[B]``.
+            discount: Of the value of the observation after the step: 0 where the step terminated its episode, ``[B]``.
+            chain: 1 where the environment's next step followed in the same episode, else 0, ``[B]``.
 
         Returns:
             The loss, and ``float64 [11]``: the number of steps, and weighted sums of `_SUMMED`, of the targets, of
@@ -261,7 +233,7 @@ class IMPALALearner(ActorCriticLearner):
 
 
 def _rows_of_steps(valid: NDArray[np.bool_], environments: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the rows of what happened in some environments, environment by environment; see `Trajectories`.
+    """Returns the rows of what happened in some environments, environment by environment; see `_fields`.
 
     >>> _rows_of_steps(np.array([[True, True, True], [True, True, False]]), np.array([0, 2]))
     array([0, 3, 2])
