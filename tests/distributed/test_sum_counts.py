@@ -28,10 +28,11 @@ class Counting(Alone):
         (Case("ppo", "numbers", "box", {"num_epochs": 3}), 3 * 2, 1 + 3 * 2 + 1),
         # besides, environments of each rank, and returns with their moments; moments of observations
         (Case("ppo", "numbers", "box", {"normalize_reward": True, "normalize_obs": True}), 2 * 2, 1 + 2 * 2 + 1 + 3),
-        # environments of each rank, steps of each minibatch, metrics; and returns, with the environments of each rank
-        (Case("impala", "numbers", "box", {"num_minibatches": 4, "normalize_reward": True}), 4, 3 + 2),
-        # rewards that are bad, rows of each rank, fills of each environment, metrics
-        (Case("sac", "numbers", "box", {"policy_interval": 100}), 3, 4),
+        # environments of each rank, steps of each minibatch, metrics; rewards that are bad, and returns, with the
+        # environments of each rank
+        (Case("impala", "numbers", "box", {"num_minibatches": 4, "normalize_reward": True}), 4, 3 + 3),
+        # rewards that are bad, steps, rows of each rank, fills of each environment, metrics
+        (Case("sac", "numbers", "box", {"policy_interval": 100}), 3, 5),
     ],
     ids=str,
 )
