@@ -74,7 +74,7 @@ class IMPALALearner(ActorCriticLearner):
             stats += self._learn(fields, minibatches)
             self._num_steps += sum(counts)
             self._num_updates += 1
-        self.measure(batch)
+        self._obs_moments.add(batch, self.ranks)
         return {**self._metrics(stats), "learning_rate": self._learning_rate}
 
     def _fields(self, chunk: Chunk) -> tuple[Tree, NDArray[np.int64]]:

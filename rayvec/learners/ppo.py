@@ -7,13 +7,13 @@ observation, and the minibatches of an epoch differ in size by at most one sampl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -22,15 +22,7 @@ from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.base import explains_memory
 from rayvec.learners.ranks import global_moments, global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import gae
-from rayvec.learners.sequences import (
-    Sequences,
-    cut,
-    draw_sequences,
-    happened_by_sequence,
-    join_sequences,
-    next_values,
-)
-from rayvec.policies.recurrent import RecurrentActorCritic
+from rayvec.learners.sequences import Sequences, draw_sequences, happened_by_sequence, join_sequences, unrolled
 
 if TYPE_CHECKING:
     from rayvec.config import PPOConfig
@@ -99,7 +91,7 @@ class PPOLearner(ActorCriticLearner):
                 break
         self._num_updates += 1
         self._num_steps += total
-        self.measure(batch)
+        self._obs_moments.add(batch, self.ranks)
         varies = whole > 1e-12 * (mean**2 + left)  # else it is rounding
         explained = 1 - left / whole if varies else 0.0
         return {**self._metrics(stats), "explained_variance": explained, "learning_rate": self._learning_rate}
@@ -133,7 +125,8 @@ class PPOLearner(ActorCriticLearner):
         encode = self.module.encode
         obs: Any = encode(chunk.obs)
         if self._recurrent is not None:
-            obs, value, next_value = self._unrolled(self._recurrent, chunk, obs)
+            features = functools.partial(self._in_parts, self._recurrent.features)
+            obs, value, next_value = unrolled(self._recurrent, chunk, obs, features)
         else:
             value = self._in_parts(self.module.value, obs, chunk.valid.shape[1]).cpu().numpy()
             last = self._in_parts(self.module.value, encode(chunk.last_obs)).cpu().numpy()
@@ -143,18 +136,6 @@ class PPOLearner(ActorCriticLearner):
         sample = self.module.distribution.recorded(chunk.act, chunk.extras)
         ends = chunk.rew, chunk.terminated, chunk.truncated, chunk.valid
         return obs, sample, chunk.extras["logp"], value, next_value, *ends
-
-    def _unrolled(
-        self, module: RecurrentActorCritic, chunk: Chunk, obs: Tree
-    ) -> tuple[Sequences, NDArray[np.float32], NDArray[np.float32]]:
-        """Returns the sequences of a chunk, and its values and next values ``[T, N]`` by the recurrent network."""
-        sequences = cut(module, chunk.states, obs, chunk.done, chunk.valid)
-        with torch.no_grad():
-            states = sequences.states(module, lambda rows: self._in_parts(module.features, rows))
-            by_env = module.heads(states)[1].reshape(chunk.num_envs, -1 if chunk.num_envs else chunk.num_steps)
-            value = by_env[:, : chunk.num_steps].T.cpu().numpy()
-        last, final = module.encode(chunk.last_obs), module.encode(chunk.final_obs)
-        return sequences, value, next_values(module, states, value, chunk.valid, last, chunk.final_index, final)
 
     @torch.no_grad()
     def _in_parts(self, function: Callable[[Tree], Tensor], obs: Tree, width: int = 1) -> Tensor:
@@ -222,13 +203,16 @@ class PPOLearner(ActorCriticLearner):
         """Returns the rows of a minibatch: what the network reads, `advantage`, and four attributes of `Samples`."""
         obs, sample, logp, value, _, target = fields
         at, advantage, *sequences = rows
-        parts = sample, logp, value, target
+
+        def take(leaf: Tensor) -> Tensor:
+            return leaf.index_select(0, at)
+
         if sequences:
             numbers, slots = sequences
             inputs: Tree = (Sequences(*obs).at(numbers), slots)
-            return inputs, advantage, *(each.index_select(0, at) for each in parts)
-        obs, *others = tree_map(lambda leaf: leaf.index_select(0, at), (obs, *parts))
-        return (obs,), advantage, *others
+        else:
+            inputs = (tree_map(take, obs),)
+        return inputs, advantage, *map(take, (sample, logp, value, target))
 
     def _loss(
         self,

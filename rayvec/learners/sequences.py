@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rayvec.data import Tree, tree_leaves, tree_map
+from rayvec.data import Chunk, Tree, tree_leaves, tree_map
 from rayvec.errors import LearnerError
 from rayvec.learners.ranks import Ranks, global_range, own_part, stratified_shuffle
 from rayvec.policies.recurrent import RecurrentActorCritic
@@ -30,7 +30,7 @@ __all__ = [
     "draw_sequences",
     "happened_by_sequence",
     "join_sequences",
-    "next_values",
+    "unrolled",
 ]
 
 
@@ -193,37 +193,33 @@ def happened_by_sequence(valid: Sequence[NDArray[np.bool_]], length: int) -> NDA
     return np.concatenate(padded).T.reshape(-1, length)
 
 
-def next_values(
-    module: RecurrentActorCritic,
-    states: Tensor,
-    values: NDArray[np.float32],
-    valid: NDArray[np.bool_],
-    last_rows: Tree,
-    final_index: NDArray[np.int64],
-    final_rows: Tree,
-) -> NDArray[np.float32]:
-    """Returns the values of the true observations after each step of a chunk, ``[T, N]``.
+@torch.no_grad()
+def unrolled(
+    module: RecurrentActorCritic, chunk: Chunk, rows: Tree, features: Callable[[Tree], Tensor]
+) -> tuple[Sequences, NDArray[np.float32], NDArray[np.float32]]:
+    """Returns the sequences of a chunk, the values of what the policy saw, and those of what came after each step.
 
-    That after the last step of an environment, and each final observation, is evaluated with the state after its step.
+    Values are ``[T, N]``. That after the last step of an environment, and each final observation, is evaluated with the
+    state after its step.
 
     Args:
         module: The network.
-        states: States after each step of each sequence, ``[S, L, D]``.
-        values: Of what the policy saw, ``[T, N]``.
-        valid: Where a step happened, ``bool [T, N]``.
-        last_rows: Encoded observations that the policy would see next, tree of ``[N, ...]``.
-        final_index: ``(t, n)`` of each step that ended an episode, ``int64 [F, 2]``.
-        final_rows: Encoded true last observations of these episodes, tree of ``[F, ...]``.
+        chunk: The chunk.
+        rows: Its encoded observations, tree of ``[T, N, ...]``.
+        features: See `Sequences.states`.
     """
-    num_steps, num_envs = valid.shape
-    following = np.concatenate([values[1:], values[-1:]])
-    by_env = states.reshape(num_envs, len(states) // max(1, num_envs) * module.sequence_length, module.cell.state_size)
-    last_t = num_steps - 1 - valid[::-1].argmax(0)
-    for rows, t, n in ((last_rows, last_t, np.arange(num_envs)), (final_rows, *final_index.T)):
-        with torch.no_grad():
-            before = by_env[tuple(torch.from_numpy(np.stack([n, t])).to(states.device))]
-            following[t, n] = module.value(rows, before).cpu().numpy()
-    return following
+    num_steps, num_envs = chunk.valid.shape
+    sequences = cut(module, chunk.states, rows, chunk.done, chunk.valid)
+    states = sequences.states(module, features)
+    width = len(states) // num_envs * module.sequence_length if num_envs else num_steps
+    by_env = states.reshape(num_envs, width, module.cell.state_size)
+    value = module.heads(by_env)[1][:, :num_steps].T.cpu().numpy()
+    following = np.concatenate([value[1:], value[-1:]])
+    last_t = num_steps - 1 - chunk.valid[::-1].argmax(0)
+    for obs, t, n in ((chunk.last_obs, last_t, np.arange(num_envs)), (chunk.final_obs, *chunk.final_index.T)):
+        before = by_env[tuple(torch.from_numpy(np.stack([n, t])).to(states.device))]
+        following[t, n] = module.value(module.encode(obs), before).cpu().numpy()
+    return sequences, value, following
 
 
 def draw_sequences(
