@@ -103,12 +103,8 @@ class RemoteNode:
         return answer._replace(place=head.place) if head.place else answer
 
     def _lost(self, error: BaseException) -> ChildLost:
-        return ChildLost(
-            NodeLostError(
-                f"{self.name} is lost ({type(error).__name__}: {first_line(error)}). Its log may say what ended it. "
-                "on_node_loss='rehost' resumes on the nodes that remain."
-            )
-        )
+        why = f"{type(error).__name__}: {first_line(error)}"
+        return ChildLost(NodeLostError(f"{self.name} is lost ({why}). Its log may say what ended it."))
 
     def spaces(self) -> PoolSpaces:
         """Waits until the environments have been made. Returns their spaces.
