@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -52,6 +51,7 @@ class Cluster(Fleet):
     """
 
     first_id = 0
+    kind = "node"
     has_nodes = True
     children: list[Any]
 
@@ -59,7 +59,6 @@ class Cluster(Fleet):
         self, topology: Topology, places: Any, *, rehost: bool = False, release: Callable[[], None] = lambda: None
     ) -> None:
         self._places, self._slices = places, list(topology.nodes)
-        self._replaced = Counter[str]()
         self._rehost, self._release = rehost, release
         nodes: list[Any] = []
         try:
@@ -173,11 +172,6 @@ class Cluster(Fleet):
         pairs = groupby(zip(self._slices, self.children, strict=True), lambda pair: pair[0].node_id)
         return tuple(next(nodes)[1].transport for _, nodes in pairs)
 
-    @property
-    def parts(self) -> tuple[range, ...]:
-        """The environments of each node."""
-        return tuple(range(*pair) for pair in pairwise(self.bounds.tolist()))
-
     def pids(self) -> dict[str, list[int]]:
         """Returns process ids by the name of the node: of the owner of its workers, and of these."""
         found: dict[str, list[int]] = {}
@@ -196,7 +190,6 @@ class Cluster(Fleet):
 
     def take(self, ticket: Ticket) -> Answer:
         """Returns what a command has brought. A chunk is a ``Rollout``."""
-        self._replaced["worker"] += sum(answer.replaced for answer in ticket.answers.values())
         answer = super().take(ticket)
         if answer.failure is not None or ticket.command.op != Op.ROLLOUT:
             return answer
@@ -208,12 +201,6 @@ class Cluster(Fleet):
         is_view = len(chunks) > 1 or self.children[0].transport == "shm"  # of memory that a later chunk overwrites
         chunk = join_chunks(chunks) if is_view else chunks[0]
         return answer._replace(value=Rollout(summarize(chunk), chunk, (), times, 0.0))
-
-    def take_replaced(self) -> dict[str, int]:
-        """Returns how many workers and nodes were replaced since the last call, by kind."""
-        self._replaced["node"] += self.num_replaced
-        replaced, self._replaced, self.num_replaced = self._replaced, Counter(), 0
-        return {kind: count for kind, count in replaced.items() if count}
 
     def close(self, timeout_s: float | None = None) -> None:
         """Closes the environments and ends the nodes. What runs after `timeout_s` (10 s) is killed."""

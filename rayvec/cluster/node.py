@@ -204,8 +204,8 @@ class Node:
         answer = self.machine.take(ticket)
         if answer.failure is None and command.op == Op.ROLLOUT:
             answer = answer._replace(value=self._part(command.rest, answer.value))
-        replaced, self.machine.num_replaced = self.machine.num_replaced, 0
-        return answer._replace(replaced=replaced) if replaced else answer
+        replaced = self.machine.take_replaced()
+        return answer._replace(replaced=replaced["worker"]) if replaced else answer
 
     def _part(self, order: ChunkOrder, taken: list[TakenChunk]) -> NodeChunk:
         """Returns a chunk of this node, or keeps it here and returns its summary, where that is requested."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -49,8 +49,11 @@ class Fleet:
     Attributes:
         arrays: The last answer of every environment, and the state of its episode.
         notes: What was replaced, for the log, until the next answer is taken.
-        num_replaced: How many children were replaced.
+        parts: The environments of each child.
+        kind: What a child is, for :meth:`take_replaced`.
     """
+
+    kind = "worker"
 
     def __init__(
         self,
@@ -66,9 +69,10 @@ class Fleet:
         self.num_envs = int(bounds[-1])
         self.first_id = first_id
         self.notes: list[str] = []
-        self.num_replaced = 0
+        self._replaced = Counter[str]()
         self._start, self._restarts = start, restarts
         self._rows = [slice(*pair) for pair in pairwise(self.bounds.tolist())]
+        self.parts = tuple(range(rows.start, rows.stop) for rows in self._rows)
         self._pending = [deque[Ticket]() for _ in self.children]
         self._loaded: list[dict[Any, Command]] = [{} for _ in self.children]
         self._plans: dict[bytes, Plan] = {}
@@ -186,6 +190,7 @@ class Fleet:
     def take(self, ticket: Ticket) -> Answer:
         """Returns what a command has brought that all its children have answered."""
         answers = [(k, ticket.answers[k]) for k in ticket.shares]
+        self._replaced["worker"] += sum(answer.replaced for _, answer in answers)
         notes = (*self.notes, *(note for _, answer in answers for note in answer.notes))
         self.notes = []
         failure = next((answer.failure for _, answer in answers if answer.failure is not None), None)
@@ -200,6 +205,11 @@ class Fleet:
         elif failure is None and ticket.command.op == Op.ROLLOUT:
             value = [answer.value for _, answer in answers]
         return Answer(merge(infos, self.num_envs) if infos else {}, value, failure, notes)
+
+    def take_replaced(self) -> dict[str, int]:
+        """Returns how many children were replaced since the last call, and how many workers of nodes, by kind."""
+        replaced, self._replaced = self._replaced, Counter()
+        return {kind: count for kind, count in replaced.items() if count}
 
     def run(self, command: Command) -> Answer:
         """Executes a command.
@@ -230,7 +240,7 @@ class Fleet:
                 f"{without_remedy(lost.error)} The system's log may say what ends it."
             ) from lost.error
         self.notes.append(f"restarted {child.name} ({self._described(self._rows[k])}: {without_remedy(lost.error)}")
-        self.num_replaced += 1
+        self._replaced[self.kind] += 1
         self.resume(k, self._start(k, lost))
 
     def resume(self, k: int, child: Any) -> None:

@@ -187,16 +187,6 @@ class Machine(Fleet):
         """This node, and the environments of each worker."""
         return Topology.of_this_node(self.bounds.tolist())
 
-    @property
-    def parts(self) -> tuple[range, ...]:
-        """The environments of each worker."""
-        return tuple(range(*pair) for pair in pairwise(self.bounds.tolist()))
-
-    def take_replaced(self) -> dict[str, int]:
-        """Returns how many workers were replaced since the last call."""
-        count, self.num_replaced = self.num_replaced, 0
-        return {"worker": count} if count else {}
-
     def _kill_all(self) -> None:
         for worker in self._workers:
             worker.kill()

@@ -303,7 +303,7 @@ class TestFleets:
             first = run(machine, Command(Op.ROLLOUT, everyone, rest=order(0)))
             os.kill(machine.worker_pids()[1], signal.SIGKILL)
             second, third = (run(machine, Command(Op.ROLLOUT, everyone, rest=order(k))) for k in (1, 2))
-            assert second[1].chunk.restarts.tolist() == [[-1, 0], [-1, 1]] and machine.num_replaced == 1
+            assert second[1].chunk.restarts.tolist() == [[-1, 0], [-1, 1]] and machine.take_replaced() == {"worker": 1}
             assert_identical(second[0].chunk.obs[0], first[0].chunk.last_obs)
             assert third[1].chunk.restarts.size == 0
 
