@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import Space
 
 from rayvec.data import ChunkRef, Rollout
-from rayvec.data.join_chunks import join_chunks, join_summaries, summarize
+from rayvec.data.join_chunks import join_chunks, summarize
 from rayvec.data.layouts import ArrayLayout
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import tree_map
@@ -197,7 +197,7 @@ class Cluster(Fleet):
         chunks = [of_node.part for of_node in answer.value]
         if ticket.command.rest.request.by_reference:
             refs = [ChunkRef(at.part.env_ids, at.part.num_steps, at.kept) for at in answer.value]
-            return answer._replace(value=Rollout(join_summaries(chunks), None, tuple(refs), times, 0.0))
+            return answer._replace(value=Rollout(join_chunks(chunks), None, tuple(refs), times, 0.0))
         is_view = len(chunks) > 1 or self.children[0].transport == "shm"  # of memory that a later chunk overwrites
         chunk = join_chunks(chunks) if is_view else chunks[0]
         return answer._replace(value=Rollout(summarize(chunk), chunk, (), times, 0.0))

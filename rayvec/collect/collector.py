@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rayvec.collect.checks import check_counts, check_env, check_seed, check_settings, check_state
 from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, StopEarly, join_lanes
-from rayvec.data import Batch, ChunkSummary, CollectStats, EpisodeStats, Rollout
+from rayvec.data import Batch, Chunk, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite_checks import bad_obs_error
@@ -286,7 +286,7 @@ class Collector:
                 rollouts.append(replace(rollout, chunk=chunk, summary=summary))
         return rollouts, join_episodes(played)
 
-    def _cut(self, is_long: NDArray[np.bool_], quotas: EpisodeQuotas, summary: ChunkSummary) -> EpisodeStats:
+    def _cut(self, is_long: NDArray[np.bool_], quotas: EpisodeQuotas, summary: Chunk) -> EpisodeStats:
         """Ends the episodes of some environments, ``bool [N]``, and begins others; returns them."""
         if is_long.any():
             quotas.cut(is_long)

@@ -12,7 +12,7 @@ from rayvec.data.batch import Batch, CollectStats, EpisodeStats
 from rayvec.data.chunk import Chunk, ChunkRef, ChunkRequest
 from rayvec.data.infos import ChunkInfo, ChunkInfos
 from rayvec.data.steps import StepBatch
-from rayvec.data.summary import ChunkSummary, Rollout, RolloutTimes
+from rayvec.data.summary import Rollout, RolloutTimes
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import Tree, as_slice, objects, tree_leaves, tree_map
 
@@ -23,7 +23,6 @@ __all__ = [
     "ChunkInfos",
     "ChunkRef",
     "ChunkRequest",
-    "ChunkSummary",
     "CollectStats",
     "EpisodeStats",
     "NodeSlice",

@@ -25,6 +25,7 @@ _PLACES = {"axes": "(t, n)"}  # steps of environments, in this order, [k, 2]
 _ENDS = {"axes": "F"}  # tree of arrays [F, ...], a row for each place in final_index
 _INFOS = {"axes": "infos"}
 _COMMON = {"axes": ""}  # one number for the whole chunk
+_FIRST = {"axes": "first"}  # the first that is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Chunk:
         cuts: ``(t, n)`` of each step that is truncated for this reason, in that order, ``int64 [C, 2]``.
         weights_version: Version of the policy's weights; 0 for a policy without weights.
         first_step: Number of steps that the environments took in earlier chunks.
+        bad_obs: Of a summary alone: describes the first observation or reward that is not finite; None if all are.
     """
 
     env_ids: NDArray[np.int64] = field(metadata=_ENVS)
@@ -78,6 +80,7 @@ class Chunk:
     cuts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64), metadata=_PLACES)
     weights_version: int = field(default=0, metadata=_COMMON)
     first_step: int = field(default=0, metadata=_COMMON)
+    bad_obs: str | None = field(default=None, metadata=_FIRST)
 
     @property
     def num_steps(self) -> int:
@@ -123,6 +126,7 @@ class Chunk:
             "F": partial(tree_map, lambda leaf: leaf[ended]),
             "infos": lambda infos: infos.between(start, stop),
             "": lambda value: value,
+            "first": lambda value: value,
         }
         return Chunk(**{name: cut[axes](getattr(self, name)) for name, axes in AXES.items()})
 

@@ -12,27 +12,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data.trees import copied
+from rayvec.data.trees import copied, objects
 
 __all__ = [
-    "PLAIN",
     "Columns",
     "Mixed",
+    "as_columns",
     "columns_of",
+    "having",
     "info_of",
     "infos_of",
     "is_mask",
     "mask_of",
     "merge",
-    "plain",
     "select",
     "settle",
+    "unwrapped",
+    "whole",
 ]
 
 Columns = dict[str, Any]
 _WHOLE = "rayvec_info"
-PLAIN: dict[type[Any], type[Any]] = {np.bool_: bool, np.int64: int, np.float64: float}
-"""The types that single infos have in place of these: columns do not tell Python's numbers from NumPy's."""
+_PLAIN = (np.bool_, np.int64, np.float64)
+"""Single infos have Python's own numbers in place of these: columns do not tell one from the other."""
 
 
 class Mixed(np.ndarray[Any, Any]):
@@ -56,6 +58,12 @@ def mask_of(key: Any, columns: Columns, count: int) -> NDArray[np.bool_]:
     return np.ones(count, bool) if mask is None else np.asarray(mask, bool)
 
 
+def having(columns: Columns, count: int) -> NDArray[np.bool_]:
+    """Returns which environments have an info, ``bool [count]``."""
+    masks = [mask_of(key, columns, count) for key in columns if not is_mask(key, columns)]
+    return np.asarray(np.logical_or.reduce([np.zeros(count, bool), *masks]))
+
+
 def columns_of(infos: Iterable[tuple[int, dict[Any, Any]]], num_envs: int) -> Columns:
     """Makes columns of the infos of single environments, given with their rows.
 
@@ -71,27 +79,20 @@ def columns_of(infos: Iterable[tuple[int, dict[Any, Any]]], num_envs: int) -> Co
         if key != "final_obs" and all(isinstance(value, dict) for _, value in items):
             columns[key] = columns_of(items, num_envs)
         else:
-            columns[key] = _column(key, items, num_envs)
+            kinds = {_kind(value) for _, value in items}
+            column = _blank(None if key == "final_obs" or len(kinds) > 1 else items[0][1], num_envs)
+            columns[key] = column if len(kinds) == 1 or key == "final_obs" else column.view(Mixed)
+            for row, value in items:
+                column[row] = value
         mask = columns[f"_{key}"] = np.zeros(num_envs, bool)
         mask[[row for row, _ in items]] = True
     return columns
 
 
-def _column(key: Any, items: Sequence[tuple[int, Any]], num_envs: int) -> NDArray[Any]:
-    first = items[0][1]
-    if key == "final_obs":
-        column = _blank(None, num_envs)
-    elif all(_kind(value) == _kind(first) for _, value in items):
-        column = _blank(first, num_envs)
-    else:
-        column = _blank(None, num_envs).view(Mixed)
-    for row, value in items:
-        column[row] = value
-    return column
-
-
 def _kind(value: Any) -> Any:
     """Returns what the values of one column have in common."""
+    if type(value) is int and value.bit_length() > 63:
+        return object
     return (value.dtype, value.shape) if isinstance(value, np.ndarray) else type(value)
 
 
@@ -99,38 +100,56 @@ def _blank(value: Any, num_envs: int) -> NDArray[Any]:
     """Returns the column that Gymnasium makes when `value` is the first one under a key."""
     if isinstance(value, np.ndarray):
         return np.zeros((num_envs, *value.shape), value.dtype)
-    if type(value) in (int, float, bool) or isinstance(value, np.number):
+    if _kind(value) in (int, float, bool) or isinstance(value, np.number):
         return np.zeros(num_envs, type(value))
     return np.full(num_envs, None)
 
 
-def merge(parts: Sequence[tuple[slice, Columns]], num_envs: int) -> Columns:
-    """Merges the columns of slices of the environments, given with their rows in ascending order.
+def as_columns(infos: Columns, count: int) -> Columns:
+    """Copies the infos of a vector environment. A value that has no rows stands in each of them."""
+
+    def rows(value: Any) -> NDArray[Any]:
+        if isinstance(value, np.ndarray) and value.shape[:1] == (count,):
+            return value
+        return objects(value if isinstance(value, list | tuple) and len(value) == count else [value] * count)
+
+    return {
+        key: as_columns(value, count) if type(value) is dict else copied(rows(value)) for key, value in infos.items()
+    }
+
+
+def merge(parts: Sequence[tuple[Any, Columns]], num_envs: int) -> Columns:
+    """Merges the columns of some environments each, given with their rows, a slice or ``int64 [k]``, ascending.
 
     Columns of all environments are returned as they are.
     """
-    if len(parts) == 1 and parts[0][0] == slice(0, num_envs):
+    counts = [rows.stop - rows.start if isinstance(rows, slice) else len(rows) for rows, _ in parts]
+    if counts == [num_envs]:
         return parts[0][1]
     merged: Columns = {}
     for key in dict.fromkeys(key for _, part in parts for key in part if not is_mask(key, part)):
-        having = [(rows, part) for rows, part in parts if key in part]
-        if all(type(part[key]) is dict for _, part in having):
-            merged[key] = merge([(rows, part[key]) for rows, part in having], num_envs)
+        found = [(rows, part, count) for (rows, part), count in zip(parts, counts, strict=True) if key in part]
+        if all(type(part[key]) is dict for _, part, _ in found):
+            merged[key] = merge([(rows, part[key]) for rows, part, _ in found], num_envs)
         else:
-            merged[key] = _joined([(rows, _rows(part[key], rows.stop - rows.start)) for rows, part in having], num_envs)
+            merged[key] = _joined([(rows, _rows(part[key], count)) for rows, part, count in found], num_envs)
         mask = np.zeros(num_envs, bool)
-        for rows, part in having:
-            mask[rows] = mask_of(key, part, rows.stop - rows.start)
-        if not mask.all() or any(f"_{key}" in part for _, part in having):
+        for rows, part, count in found:
+            mask[rows] = mask_of(key, part, count)
+        if not mask.all() or any(f"_{key}" in part for _, part, _ in found):
             merged[f"_{key}"] = mask
     return merged
 
 
-def _joined(columns: Sequence[tuple[slice, NDArray[Any]]], num_envs: int) -> NDArray[Any]:
-    """Returns one column of all environments: zeros, or None for objects, where no slice has a value."""
+def _rows(column: Any, count: int) -> NDArray[Any]:
+    return objects([info_of(column, row) for row in range(count)]) if type(column) is dict else column
+
+
+def _joined(columns: Sequence[tuple[Any, NDArray[Any]]], num_envs: int) -> NDArray[Any]:
+    """Returns one column of all environments: zeros, or None for objects, where no part has a value."""
     first = columns[0][1]
-    kind = first.dtype, first.shape[1:], type(first)
-    if all((column.dtype, column.shape[1:], type(column)) == kind for _, column in columns) and kind[2] is not Mixed:
+    kinds = {(column.dtype, column.shape[1:], type(column)) for _, column in columns}
+    if len(kinds) == 1 and type(first) is not Mixed:
         joined = np.zeros((num_envs, *first.shape[1:]), first.dtype)
         if first.dtype == object and first.ndim == 1:
             joined[:] = None
@@ -139,14 +158,6 @@ def _joined(columns: Sequence[tuple[slice, NDArray[Any]]], num_envs: int) -> NDA
     for rows, column in columns:
         joined[rows] = column if column.ndim == joined.ndim else np.fromiter(column, object, len(column))
     return joined
-
-
-def _rows(value: Any, count: int) -> NDArray[Any]:
-    """Returns an array with a row for each environment; a value that has no rows stands in each of them."""
-    if isinstance(value, np.ndarray) and value.shape[:1] == (count,):
-        return value
-    has_rows = isinstance(value, list | tuple) and len(value) == count
-    return np.fromiter(value if has_rows else [value] * count, object, count)
 
 
 def settle(columns: Columns, *, common: bool = False) -> Columns:
@@ -171,7 +182,7 @@ def settle(columns: Columns, *, common: bool = False) -> Columns:
     return columns
 
 
-def select(columns: Columns, rows: NDArray[np.int64]) -> Columns:
+def select(columns: Columns, rows: NDArray[Any]) -> Columns:
     """Returns the columns of some environments, in the order of `rows`; keys that none of them has are left out."""
     selected: Columns = {}
     for key, value in columns.items():
@@ -190,16 +201,12 @@ def info_of(columns: Columns, row: int) -> dict[Any, Any]:
     >>> info_of({"x": np.array([3, 0]), "_x": [True, False], "d": {"y": np.array([1, 2])}}, 1)
     {'d': {'y': 2}}
     """
-    return {
-        key: info_of(value, row) if type(value) is dict else plain(value[row : row + 1])[0]
-        for key, value in columns.items()
-        if not is_mask(key, columns) and (f"_{key}" not in columns or columns[f"_{key}"][row])
-    }
-
-
-def plain(column: NDArray[Any]) -> Any:
-    """Returns the values of a column, with Python's own numbers in place of those in `PLAIN`."""
-    return column.tolist() if column.ndim == 1 and column.dtype.type in PLAIN else column
+    info = {}
+    for key, value in columns.items():
+        if not is_mask(key, columns) and (f"_{key}" not in columns or columns[f"_{key}"][row]):
+            each: Any = info_of(value, row) if type(value) is dict else value[row]
+            info[key] = each.item() if type(each) in _PLAIN else each
+    return info
 
 
 class Whole:

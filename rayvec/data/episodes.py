@@ -8,24 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkSummary, EpisodeStats
+from rayvec.data import Chunk, EpisodeStats
 from rayvec.data.join_chunks import counted_ends
 
 __all__ = ["EpisodeTracker"]
 
 
-def _numbers_at(
-    chunk: Chunk | ChunkSummary, at: NDArray[np.int64], names: Sequence[str]
-) -> dict[str, NDArray[np.float64]]:
+def _numbers_at(chunk: Chunk, at: NDArray[np.int64], names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
     """Returns what the infos at some places ``[F, 2]`` have under each name; NaN for what is no number."""
-    row_of = {place: row for row, place in enumerate(map(tuple, at.tolist()))}
     found = {name: np.full(len(at), np.nan) for name in names}
-    for block in chunk.infos.blocks:
-        for name in block.columns.keys() & found.keys():
-            for t, n, value in zip(block.t.tolist(), block.n.tolist(), block.columns[name].values, strict=True):
-                with contextlib.suppress(TypeError, ValueError):  # text, or an array of several numbers
-                    if (t, n) in row_of:
-                        found[name][row_of[t, n]] = value
+    row_of = {place: row for row, place in enumerate(map(tuple, at.tolist()))}
+    for t, n, info in chunk.infos.where(lambda t, n: np.isin(t * chunk.rew.shape[1] + n, at @ (chunk.rew.shape[1], 1))):
+        for name in info.keys() & found.keys():
+            with contextlib.suppress(TypeError, ValueError):  # text, or an array of several numbers
+                found[name][row_of[t, n]] = info[name]
     return found
 
 
@@ -49,7 +45,7 @@ class EpisodeTracker:
         self._skipped = np.zeros(num_envs, bool)
 
     def add(
-        self, chunk: Chunk | ChunkSummary, envs: NDArray[np.int64] | slice = slice(None)
+        self, chunk: Chunk, envs: NDArray[np.int64] | slice = slice(None)
     ) -> tuple[EpisodeStats, NDArray[np.int64]]:
         """Adds a chunk. An episode that a fault has cut is dropped from the sums: it did not end.
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rayvec.data import Chunk, Tree
+from rayvec.data.trees import tree_paths
 from rayvec.errors import EnvError
 
 __all__ = ["bad_obs_error", "find_bad_obs"]
@@ -38,19 +38,11 @@ def find_bad_obs(chunk: Chunk) -> str | None:
 
 def _bad_numbers(tree: Tree, place_of: _Place, what: str, offset: int | None) -> Iterator[tuple[Any, ...]]:
     """Yields for each array the place of its first number that is not finite, and a description."""
-    for path, leaf in _paths(tree):
+    for path, leaf in tree_paths(tree):
         if leaf.dtype.kind in "fc" and not np.isfinite(leaf).all():
             index = tuple(np.argwhere(~np.isfinite(leaf))[0].tolist())
-            yield *place_of(index), f"{leaf[index]}{path and f' at {path}'} {what}", offset
-
-
-def _paths(tree: Tree, path: str = "") -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yields the arrays of a tree, with the keys and places that lead to them."""
-    if isinstance(tree, (dict, tuple)):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _paths(value, f"{path}[{key!r}]")
-    else:
-        yield path, tree
+            where = f" at {''.join(f'[{key!r}]' for key in path)}" if path else ""
+            yield *place_of(index), f"{leaf[index]}{where} {what}", offset
 
 
 def bad_obs_error(first: str) -> EnvError:

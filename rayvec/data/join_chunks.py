@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -11,16 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkSummary, tree_map
+from rayvec.data import Chunk, tree_map
 from rayvec.data.chunk import AXES
 from rayvec.data.finite_checks import find_bad_obs
 from rayvec.data.infos import ChunkInfos
 from rayvec.errors import ConfigError
 
-__all__ = ["check_extras", "counted_ends", "join_chunks", "join_summaries", "pad_chunk", "summarize"]
-
-_SORTED = "final_index"  # the field whose order others follow
-_SUMMARY = [field.name for field in fields(ChunkSummary) if field.name in AXES]
+__all__ = ["check_extras", "counted_ends", "join_chunks", "pad_chunk", "summarize"]
 
 
 def join_chunks(chunks: Sequence[Chunk], *, copy: bool = True) -> Chunk:
@@ -41,7 +38,7 @@ def join_chunks(chunks: Sequence[Chunk], *, copy: bool = True) -> Chunk:
     for found, chunk in zip(following, chunks[1:], strict=True):
         where, there = (" ".join(map(str, each.env_ids[:1])) for each in (chunks[0], chunk))
         check_extras(first, found, f"for environment {where}", f" for environment {there}")
-    return Chunk(**_joined([pad_chunk(chunk, num_steps) for chunk in chunks], AXES, copy=copy))
+    return Chunk(**_joined([pad_chunk(chunk, num_steps) for chunk in chunks], copy=copy))
 
 
 def check_extras(
@@ -82,16 +79,8 @@ def pad_chunk(chunk: Chunk, num_steps: int) -> Chunk:
     return replace(chunk, **{**padded, "obs": tree_map(pad_obs, chunk.obs, chunk.last_obs)})
 
 
-def join_summaries(parts: Sequence[ChunkSummary]) -> ChunkSummary:
-    """Joins the summaries of chunks that :func:`join_chunks` would join."""
-    found = (part.bad_obs for part in parts if part.bad_obs)
-    return ChunkSummary(**_joined(parts, _SUMMARY), bad_obs=next(found, None))
-
-
-def _joined(
-    parts: Sequence[Chunk] | Sequence[ChunkSummary], names: Iterable[str], *, copy: bool = True
-) -> dict[str, Any]:
-    """Joins fields of chunks, each along its axes."""
+def _joined(parts: Sequence[Chunk], *, copy: bool = True) -> dict[str, Any]:
+    """Joins the fields of chunks, each along its axes."""
     offsets = [0, *accumulate(len(part.env_ids) for part in parts)]
     finals, order = _in_order([part.final_index for part in parts], offsets)
     join: dict[str, Callable[[list[Any]], Any]] = {
@@ -102,9 +91,10 @@ def _joined(
         "F": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves)[order], *trees),
         "infos": lambda infos: ChunkInfos.join(infos, offsets[:-1]),
         "": min,
+        "first": lambda found: next(filter(None, found), None),
     }
-    joined = {name: join[AXES[name]]([getattr(part, name) for part in parts]) for name in names if name != _SORTED}
-    return {**joined, _SORTED: finals}
+    joined = {name: join[axes]([getattr(part, name) for part in parts]) for name, axes in AXES.items()}
+    return {**joined, "final_index": finals}
 
 
 def _beside(*leaves: NDArray[Any], copy: bool) -> NDArray[Any]:
@@ -137,15 +127,26 @@ def _in_order(
     return joined[order], order
 
 
-def summarize(chunk: Chunk) -> ChunkSummary:
-    """Returns the summary of a chunk; arrays are shared with it."""
-    ends = chunk.terminated | chunk.truncated
-    infos = chunk.infos.where(lambda t, n: ends[t, n])
-    fields_of_both = {name: getattr(chunk, name) for name in _SUMMARY}
-    return ChunkSummary(**{**fields_of_both, "infos": infos}, bad_obs=find_bad_obs(chunk))
+def summarize(chunk: Chunk) -> Chunk:
+    """Returns a chunk without what the policy saw and did: what its episodes follow from, and the last observations.
+
+    Of the infos, it has those of steps that end an episode. Arrays are shared with the chunk.
+    """
+    ends = chunk.done
+    return replace(
+        chunk,
+        obs=(),
+        act=(),
+        final_obs=(),
+        extras={},
+        states=np.zeros((0, *chunk.states.shape[1:]), np.float32),
+        infos=chunk.infos.where(lambda t, n: ends[t, n]),
+        reset_infos=ChunkInfos(),
+        bad_obs=find_bad_obs(chunk),
+    )
 
 
-def counted_ends(chunk: Chunk | ChunkSummary) -> NDArray[np.bool_]:
+def counted_ends(chunk: Chunk) -> NDArray[np.bool_]:
     """Returns where an episode ended by itself, ``bool [T, N]``: not one that a fault has cut."""
     ended: NDArray[np.bool_] = (chunk.terminated | chunk.truncated) & chunk.valid
     ended[tuple(chunk.cuts.T)] = False

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import DTypeLike, NDArray
 
-from rayvec.data.trees import Tree, tree_leaves, tree_map
+from rayvec.data.trees import Tree, tree_map, tree_paths
 
 __all__ = ["ArrayLayout", "Field", "as_batch", "index_tree", "split_actions", "tree_writer"]
 
@@ -126,82 +126,41 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
 
     A value that does not fit raises an error, and changes no array.
     """
-    if isinstance(tree, dict | tuple):
-        fit, arrays = _fitter(tree), list(tree_leaves(tree))
+    leaves = [(path, array, array.dtype, array.shape[1:]) for path, array in tree_paths(tree)]
+    if isinstance(tree, np.ndarray):
+        dtype, shape = leaves[0][2:]
+        return lambda row, value: tree.__setitem__(row, _fitted(value, dtype, shape))
 
-        def write(row: int, value: Any) -> None:
-            for array, part in zip(arrays, fit(value), strict=True):
-                array[row] = part
-
-        return write
-    array: NDArray[Any] = tree
-    dtype, shape = array.dtype, array.shape[1:]
-    if dtype.hasobject:
-        return lambda row, value: array.__setitem__(row, deepcopy(value))  # environments may reuse the object
-
-    def write_array(row: int, value: Any) -> None:
-        if type(value) is not np.ndarray or (value.dtype is not dtype and value.dtype != dtype) or value.shape != shape:
-            value = _fitted(value, dtype, shape)
-        array[row] = value
-
-    return write_array
-
-
-def _fitter(tree: Tree) -> Callable[[Any], Sequence[Any]]:
-    """Returns a function from one environment's value to what to write into the arrays of `tree`, in their order."""
-    if isinstance(tree, dict):
-        children = [(key, _fitter(value)) for key, value in tree.items()]
-
-        def fit_dict(value: Any) -> list[Any]:
-            fitted: list[Any] = []
-            for key, fit in children:
-                try:
-                    part = value[key]
-                except (KeyError, TypeError, IndexError):
-                    raise _other_parts(f"a dict with the keys {list(tree)}", value) from None
-                fitted += fit(part)
-            return fitted
-
-        return fit_dict
-    if isinstance(tree, tuple):
-        places = [_fitter(value) for value in tree]
-
-        def fit_tuple(value: Any) -> list[Any]:
+    def write(row: int, value: Any) -> None:
+        fitted = []
+        for path, array, dtype, shape in leaves:
+            part = value
             try:
-                fits = len(value) == len(places)
-            except TypeError:
-                fits = False
-            if not fits:
-                raise _other_parts(f"a tuple of {len(places)}", value)
-            return [part for fit, item in zip(places, value, strict=True) for part in fit(item)]
+                for key in path:
+                    part = part[key]
+            except (KeyError, TypeError, IndexError):
+                raise ValueError(
+                    f"An observation is {value!r:.500}. Its space asks for parts of the shapes "
+                    f"{tree_map(np.shape, index_tree(tree, 0))}. Correct the environment or its observation_space."
+                ) from None
+            fitted.append((array, _fitted(part, dtype, shape)))
+        for array, part in fitted:
+            array[row] = part
 
-        return fit_tuple
-
-    dtype, shape = tree.dtype, tree.shape[1:]
-    if dtype.hasobject:
-        return lambda value: (deepcopy(value),)
-
-    def fit_array(value: Any) -> tuple[Any]:
-        is_fit = type(value) is np.ndarray and value.dtype is dtype and value.shape == shape
-        return (value if is_fit else _fitted(value, dtype, shape),)
-
-    return fit_array
+    return write
 
 
-def _other_parts(expected: str, value: Any) -> ValueError:
-    return ValueError(
-        f"An observation is {value!r:.500}. Its space asks for {expected}. Correct the environment or its "
-        "observation_space."
-    )
-
-
-def _fitted(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+def _fitted(value: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     """Converts a value to `dtype` and `shape` under the casting rules of ``np.stack(..., out=...)``.
 
     Raises:
         ValueError: The value has another shape.
         TypeError: The value's data type can't be cast to `dtype`.
     """
+    if type(value) is np.ndarray and value.dtype is dtype and value.shape == shape:
+        return value
+    if dtype.hasobject:
+        return deepcopy(value)  # environments may reuse the object
     fitted = np.asarray(value)
     if fitted.shape != shape:
         raise ValueError(

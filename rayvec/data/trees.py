@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tree", "as_slice", "copied", "objects", "tree_leaves", "tree_map"]
+__all__ = ["Tree", "as_slice", "copied", "objects", "tree_leaves", "tree_map", "tree_paths"]
 
 Tree = Any
 """An array, or a dict or tuple of trees."""
@@ -30,16 +30,18 @@ def tree_map(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     return function(tree, *others)
 
 
+def tree_paths(tree: Tree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields the arrays of `tree` in the order of its keys and places, each after those that lead to it."""
+    if isinstance(tree, dict | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from tree_paths(value, (*path, key))
+    else:
+        yield path, tree
+
+
 def tree_leaves(tree: Tree) -> Iterator[Any]:
     """Yields the arrays of `tree` in the order of its keys and places."""
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from tree_leaves(value)
-    elif isinstance(tree, tuple):
-        for value in tree:
-            yield from tree_leaves(value)
-    else:
-        yield tree
+    return (leaf for _, leaf in tree_paths(tree))
 
 
 def as_slice(env_ids: NDArray[np.int64]) -> Any:
@@ -64,6 +66,8 @@ def copied(value: Any) -> Any:
     """Copies a value with all that it holds. What can't be copied, such as a lock, is returned itself."""
     if isinstance(value, _IMMUTABLE):
         return value
+    if type(value) is np.ndarray and not value.dtype.hasobject:
+        return value.copy()  # ten times faster than deepcopy for small arrays
     with suppress(Exception):
         return deepcopy(value)
     return value

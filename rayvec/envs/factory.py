@@ -5,23 +5,20 @@ from __future__ import annotations
 import contextlib
 import inspect
 import pickle
-import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby, pairwise
 from numbers import Integral
-from pathlib import Path
 from typing import Any, cast
 
 import cloudpickle
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec, load_env_creator
 
-from rayvec.envs.pickled_parts import PickledParts, carrying_sys, is_small, pickled_for_workers
+from rayvec.envs.pickled_parts import PickledParts, carrying_sys, pickled_for_workers
+from rayvec.envs.vector_envs import as_vector_env
 from rayvec.errors import ConfigError, check_count, check_flag
 
 __all__ = [
@@ -36,7 +33,7 @@ __all__ = [
 ]
 
 _ATTRIBUTES = ("observation_space", "action_space", "metadata", "render_mode", "reset", "step")
-"""What an environment must have, the spaces first."""
+"""What an environment must have."""
 _INDEX = "{env_index}"
 """Stands for the index of an environment in strings of its arguments."""
 _REGISTERED_AGAIN = ".*Overriding environment .* already in registry"
@@ -62,10 +59,8 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int) -> list[in
     >>> env_seeds(10, 3), env_seeds(None, 2)
     ([10, 11, 12], [None, None])
     """
-    if seed is None:
-        return [None] * num_envs
-    if isinstance(seed, int | Integral):
-        return [int(seed) + i for i in range(num_envs)]
+    if seed is None or isinstance(seed, int | Integral):
+        return [None if seed is None else int(seed) + i for i in range(num_envs)]
     if len(seed) != num_envs:
         raise ValueError(
             f"seed lists {len(seed)} seeds for {num_envs} environments. Pass one for each of them, or one int to have "
@@ -83,66 +78,41 @@ def check_env(env: Any) -> gymnasium.Env[Any, Any]:
     """Returns the object that a callable of a user made; raises if it is not an environment.
 
     Raises:
-        ConfigError: It is a class, a vector environment, one of PettingZoo, or lacks what an environment has.
+        ConfigError: It is a class, a vector environment, or lacks what an environment has.
     """
-    if isinstance(env, gymnasium.Env) and all(hasattr(env, name) for name in _ATTRIBUTES[:2]):
-        return env  # the code that uses its spaces checks them
-    name = f"{type(env).__module__}.{type(env).__qualname__}".removeprefix("builtins.")
-    if isinstance(env, gymnasium.vector.VectorEnv):
-        got, remedy = f"{name}, a vector environment of {env.num_envs}", "Pass [make_vector_env] * n with native=True."
-    elif isinstance(env, type):
-        got, remedy = f"the class {env.__qualname__}", f"Return an instance: {env.__qualname__}()."
-    elif hasattr(env, "possible_agents") and not isinstance(getattr(env, "action_space", None), gymnasium.Space):
-        remedy = "Make its agents the rows of a vector environment, as examples/pettingzoo_agents.py does."
-        got = f"{name}, a multi-agent environment"
-    elif isinstance(env, gymnasium.Env):
-        got, remedy = name, "Assign both spaces in the constructor of the environment."
-    elif missing := [each for each in _ATTRIBUTES if not hasattr(env, each)]:
-        remedy = "Return the environment from the callable; derive its class from gymnasium.Env."
-        got = f"{name} without {missing[0]}"
-    else:
-        return cast("gymnasium.Env[Any, Any]", env)
+    missing = [name for name in _ATTRIBUTES if not hasattr(env, name)]
+    if not missing and not isinstance(env, type | gymnasium.vector.VectorEnv):
+        return cast("gymnasium.Env[Any, Any]", env)  # the code that uses its spaces checks them
+    got = f"the class {env.__qualname__}" if isinstance(env, type) else type(env).__qualname__
     raise ConfigError(
-        f"A callable has made {got}. It must make a gymnasium.Env with an observation_space and an action_space. "
-        f"{remedy}"
+        f"A callable has made {got}{f' without {missing[0]}' if missing else ''}. It must return an instance of "
+        "gymnasium.Env with both spaces; with native=True, a vector environment. For agents of PettingZoo see "
+        "examples/pettingzoo_agents.py."
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Wrapped:
-    """Makes an environment and applies wrappers to it, in order."""
+class _Maker:
+    """Makes an environment. Other processes get a spec in a form that they understand."""
 
-    env_fn: EnvFn
+    made_by: Any
+    kwargs: Mapping[str, Any]
     wrappers: tuple[Wrapper, ...]
+    native: bool
 
     def __call__(self) -> gymnasium.Env[Any, Any]:
-        env = self.env_fn()
+        if isinstance(self.made_by, EnvSpec):
+            env: Any = gymnasium.make(self.made_by, **self.kwargs)
+        else:
+            env = self.made_by(**self.kwargs)
+        env = as_vector_env(env) if self.native else env
         for wrapper in self.wrappers:
             env = wrapper(env)
-        return env
-
-
-@dataclass(frozen=True, slots=True)
-class _Registered:
-    """Makes an environment of a spec. Other processes get the spec in a form that they understand."""
-
-    spec: EnvSpec
-
-    def __call__(self, **kwargs: Any) -> gymnasium.Env[Any, Any]:
-        return gymnasium.make(self.spec, **kwargs)
+        return env if self.native else check_env(env)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Registered, (_portable(self.spec),)
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """Makes an environment by a user's class or function."""
-
-    function: Callable[..., Any]
-
-    def __call__(self, **kwargs: Any) -> gymnasium.Env[Any, Any]:
-        return check_env(self.function(**kwargs))
+        made_by = _portable(self.made_by) if isinstance(self.made_by, EnvSpec) else self.made_by
+        return _Maker, (made_by, self.kwargs, self.wrappers, self.native)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,19 +180,32 @@ class EnvFactory:
                 f"env_kwargs is {env_kwargs!r}. It must be a dict of the arguments of each environment: "
                 'env_kwargs={"name": value}.'
             )
-        spec: EnvSpec | None
-        env_fns: tuple[EnvFn, ...]
+        if not isinstance(wrappers, Sequence) or not all(map(callable, wrappers)):
+            raise ConfigError(
+                f"wrappers is {wrappers!r:.200}. It must be a list of classes or functions: wrappers=[MyWrapper], or "
+                "functools.partial(MyWrapper, x=1) for one with arguments."
+            )
+        spec: EnvSpec | None = None
         if isinstance(env, str | EnvSpec) or (callable(env) and num_envs is not None and not native):
-            count = check_count("num_envs", 1 if num_envs is None else num_envs)
             made_by = _named(env) if isinstance(env, str) else env
             spec = made_by if isinstance(made_by, EnvSpec) else None
-            make: EnvFn = _Registered(spec) if spec else _Made(made_by)  # type: ignore[arg-type]
-            env_fns = _indexed(make, spec.entry_point if spec else made_by, dict(env_kwargs or {}), first_id, count)
+            count = check_count("num_envs", 1 if num_envs is None else num_envs)
+            arguments = _arguments(spec.entry_point if spec else made_by, env_kwargs or {}, first_id, count)
+            made = [(made_by, each) for each in arguments]
         else:
-            spec, env_fns = None, _checked_env_fns(env, None if native else num_envs, env_kwargs)
-        if wrappers:
-            env_fns = tuple(_Wrapped(env_fn, _checked_wrappers(wrappers)) for env_fn in env_fns)
-        return cls(env_fns, spec, registered_specs(), native, seed=seed)
+            made = [(env_fn, {}) for env_fn in check_env_fns(env, "env")]
+            if not native and num_envs not in (None, len(made)):
+                raise ConfigError(
+                    f"num_envs={num_envs} was passed with a list of {len(made)} callables, each of which makes one "
+                    "environment. Leave num_envs out, or pass [make_env] * num_envs."
+                )
+            if env_kwargs:
+                raise ConfigError(
+                    f"env_kwargs={dict(env_kwargs)!r} was passed with callables. Only gymnasium.make takes it, for an "
+                    "id: bind them in the callable (lambda: MyEnv(**kwargs))."
+                )
+        makers = tuple(_Maker(made_by, kwargs, tuple(wrappers), native) for made_by, kwargs in made)
+        return cls(makers, spec, registered_specs(), native, seed=seed)
 
     @property
     def num_envs(self) -> int:
@@ -230,17 +213,13 @@ class EnvFactory:
         return len(self.env_fns)
 
     def in_parts(self, bounds: Sequence[int]) -> PickledParts:
-        """Returns a pickled factory for the environments between each two consecutive bounds."""
-        return PickledParts(self._pickled_parts(bounds))
+        """Returns pickled factories for the environments between each two consecutive bounds."""
+        part = replace(self, env_fns=self.env_fns[bounds[0] : bounds[-1]])
+        return PickledParts.of(part._pickled, [bound - bounds[0] for bound in bounds])
 
-    def _pickled_parts(self, bounds: Sequence[int]) -> Iterator[tuple[bytes, list[pickle.PickleBuffer]]]:
-        """Yields the pickle of each part and its large arrays: the same object for equal parts in a row."""
-        parts = [self.env_fns[start:stop] for start, stop in pairwise(bounds)]
-        for _, equal in groupby(parts, lambda env_fns: [*map(id, env_fns)]):
-            buffers: list[pickle.PickleBuffer] = []
-            env_fns, *others = equal
-            pickled = replace(self, env_fns=env_fns)._pickled(partial(is_small, buffers))
-            yield from [(carrying_sys(pickled, buffers), buffers)] * (1 + len(others))
+    def part(self, start: int, stop: int) -> EnvFactory:
+        """Returns a factory of some of the environments."""
+        return replace(self, env_fns=self.env_fns[start:stop])
 
     def make(self, index: int) -> gymnasium.Env[Any, Any]:
         """Makes the environment with this index. A copy registers what it carries: one before may have changed that."""
@@ -256,89 +235,50 @@ class EnvFactory:
         """
         return carrying_sys(self._pickled())
 
-    def _pickled(self, buffer_callback: Callable[[pickle.PickleBuffer], bool] | None = None) -> bytes:
+    def _pickled(self, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
         what = "what makes environments: their functions, wrappers and arguments"
         remedy = "Make the object inside the function, or step in this process: num_nodes=0, workers_per_node=0."
         return pickled_for_workers(replace(self, is_copy=True), what, remedy, buffer_callback)
 
 
-def _indexed(make: EnvFn, made_by: Any, env_kwargs: dict[str, Any], first_id: int, count: int) -> tuple[EnvFn, ...]:
-    """Returns one callable for each environment; they differ where the environment's index is asked for.
+def _arguments(made_by: Any, env_kwargs: Mapping[str, Any], first_id: int, count: int) -> list[dict[str, Any]]:
+    """Returns the arguments of each environment; they differ where the environment's index is asked for.
 
     Args:
-        make: Makes an environment.
         made_by: The user's class or function, or its name, whose parameters are looked at.
         env_kwargs: Arguments for it.
         first_id: Index of the first environment.
         count: How many environments.
     """
-    named = [name for name, value in env_kwargs.items() if isinstance(value, str) and _INDEX in value]
-    takes_index = "env_index" not in env_kwargs and _takes_index(made_by)
-    if not named and not takes_index:
-        return (partial(make, **env_kwargs) if env_kwargs else make,) * count
-    env_fns = []
-    for index in range(first_id, first_id + count):
-        own: dict[str, Any] = {name: env_kwargs[name].replace(_INDEX, str(index)) for name in named}
-        env_fns.append(partial(make, **{**env_kwargs, **own, **({"env_index": index} if takes_index else {})}))
-    return tuple(env_fns)
-
-
-def _takes_index(made_by: Any) -> bool:
-    """Whether a class or function, or the one that "module:name" names, has a parameter ``env_index``."""
-    try:
+    takes_index = False
+    with contextlib.suppress(ValueError, TypeError, ImportError, AttributeError):  # making it says what is wrong
         found = load_env_creator(made_by) if isinstance(made_by, str) else made_by
-        return "env_index" in inspect.signature(found).parameters
-    except (ValueError, TypeError, ImportError, AttributeError):  # making the environment says what is wrong
-        return False
+        takes_index = "env_index" in inspect.signature(found).parameters
+
+    def of(index: int) -> dict[str, Any]:
+        own = {
+            name: value.replace(_INDEX, str(index)) if isinstance(value, str) else value
+            for name, value in env_kwargs.items()
+        }
+        return {"env_index": index, **own} if takes_index else own
+
+    return [of(index) for index in range(first_id, first_id + count)]
 
 
-def check_env_fns(env_fns: Any) -> tuple[EnvFn, ...]:
-    """Checks the `env_fns` of the adapters for other libraries. Returns one callable for each environment.
+def check_env_fns(env_fns: Any, name: str = "env_fns") -> tuple[EnvFn, ...]:
+    """Checks a list of callables. Returns one for each environment.
 
     Raises:
         ConfigError: It is no list, an empty one, or has something else in it, such as environments.
     """
     callables = tuple(env_fns) if isinstance(env_fns, Iterable) else ()
     if not callables or not all(map(callable, callables)):
+        instead = "an id, an EnvSpec, a callable (with num_envs), or " if name == "env" else ""
         raise ConfigError(
-            f"env_fns is {env_fns!r:.200}. It must be a list of callables, one for each environment, for example "
-            '[lambda: gymnasium.make("CartPole-v1")] * 8.'
+            f"{name} is {env_fns!r:.200}. It must be {instead}a list of callables, one for each environment, for "
+            'example [lambda: gymnasium.make("CartPole-v1")] * 8.'
         )
     return callables
-
-
-def _checked_env_fns(
-    env: EnvFn | Sequence[EnvFn], num_envs: int | None, env_kwargs: Mapping[str, Any] | None
-) -> tuple[EnvFn, ...]:
-    try:
-        env_fns = tuple(env)  # type: ignore[arg-type]
-    except TypeError:
-        env_fns = ()
-    if not env_fns or not all(callable(env_fn) for env_fn in env_fns):
-        raise ConfigError(
-            f"env is {env!r:.200}. It must be an id, an EnvSpec, a callable (with num_envs), or a list of callables: "
-            '"CartPole-v1", or [make_env] * 8.'
-        )
-    if num_envs is not None and num_envs != len(env_fns):
-        raise ConfigError(
-            f"num_envs={num_envs} was passed with a list of {len(env_fns)} callables, each of which makes one "
-            "environment. Leave num_envs out, or pass [make_env] * num_envs."
-        )
-    if env_kwargs:
-        raise ConfigError(
-            f"env_kwargs={dict(env_kwargs)!r} was passed with callables. Only gymnasium.make takes it, for an id: "
-            "bind them in the callable (lambda: MyEnv(**kwargs))."
-        )
-    return env_fns
-
-
-def _checked_wrappers(wrappers: Any) -> tuple[Wrapper, ...]:
-    if isinstance(wrappers, Sequence) and all(map(callable, wrappers)):
-        return tuple(wrappers)
-    raise ConfigError(
-        f"wrappers is {wrappers!r:.200}. It must be a list of classes or functions: wrappers=[MyWrapper], or "
-        "functools.partial(MyWrapper, x=1) for one with arguments."
-    )
 
 
 def _named(name: str) -> EnvSpec | EnvFn:
@@ -346,15 +286,10 @@ def _named(name: str) -> EnvSpec | EnvFn:
     try:
         return spec_of(name)
     except EnvIdError:
-        found, module = _imported(name), name.partition(":")[0]
+        found = _imported(name)
         if callable(found):
             return cast("EnvFn", found)
-        if module == name or module not in sys.modules or re.search(r"-v\d+$", name):
-            raise
-        raise EnvIdError(
-            f"{name!r} names neither a registered id nor a class or function in {module!r}. Check the spelling, or let "
-            "the module register the id when it is imported."
-        ) from None
+        raise
 
 
 def _imported(name: str) -> Any:
@@ -383,30 +318,20 @@ def spec_of(env_id: str) -> EnvSpec:
         EnvIdError: No environment of that id is registered.
         ConfigError: The module raises.
     """
+    module = env_id.partition(":")[0]
     try:
         return _find_spec(env_id)  # what gymnasium.make calls
     except (gymnasium.error.Error, ModuleNotFoundError) as error:
         raise EnvIdError(
             f"No environment {env_id!r} is registered with Gymnasium ({error}). Pass a registered id, 'module:Id-v0' "
-            "with the module that registers it, or 'module:Class'. "
-            + _remedy(env_id, "Check the spelling, or set PYTHONPATH to the directory of the module.")
+            "with the module that registers it ('ale_py:ALE/Pong-v5'), or 'module:Class'. Check the spelling, or set "
+            "PYTHONPATH to the directory of the module."
         ) from error
     except (Exception, SystemExit) as error:
-        module = env_id.partition(":")[0]
         raise ConfigError(
-            f"The module {module!r}, which {env_id!r} imports, has raised {type(error).__name__}: {error}. "
-            + _remedy(env_id, f"Fix the module; `python -c 'import {module}'` shows where it raises.")
+            f"The module {module!r}, which {env_id!r} imports, has raised {type(error).__name__}: {error}. Fix the "
+            f"module; `python -c 'import {module}'` shows where it raises."
         ) from error
-
-
-def _remedy(env_id: str, otherwise: str) -> str:
-    """Returns the remedy for an id that is not found: a hint on its form, or `otherwise`."""
-    module, _, rest = env_id.partition(":")
-    if not rest:
-        return "Check the spelling, and name the module of a package of its own: 'ale_py:ALE/Pong-v5'."
-    if module.endswith(".py") or "/" in module:
-        return f"Name the module, not its file: {Path(module).stem}:{rest}, with its directory in PYTHONPATH."
-    return otherwise
 
 
 def registered_specs() -> tuple[EnvSpec, ...]:

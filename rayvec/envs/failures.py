@@ -8,15 +8,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from copy import copy, deepcopy
-from typing import Any
-
-import numpy as np
 
 from rayvec.envs.owner_signals import is_left_to_owner
 from rayvec.errors import EnvError, RemoteFailure
 
-__all__ = ["FAILURES", "captured", "copied_shallowly", "copied_value", "end_if_forked", "failures_ignored", "is_ctrl_c"]
+__all__ = ["FAILURES", "captured", "end_if_forked", "failures_ignored", "is_ctrl_c"]
 
 FAILURES = BaseException
 """What environments, policies and learners raise when they fail. :func:`captured` lets Ctrl-C pass."""
@@ -74,18 +70,6 @@ def end_if_forked(owner: int, error: BaseException | None = None) -> None:
         os._exit(code & 0xFF)
 
 
-def copied_shallowly(value: Any) -> Any:
-    """Copies an object, but not what it holds; one that has a finaliser, or can't be copied, is returned itself.
-
-    The finaliser of a copy would close a connection, for example, that both hold.
-    """
-    if hasattr(type(value), "__del__"):
-        return value
-    with contextlib.suppress(Exception):
-        return copy(value)
-    return value
-
-
 @contextlib.contextmanager
 def failures_ignored() -> Iterator[None]:
     """Ignores what the block raises, except Ctrl-C."""
@@ -94,10 +78,3 @@ def failures_ignored() -> Iterator[None]:
     except FAILURES as error:
         if is_ctrl_c(error):
             raise
-
-
-def copied_value(value: Any) -> Any:
-    """Copies an action or an observation. Some environments modify an observation after they return it."""
-    if type(value) is np.ndarray and not value.dtype.hasobject:
-        return value.copy()  # ten times faster than deepcopy for small arrays
-    return deepcopy(value)

@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from rayvec.data.columns import Columns, merge
-from rayvec.data.layouts import ArrayLayout
-from rayvec.data.sub_batch_infos import merge_reset
-from rayvec.data.trees import tree_leaves, tree_map
-from rayvec.envs.failures import FAILURES
-from rayvec.envs.slices import CUT, ENDED, NEW, RUNNING, Slice
+from rayvec.data.columns import Columns, as_columns, mask_of, merge, select
+from rayvec.data.layouts import ArrayLayout, index_tree
+from rayvec.data.trees import objects, tree_leaves, tree_map
+from rayvec.envs.slices import CUT, ENDED, NEW, RUNNING, Slice, own_info, values_of
 from rayvec.envs.spaces import PoolSpaces
-from rayvec.envs.sub_batch import SubBatch
-from rayvec.errors import ConfigError, EnvError, RemoteFailure
-from rayvec.fleet.commands import Autoreset
-from rayvec.fleet.restarts import RESTARTED, seed_of, store_seed
+from rayvec.envs.vector_envs import has_single_envs, layer_with, spaces_of
+from rayvec.errors import ConfigError, EnvError
+from rayvec.fleet.commands import Autoreset, Command, Op
+from rayvec.fleet.restarts import RESTARTED, seed_of
 
 __all__ = ["NativeSlice"]
+
+Seeds = dict[int, int | None]
 
 
 class NativeSlice(Slice):
     """Executes commands for native sub-batches. A step names all environments of a sub-batch, or none."""
 
-    _envs: list[SubBatch]
     _unit_kind = "native sub-batch"
-    unit_bounds: Any = ()
-
-    def _make(self, unit: int) -> SubBatch:
-        env = SubBatch(self._factory.make(unit))
-        if len(self.unit_bounds) and env.num_envs != self._envs[unit].num_envs:
-            raise EnvError(
-                f"A restarted native sub-batch has {env.num_envs} environments, not {self._envs[unit].num_envs}. "
-                "Let the callable return the same vector environment every time."
-            )
-        return env
 
     def _set_up(self) -> None:
         sizes = [env.num_envs for env in self._envs]
-        self.spaces = PoolSpaces.join(list(zip(sizes, map(_spaces_of, self._envs), strict=True)))
+        self.spaces = PoolSpaces.join(list(zip(sizes, map(spaces_of, self._envs), strict=True)))
         self.native_mode, self.num_envs = self.spaces.native_mode, sum(sizes)
         self.unit_bounds = np.cumsum([0, *sizes])
 
@@ -50,244 +38,230 @@ class NativeSlice(Slice):
         """Attaches the arrays. A replacement begins with cut episodes."""
         super().open(layout, arrays)
         self._leaves = list(tree_leaves(self._obs))
-        self._rows_placed: Sequence[int] = ()
-        self._waiting = np.zeros(self.num_envs, bool)  # for a reset by the caller, after their episode has ended
-        for unit in range(len(self._envs)):
-            states = arrays["episode"][self._rows(unit)]
-            states[:] = NEW if (states == NEW).all() else CUT
+        self._mode = Autoreset.NEXT_STEP  # of the last step
+        self._key, self._places = b"", dict[int, NDArray[np.int64]]()  # of the last command
+        arrays["episode"][arrays["episode"] != NEW] = CUT
 
-    def _rows(self, unit: int) -> slice:
-        return slice(int(self.unit_bounds[unit]), int(self.unit_bounds[unit + 1]))
-
-    def _places_by_unit(self, rows: Sequence[int]) -> dict[int, NDArray[np.int64]]:
-        """Returns the places in `rows` of the environments of each sub-batch."""
-        if rows is not self._rows_placed:
+    def _divided(self, command: Command) -> Iterable[tuple[int, Any]]:
+        """Yields the units of a command, each with its actions, or its environments and their seeds or values."""
+        rows, key = command.rows, command.rows.tobytes()
+        if key != self._key:
             units = np.searchsorted(self.unit_bounds, rows, side="right") - 1
-            self._places = {int(unit): np.flatnonzero(units == unit) for unit in np.unique(units)}
-            self._rows_placed = rows
-        return self._places
+            self._key, self._places = key, {int(unit): np.flatnonzero(units == unit) for unit in np.unique(units)}
+        if command.op == Op.STEP:
+            for unit, places in self._places.items():
+                whole = len(places) == len(rows)
+                yield unit, command.actions if whole else tree_map(lambda leaf, at=places: leaf[at], command.actions)
+            return
+        values = [None] * len(rows)
+        if command.op == Op.RESET:
+            values = command.rest[0]
+            self._note_seeds(rows.tolist(), values)
+        elif command.op == Op.SET:
+            values = command.rest[1]
+        for unit, places in self._places.items():
+            own = (rows[places] - self.unit_bounds[unit]).tolist()
+            yield unit, dict(zip(own, (values[place] for place in places), strict=True))
 
-    def _step(self, rows: list[int], actions: Any, mode: Autoreset) -> None:
-        for unit, places in self._places_by_unit(rows).items():
-            own = actions if len(places) == len(rows) else tree_map(lambda leaf, at=places: leaf[at], actions)
-            try:
-                self._step_unit(unit, own, mode)
-            except FAILURES as error:
-                self._recover(unit, error, partial(self._step_unit, unit, own, mode))
+    def _step(self, unit: int, actions: Any, command: Command) -> None:
+        env, rows, self._mode = self._envs[unit], self._rows(unit), command.mode
+        state, same_step = self._episode[rows.start], command.mode == Autoreset.SAME_STEP
+        if state == CUT:
+            self._end_cut_unit(unit, same_step)
+            return
+        if state == ENDED:
+            self._reset_some(unit, np.ones(env.num_envs, bool))
+            if not same_step:
+                self._clear(rows)
+            return
+        self.arrays["episode"][rows] = RUNNING
+        obs, rew, terminated, truncated, info = values_of("step", 5, env.step(actions))
+        flags = [self._checked(unit, each, np.bool_, (), "flags") for each in (terminated, truncated)]
+        leaves, done = self._checked_leaves(unit, obs), flags[0] | flags[1]
+        # now, since a reset may write into these arrays
+        self._rew[rows] = self._checked(unit, rew, np.float64, (), "rewards")
+        self._terminated[rows], self._truncated[rows] = flags
+        resets_here = same_step and self.native_mode == Autoreset.DISABLED and bool(done.any())
+        if same_step and done.any() and not resets_here:
+            self._check_final(unit, info, done, leaves)
+        self._write(unit, leaves)
+        self._say(unit, info, ~done if resets_here else None)
+        if resets_here:
+            final = {"final_obs": self.layout.tree(leaves), "final_info": own_info(info)}
+            self._say(unit, {**final, "_final_obs": done, "_final_info": done})
+            self._reset_some(unit, done)
 
-    def _step_unit(self, unit: int, actions: Any, mode: Autoreset) -> None:
-        env, rows = self._envs[unit], self._rows(unit)
+    def _end_cut_unit(self, unit: int, same_step: bool) -> None:
+        """Ends interrupted episodes without a step: the last true observations, reward 0, truncated."""
+        rows, every = self._rows(unit), np.ones(self._envs[unit].num_envs, bool)
+        self._rew[rows], self._terminated[rows], self._truncated[rows] = 0.0, False, True
+        self.arrays["episode"][rows] = ENDED
+        mark = {RESTARTED: every, f"_{RESTARTED}": every}
+        self._say(unit, mark)
+        if same_step:
+            final = {"final_obs": tree_map(lambda leaf: leaf[rows], self._obs), "final_info": mark}
+            self._say(unit, {**final, "_final_obs": every, "_final_info": every})
+            self._reset_some(unit, every)
+
+    def _reset(self, unit: int, seeds: Any, command: Command) -> None:
+        """Resets environments of a sub-batch, given by row with the seed, or None, of each."""
+        mask = np.zeros(self._envs[unit].num_envs, bool)
+        mask[list(seeds)] = True
+        has_seeds = any(seed is not None for seed in command.rest[0])
+        mask = self._reset_some(unit, mask, seeds if has_seeds else None, command.rest[1])
+        self._clear(self._rows(unit).start + np.flatnonzero(mask))
+
+    def _begin(self, unit: int, _: Any, command: Command) -> None:
+        """Resets environments between two episodes. Where the sub-batch does so in its next step, it is left to it."""
+        rows, mask = self._rows(unit), np.ones(self._envs[unit].num_envs, bool)
         state = self._episode[rows.start]
         if state == CUT:
-            self._end_cut_unit(unit, mode)
-        elif state == ENDED:
-            self._reset_whole(unit)
-            if mode == Autoreset.NEXT_STEP:
-                self._clear(rows)
-        else:
-            self.arrays["episode"][rows] = RUNNING
-            obs, rew, terminated, truncated, info = env.step(actions)
-            done = terminated | truncated
-            # now, since a reset may write into these arrays
-            self._rew[rows], self._terminated[rows], self._truncated[rows] = rew, terminated, truncated
-            self._waiting[rows] = done & (mode == Autoreset.DISABLED)
-            if mode == Autoreset.SAME_STEP and done.any():
-                if self.native_mode == Autoreset.DISABLED:
-                    obs, info = self._reset_within(unit, obs, info, done)
-                else:
-                    env.final_obs(info, done, obs)
-                    if not getattr(info["final_obs"], "dtype", np.dtype(int)).hasobject:
-                        self._checked_leaves(unit, info["final_obs"], "info['final_obs']")
-            self._write(unit, obs)
-            self._say(unit, info)
-
-    def _end_cut_unit(self, unit: int, mode: Autoreset) -> None:
-        """Ends interrupted episodes without a step: the last true observations, reward 0, truncated."""
-        rows, mark = self._rows(unit), self._mark(unit)
-        if mode == Autoreset.SAME_STEP:
-            ended = np.ones(rows.stop - rows.start, bool)
-            final_obs = tree_map(lambda leaf: leaf[rows].copy(), self._obs)
-            final = {"final_obs": final_obs, "_final_obs": ended, "final_info": dict(mark), "_final_info": ended.copy()}
-            self._reset_whole(unit, mark={**mark, **final})
-        else:
-            self.arrays["episode"][rows] = ENDED
-            self._say(unit, mark)
-        self._rew[rows] = 0.0
-        self._terminated[rows], self._truncated[rows] = False, True
-
-    def _mark(self, unit: int) -> Columns:
-        mark = np.ones(self._envs[unit].num_envs, bool)
-        return {RESTARTED: mark, f"_{RESTARTED}": mark.copy()}
-
-    def _reset_within(self, unit: int, obs: Any, info: Columns, done: NDArray[np.bool_]) -> tuple[Any, Columns]:
-        """Resets, within the step, environments of a sub-batch that doesn't do so by itself."""
-        final_obs, info = tree_map(np.array, obs), self._copied(info)  # the reset may write into what it has returned
-        self._write(unit, obs)
-        obs, reset_info = self._reset_some(unit, None, None, done)
-        ended = {"final_obs": final_obs, "_final_obs": done, "final_info": info, "_final_info": done}
-        return obs, {**merge_reset(info, reset_info, done), **ended}
+            self._say(unit, {RESTARTED: mask, f"_{RESTARTED}": mask})
+        elif state == RUNNING:
+            mask = (self._terminated[rows] | self._truncated[rows]) & (self._mode == Autoreset.DISABLED)
+        if mask.any():
+            self._clear(rows.start + np.flatnonzero(self._reset_some(unit, mask)))
 
     def _reset_some(
-        self, unit: int, seeds: Mapping[int, int | None] | None, options: Mapping[str, Any] | None, mask: Any
-    ) -> tuple[Any, Columns]:
-        """Resets some environments of a sub-batch.
+        self, unit: int, mask: NDArray[np.bool_], seeds: Seeds | None = None, options: Mapping[str, Any] | None = None
+    ) -> NDArray[np.bool_]:
+        """Resets some environments of a sub-batch, or all if it was restarted. Returns which, ``bool [num_envs]``.
 
         Raises:
             EnvError: The sub-batch has reset others too: it does not support ``options["reset_mask"]``.
         """
         env, rows = self._envs[unit], self._rows(unit)
-        if mask.all():
-            return env.reset(seeds, options, None)
-        obs, info = env.reset(seeds, options, mask.copy())
-        for kept, new in zip(self._leaves, self._checked_leaves(unit, obs), strict=True):
-            if not np.array_equal(kept[rows][~mask], new[~mask], equal_nan=new.dtype.kind == "f"):
+        ids = range(rows.start, rows.stop)
+        if self._episode[rows.start] in (CUT, ENDED):  # a restarted sub-batch has no episode to continue
+            mask = np.ones(env.num_envs, bool)
+        if self._to_seed.issuperset(ids):
+            base = seed_of(self.arrays, rows.start, self.first_id + rows.start)
+            seeds = None if base is None else {row: base + row for row in range(env.num_envs)}
+        self._to_seed.difference_update(ids)
+        kwargs: dict[str, Any] = {} if seeds is None else {"seed": _seed_for(env, seeds)}
+        if not mask.all():
+            options = {**(options or {}), "reset_mask": mask.copy()}
+        if options is not None:
+            kwargs["options"] = dict(options)
+        obs, info = values_of("reset", 2, env.reset(**kwargs))
+        leaves = self._checked_leaves(unit, obs)
+        for kept, new in zip(self._leaves, leaves, strict=True):
+            if not np.array_equal(kept[rows][~mask], new[~mask], equal_nan=True):
                 raise EnvError(
                     "A native sub-batch has ignored options['reset_mask']: its other environments have new "
                     "observations too. Reset whole sub-batches, or let them reset by themselves."
                 )
-        return obs, info
-
-    def _reset(self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None) -> None:
-        given = {row: seed for row, seed in zip(rows, seeds, strict=True) if seed is not None}
-        for row, seed in given.items():
-            store_seed(self.arrays, row, seed)
-        for unit, places in self._places_by_unit(rows).items():
-            own = [rows[place] for place in places]
-            mask = np.zeros(self._envs[unit].num_envs, bool)
-            mask[np.array(own) - self._rows(unit).start] = True
-            of_unit = {row - self._rows(unit).start: given.get(row) for row in own} if given else None
-            try:
-                self._reset_unit(unit, of_unit, options, mask)
-            except FAILURES as error:
-                self._recover(unit, error, partial(self._reset_whole, unit, options))
-
-    def _reset_unit(
-        self,
-        unit: int,
-        seeds: Mapping[int, int | None] | None,
-        options: Mapping[str, Any] | None,
-        mask: NDArray[np.bool_],
-        mark: Columns | None = None,
-    ) -> None:
-        """Resets environments of a sub-batch, and says what it returns, together with `mark`."""
-        env, rows = self._envs[unit], self._rows(unit)
-        state = self._episode[rows.start]
-        if state == NEW and not mask.all():
-            raise ConfigError(
-                f"The first reset of {self._name(unit)} has a mask for some of its environments. Call reset() once "
-                "without a mask: the first reset of a native sub-batch resets all of them."
-            )
-        if state in (CUT, ENDED):  # a restarted sub-batch has no episode to continue
-            mask = np.ones(env.num_envs, bool)
-            seeds = self._restart_seeds(unit) if seeds is None else seeds
-        if seeds is not None and env.ignores_seeds:
-            name = f"{self._where}, {self._name(unit)}"
-            self._notes.append(f"{name} ignores the seeds of a reset; pass seeds to envpool.make")
-        obs, info = self._reset_some(unit, seeds, options, mask)
-        self._write(unit, obs)
-        self._clear(np.flatnonzero(mask) + rows.start)
-        self._waiting[rows] &= ~mask
+        self._write(unit, leaves)
         self.arrays["episode"][rows] = RUNNING
-        self._say(unit, {**info, **(mark or {})})
+        self._say(unit, info, mask)
+        return mask
 
-    def _reset_whole(self, unit: int, options: Mapping[str, Any] | None = None, *, mark: Columns | None = None) -> None:
-        self._reset_unit(unit, None, options, np.ones(self._envs[unit].num_envs, bool), mark)
-
-    def _restart_seeds(self, unit: int) -> dict[int, int | None] | None:
-        """Returns the seeds with which a restarted sub-batch is reset, or None if it never had one."""
-        start = self._rows(unit).start
-        seed = seed_of(self.arrays, start, self.first_id + start) if self.arrays["restarts"][start] else None
-        return None if seed is None else {row: seed + row for row in range(self._envs[unit].num_envs)}
-
-    def _begin(self, rows: Sequence[int]) -> None:
-        """Resets environments between two episodes. Where the sub-batch does so in its next step, it is left to it."""
-        for unit in self._places_by_unit(rows):
-            begin = partial(self._begin_unit, unit)
-            try:
-                begin()
-            except FAILURES as error:
-                self._recover(unit, error, begin)
-
-    def _begin_unit(self, unit: int) -> None:
-        rows = self._rows(unit)
-        state = self._episode[rows.start]
-        waiting = self._waiting[rows].copy()
-        if state != RUNNING:
-            self._reset_whole(unit, mark=self._mark(unit) if state == CUT else None)
-        elif waiting.any():
-            self._reset_unit(unit, None, None, waiting)
-
-    def _write(self, unit: int, obs: Any) -> None:
-        for target, leaf in zip(self._leaves, self._checked_leaves(unit, obs), strict=True):
-            target[self._rows(unit)] = leaf
+    def _checked(self, unit: int, value: Any, dtype: DTypeLike, shape: tuple[int, ...], name: str) -> NDArray[Any]:
+        array, expected = np.asarray(value), (self._envs[unit].num_envs, *shape)
+        if array.shape != expected or not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise EnvError(
+                f"A native sub-batch has returned {name} of shape {array.shape} and dtype {array.dtype}. It must "
+                f"return a row for each of its environments: shape {expected}, dtype {np.dtype(dtype)}."
+            )
+        return array
 
     def _checked_leaves(self, unit: int, obs: Any, name: str = "observations") -> list[NDArray[Any]]:
-        """Returns the arrays of the observations of a sub-batch.
+        leaves = zip(self.layout.flatten(obs), self.layout.leaves, strict=True)
+        return [self._checked(unit, leaf, *field, name) for leaf, field in leaves]
 
-        Raises:
-            EnvError: They are not those of its space.
-        """
-        env = self._envs[unit]
-        try:
-            leaves = self.layout.flatten(obs)
-        except ValueError as error:
+    def _check_final(self, unit: int, info: Any, done: NDArray[np.bool_], leaves: list[NDArray[Any]]) -> None:
+        """Checks that a step which reset environments says what they showed last."""
+        final, named = info.get("final_obs"), np.asarray(info.get("_final_obs", True), bool)
+        is_objects = isinstance(final, np.ndarray) and final.dtype.hasobject
+        items = [self.layout.flatten(item) for item in (final[done] if is_objects else [final]) if item is not None]
+        is_shared = any(np.may_share_memory(array, leaf) for item in items for array in item for leaf in leaves)
+        if is_shared or len(items) < (done.sum() if is_objects else 1) or (done & ~named).any():
             raise EnvError(
-                f"A native sub-batch has returned {name} that are not those of {self.layout.space}: {error}"
-            ) from error
-        return [env.leaf(leaf, *field, name) for leaf, field in zip(leaves, self.layout.leaves, strict=True)]
+                "A native sub-batch that resets within a step must return a row for each of its environments whose "
+                "episode ended in info['final_obs'], named by info['_final_obs'] and in memory of its own: it is "
+                "missing, or a view of the observations that the reset overwrites."
+            )
+        if not is_objects:
+            self._checked_leaves(unit, final, "info['final_obs']")
 
-    def _note_restart(self, unit: int, failure: RemoteFailure) -> None:
-        super()._note_restart(unit, failure)
-        self.arrays["episode"][self._rows(unit)] = CUT
+    def _write(self, unit: int, leaves: list[NDArray[Any]]) -> None:
+        for target, leaf in zip(self._leaves, leaves, strict=True):
+            target[self._rows(unit)] = leaf
 
-    def _say(self, unit: int, info: Columns) -> None:
-        if info:
-            self._infos.append((self._rows(unit), self._copied(info)))
+    def _say(self, unit: int, info: Any, among: NDArray[np.bool_] | None = None) -> None:
+        """Adds infos of a sub-batch, or of some of its environments, to the answer."""
+        if not info or (among is not None and not among.any()):
+            return
+        count, rows = self._envs[unit].num_envs, self._rows(unit)
+        final = info.get("final_obs")
+        if isinstance(final, dict | tuple):  # objects, as Gymnasium has them
+            ended = np.flatnonzero(mask_of("final_obs", info, count))
+            info = {**info, "final_obs": np.full(count, None)}
+            info["final_obs"][ended] = objects([index_tree(final, row) for row in ended.tolist()])
+        columns, index = as_columns(own_info(info), count), rows.start + np.arange(count)
+        if among is not None and not among.all():
+            columns, index = select(columns, among), index[among]
+        self._infos.append((index, columns))
 
     def _columns(self) -> Columns:
-        return merge(sorted(self._infos, key=lambda each: each[0].start), self.num_envs)
+        return merge(sorted(self._infos, key=lambda each: int(each[0][0])), self.num_envs)
 
     def _name(self, unit: int) -> str:
-        rows = self._rows(unit)
-        ids = f"environments {self.first_id + rows.start} to {self.first_id + rows.stop - 1}"
-        return f"native sub-batch of {ids}, seed {seed_of(self.arrays, rows.start, self.first_id + rows.start)}"
+        start, stop = self.first_id + self.unit_bounds[unit : unit + 2]
+        seed = seed_of(self.arrays, int(self.unit_bounds[unit]), start)
+        return f"native sub-batch of environments {start} to {stop - 1}, seed {seed}"
 
-    def _call(self, rows: Sequence[int], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        values: list[Any] = [None] * len(rows)
-        for unit, places in self._places_by_unit(rows).items():
-            try:
-                of_unit = self._envs[unit].call(name, args, kwargs)
-            except FAILURES as error:
-                self._failure = self._captured(unit, error)
-                break
-            for place in places.tolist():
-                values[place] = of_unit[rows[place] - self._rows(unit).start]
-        return values
+    def _call(self, unit: int, rows: Seeds, command: Command) -> None:
+        """Calls a method, or reads an attribute, of the outermost layer that has it.
 
-    def _set(self, rows: Sequence[int], name: str, values: Sequence[Any]) -> Any:
-        for unit, places in self._places_by_unit(rows).items():
-            try:
-                start = self._rows(unit).start
-                self._envs[unit].set_attr(name, {rows[place] - start: values[place] for place in places.tolist()})
-            except FAILURES as error:
-                self._failure = self._captured(unit, error)
-                break
-        return [None] * len(rows)
+        Single environments have a value each, and so has a list, tuple or array with a row for each environment. Any
+        other value stands for all.
+        """
+        name, args, kwargs = command.rest
+        env, count = layer_with(self._envs[unit], name), self._envs[unit].num_envs
+        if env is env.unwrapped and has_single_envs(env) and name != "render":
+            value = env.call(name, *args, **kwargs)
+        else:
+            value = getattr(env, name)
+            value = value(*args, **kwargs) if callable(value) else value
+        has_rows = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
+        values = value if has_rows and len(value) == count else [value] * count
+        self._values |= {self._rows(unit).start + row: values[row] for row in rows}
+
+    def _set(self, unit: int, values: dict[int, Any], command: Command) -> None:
+        """Sets an attribute where :meth:`_call` reads it.
+
+        Raises:
+            ConfigError: The sub-batch has one attribute for all its environments, and the values differ.
+        """
+        name, count = command.rest[0], self._envs[unit].num_envs
+        env = layer_with(self._envs[unit], name)
+        if env is env.unwrapped and has_single_envs(env):
+            old = [None] * count if len(values) == count else env.get_attr(name)
+            env.set_attr(name, [values.get(row, old[row]) for row in range(count)])
+            return
+        first, *others = values.values()
+        if len(values) < count or not all(each is first or np.array_equal(each, first) for each in others):
+            raise ConfigError(
+                f"The environments of a native sub-batch share its attributes, but set_attr got values of {name!r} "
+                f"that differ, or not for all {count}. Pass the same value for every environment of a sub-batch."
+            )
+        setattr(env, name, first)
 
 
-def _spaces_of(env: SubBatch) -> PoolSpaces:
-    """Returns the spaces of a sub-batch.
+def _seed_for(env: Any, seeds: Seeds) -> Any:
+    """Returns what `reset` of a vector environment gets as its seed: that of its first environment, or a list.
 
     Raises:
-        ConfigError: No arrays hold their elements.
+        ConfigError: Seeds that are not consecutive, of a sub-batch that takes one.
     """
-    for name, space in (("observation", env.observation_space), ("action", env.action_space)):
-        if ArrayLayout.of(space) is None:
-            raise ConfigError(
-                f"The {name}s of a native sub-batch are {space}. They must be a Box, Discrete, MultiDiscrete or "
-                "MultiBinary space, or a Dict or Tuple of them: make it an ordinary environment, or convert it by a "
-                "wrapper."
-            )
-    return PoolSpaces(
-        env.observation_space, env.action_space, env.metadata, env.render_mode, sub_batches=(env.num_envs,)
-    )
+    bases = {None if seed is None else seed - row for row, seed in seeds.items()}
+    base = bases.pop()
+    if not bases and (base is None or base >= 0):
+        return base
+    if not has_single_envs(env):
+        raise ConfigError(
+            f"A native sub-batch takes one seed, that of its first environment, but got {[*seeds.values()][:8]}. Pass "
+            "one int to reset, or consecutive seeds without None."
+        )
+    return [seeds.get(row) for row in range(env.num_envs)]

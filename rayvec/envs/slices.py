@@ -1,13 +1,13 @@
 """One slice: it executes commands for some environments in this process, and restarts those that raise.
 
-An episode's end is decided in :meth:`Slice._step_row`. After an environment was restarted, its episode is CUT or has
+An episode's end is decided in :meth:`Slice._step`. After an environment was restarted, its episode is CUT or has
 ENDED, and the same step of its row runs again: a cut episode then ends without a step, at the last true observation.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,16 +15,9 @@ import numpy as np
 
 from rayvec.data.columns import Columns, columns_of
 from rayvec.data.layouts import ArrayLayout, index_tree, split_actions, tree_writer
-from rayvec.envs.factory import EnvFactory, check_env
-from rayvec.envs.failures import (
-    FAILURES,
-    captured,
-    copied_shallowly,
-    copied_value,
-    end_if_forked,
-    failures_ignored,
-    is_ctrl_c,
-)
+from rayvec.data.trees import copied
+from rayvec.envs.factory import EnvFactory
+from rayvec.envs.failures import FAILURES, captured, end_if_forked, failures_ignored, is_ctrl_c
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.fleet.commands import NO_NEWS, Answer, Autoreset, Command, Op
@@ -42,7 +35,6 @@ from rayvec.fleet.restarts import (
 __all__ = ["Slice", "own_arrays"]
 
 NEW, RUNNING, ENDED, CUT = map(int, EpisodeState)
-_IMMUTABLE = (bool, int, float, str, bytes, type(None), np.generic)
 _NOTE_CHARS = 1000
 """How much of an exception's text is in the log line of a restart."""
 
@@ -63,7 +55,6 @@ class Slice:
         first_id: Global index of the first environment, for errors and seeds.
         where: Name of this process, for errors.
         restart_policy: Whether units that raise are restarted.
-        infos_stay: Whether infos are read in this process: those that can't be copied are then returned themselves.
 
     Attributes:
         spaces: The spaces and metadata of the environments.
@@ -85,16 +76,22 @@ class Slice:
         first_id: int = 0,
         where: str = "this process",
         restart_policy: RestartPolicy = NO_RESTARTS,
-        *,
-        infos_stay: bool = False,
     ) -> None:
-        self.first_id, self._where, self._infos_stay = first_id, where, infos_stay
-        self._factory, self._owner = factory, os.getpid()
+        self.first_id, self._where, self._factory, self._owner = first_id, where, factory, os.getpid()
         self._restart, self._budget = restart_policy.restart, RestartBudget()
         self._envs: list[Any] = []
+        self._notes: list[str] = []
+        self.progress: Any = np.zeros(1, np.int64)
+        self._functions: dict[Op, Callable[[int, Any, Command], Any]] = {
+            Op.STEP: self._step,
+            Op.RESET: self._reset,
+            Op.BEGIN: self._begin,
+            Op.CALL: self._call,
+            Op.SET: self._set,
+        }
         try:
             for unit in range(factory.num_envs):
-                self._envs.append(self._make(unit))
+                self._envs.append(factory.make(unit))
             self._check_distinct()
             self._set_up()
             end_if_forked(self._owner)
@@ -102,23 +99,18 @@ class Slice:
             end_if_forked(self._owner, error)
             unit = len(self._envs)
             first = first_id if self.native_mode is None else 0
-            name = where if unit == factory.num_envs else f"{where}, {self._unit_kind} {first + unit}"
-            failure = captured(error, name)
+            failure = captured(
+                error, where if unit == factory.num_envs else f"{where}, {self._unit_kind} {first + unit}"
+            )
             with failures_ignored():
                 self.close()
             raise failure.rebuild() from failure.cause()
-        self._notes: list[str] = []
-        self.progress: Any = np.zeros(1, np.int64)
-
-    def _make(self, unit: int) -> Any:
-        return check_env(self._factory.make(unit))
 
     def _check_distinct(self) -> None:
         """Raises ``ConfigError`` if two units are, or wrap, the same object: each would step the other's episode."""
-        made = [getattr(env, "unwrapped", env) for env in self._envs]
-        if len(set(map(id, made))) < len(made):
+        if len({id(getattr(env, "unwrapped", env)) for env in self._envs}) < len(self._envs):
             raise ConfigError(
-                f"The callables have made the same environment more than once, among {len(made)} of a process. "
+                f"The callables have made the same environment more than once, among {len(self._envs)} of a process. "
                 "Make it inside the callable: lambda: gymnasium.make(...)."
             )
 
@@ -143,79 +135,77 @@ class Slice:
         self._rew, self._terminated, self._truncated = (arrays[name] for name in ("rew", "terminated", "truncated"))
         self._episode: Any = arrays["episode"].data  # a memoryview is three times as fast
         self._to_seed = set(np.flatnonzero(arrays["restarts"]).tolist())
-        self._rows_key, self._row_list = b"", list[int]()  # of the last command
 
     def execute(self, command: Command) -> Answer:
         """Executes a command. All environments complete it, also if one raises."""
         self._infos: list[tuple[Any, Any]] = []
+        self._values: dict[int, Any] = {}
         self._failure: RemoteFailure | None = None
         self.progress[0] += 1
-        key = command.rows.tobytes()
-        if key != self._rows_key:
-            self._rows_key, self._row_list = key, command.rows.tolist()
-        value = self._execute(command, self._row_list)
+        function = self._functions[command.op]
+        for unit, argument in self._divided(command):
+            try:
+                function(unit, argument, command)
+            except FAILURES as error:
+                self._recover(unit, error, partial(function, unit, argument, command), command.op)
         self.progress[0] += 1
+        value = [self._values.get(row) for row in command.rows.tolist()] if command.op in (Op.CALL, Op.SET) else None
         if not (self._infos or self._failure or self._notes or value is not None):
             return NO_NEWS
         notes, self._notes = tuple(self._notes), []
         return Answer(self._columns() if self._infos else {}, value, self._failure, notes)
 
-    def _execute(self, command: Command, rows: list[int]) -> Any:
+    def _divided(self, command: Command) -> Iterable[tuple[int, Any]]:
+        """Returns the units of a command, each with its action, seed or value."""
+        rows = command.rows.tolist()
         if command.op == Op.STEP:
-            return self._step(rows, command.actions, command.mode)
+            return zip(rows, split_actions(command.actions, len(rows)), strict=True)
         if command.op == Op.RESET:
-            return self._reset(rows, *command.rest)
-        if command.op == Op.BEGIN:
-            return self._begin(rows)
-        call = self._call if command.op == Op.CALL else self._set
-        return call(rows, *command.rest)
+            self._note_seeds(rows, command.rest[0])
+            return zip(rows, command.rest[0], strict=True)
+        return zip(rows, command.rest[1] if command.op == Op.SET else rows, strict=True)
 
-    def _step(self, rows: list[int], actions: Any, mode: Autoreset) -> None:
-        """Steps environments."""
-        step_row = self._step_row
-        for row, action in zip(rows, split_actions(actions, len(rows)), strict=True):
-            try:
-                step_row(row, action, mode)
-            except FAILURES as error:
-                self._recover(row, error, partial(step_row, row, action, mode))
+    def _note_seeds(self, rows: list[int], seeds: list[int | None]) -> None:
+        for row, seed in zip(rows, seeds, strict=True):
+            if seed is not None:
+                store_seed(self.arrays, row, seed)
+                self._to_seed.discard(row)
 
-    def _step_row(self, row: int, action: Any, mode: Autoreset) -> None:
+    def _step(self, row: int, action: Any, command: Command) -> None:
         """Steps one environment, or does in place of the step what the state of its episode asks for."""
+        mode = command.mode
         if self._episode[row] != RUNNING and self._step_is_replaced(row, mode):
             return
-        result = self._envs[row].step(action)
-        try:
-            obs, reward, terminated, truncated, info = result
-        except (TypeError, ValueError) as error:
-            raise _not_api("step", "obs, reward, terminated, truncated, info", result) from error
+        obs, reward, terminated, truncated, info = values_of("step", 5, self._envs[row].step(action))
         try:
             self._rew[row] = reward
         except (TypeError, ValueError) as error:
-            raise _no_number(reward) from error
+            raise EnvError(
+                f"The reward of a step is {reward!r:.80}. It must be one number: let step() return float(reward), or "
+                "combine several, for example with mo_gymnasium.wrappers.LinearReward."
+            ) from error
         self._terminated[row], self._truncated[row] = terminated, truncated
         is_over = terminated or truncated
         if is_over and mode == Autoreset.SAME_STEP:
-            final = {"final_obs": copied_value(obs), "final_info": self._copied(info)}
+            self._infos.append((row, {"final_obs": copied(obs), "final_info": own_info(info)}))
             self._episode[row] = ENDED
-            self._infos.append((row, final))
             self._reset_row(row)
             return
         self._write_obs(row, obs)
         if is_over:
             self._episode[row] = ENDED
-        if info or not isinstance(info, dict):
-            self._infos.append((row, self._copied(info)))
+        if info or type(info) is not dict:
+            self._infos.append((row, own_info(info)))
 
     def _step_is_replaced(self, row: int, mode: Autoreset) -> bool:
         """Ends a cut episode, or begins the next one. Returns False if neither is due: the episode begins to run."""
         state = self._episode[row]
         if state == CUT:
             self._end_cut(row, mode)
-        elif state == ENDED and mode == Autoreset.NEXT_STEP:
+        elif state == ENDED and mode != Autoreset.DISABLED:  # in SAME_STEP, the reset within the step has failed
             self._reset_row(row)
-            self._clear(row)
-        elif state == ENDED and mode == Autoreset.SAME_STEP:  # the reset within the step has failed
-            self._reset_row(row)
+            if mode == Autoreset.NEXT_STEP:
+                self._clear(row)
         else:
             self._episode[row] = RUNNING
             return False
@@ -227,58 +217,59 @@ class Slice:
         self._rew[row], self._terminated[row], self._truncated[row] = 0.0, False, True
         self._episode[row] = ENDED
         if mode == Autoreset.SAME_STEP:
-            final_obs = copied_value(index_tree(self._obs, row))
-            self._infos += [(row, {"final_obs": final_obs, "final_info": mark}), (row, mark)]
+            self._infos.append((row, {"final_obs": copied(index_tree(self._obs, row)), "final_info": mark}))
+        self._infos.append((row, mark))
+        if mode == Autoreset.SAME_STEP:
             self._reset_row(row)
-        else:
-            self._infos.append((row, mark))
 
     def _reset_row(self, row: int, **kwargs: Any) -> None:
         """Resets one environment. The first reset after a restart has a seed of its own."""
-        if row in self._to_seed and kwargs.get("seed") is None:
-            seed = seed_of(self.arrays, row, self.first_id + row)
-            kwargs |= {} if seed is None else {"seed": seed}
+        if row in self._to_seed and (seed := seed_of(self.arrays, row, self.first_id + row)) is not None:
+            kwargs["seed"] = seed
         self._to_seed.discard(row)
-        obs, info = _reset_result(self._envs[row].reset(**kwargs))
+        obs, info = values_of("reset", 2, self._envs[row].reset(**kwargs))
         self._write_obs(row, obs)
         self._episode[row] = RUNNING
-        if info or not isinstance(info, dict):
-            self._infos.append((row, self._copied(info)))
+        if info or type(info) is not dict:
+            self._infos.append((row, own_info(info)))
 
     def _clear(self, row: Any) -> None:
         self._rew[row] = 0.0
         self._terminated[row] = self._truncated[row] = False
 
-    def _reset(self, rows: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None) -> None:
-        """Resets environments, each with its seed."""
-        for row, seed in zip(rows, seeds, strict=True):
-            if seed is not None:
-                store_seed(self.arrays, row, seed)
-                self._to_seed.discard(row)
-            self._episode[row] = ENDED
-            self._clear(row)
-            reset = partial(self._reset_row, row, options=None if options is None else dict(options))
-            try:
-                reset(seed=seed)
-            except FAILURES as error:
-                self._recover(row, error, partial(reset, seed=None))
+    def _reset(self, row: int, seed: int | None, command: Command) -> None:
+        """Resets an environment with a seed."""
+        options = command.rest and command.rest[1]
+        self._episode[row] = ENDED
+        self._clear(row)
+        self._reset_row(row, seed=seed, options=None if options is None else dict(options))
 
-    def _begin(self, rows: Sequence[int]) -> None:
-        """Resets those environments that are between two episodes."""
-        for row in rows:
-            if self._episode[row] != RUNNING:
-                if self._episode[row] == CUT:
-                    self._infos.append((row, {RESTARTED: True}))
-                self._reset([row], [None], None)
+    def _begin(self, row: int, _: Any, command: Command) -> None:
+        """Resets an environment that is between two episodes."""
+        if self._episode[row] != RUNNING:
+            if self._episode[row] == CUT:
+                self._infos.append((row, {RESTARTED: True}))
+            self._reset(row, None, command)
 
-    def _recover(self, unit: int, error: BaseException, again: Callable[[], None]) -> None:
+    def _call(self, row: int, _: Any, command: Command) -> None:
+        """Calls a method, or reads an attribute, of an environment, through its wrappers."""
+        name, args, kwargs = command.rest
+        attribute = self._envs[row].get_wrapper_attr(name)
+        self._values[row] = attribute(*args, **kwargs) if callable(attribute) else attribute
+
+    def _set(self, row: int, value: Any, command: Command) -> None:
+        """Sets an attribute of an environment, through its wrappers."""
+        self._envs[row].set_wrapper_attr(command.rest[0], value)
+
+    def _recover(self, unit: int, error: BaseException, again: Callable[[], None], op: Op) -> None:
         """Restarts a unit after an error and repeats what it was doing.
 
         If that raises too, it tries again until it succeeds or the restart budget is spent.
         """
         while True:
-            failure = self._captured(unit, error)
-            if not self._restart or isinstance(error, ConfigError):
+            end_if_forked(self._owner, error)
+            failure = captured(error, f"{self._where}, {self._name(unit)}")
+            if not self._restart or op in (Op.CALL, Op.SET) or isinstance(error, ConfigError):
                 self._failure = self._failure or failure
                 return
             if not self._budget.spend(unit):
@@ -288,16 +279,15 @@ class Slice:
                 with failures_ignored():
                     self._envs[unit].close()
                 self._note_restart(unit, failure)
-                self._envs[unit] = self._make(unit)
+                self._envs[unit] = self._factory.make(unit)
                 self._check_distinct()
                 again()
                 return
             except FAILURES as raised:
                 error = raised
 
-    def _captured(self, unit: int, error: BaseException) -> RemoteFailure:
-        end_if_forked(self._owner, error)
-        return captured(error, f"{self._where}, {self._name(unit)}")
+    def _rows(self, unit: int) -> slice:
+        return slice(*self.unit_bounds[unit : unit + 2].tolist())
 
     def _name(self, unit: int) -> str:
         env_id = self.first_id + unit
@@ -305,14 +295,13 @@ class Slice:
 
     def _note_restart(self, unit: int, failure: RemoteFailure) -> None:
         """Cuts the episodes of a unit that is restarted, and notes why."""
-        rows = range(*self.unit_bounds[unit : unit + 2].tolist())
+        rows = self._rows(unit)
         text = " ".join(failure.text.split())[:_NOTE_CHARS]
         self._notes.append(f"{failure.where} raised {failure.type_name}: {text}; restarted")
-        self._to_seed.update(rows)
-        for row in rows:
-            self.arrays["restarts"][row] += 1
-            if self._episode[row] == RUNNING:
-                self._episode[row] = CUT
+        self._to_seed.update(range(rows.start, rows.stop))
+        self.arrays["restarts"][rows] += 1
+        episodes = self.arrays["episode"][rows]
+        episodes[episodes == RUNNING] = CUT
 
     def _too_often(self, failure: RemoteFailure) -> RemoteFailure:
         error = EnvError(
@@ -321,87 +310,45 @@ class Slice:
         )
         return RemoteFailure.capture(error, failure.where)
 
-    def _copied(self, info: Any) -> dict[Any, Any]:
-        """Copies an info: environments may modify it after they return it."""
-        if not hasattr(info, "items"):
-            raise EnvError(f"The info of a step or reset was {type(info).__name__}. It must be a dict, maybe empty.")
-        return {
-            key: value if isinstance(value, _IMMUTABLE) else self._info_value(key, value) for key, value in info.items()
-        }
-
-    def _info_value(self, key: Any, value: Any) -> Any:
-        try:
-            return copied_value(value)
-        except Exception as error:
-            if self._infos_stay:
-                return copied_shallowly(value)
-            raise TypeError(
-                f"The info {key!r} holds a {type(value).__name__}, which can't be copied ({error}). Infos are pickled "
-                "and sent to the driver: leave it out, or pass num_nodes=0 and workers_per_node=0."
-            ) from error
-
     def _columns(self) -> Columns:
         return columns_of(self._infos, self.num_envs)
 
-    def _call(self, rows: Sequence[int], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a method, or reads an attribute, of environments, through their wrappers."""
-        values = []
-        for row in rows:
-            try:
-                attribute = self._envs[row].get_wrapper_attr(name)
-                values.append(attribute(*args, **kwargs) if callable(attribute) else attribute)
-            except FAILURES as error:
-                self._failure = self._captured(row, error)
-                break
-        return values
-
-    def _set(self, rows: Sequence[int], name: str, values: Sequence[Any]) -> Any:
-        """Sets an attribute of environments, through their wrappers."""
-        for row, value in zip(rows, values, strict=True):
-            try:
-                self._envs[row].set_wrapper_attr(name, value)
-            except FAILURES as error:
-                self._failure = self._captured(row, error)
-                break
-        return [None] * len(rows)
-
     def close(self) -> None:
-        """Closes all environments. If some raise, it raises the first error after all are closed."""
-        errors: list[BaseException] = []
+        """Closes all environments. If some raise, it raises the last error after all are closed."""
+        raised: BaseException | None = None
         while self._envs:
             try:
                 self._envs.pop().close()
             except FAILURES as error:
                 if is_ctrl_c(error):
                     raise
-                errors.append(error)
-        if errors:
-            raise errors[0]
+                raised = error
+        if raised is not None:
+            raise raised
 
 
-def _reset_result(result: Any) -> Any:
-    if isinstance(result, np.ndarray | dict):  # an observation alone; one of two parts would be unpacked
-        raise _not_api("reset", "obs, info", result)
-    try:
-        obs, info = result
-    except (TypeError, ValueError) as error:
-        raise _not_api("reset", "obs, info", result) from error
-    return obs, info
+def values_of(method: str, count: int, result: Any) -> Any:
+    """Returns the result of a step or reset, of an environment or a vector environment.
 
-
-def _not_api(method: str, expected: str, got: Any) -> EnvError:
-    """Returns the error for a result that is not that of a Gymnasium environment."""
-    described = f"{len(got)} values" if isinstance(got, tuple | list) else type(got).__name__
-    return EnvError(
-        f"{method}() of an environment has returned {described}. gymnasium.Env returns {expected}. Correct the "
-        "environment, or wrap one of the old gym library, for example with shimmy."
+    Raises:
+        EnvError: It is not a tuple of so many values.
+    """
+    if isinstance(result, tuple | list) and len(result) == count:
+        return result
+    got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+    expected = "obs, info" if count == 2 else "obs, reward, terminated, truncated, info"
+    raise EnvError(
+        f"{method}() of an environment has returned {got}. gymnasium.Env returns {expected}. Correct the environment, "
+        "or wrap one of the old gym library, for example with shimmy."
     )
 
 
-def _no_number(reward: Any) -> EnvError:
-    """Returns the error for a reward that is no number."""
-    size = reward.size if isinstance(reward, np.ndarray) else len(reward) if isinstance(reward, list | tuple) else 1
-    got = f"an array of shape {reward.shape}" if isinstance(reward, np.ndarray) else f"{reward!r:.80}"
-    combine = "Combine its numbers into one, for example with mo_gymnasium.wrappers.LinearReward."
-    remedy = combine if size > 1 else "Let step() return float(reward)."
-    return EnvError(f"The reward of a step is {got}. It must be one number. {remedy}")
+def own_info(info: Any) -> dict[Any, Any]:
+    """Copies an info: environments may modify it after they return it.
+
+    Raises:
+        EnvError: It is no dict.
+    """
+    if not hasattr(info, "items"):
+        raise EnvError(f"The info of a step or reset was {type(info).__name__}. It must be a dict, maybe empty.")
+    return {key: copied(value) for key, value in info.items()}

@@ -83,23 +83,18 @@ def measure_step(env: gymnasium.Env[Any, Any]) -> StepTime:
     deadline = time.perf_counter() + _MAX_S
     steps, wall_s, busy_s, blocked_s = 0, 0.0, 0.0, 0.0
     while True:
-        busy_before_s = _children_busy_s() + _own_busy_s()
-        blocks, began_s = _blocks(), time.perf_counter()
-        now_s = began_s
-        is_over = is_enough = False
+        busy_before_s, is_over = _busy_s(), False
         while not is_over:
-            _, _, terminated, truncated, _ = env.step(env.action_space.sample())
-            steps += 1
-            step_began_s, now_s = now_s, time.perf_counter()
-            blocks_before, blocks = blocks, _blocks()
-            blocked_s += now_s - step_began_s if blocks > blocks_before else 0.0
-            is_enough = (steps >= _ENOUGH_STEPS and wall_s + now_s - began_s >= _ENOUGH_S) or now_s >= deadline
+            action, blocks, began_s = env.action_space.sample(), _blocks(), time.perf_counter()
+            _, _, terminated, truncated, _ = env.step(action)
+            now_s = time.perf_counter()
+            steps, wall_s = steps + 1, wall_s + now_s - began_s
+            blocked_s += now_s - began_s if _blocks() > blocks else 0.0
+            is_enough = (steps >= _ENOUGH_STEPS and wall_s >= _ENOUGH_S) or now_s >= deadline
             is_over = bool(terminated or truncated) or is_enough
-        busy_s += _own_busy_s() + _children_busy_s() - busy_before_s
-        wall_s += now_s - began_s
+        busy_s += _busy_s() - busy_before_s
         if is_enough:
-            waited_s = max(0.0, min(wall_s - busy_s, blocked_s))
-            return StepTime(wall_s / steps, 1 - waited_s / wall_s)
+            return StepTime(wall_s / steps, 1 - max(0.0, min(wall_s - busy_s, blocked_s)) / wall_s)
         env.reset()
 
 
@@ -108,29 +103,19 @@ def _blocks() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
-def _own_busy_s() -> float:
-    """Returns for how many seconds this process has used a core, or queued for one."""
-    return time.process_time() + _queued_s("self")
-
-
-def _children_busy_s() -> float:
-    """Returns the same of the processes that this one has started, and that they have."""
+def _busy_s() -> float:
+    """Returns for how many seconds this process and those below it have used a core, or waited for one."""
     reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
-    busy_s = reaped.ru_utime + reaped.ru_stime
+    busy_s = time.process_time() + _queued_s("self") + reaped.ru_utime + reaped.ru_stime
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(OSError, psutil.Error):  # it has ended, and counts as reaped
+            clock = ~child.pid << 3 | 2  # of its processor time, as clock_getcpuclockid of Linux says
             times = child.cpu_times()
-            busy_s += time.clock_gettime(_processor_clock(child.pid)) + _queued_s(str(child.pid))
-            busy_s += times.children_user + times.children_system
+            busy_s += time.clock_gettime(clock) + times.children_user + times.children_system + _queued_s(child.pid)
     return busy_s
 
 
-def _processor_clock(pid: int) -> int:
-    """Returns the id of the clock of a process's processor time, as ``clock_getcpuclockid`` of Linux does."""
-    return ~pid << 3 | 2
-
-
-def _queued_s(process: str) -> float:
+def _queued_s(process: int | str) -> float:
     """Returns for how long the main thread of a process has waited for a core, 0 where the kernel does not count it."""
     try:
         return int(Path(f"/proc/{process}/schedstat").read_text().split()[1]) / 1e9

@@ -15,7 +15,7 @@ from rayvec.data.layouts import ArrayLayout
 from rayvec.data.topology import Topology
 from rayvec.data.trees import copied, tree_map
 from rayvec.envs.factory import EnvFactory
-from rayvec.envs.failures import FAILURES, captured, copied_value, is_ctrl_c
+from rayvec.envs.failures import FAILURES, captured, is_ctrl_c
 from rayvec.envs.native_slices import NativeSlice
 from rayvec.envs.slices import Slice, own_arrays
 from rayvec.fleet.commands import Answer, Command, Op
@@ -48,7 +48,7 @@ class InProcess:
 
     def __init__(self, factory: EnvFactory, restart_policy: RestartPolicy = NO_RESTARTS, first_id: int = 0) -> None:
         kind = NativeSlice if factory.native else Slice
-        self._slice: Slice = kind(factory, first_id, Topology.this_process, restart_policy, infos_stay=True)
+        self._slice: Slice = kind(factory, first_id, Topology.this_process, restart_policy)
         self.spaces, self.num_envs, self.first_id = self._slice.spaces, self._slice.num_envs, first_id
         self.parts = (range(self.num_envs),)
 
@@ -61,7 +61,7 @@ class InProcess:
     def post(self, command: Command) -> Answer:
         """Executes a command. Returns the answer, which serves as ticket."""
         if command.op == Op.STEP:
-            return self._slice.execute(command._replace(actions=tree_map(copied_value, command.actions)))
+            return self._slice.execute(command._replace(actions=tree_map(copied, command.actions)))
         answer = self._slice.execute(command._replace(rest=command.rest and tuple(map(_copied_parts, command.rest))))
         if command.op == Op.CALL and answer.failure is None:
             try:

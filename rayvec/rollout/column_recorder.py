@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, StepBatch, Tree, as_slice, tree_map
-from rayvec.data.columns import Columns, columns_of, mask_of
-from rayvec.data.infos import ChunkInfos, InfoBlock
+from rayvec.data.columns import Columns, mask_of
+from rayvec.data.infos import ChunkInfos
 from rayvec.data.join_chunks import check_extras
 from rayvec.data.layouts import ArrayLayout, tree_writer
-from rayvec.data.sub_batch_infos import info_blocks
 from rayvec.errors import ConfigError
 from rayvec.fleet.restarts import RESTARTED
 from rayvec.wrappers import MASK_KEY
@@ -85,8 +84,8 @@ class ColumnRecorder:
         self._forms: dict[int, list[Any] | None] = {}
         self._states: list[NDArray[np.float32]] = []
         self._finals: list[tuple[int, NDArray[np.int64], Tree]] = []
-        self._infos: list[InfoBlock] = []
-        self._reset_infos: list[InfoBlock] = []
+        self._infos: list[tuple[int, NDArray[np.bool_], Columns]] = []
+        self._reset_infos: list[tuple[int, NDArray[np.bool_], Columns]] = []
         self._restarts: list[tuple[int, int]] = []
         self._cuts: list[tuple[int, int]] = []
         self._next_step = next_step
@@ -192,15 +191,15 @@ class ColumnRecorder:
         else:
             done = self._chunk.terminated[t] | self._chunk.truncated[t] if ended is None else np.asarray(ended, bool)
             of_reset = last = asked & done
-            if isinstance(final_info, Mapping) and RESTARTED in final_info:
+            final_info = final_info if isinstance(final_info, dict) else {}
+            if RESTARTED in final_info:
                 last = of_reset & ~self._take_back(t, final_info, of_reset)
             rows = np.flatnonzero(last)
             self._finals.append((t, rows, tree_map(lambda leaf: np.asarray(leaf)[rows], final_obs)))
-            if final_info is not None and len(final_info):
-                self._infos += info_blocks(t, 0, _as_columns(final_info, rows, len(asked)), last)
-        if columns:
-            self._infos += info_blocks(t, 0, columns, asked & ~of_reset)
-            self._reset_infos += info_blocks(t, 0, columns, of_reset)
+            self._infos.append((t, last, final_info))
+        for infos, among in ((self._infos, asked & ~of_reset), (self._reset_infos, of_reset)):
+            if columns and among.any():
+                infos.append((t, among, columns))
 
     def _take_back(self, t: int, columns: Any, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Marks steps that failed: their episodes were cut after the step before, at the observation before step t.
@@ -245,8 +244,8 @@ class ColumnRecorder:
             final_index=final_index,
             final_obs=final_obs,
             states=np.stack(self._states) if self._states else chunk.states,
-            infos=ChunkInfos(self._infos),
-            reset_infos=ChunkInfos(self._reset_infos),
+            infos=ChunkInfos.of_steps(self._infos),
+            reset_infos=ChunkInfos.of_steps(self._reset_infos),
             restarts=places_of(sorted(self._restarts)),
             cuts=places_of(sorted(self._cuts)),
             weights_version=weights_version,
@@ -269,13 +268,6 @@ class ColumnRecorder:
             start += len(rows)
         order = np.argsort(places @ (self._chunk.num_envs, 1), kind="stable")  # fast where they are in order
         return places[order], tree_map(lambda leaf: leaf[order], final_obs)
-
-
-def _as_columns(final_info: Any, rows: NDArray[np.int64], num_envs: int) -> Columns:
-    """Returns the last infos of episodes as columns; some vector environments give an array of dicts."""
-    if isinstance(final_info, Mapping):
-        return dict(final_info)
-    return columns_of([(n, final_info[n]) for n in rows.tolist() if final_info[n]], num_envs)
 
 
 def places_of(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
@@ -304,10 +296,8 @@ def check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, actio
             fits, got = False, f"{name} of shape {np.shape(extra)}"
     if not fits:
         raise ConfigError(
-            "A policy must return one action, and one row of each extra, for each observation.",
-            expected=f"{count} rows; actions of the action space, stacked",
-            got=got,
-            remedy="Let it return an array [k, *act_shape] for observations [k, *obs_shape], or a list of k objects.",
+            f"A policy has returned {got} for {count} observations. It must return one action, and one row of each "
+            "extra, for each: an array [k, *act_shape] for observations [k, *obs_shape], or a list of k objects."
         )
 
 

@@ -79,10 +79,8 @@ class CallablePolicy:
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Raises ``ConfigError``: a callable has no weights."""
         raise ConfigError(
-            "Weights can only be published to a policy that has weights.",
-            expected="a rayvec.Policy",
-            got=f"the callable {self._function!r}",
-            remedy="Wrap the module: rayvec.Policy(module).",
+            f"Weights were published to the callable {self._function!r}, which has none. Wrap the module: "
+            "rayvec.Policy(module)."
         )
 
 
@@ -97,10 +95,8 @@ def as_policy(policy: Any) -> ActingPolicy:
     if callable(policy):
         return CallablePolicy(policy)
     raise ConfigError(
-        "A policy chooses actions.",
-        expected="a callable obs -> actions, or a rayvec.Policy",
-        got=f"{type(policy).__name__}",
-        remedy="Pass a function of a batch of observations.",
+        f"The policy is {type(policy).__name__}. It must be a rayvec.Policy, or a function of a batch of "
+        "observations that returns actions."
     )
 
 
@@ -212,10 +208,8 @@ def _two_results(results: Any) -> tuple[Tree, dict[str, NDArray[Any]]]:
         return results
     kinds = [type(each).__name__ for each in results] if type(results) is tuple else type(results).__name__
     raise ConfigError(
-        "`act` of a policy returns actions, and a dict of what is recorded beside them.",
-        expected="a tuple (actions, extras)",
-        got=kinds,
-        remedy="Return actions, {} if there is nothing to record.",
+        f"`act` of a policy has returned {kinds}. It must return a tuple (actions, extras), where extras is a dict of "
+        "what is recorded beside the actions: return actions, {} if there is nothing to record."
     )
 
 

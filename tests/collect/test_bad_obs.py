@@ -19,7 +19,7 @@ from helpers.testing import CountingEnv
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk
 from rayvec.data.finite_checks import find_bad_obs
-from rayvec.data.join_chunks import join_summaries, summarize
+from rayvec.data.join_chunks import join_chunks, summarize
 from rayvec.errors import ConfigError, EnvError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -164,9 +164,9 @@ def test_summaries_join_as_chunks_do() -> None:
         chunk_of([[1.0], [2.0], [3.0]], [[True], [True]]),
         chunk_of([[1.0, np.nan], [2.0, 3.0], [np.nan, 3.0]], [[True, False], [False, True]]),
     ]
-    joined = join_summaries([summarize(part) for part in parts])
+    joined = join_chunks([summarize(part) for part in parts])
     assert joined.bad_obs == "nan in the observation before step 0 of environment 1"
-    assert join_summaries([summarize(parts[0])] * 2).bad_obs is None
+    assert join_chunks([summarize(parts[0])] * 2).bad_obs is None
     parts[0].final_obs[1] = np.inf
     assert find_bad_obs(parts[0]) == "inf in the last observation after step 1 of environment 0"
 

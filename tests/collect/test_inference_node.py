@@ -140,7 +140,10 @@ class OnlyOnTheCPU:
 def test_what_cannot_work() -> None:
     with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=0) as env:
         one = [lambda obs: 0] * 4  # an object for each environment, and a function of one observation
-        for policy, words in ((one, "A policy chooses actions"), (lambda obs: 0, "one action, and one row")):
+        for policy, words in (
+            (one, "It must be a rayvec.Policy, or a function"),
+            (lambda obs: 0, "one action, and one row"),
+        ):
             with pytest.raises(ConfigError, match=words):
                 env.rollout(policy, 3, "node", seed=0)
             if env.closed:

@@ -28,10 +28,6 @@ def check(wrappers: Sequence[Any]) -> None:
             expected = [each.step(actions[:3]) for each in alone]
             for got, *parts in zip(env.step(actions)[:4], *[each[:4] for each in expected], strict=True):
                 np.testing.assert_array_equal(got, np.concatenate(parts))
-        before = env.step(np.ones(6, np.int64))[0]
-        obs, info = env.reset(options={"reset_mask": np.arange(6) == 1})
-        assert (obs == before).all(1).tolist() == [True, False, True, True, True, True]
-        assert info["_elapsed_step"].tolist() == [False, True, False, False, False, False]
 
 
 if __name__ == "__main__":

@@ -45,10 +45,8 @@ class Odd(SyncVectorEnv):
         what: ``"rows"``: one row too many; ``"dtype"``: complex observations; ``"rewards"``: one reward for all;
             ``"flags"``: flags that are no bools; ``"no final"``: no last observations; ``"no mask"``: a mask that
             names none of them; ``"final rows"``: last observations of one environment only; ``"view"``: last
-            observations that the reset overwrites; ``"short mask"``, ``"deep mask"``: infos whose mask has too few
-            rows; ``"no masks"``: None in place of the mask of last observations; ``"final info"``, ``"final infos"``:
-            a number, or numbers, in place of the last infos; ``"mask"``: a reset of all environments, whatever the
-            mask says; ``"mode"``: no autoreset mode.
+            observations that the reset overwrites; ``"no masks"``: None in place of the mask of last observations;
+            ``"mask"``: a reset of all environments, whatever the mask says; ``"mode"``: no autoreset mode.
     """
 
     def __init__(self, what: str) -> None:
@@ -78,14 +76,8 @@ class Odd(SyncVectorEnv):
             info["final_obs"] = obs[:1].copy()
         elif self.what == "view" and "final_obs" in info:
             info["final_obs"] = obs
-        elif self.what == "short mask":
-            info |= {"x": np.zeros(3), "_x": np.ones(2, bool)}
-        elif self.what == "deep mask":
-            info["deep"] = {"x": np.zeros(3), "_x": np.ones(2, bool)}
         elif self.what == "no masks" and "final_obs" in info:
             info["_final_obs"] = None
-        elif self.what in ("final info", "final infos"):
-            info["final_info"] = 3 if self.what == "final info" else np.arange(3)
         return obs, rew, terminated, truncated, info
 
 

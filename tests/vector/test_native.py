@@ -27,7 +27,6 @@ import rayvec
 from rayvec import Collector, RayVecEnv
 from rayvec.data.columns import merge, settle
 from rayvec.data.infos import ChunkInfos
-from rayvec.data.sub_batch_infos import info_blocks
 from rayvec.envs.factory import EnvIdError
 from rayvec.errors import ConfigError, EnvError
 
@@ -191,8 +190,8 @@ class TestChunks:
         columns = {3: np.array([1.5, 0.0]), "_3": some, "deep": {4: np.array([7, 0]), "_4": some}}
         joined = merge([(slice(0, 2), columns), (slice(2, 4), columns)], 4)
         assert list(joined) == [3, "_3", "deep"] and list(joined["deep"]) == [4, "_4"]
-        infos = ChunkInfos(list(info_blocks(0, 0, columns, np.ones(2, bool))))
-        assert sorted((info.n, info.info) for info in infos) == [(0, {3: 1.5, "deep": {4: 7}}), (1, {"deep": {}})]
+        infos = ChunkInfos.of_steps([(0, np.ones(2, bool), columns)])
+        assert [(info.n, info.info) for info in infos] == [(0, {3: 1.5, "deep": {4: 7}}), (1, {"deep": {}})]
 
     @pytest.mark.parametrize("mode", ONE_MODE)
     @pytest.mark.parametrize("prefetch", [False, True])
@@ -498,7 +497,7 @@ class TestMakeVec:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "ordinary": ({"env": [CountingEnv]}, "each callable makes a vector environment"),
+    "ordinary": ({"env": [CountingEnv]}, "With native=True, each callable makes a vector environment"),
     "an id": ({"env": "CartPole-v1"}, "needs a list of callables"),
     "native is missing": ({"env": [partial(counting, 2)], "native": False}, "with native=True"),
     "num_envs": ({"env": [partial(counting, 2)] * 2, "num_envs": 2}, "have 4 environments"),
@@ -516,7 +515,7 @@ class FourValues(CartPoleVectorEnv):
 
 class TestBadInput:
     def test_a_sub_batch_without_environments(self) -> None:
-        with pytest.raises(ConfigError, match=r"num_envs of at least 1.*num_envs=0 of a CartPoleVectorEnv"):
+        with pytest.raises(ConfigError, match=r"CartPoleVectorEnv has num_envs=0.*at least 1"):
             local([partial(CartPoleVectorEnv, n) for n in (2, 0)], workers_per_node=0)
 
     def test_one_vector_environment_for_several_callables(self) -> None:
@@ -527,7 +526,7 @@ class TestBadInput:
     def test_too_few_values(self) -> None:
         env = local([partial(FourValues, 2)], workers_per_node=0)
         env.reset(seed=1)
-        with pytest.raises(EnvError, match=r"tuple of ndarray, ndarray, ndarray, ndarray\."):
+        with pytest.raises(EnvError, match="returned 4 values"):
             env.step(np.zeros(2, np.int64))
 
     @pytest.mark.parametrize("what", BAD)
@@ -554,11 +553,7 @@ class TestBadInput:
             "no mask",
             "final rows",
             "view",
-            "short mask",
-            "deep mask",
             "no masks",
-            "final info",
-            "final infos",
         ],
     )
     def test_results(self, what: str) -> None:

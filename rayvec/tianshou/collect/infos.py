@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from tianshou.data import Batch
 
 from rayvec.data import Chunk, tree_map
-from rayvec.data.infos import ChunkInfo, ChunkInfos, InfoColumn
+from rayvec.data.columns import Columns, having, is_mask, mask_of, select
+from rayvec.data.infos import ChunkInfo
 
 __all__ = ["info_columns", "info_rows"]
 
@@ -37,12 +38,9 @@ def info_columns(chunk: Chunk, env_ids: NDArray[np.int64], held: Any) -> dict[st
     """
     lead = chunk.valid.shape
     infos = chunk.infos if chunk.valid.all() else chunk.infos.where(lambda t, n: chunk.valid[t, n])
-    parts = []
-    for t, n, columns_of in infos.blocks:
-        ours = {key: column for key, column in columns_of.items() if key != "env_id"}
-        parts.append((t * lead[1] + n, ours))
+    ours = {key: column for key, column in infos.columns.items() if key not in ("env_id", "_env_id")}
     try:
-        columns = _columns(parts, lead[0] * lead[1])
+        columns = _spread(ours, infos.places @ (lead[1], 1), lead[0] * lead[1])
         columns["env_id"] = np.tile(env_ids, lead[0])
         _check_kinds(columns, held)
     except _IrregularError:
@@ -64,35 +62,26 @@ def info_rows(infos: Sequence[ChunkInfo], columns: NDArray[np.intp], env_ids: ND
     return np.fromiter(rows, object, len(columns))
 
 
-def _columns(parts: Sequence[tuple[NDArray[np.int64], dict[Any, InfoColumn]]], size: int) -> dict[str, Any]:
-    """Spreads columns of infos over `size` rows; each part comes with the rows that it belongs to."""
-    gathered: dict[Any, list[tuple[NDArray[np.int64], InfoColumn]]] = {}
-    for places, part in parts:
-        for key, column in part.items():
-            gathered.setdefault(key, []).append((places, column))
-    columns: dict[str, Any] = {}
-    for key, found in gathered.items():
-        if not isinstance(key, str):
-            raise _IrregularError
-        at, array = np.concatenate([places for places, _ in found]), _joined([column for _, column in found])
-        if array.dtype == object and set(map(type, array)) == {dict}:
-            if not all(array):
-                raise _IrregularError
-            inner = ChunkInfos.of(ChunkInfo(0, n, value) for n, value in zip(at.tolist(), array, strict=True))
-            columns[key] = _columns([(block.n, block.columns) for block in inner.blocks], size)
+def _spread(columns: Columns, at: NDArray[np.int64], size: int) -> dict[str, Any]:
+    """Spreads columns of infos over `size` rows; `at` says which of them theirs are."""
+    spread: dict[str, Any] = {}
+    for key, column in columns.items():
+        if is_mask(key, columns):
             continue
-        if array.dtype == object and set(map(type, array)) != {str}:
+        rows = np.flatnonzero(mask_of(key, columns, len(at)))
+        is_dict = type(column) is dict
+        if not isinstance(key, str) or (is_dict and not having(column, len(at))[rows].all()):
             raise _IrregularError
-        columns[key] = np.full((size, *array.shape[1:]), None if array.dtype == object else 0, array.dtype)
-        columns[key][at] = array
-    return columns
-
-
-def _joined(columns: list[InfoColumn]) -> NDArray[Any]:
-    """Returns the values of columns one after another, as objects where they are not of one type and shape."""
-    if len({(kind, values.dtype, values.shape[1:]) for kind, values in columns}) == 1:
-        return np.concatenate([values for _, values in columns])
-    return np.fromiter((value for column in columns for value in column.read()), object)
+        if is_dict:
+            spread[key] = _spread(select(column, rows), at[rows], size)
+            continue
+        values = column[rows]
+        is_text = values.dtype == object and set(map(type, values)) == {str}
+        if values.dtype.kind not in "biufc" and not is_text:
+            raise _IrregularError
+        spread[key] = np.full((size, *values.shape[1:]), None if is_text else 0, values.dtype)
+        spread[key][at[rows]] = values
+    return spread
 
 
 def _check_kinds(columns: dict[str, Any], held: Any) -> None:
