@@ -35,17 +35,17 @@ def spaces_of(env: VectorEnv[Any, Any, Any]) -> PoolSpaces:
     """Returns the spaces, metadata and size of a vector environment.
 
     Raises:
-        ConfigError: It has no environments or no autoreset mode, or no arrays hold elements of its spaces.
+        ConfigError: It has no autoreset mode, or no arrays hold elements of its spaces.
     """
     observation, action, metadata = env.single_observation_space, env.single_action_space, dict(env.metadata or {})
     kind = type(env).__name__
-    if env.num_envs < 1:
-        raise ConfigError(f"A {kind} has num_envs={env.num_envs}. It needs num_envs of at least 1: make fewer of them.")
-    if metadata.get("autoreset_mode") not in [*AutoresetMode]:
+    try:
+        mode = AutoresetMode(metadata.get("autoreset_mode"))
+    except ValueError as error:
         raise ConfigError(
             f"The autoreset_mode in the metadata of a {kind} is {metadata.get('autoreset_mode')!r}. Set it to a "
             "gymnasium.vector.AutoresetMode: it says when environments whose episode has ended are reset."
-        )
+        ) from error
     for name, space in (("observation", observation), ("action", action)):
         if ArrayLayout.of(space) is None:
             raise ConfigError(
@@ -53,11 +53,8 @@ def spaces_of(env: VectorEnv[Any, Any, Any]) -> PoolSpaces:
                 "MultiBinary space, or a Dict or Tuple of them: make it an ordinary environment, or convert it by a "
                 "wrapper."
             )
-    mode = AutoresetMode(metadata["autoreset_mode"])
-    render_mode = getattr(env, "render_mode", None)
-    return PoolSpaces(
-        observation, action, {**metadata, "autoreset_mode": mode}, render_mode, sub_batches=(env.num_envs,)
-    )
+    metadata["autoreset_mode"], render_mode = mode, getattr(env, "render_mode", None)
+    return PoolSpaces(observation, action, metadata, render_mode, sub_batches=(env.num_envs,))
 
 
 def has_single_envs(env: Any) -> bool:

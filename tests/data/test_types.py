@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pickle
 from typing import Any
 
 import numpy as np
-import pytest
 from helpers.testing import assert_identical
 from hypothesis import given, strategies as st
 
-from rayvec.data import Chunk, NodeSlice, tree_leaves, tree_map
+from rayvec.data import Chunk, tree_leaves, tree_map
 from rayvec.data.infos import ChunkInfo, ChunkInfos
 from rayvec.data.join_chunks import join_chunks
 
@@ -35,12 +33,6 @@ class TestTrees:
 
     def test_others_go_by_key_not_by_order(self) -> None:
         assert tree_map(lambda a, b: (a, b), {"a": 1, "b": 2}, {"b": 20, "a": 10}) == {"a": (1, 10), "b": (2, 20)}
-
-    def test_forms_that_differ_are_errors(self) -> None:
-        with pytest.raises(KeyError):
-            tree_map(lambda a, b: a, {"a": 1}, {"b": 1})
-        with pytest.raises(ValueError, match="zip"):
-            tree_map(lambda a, b: a, (1, 2), (1,))
 
 
 def make_chunk(obs: Any, last_obs: Any, final_obs: Any, done: Any) -> Chunk:
@@ -105,12 +97,6 @@ class TestColumns:
         for field in dataclasses.fields(Chunk):
             assert_identical(getattr(joined, field.name), getattr(chunk, field.name), field.name)
 
-    def test_nothing_is_copied(self) -> None:
-        chunk = random_chunk(3, 4, 0)
-        part = chunk.columns(1, 3)
-        assert np.shares_memory(part.rew, chunk.rew) and np.shares_memory(part.obs["x"], chunk.obs["x"])
-        assert part.env_ids.tolist() == [101, 102]
-
 
 class TestChunk:
     @given(data=st.data())
@@ -137,26 +123,3 @@ class TestChunk:
         before = obs.copy()
         assert_identical(chunk.next_obs(), {"a": expected, "b": (expected[..., 0].copy(),)})
         assert_identical(obs, before)
-
-    def test_sizes_and_edges(self) -> None:
-        done = np.array([[True, False], [False, False], [True, True]])
-        chunk = make_chunk(np.zeros((3, 2)), np.zeros(2), np.zeros(3), done)
-        truncated = dataclasses.replace(chunk, truncated=~done)
-        assert (chunk.num_steps, chunk.num_envs) == (3, 2)
-        assert_identical(chunk.done, done)
-        assert truncated.done.all()
-
-    def test_it_can_not_be_changed_and_travels(self) -> None:
-        chunk = make_chunk(np.zeros((1, 1)), np.zeros(1), np.zeros(0), np.zeros((1, 1), bool))
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            chunk.rew = 3  # type: ignore[misc, assignment]
-        again = pickle.loads(pickle.dumps(chunk, 5))
-        for field in dataclasses.fields(chunk):
-            assert_identical(getattr(again, field.name), getattr(chunk, field.name))
-
-
-def test_slices_know_their_environments() -> None:
-    first = NodeSlice("a" * 40, "10.0.0.1", (0, 3, 5), 2)
-    second = NodeSlice("b" * 40, "10.0.0.2", (5, 6), 1)
-    assert (first.num_workers, first.env_range, first.name) == (2, range(0, 5), "10.0.0.1/aaaaaaaa")
-    assert second.env_range == range(5, 6)

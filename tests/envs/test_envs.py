@@ -20,7 +20,6 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import SyncVectorEnv
 from helpers.exact import SpaceEnv
 from helpers.testing import CountingEnv
-from hypothesis import given, strategies as st
 
 from rayvec.config.plugins import import_plugins
 from rayvec.config.references import resolve
@@ -57,19 +56,11 @@ if __name__ == "__main__":
 
 
 class TestSeeds:
-    @given(seed=st.integers(0, 2**40), num_envs=st.integers(1, 20))
-    def test_one_seed_is_a_base(self, seed: int, num_envs: int) -> None:
-        assert env_seeds(seed, num_envs) == [seed + i for i in range(num_envs)]
-
     def test_lists_and_nothing(self) -> None:
         assert env_seeds(None, 2) == [None, None] and env_seeds(np.int64(3), 2) == [3, 4]  # type: ignore[arg-type]
         assert env_seeds([3, None, np.int64(5)], 3) == [3, None, 5]
-        assert all(type(seed) is int for seed in env_seeds(np.arange(3), 3))  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize("seeds", [[], [1], [1, 2, 3]])
-    def test_a_wrong_number_is_explained(self, seeds: list[int | None]) -> None:
         with pytest.raises(ValueError, match="seeds for 2 environments"):
-            env_seeds(seeds, 2)
+            env_seeds([1, 2, 3], 2)
 
     def test_they_are_those_of_gymnasium(self) -> None:
         sync = SyncVectorEnv([partial(SpaceEnv, spaces.Discrete(2))] * 3)
@@ -86,35 +77,22 @@ class TestFactory:
         assert env.spec is not None and env.spec.max_episode_steps == 9
         assert EnvFactory.build("CartPole-v1").num_envs == 1
 
-    def test_from_a_spec_with_wrappers_in_order(self) -> None:
-        wrappers = [partial(gymnasium.wrappers.TimeLimit, max_episode_steps=4), gymnasium.wrappers.FlattenObservation]
-        env = EnvFactory.build(gymnasium.spec("Blackjack-v1"), 2, wrappers=wrappers).make(0)
+    def test_from_a_spec_or_callables_with_wrappers_in_order(self) -> None:
+        limit = partial(gymnasium.wrappers.TimeLimit, max_episode_steps=4)
+        spec = gymnasium.spec("Blackjack-v1")
+        env = EnvFactory.build(spec, 2, wrappers=[limit, gymnasium.wrappers.FlattenObservation]).make(0)
         assert type(env) is gymnasium.wrappers.FlattenObservation
         assert type(env.env) is gymnasium.wrappers.TimeLimit
-
-    def test_from_callables_with_wrappers(self) -> None:
-        factory = EnvFactory.build(
-            [CountingEnv, partial(CountingEnv, 3)],
-            wrappers=[partial(gymnasium.wrappers.TimeLimit, max_episode_steps=4)],
-        )
-        assert factory.num_envs == 2 and factory.spec is None
-        assert [type(factory.make(i)) for i in range(2)] == [gymnasium.wrappers.TimeLimit] * 2
-        assert factory.make(1).unwrapped._max == 3  # type: ignore[attr-defined]
-
-    def test_any_iterable_of_callables(self) -> None:
-        assert EnvFactory.build(CountingEnv for _ in range(4)).num_envs == 4  # type: ignore[arg-type]
+        factory = EnvFactory.build((partial(CountingEnv, i) for i in (2, 3)), wrappers=[limit])  # type: ignore[arg-type]
+        made = [factory.make(i) for i in range(factory.num_envs)]
+        assert [type(env) for env in made] == [gymnasium.wrappers.TimeLimit] * 2 and factory.spec is None
+        assert made[1].unwrapped._max == 3  # type: ignore[attr-defined]
 
     def test_a_part_makes_its_own(self) -> None:
         factory = EnvFactory.build([partial(CountingEnv, i + 1) for i in range(5)])
         parts = factory.in_parts([0, 2, 4])
         part: EnvFactory = load_part(parts.fd, parts.places[1])
         assert [part.make(i).unwrapped._max for i in range(part.num_envs)] == [3, 4]  # type: ignore[attr-defined]
-
-    def test_it_travels_with_functions_of_any_place(self) -> None:
-        size = 6
-        factory = EnvFactory.build([lambda: SpaceEnv(spaces.Discrete(size))])
-        again: EnvFactory = pickle.loads(factory.to_bytes())
-        assert again.make(0).observation_space == spaces.Discrete(6)
 
     def test_it_takes_registrations_to_a_process_that_has_none(self) -> None:
         gymnasium.register("rayvec-tests/Carried-v3", entry_point=lambda size: SpaceEnv(spaces.Discrete(size)))
@@ -198,46 +176,23 @@ class TestFactory:
         done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=True)
         assert done.stderr.count(b"UserWarning: it was made") == 1
 
-    def test_the_driver_s_own_registrations_stay(self) -> None:
-        factory = EnvFactory.build([CountingEnv])
-        before = dict(gymnasium.registry)
-        factory.make(0)
-        assert dict(gymnasium.registry) == before
-
-    def test_nothing_is_made_before_it_is_asked_for(self) -> None:
-        def explode() -> Any:
-            raise AssertionError("made too early")
-
-        factory = EnvFactory.build([explode] * 2)
-        pickle.loads(factory.to_bytes())
-
     def test_an_id_with_its_module(self) -> None:
         assert EnvFactory.build("helpers.registers_one:rayvec-tests/ByModule-v0").make(
             0
         ).observation_space == spaces.Discrete(11)
 
-    def test_a_module_that_raises_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_module_that_raises_or_exits_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "rv_exits.py").write_text("import sys; sys.exit(3)")
         (tmp_path / "rv_raises.py").write_text("raise RuntimeError('no licence')")
         monkeypatch.syspath_prepend(tmp_path)
-        with pytest.raises(ConfigError, match="RuntimeError: no licence") as caught:
+        with pytest.raises(ConfigError, match=r"'rv_raises', which 'rv_raises:Some-v0' .*RuntimeError: no licence"):
             EnvFactory.build("rv_raises:Some-v0")
-        for word in ("'rv_raises:Some-v0'", "'rv_raises'"):
-            assert word in str(caught.value)
-        assert type(caught.value.__cause__) is RuntimeError
-
-    def test_a_module_that_exits_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "rv_exits.py").write_text("import sys; sys.exit(3)")
-        monkeypatch.syspath_prepend(tmp_path)
         with pytest.raises(ConfigError, match=r"'rv_exits', which .*SystemExit: 3"):
             EnvFactory.build("rv_exits:Some-v0")
         with pytest.raises(ConfigError, match="SystemExit: 3"):
             resolve("network", "rv_exits:net")
         with pytest.raises(ConfigError, match=r"rv_exits' can't be imported \(SystemExit: 3\)"):
             import_plugins(["rv_exits"])
-
-    def test_the_directory_of_a_module_is_a_remedy(self) -> None:
-        with pytest.raises(ConfigError, match="set PYTHONPATH to the directory of the module"):
-            EnvFactory.build("rv_absent:Env", 2)
 
     @pytest.mark.filterwarnings("ignore:.*latest:UserWarning")
     def test_an_id_without_a_version_is_what_gymnasium_makes_of_it(self) -> None:
@@ -248,15 +203,10 @@ class TestFactory:
         "kwargs",
         [
             {"env": "NoSuch-v0"},
-            {"env": "CartPole-v99"},
-            {"env": "nowhere/CartPole-v1"},
             {"env": "no_such_module:CartPole-v1"},
-            {"env": "not an id!"},
             {"env": "CartPole-v1", "num_envs": 0},
-            {"env": "CartPole-v1", "num_envs": 2.0},
             {"env": "CartPole-v1", "num_envs": False},
             {"env": []},
-            {"env": None},
             {"env": [CountingEnv, 3]},
             {"env": [CountingEnv], "num_envs": 2},
             {"env": [CountingEnv], "env_kwargs": {"x": 1}},

@@ -330,11 +330,11 @@ class Overwrites:
 
 class TestPolicies:
     def test_what_is_none_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="rayvec.Policy|one action"):
+        with pytest.raises(ConfigError, match=r"rayvec\.Policy|one action"):
             as_policy(3)
 
     def test_a_callable_has_no_weights(self) -> None:
-        with pytest.raises(ConfigError, match="rayvec.Policy|one action"):
+        with pytest.raises(ConfigError, match=r"rayvec\.Policy|one action"):
             as_policy(lambda obs: obs).load_weights(np.zeros(1, np.float32))
 
     def test_keys_of_actions_may_change_their_order(self) -> None:
@@ -403,7 +403,7 @@ class TestPolicies:
     @pytest.mark.parametrize("actions", [[0], [0, 0, 0], 0, [[0], [0], [0]]])
     def test_a_wrong_number_of_actions_is_explained(self, actions: Any) -> None:
         pool = stepper_of([CountingEnv] * 2)
-        with pytest.raises(ConfigError, match="rayvec.Policy|one action"):
+        with pytest.raises(ConfigError, match=r"rayvec\.Policy|one action"):
             rollout(pool, as_policy(lambda obs: actions), 2)
 
     def test_a_new_policy_takes_the_place_of_the_old(self, shared: Make) -> None:

@@ -514,10 +514,6 @@ class FourValues(CartPoleVectorEnv):
 
 
 class TestBadInput:
-    def test_a_sub_batch_without_environments(self) -> None:
-        with pytest.raises(ConfigError, match=r"CartPoleVectorEnv has num_envs=0.*at least 1"):
-            local([partial(CartPoleVectorEnv, n) for n in (2, 0)], workers_per_node=0)
-
     def test_one_vector_environment_for_several_callables(self) -> None:
         shared = counting(2)
         with pytest.raises(ConfigError, match="same environment more than once"):
