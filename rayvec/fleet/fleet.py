@@ -236,8 +236,7 @@ class Fleet:
             raise lost.error
         if not self._budget.spend(k, lost.waited_s):
             raise type(lost.error)(
-                f"{child.name} was lost again and again ({RestartBudget.rule()} are allowed): "
-                f"{without_remedy(lost.error)} The system's log may say what ends it."
+                f"{child.name} was lost again and again ({RestartBudget.rule()} are allowed): {lost.error}"
             ) from lost.error
         self.notes.append(f"restarted {child.name} ({self._described(self._rows[k])}: {without_remedy(lost.error)}")
         self._replaced[self.kind] += 1
