@@ -23,6 +23,7 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -54,6 +55,8 @@ _STACK_SIGNAL = signal.SIGRTMAX - 1
 _STACK_BYTES = 1 << 16
 _STACK_S = 1.0
 _END_S = 5.0
+_MAX_TEMPORARY = 70
+"""The longest path of a temporary folder: that of a socket has 107 bytes, of which multiprocessing's own names take 33."""
 _OWNER_END_S = 1.0
 """How long after its files an owner that ends may still be a process."""
 _POLL_S = 0.01
@@ -112,8 +115,18 @@ def _kill(pids: Iterable[int]) -> None:
 
 
 def _folder() -> str:
-    """Returns the folder of the sockets of fork servers; "" in a process of multiprocessing, which has its parent's."""
-    return util.get_temp_dir() if parent_process() is None else ""
+    """Returns the folder of the sockets of fork servers; "" in a process of multiprocessing, which has its parent's.
+
+    It is in /tmp where the path of the temporary folder is too long for a socket.
+    """
+    if parent_process() is not None:
+        return ""
+    usual = tempfile.gettempdir()
+    tempfile.tempdir = usual if len(os.fsencode(usual)) <= _MAX_TEMPORARY else "/tmp"
+    try:
+        return util.get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 def remove_folder() -> None:
