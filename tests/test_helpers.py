@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
-from helpers.exact import DriftEnv, SpaceEnv, TablePolicy, WordSpace, describe
+from helpers.exact import TablePolicy
 from helpers.fleet_kit import stepper_of
-from helpers.kinds import ALL_SPACES
-from helpers.testing import CoinEnv, CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
+from helpers.testing import CountingEnv, assert_identical, counting_errors
 
 from rayvec.data import Chunk
 from rayvec.rollout.loop import rollout
@@ -57,58 +53,6 @@ def test_identity_is_of_types_data_types_shapes_and_bits() -> None:
     assert_identical(float("nan"), float("nan"))
     with pytest.raises(AssertionError):
         assert_identical({"a": 1, "b": 2}, {"b": 2, "a": 1})
-
-
-def test_descriptions_tell_actions_apart() -> None:
-    told = [describe(value) for value in VALUES]
-    assert len(set(told)) == len(told)
-    assert describe({"b": 1, "a": 2}) == describe({"a": 2, "b": 1})
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        *(partial(SpaceEnv, space, space) for kind, space in ALL_SPACES.items() if kind != "box64"),
-        CountingEnv,
-        DriftEnv,
-    ],
-    ids=[*(kind for kind in ALL_SPACES if kind != "box64"), "counting", "drift"],
-)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_environments_are_good_citizens(make: Any) -> None:
-    check_env(make(), skip_render_check=True, skip_close_check=True)
-
-
-def test_answers_depend_on_the_seed_and_on_every_action() -> None:
-    def play(seed: int, actions: list[Any]) -> list[Any]:
-        env = SpaceEnv(ALL_SPACES["nested"], max_episode_steps=50)
-        return [env.reset(seed=seed), *(env.step(action) for action in actions)]
-
-    actions = [1, 0, np.int64(1)]
-    assert_identical(play(1, actions), play(1, actions))
-    for other in (play(2, actions), play(1, [1, 0, 1]), play(1, [1, 1, np.int64(1)])):
-        with pytest.raises(AssertionError):
-            assert_identical(other, play(1, actions))
-
-
-def test_episodes_end_in_every_way() -> None:
-    env = SpaceEnv(ALL_SPACES["discrete"])
-    ends = set()
-    env.reset(seed=0)
-    for _ in range(300):
-        _, _, terminated, truncated, _ = env.step(0)
-        if terminated or truncated:
-            ends.add((terminated, truncated))
-            env.reset()
-    assert ends == {(True, False), (False, True), (True, True)}
-
-
-def test_words_are_a_space_gymnasium_does_not_know() -> None:
-    space = WordSpace()
-    space.seed(0)
-    assert all(space.sample() in space for _ in range(20))
-    assert space == WordSpace() and space != WordSpace("xyz") and 3 not in space
-    assert not space.is_np_flattenable
 
 
 class TestCounting:
@@ -164,70 +108,3 @@ def rest_of(chunk: Chunk) -> Chunk:
         final_index=chunk.final_index[later] - [1, 0],
         final_obs=chunk.final_obs[later],
     )
-
-
-def test_coins_fall_on_both_sides() -> None:
-    env = CoinEnv(1, 3)
-    lens = []
-    env.reset(seed=0)
-    for _ in range(50):
-        steps = 1
-        while not env.step(0)[2]:
-            steps += 1
-        lens.append(steps)
-        env.reset()
-    assert set(lens) == {1, 3}
-
-
-def test_faults_come_when_they_are_told_to() -> None:
-    with pytest.raises(ValueError, match="broken"):
-        FaultyEnv("raise", "init")
-    env = FaultyEnv("raise", "reset", 1, partial(KeyError, "mine"))
-    env.reset()
-    with pytest.raises(KeyError, match="mine"):
-        env.reset()
-    env = FaultyEnv("raise", "step", 2)
-    env.reset(seed=0)
-    env.step(0)
-    env.step(0)
-    with pytest.raises(ValueError, match="broken"):
-        env.step(0)
-
-
-@pytest.mark.parametrize("busy", [True, False])
-def test_steps_take_time_by_work_or_by_sleep(busy: bool) -> None:
-    """Of the process's own CPU time a sleep takes little; of wall time neither takes less than it should."""
-    env = TimedEnv(0.05, busy)
-    env.reset(seed=0)
-    wall, cpu = time.perf_counter(), time.process_time()
-    env.step(0)
-    assert time.perf_counter() - wall >= 0.05
-    if not busy:
-        assert time.process_time() - cpu < 0.05
-
-
-class TestTablePolicy:
-    def test_it_is_exact_in_any_batch(self) -> None:
-        policy = TablePolicy(num_actions=5)
-        rng = np.random.default_rng(0)
-        obs = {"a": rng.normal(size=(40, 3)).astype(np.float32), "b": (rng.integers(0, 255, (40, 2, 2), np.uint8),)}
-        noise = rng.random((40, 1))
-        whole = policy.act(obs, noise)
-        for rows in (slice(0, 1), slice(3, 17), slice(None, None, 7)):
-            part = policy.act({"a": obs["a"][rows], "b": (obs["b"][0][rows],)}, noise[rows])
-            assert_identical(part, (whole[0][rows].copy(), {name: x[rows].copy() for name, x in whole[1].items()}))
-
-    def test_it_draws_by_its_table(self) -> None:
-        policy = TablePolicy(num_actions=3, num_states=1)
-        noise = (np.arange(10_000)[:, None] + 0.5) / 10_000
-        actions, extras = policy.act(np.zeros((10_000, 1)), noise)
-        shares = np.bincount(actions, minlength=3) / 10_000
-        assert np.abs(shares - np.exp(policy._logp[0])).max() < 1e-3
-        assert_identical(extras["logp"], policy._logp[0][actions])
-        assert extras["logp"].dtype == np.float32
-
-    def test_its_weights_are_itself(self) -> None:
-        first, second = TablePolicy(seed=1), TablePolicy(seed=2)
-        second.load_weights(first.weights())
-        obs, noise = np.random.default_rng(0).normal(size=(30, 2)), np.random.default_rng(1).random((30, 1))
-        assert_identical(second.act(obs, noise), first.act(obs, noise))

@@ -56,7 +56,7 @@ _STACK_BYTES = 1 << 16
 _STACK_S = 1.0
 _END_S = 5.0
 _MAX_TEMPORARY = 70
-"""The longest path of a temporary folder: that of a socket has 107 bytes, of which multiprocessing's own names take 33."""
+"""The longest path of a temporary folder: that of a socket may have 107 bytes, and multiprocessing adds 33."""
 _OWNER_END_S = 1.0
 """How long after its files an owner that ends may still be a process."""
 _POLL_S = 0.01

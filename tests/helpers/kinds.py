@@ -17,7 +17,6 @@ from helpers.exact import SpaceEnv, WordSpace
 from helpers.testing import assert_identical
 from rayvec.data import StepBatch
 from rayvec.envs.factory import EnvFactory
-from rayvec.fleet.commands import Autoreset
 
 ARRAY_SPACES: dict[str, spaces.Space[Any]] = {
     "box32": spaces.Box(-1.0, 1.0, (3,), np.float32),
@@ -63,46 +62,9 @@ def factory(fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]]) -> EnvFactory:
     return EnvFactory.build(fns)
 
 
-def sample_actions(space: spaces.Space[Any], count: int, seed: int) -> Any:
-    """Returns actions as a pool takes them: a tree of batches, or a list where they are no arrays."""
-    batched = gymnasium.vector.utils.batch_space(deepcopy(space), count)
-    batched.seed(seed)
-    actions = batched.sample()
-    if space in OBJECT_SPACES.values():
-        return list(gymnasium.vector.utils.iterate(batched, actions))
-    return actions
-
-
 def answer(pool: Any, ids: Sequence[int] | None, **kwargs: Any) -> StepBatch:
     """Receives from a pool, in memory of its own, with the ids as an array like any other."""
     return deepcopy(pool.recv(None if ids is None else np.array(ids, np.int64), **kwargs))
-
-
-def assert_same_batch(got: StepBatch, expected: StepBatch) -> None:
-    for name in ("env_ids", "obs", "rew", "terminated", "truncated", "info"):
-        assert_identical(getattr(got, name), getattr(expected, name), name)
-
-
-def pools_in_lockstep(ours: Any, theirs: Any, action: spaces.Space[Any], mode: Autoreset, num_steps: int) -> None:
-    """Steps two pools with the same seeds and actions and asserts that they answer the same."""
-    ids = np.arange(theirs.num_envs)
-
-    def compare(start: Callable[[Any], None]) -> StepBatch:
-        for pool in (theirs, ours):
-            start(pool)
-        expected = answer(theirs, ids)
-        assert_same_batch(answer(ours, ids), expected)
-        return expected
-
-    compare(lambda pool: pool.reset(ids, list(range(len(ids)))))
-    compare(lambda pool: pool.reset(ids, [5, None, *range(len(ids) - 2)], {"level": 3}))
-    for t in range(num_steps):
-        batch = compare(lambda pool, t=t: pool.send(ids, sample_actions(action, len(ids), t), mode))
-        if mode is Autoreset.DISABLED and (batch.terminated | batch.truncated).any():
-            over = np.flatnonzero(batch.terminated | batch.truncated)
-            for pool in (theirs, ours):
-                pool.reset(over, [None] * len(over))
-            assert_same_batch(answer(ours, over), answer(theirs, over))
 
 
 def in_lockstep(

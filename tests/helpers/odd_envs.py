@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from helpers.exact import WordSpace
-from helpers.testing import CountingEnv, FaultyEnv
+from helpers.testing import CountingEnv
 
 
 class KeepsActions(CountingEnv):
@@ -48,14 +45,6 @@ class SlowCall(CountingEnv):
     def slow(self, seconds: float) -> float:
         time.sleep(max(seconds, self._seconds))
         return max(seconds, self._seconds)
-
-
-class Echo(CountingEnv):
-    action_space = spaces.Text(100_000)
-
-    def step(self, action: str) -> Any:
-        obs, reward, _, _, _ = super().step(0)
-        return obs, reward, False, False, {"echo": action}
 
 
 class Unpicklable(CountingEnv):
@@ -117,46 +106,6 @@ class OwnError(Exception):
         super().__init__(f"{text} ({code})")
 
 
-class HasChild(FaultyEnv):
-    def __init__(self, path: str) -> None:
-        super().__init__("kill")
-        child = os.fork()
-        if child == 0:
-            while True:
-                time.sleep(3600)
-        Path(path).write_text(str(child))
-
-
-class WritesWhenClosed(CountingEnv):
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self._path = path
-
-    def close(self) -> None:
-        Path(self._path).touch()
-
-
-class LargeInfo(CountingEnv):
-    def step(self, action: Any) -> Any:
-        obs, reward, terminated, truncated, _ = super().step(action)
-        return obs, reward, terminated, truncated, {"large": np.full(20_000, reward)}
-
-
-class Imported(CountingEnv):
-    def heavy(self) -> list[str]:
-        return sorted({"ray", "torch", "tianshou"} & set(sys.modules))
-
-
-class Parent(CountingEnv):
-    def child_says(self) -> int:
-        context = multiprocessing.get_context("fork")
-        ours, theirs = context.Pipe()
-        child = context.Process(target=theirs.send, args=(42,))
-        child.start()
-        child.join()
-        return int(ours.recv())
-
-
 class OneInfo(CountingEnv):
     """Uses the same info dict for ever; episodes of two steps."""
 
@@ -173,26 +122,6 @@ class OneInfo(CountingEnv):
         obs, reward, _, _, _ = super().step(action)
         self._info["at"] = f"step {self._t}"
         return obs, reward, self._t == 2, False, self._info
-
-
-class ReusedObject(CountingEnv):
-    """Uses the same observation, which is no array, for ever; episodes of three steps."""
-
-    observation_space = WordSpace()  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._same: dict[str, Any] = {"word": "a", "numbers": np.zeros(1)}
-
-    def reset(self, **kwargs: Any) -> Any:
-        super().reset(**kwargs)
-        self._same["numbers"][0] = 0
-        return self._same, {}
-
-    def step(self, action: Any) -> Any:
-        super().step(action)
-        self._same["numbers"][0] += 1
-        return self._same, 1.0, self._t == 3, False, {}
 
 
 class OddInfo(CountingEnv):
@@ -255,46 +184,3 @@ class InterruptsItsClose(CountingEnv):
     def close(self) -> None:
         os.kill(self._pid, signal.SIGINT)
         time.sleep(300)
-
-
-class Heir(CountingEnv):
-    """Ends its process with action 1; one that is made after that raises, or waits until a file is there.
-
-    Its resets take so many seconds then.
-    """
-
-    def __init__(self, directory: str, error: str = "", reset_s: float = 0.0) -> None:
-        super().__init__(max_episode_steps=1000)
-        self._died, go = Path(directory, "died"), Path(directory, "go")
-        self._reset_s = reset_s if self._died.exists() else 0.0
-        if self._died.exists() and error:
-            raise KeyError(error)
-        while self._died.exists() and not go.exists():
-            time.sleep(0.002)
-
-    def reset(self, **kwargs: Any) -> Any:
-        time.sleep(self._reset_s)
-        return super().reset(**kwargs)
-
-    def step(self, action: Any) -> Any:
-        if action == 1:
-            self._died.touch()
-            os._exit(3)
-        return super().step(action)
-
-
-class DiesLate(CountingEnv):
-    """Ends its process with action 1; one that is made after that does so by itself after so many seconds."""
-
-    def __init__(self, path: str, seconds: float) -> None:
-        super().__init__()
-        self._died = Path(path)
-        if self._died.exists():
-            time.sleep(seconds)
-            os._exit(3)
-
-    def step(self, action: Any) -> Any:
-        if action == 1:
-            self._died.touch()
-            os._exit(3)
-        return super().step(action)

@@ -33,7 +33,6 @@ from torch.distributions import Independent, Normal
 from rayvec.tianshou import IMPALA
 
 OBS, ACTIONS = 5, 3
-ROWS_OF_FIRST = 11
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
 DISCRETE = spaces.Discrete(ACTIONS)
 

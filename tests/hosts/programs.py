@@ -120,10 +120,7 @@ def go_on(mode: str, num_nodes: str) -> None:
     with rayvec.RayVecEnv([CountingEnv] * NUM_ENVS, **chosen) as env:
         env.reset(seed=3)
         remote = [node for node in env._envs.children if node.transport == "tcp"]
-        say(
-            streams=[node._stream._sock.getpeername() for node in remote],
-            pids=[node.worker_pids()[0] for node in remote],
-        )
+        say(streams=[node._stream._sock.getpeername() for node in remote])
         number = 0
         while True:
             try:

@@ -24,7 +24,7 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 from soak.auditor import Auditor
 from soak.elastic import NUM_NODES, NodeChanges, train_audited
 from soak.faults import Faults
-from soak.recording import MARK, Recorder, growth_mib, marked
+from soak.recording import MARK, Recorder, growth_mib, left
 from soak.short_lives import ShortLives
 from soak.witness import Act, Asking, Witness
 
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ["RAY_TMPDIR"] = directory
         os.mkdir(f"{directory}/ray")
         soak(args)
-    wait_until(lambda: [pid for pid, _ in marked()] == [os.getpid()], "every process has ended")
+    wait_until(lambda: not left(), "every process has ended")
     assert shm_names() <= before, shm_names() - before
     print("not one transition was wrong, and nothing is left")
 

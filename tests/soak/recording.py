@@ -64,10 +64,17 @@ def marked() -> Iterator[tuple[int, str]]:
                 yield int(entry.name), _group(int(entry.name), command)
 
 
+def left() -> list[int]:
+    """Returns the process ids that are left beside this process and its fork server, which ends with it."""
+    children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+    own = {os.getpid(), *map(int, children.split())}
+    return [pid for pid, group in marked() if pid not in own or group not in ("driver", "workers")]
+
+
 def _group(pid: int, command: bytes) -> str:
     if pid == os.getpid():
         return "driver"
-    if b"fork_server" in command:
+    if b"from multiprocessing" in command:
         return "workers"
     if b"NodeActor" in command or b"RankActor" in command:
         return "actors"
