@@ -20,7 +20,7 @@ from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import tree_map
 from rayvec.envs.slices import own_arrays
 from rayvec.envs.spaces import PoolSpaces
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, WorkerLostError
 from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, EpisodeState
@@ -125,15 +125,21 @@ class Cluster(Fleet):
         if not self._rehost:
             self.children[k].kill()
             raise lost.error
-        super().replace(k, lost)
-        self.notes[-1] += f" They resume on node {self._slices[k].name}."
+        again: ChildLost | None = lost
+        while again is not None:
+            lost, again = again, None
+            try:
+                super().replace(k, lost)
+            except ChildLost as error:  # the replacement was lost while it started
+                again = error
+            self.notes[-1] += f" They resume on node {self._slices[k].name}."
 
     def _replacement(self, k: int, lost: ChildLost) -> Any:
         self._slices[k] = self._places.another(k, self._slices, lost.error)
         try:
             return self._opened(k, self._slices[k])
-        except ChildLost as another:
-            return self._replacement(k, another)
+        except WorkerLostError as error:
+            raise ChildLost(error) from error
 
     def _opened(self, k: int, place: NodeSlice) -> Any:
         """Starts a node for the environments of node k."""

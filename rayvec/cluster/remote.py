@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -61,7 +63,7 @@ class RemoteNode:
             self._stream = self._process.connect()
         except OSError as error:
             raise self._lost(error) from error
-        self._send("start", self._spec)
+        self._send("start", self._spec, [os.path.abspath(entry) for entry in sys.path])
 
     def _send(self, *request: Any) -> None:
         message = packed_message(request)
@@ -228,8 +230,9 @@ class NodeServer:
             answer = Answer(failure=captured(error, node.name if node else "a node"), place=place)
         self._send(answer)
 
-    def start(self, spec: NodeSpec) -> Any:
-        """Starts the workers. Returns the spaces of the environments."""
+    def start(self, spec: NodeSpec, path: list[str]) -> Any:
+        """Starts the workers. Returns the spaces of the environments. Policies are imported by the driver's path, too."""
+        sys.path[:] = dict.fromkeys([*path, *sys.path])
         self._node = Node(spec, self._keep)
         self._node.start()
         return self._node.spaces()
