@@ -532,7 +532,8 @@ def test_a_worker_that_dies_while_a_lost_node_starts_elsewhere_is_restarted(
     chunk = env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
     assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]] and chunk.valid.all()
     assert not (tmp_path / "fails").exists()
-    said = [each for each in caplog.messages if "environments 2 to 3, seeds [3, 4], resume on node" in each]
+    said = [each for each in caplog.messages if "(environments 2 to 3), seeds [3, 4]: " in each]
+    assert all("They resume on node" in each for each in said)
     assert len(said) == 2 and "is lost" in said[0] and "died (exit code 3)" in said[1], caplog.messages
 
 
