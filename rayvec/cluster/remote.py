@@ -231,7 +231,7 @@ class NodeServer:
         self._send(answer)
 
     def start(self, spec: NodeSpec, path: list[str]) -> Any:
-        """Starts the workers. Returns the spaces of the environments. Policies are imported by the driver's path, too."""
+        """Starts the workers. Returns the spaces of the environments. Policies are found by the driver's path."""
         sys.path[:] = dict.fromkeys([*path, *sys.path])
         self._node = Node(spec, self._keep)
         self._node.start()
