@@ -246,7 +246,12 @@ def _train(words: list[str], plugins: list[str]) -> int | None:
         parser.add_argument(f"--{name}", type=Path, default=None)
     found, words = parser.parse_known_args(words)
     algorithm = words.pop(0) if words and not words[0].startswith("-") else ""
-    before = _settings_before(found.config, found.resume, algorithm)
+    before = None if found.config is None else _read(found.config, algorithm)
+    if found.resume is not None:
+        from rayvec.training.run_dir import load_config
+
+        require(before is None, "--config and --resume were passed together. A resumed run has its own settings.")
+        before = load_config(found.resume)
     algorithm = algorithm or getattr(before, "algorithm", "")
     if algorithm not in CONFIGS:
         _list("rayvec train", CONFIGS, algorithm or "".join(words[:1]))
@@ -273,15 +278,8 @@ def _train(words: list[str], plugins: list[str]) -> int | None:
     return None
 
 
-def _settings_before(config: Path | None, resume: Path | None, algorithm: str) -> TrainConfig | None:
-    """Returns the settings that options change: of ``--config`` or ``--resume``; None without."""
-    if resume is not None:
-        from rayvec.training.run_dir import load_config
-
-        require(config is None, "--config and --resume were passed together. A resumed run has its own settings.")
-        return load_config(resume)
-    if config is None:
-        return None
+def _read(config: Path, algorithm: str) -> TrainConfig:
+    """Returns the settings of a file, which options change."""
     try:
         settings = read_yaml(config.expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

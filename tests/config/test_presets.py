@@ -10,7 +10,7 @@ import pytest
 
 from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config import CONFIGS, dataclass
-from rayvec.config.presets import PRESETS, changed
+from rayvec.config.presets import PRESETS
 from rayvec.errors import ConfigError
 from rayvec.training.runs import with_own_parts
 
@@ -93,15 +93,6 @@ def test_a_copy_of_settings_leaves_the_preset_with_its_environment_too() -> None
         for each in (replace(config, seed=config.seed), TrainConfig.from_yaml(config.to_yaml())):
             ours, theirs = (with_own_parts(some, "Maze-v0") for some in (config, each))
             assert ours == theirs and ours.preset == given.get("preset", "none")
-
-
-def test_a_copy_of_settings_keeps_those_without_a_default() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Own(TrainConfig):
-        algorithm: ClassVar[str] = "own"
-        depth: int
-
-    assert changed(replace(Own(depth=3), seed=2), env_id="Maze-v0") == Own(depth=3, seed=2, env_id="Maze-v0")
 
 
 def test_an_algorithm_of_ones_own_has_no_presets(monkeypatch: pytest.MonkeyPatch) -> None:

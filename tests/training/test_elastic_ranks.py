@@ -61,20 +61,6 @@ def test_a_node_on_which_no_rank_fits_is_none(monkeypatch: pytest.MonkeyPatch) -
         RankNodes((2, 2), 2, {}, ResourceRequest(9, 0))
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_chosen_node_without_ranks_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another node that joins is still used; but ranks that are lost end in an error first."""
-    monkeypatch.setattr(rank_placement, "_NODES_INTERVAL_S", 0.0)
-    with without_cores_elsewhere() as free:
-        nodes = RankNodes((1, 2), 2, {}, ResourceRequest(1, 0))
-        here = ray.get_runtime_context().get_node_id()
-        nodes.node_ids = (here, "gone")
-        assert not nodes.has_changed([here])
-        free()
-        assert not nodes.has_changed([here, "gone"])
-        wait_until(lambda: nodes.has_changed([here]), "a node has joined")
-
-
 @pytest.fixture
 def nodes(ray_cluster: Any) -> Iterator[Nodes]:
     made = Nodes(ray_cluster)

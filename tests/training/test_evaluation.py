@@ -202,19 +202,3 @@ def test_evaluations_beside_a_list_of_environments_need_one_of_their_own(tmp_pat
     with pytest.raises(ConfigError, match="eval_env"):
         rayvec.resume(run.run_dir, env=fns, total_steps=256)
     assert rayvec.resume(run.run_dir, env=fns, eval_env=lambda: Counts(6), total_steps=256).eval_return_mean == 6.0
-
-
-class Drifting(gymnasium.Env[Any, Any]):
-    """Observations far from 0, whose statistics take long to settle."""
-
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.steps = 0
-        return self.np_random.normal(500, 100, 2).astype(np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.steps += 1
-        return self.np_random.normal(500, 100, 2).astype(np.float32), float(action[0]), False, self.steps == 8, {}

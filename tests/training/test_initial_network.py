@@ -16,7 +16,6 @@ from helpers.training_kit import HERE, tiny
 import rayvec
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training import loop
-from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 
 RANKS = {"learners": "decentralized", "num_learners": 2, "sync_fraction": 1.0}
@@ -60,17 +59,6 @@ def test_a_run_begins_with_the_weights_of_another(
         assert not any(part.any() for optimizer in learner["optimizers"].values() for part in optimizer.values())
     else:
         assert learner["obs_moments"].keys() == source["learner"]["obs_moments"].keys()
-
-
-@pytest.mark.slow
-def test_a_trained_policy_acts_from_the_first_step(tmp_path: Path) -> None:
-    """Its log-probabilities show that the first chunk was taken with its weights."""
-    kind, settings = KINDS[0]
-    first = rayvec.train(kind(run_dir=tmp_path / "a", **COMMON, **{**settings, "total_steps": 6400}))
-    after = rayvec.train(kind(run_dir=tmp_path / "b", **COMMON, **settings, init_from=first.run_dir))
-    fresh = rayvec.train(kind(run_dir=tmp_path / "c", **COMMON, **settings))
-    entropies = [next(read_metrics(run.run_dir / "metrics.jsonl"))["learner/entropy"] for run in (after, fresh)]
-    assert entropies[0] < entropies[1] - 0.01 and np.isfinite(entropies).all()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.training_kit import HERE, lengthen
+from helpers.training_kit import HERE
 
 import rayvec
 from rayvec.training.run_dir import load_run
@@ -51,16 +51,6 @@ def test_the_mask_of_a_last_observation_allows_nothing(tmp_path: Path, inference
     """With NEXT_STEP the policy sees that observation: its action has no effect, the next step resets."""
     settings = {**PPO, "native": "helpers.native_envs:masked", "inference": inference}
     assert rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "run", **settings)).total_steps >= 512
-
-
-@pytest.mark.slow
-def test_a_run_is_resumed(tmp_path: Path) -> None:
-    whole = rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "whole", **PPO))
-    half = rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "half", **{**PPO, "total_steps": 256}))
-    assert half.total_steps < whole.total_steps
-    lengthen(tmp_path / "half", 256, 512)
-    again = rayvec.resume(tmp_path / "half")
-    assert again.total_steps >= 512
 
 
 @pytest.mark.slow

@@ -111,20 +111,6 @@ def test_ranks_learn_what_one_learner_does(tmp_path: Path, where: dict[str, Any]
     assert rayvec.resume(ranks.run_dir, num_learners=1, learners=None).total_steps == 320
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_cluster")
-def test_ranks_of_impala_learn_what_one_learner_does(tmp_path: Path) -> None:
-    settings = {**IMPALA, "total_steps": 256, "seed": 5, "eval_episodes": 4}
-    runs = [
-        rayvec.train(rayvec.IMPALAConfig(run_dir=tmp_path / name, **settings, **where))
-        for name, where in (("alone", HERE), ("ranks", {"num_learners": 2, "num_nodes": 1}))
-    ]
-    weights = [load_run(run.run_dir)[1]["weights"] for run in runs]
-    torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
-    lengthen(runs[1].run_dir, 256, 320)
-    assert rayvec.resume(runs[1].run_dir).total_steps == 320
-
-
 class FallingLearner(PPOLearner):
     """A learner whose process is killed before the third update, on rank 1, once."""
 
