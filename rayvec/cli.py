@@ -29,8 +29,8 @@ import rayvec
 from rayvec.bench.settings import Model, Scaling
 from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig, dataclass
 from rayvec.config.command_line import OptionParser, read_options, row
-from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import changed
+from rayvec.config.references import import_plugins
 from rayvec.config.schema import Count, Natural, Seed, require, suggested
 from rayvec.config.settings_yaml import read_yaml
 from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError

@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 from pydantic_core import ArgsKwargs
 
-from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import PRESETS, by_preset, with_preset
+from rayvec.config.references import import_plugins
 from rayvec.config.schema import (
     Count,
     Name,

@@ -1,14 +1,16 @@
-"""Objects in settings: an environment or a network as a name, which can be written to a file, with its object."""
+"""Objects in settings by names that a file can hold: environments, networks, and modules that add algorithms."""
 
 from __future__ import annotations
 
 import importlib
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 from rayvec.config.schema import require
+from rayvec.errors import ConfigError
 
-__all__ = ["Reference", "is_unnamed", "refer", "resolve"]
+__all__ = ["Reference", "import_plugins", "is_unnamed", "refer", "resolve"]
 
 _UNNAMED = " (passed in Python)"
 """Ends the name of an object that can't be imported by it."""
@@ -91,3 +93,19 @@ def _imported(name: str) -> Any:
     """Returns the object that "module:name" names."""
     module, _, path = name.partition(":")
     return operator.attrgetter(path)(importlib.import_module(module))
+
+
+def import_plugins(modules: Iterable[str]) -> None:
+    """Imports modules, each of which calls :func:`rayvec.training.runs.register`.
+
+    Raises:
+        ConfigError: One of them can't be imported.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"The plugin {module!r} can't be imported ({type(error).__name__}: {error}). Correct the name, or "
+                "set PYTHONPATH to the directory of the module."
+            ) from error

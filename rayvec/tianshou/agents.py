@@ -22,7 +22,7 @@ from rayvec.policies.distributions import Gaussian, TanhGaussian, mean_and_log_s
 from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.training import checkpoint as checkpoints
 from rayvec.training.agent import load
-from rayvec.training.saved_spaces import space_to_plain
+from rayvec.training.checkpoint import space_to_plain
 
 __all__ = ["AgentPolicy", "load_critic", "load_policy", "save_policy"]
 

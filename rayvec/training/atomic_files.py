@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place, flushed, and renamed."""
+"""Files that are whole or not there (written beside their place, then renamed), and the versions to write there."""
 
 from __future__ import annotations
 

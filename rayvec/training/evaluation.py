@@ -20,10 +20,9 @@ from rayvec.errors import ConfigError, RayvecError
 from rayvec.policies.policy import Policy
 from rayvec.training.agent import load
 from rayvec.training.atomic_files import local_path
-from rayvec.training.checkpoint import acting_weights
+from rayvec.training.checkpoint import acting_weights, check_kept_spaces
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.runs import eval_settings, make_one_env, network_of, open_env, with_own_parts
-from rayvec.training.saved_spaces import check_kept_spaces
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Evaluation", "evaluate", "evaluate_run", "greedy_policy", "render_episode", "saying_where", "time_limit"]

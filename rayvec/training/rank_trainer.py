@@ -38,10 +38,9 @@ from rayvec.learners.compile_decision import decided
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.node.log_lines import LogLines
 from rayvec.node.processes import remove_folder
-from rayvec.training.checkpoint import restore
+from rayvec.training.checkpoint import check_kept_spaces, check_same_spaces, restore, warn_of_wide_ranges
 from rayvec.training.evaluation import Evaluation, time_limit
 from rayvec.training.runs import LEARNERS, choose_engine, make_env, open_env, open_learner, probed_workers, wait_limit_s
-from rayvec.training.saved_spaces import check_kept_spaces, check_same_spaces, warn_of_wide_ranges
 from rayvec.training.trainer import Iteration, Progress, Trainer, initial_state
 
 __all__ = ["DecentralizedTrainer", "RankTrainer", "open_trainer"]

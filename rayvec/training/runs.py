@@ -22,9 +22,8 @@ from gymnasium.envs.registration import EnvSpec
 
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config.algorithms import NetworkConfig
-from rayvec.config.plugins import import_plugins
 from rayvec.config.presets import changed
-from rayvec.config.references import Reference, is_unnamed, refer, resolve
+from rayvec.config.references import Reference, import_plugins, is_unnamed, refer, resolve
 from rayvec.config.schema import field_names, require
 from rayvec.data.global_random import seed_globals
 from rayvec.envs.factory import EnvFactory

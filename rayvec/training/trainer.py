@@ -22,11 +22,10 @@ from rayvec.errors import ConfigError
 from rayvec.learners.base import Learner, MeasuresObservations, set_learning_rate
 from rayvec.policies.policy import Policy
 from rayvec.training.atomic_files import local_path
-from rayvec.training.checkpoint import restore
+from rayvec.training.checkpoint import check_kept_spaces, restore, space_to_plain
 from rayvec.training.evaluation import Evaluation, evaluate
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS
-from rayvec.training.saved_spaces import check_kept_spaces, space_to_plain
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["WINDOW", "Iteration", "Progress", "RunEnvs", "Trainer", "initial_state"]

@@ -21,8 +21,7 @@ from gymnasium.vector import SyncVectorEnv
 from helpers.exact import SpaceEnv
 from helpers.testing import CountingEnv
 
-from rayvec.config.plugins import import_plugins
-from rayvec.config.references import resolve
+from rayvec.config.references import import_plugins, resolve
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.envs.pickled_parts import load_part
 from rayvec.errors import ConfigError

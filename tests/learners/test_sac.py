@@ -36,7 +36,7 @@ from rayvec.errors import ConfigError, LearnerError
 from rayvec.learners.sac import SACLearner
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
-from rayvec.training.export import GreedyModule
+from rayvec.training.agent import GreedyModule
 
 SPACES = pytest.mark.parametrize("action_space", [BOX, DISCRETE], ids=["box", "discrete"])
 MASKED = spaces.Dict({"numbers": OBS, "action_mask": spaces.MultiBinary(3)})

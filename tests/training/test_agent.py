@@ -21,10 +21,10 @@ from rayvec.config.references import refer
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.policies.networks import flat_weights
 from rayvec.training.agent import Agent
+from rayvec.training.checkpoint import space_from_plain, space_to_plain
 from rayvec.training.evaluation import greedy_policy
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS, make_env, make_learner
-from rayvec.training.saved_spaces import space_from_plain, space_to_plain
 
 HAS_DTYPE = "dtype" in inspect.signature(spaces.Discrete).parameters  # newer versions of Gymnasium
 VECTOR = spaces.Box(-3, 3, (5,))
