@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.exact import TablePolicy
-from helpers.fleet_kit import stepper_of
+from helpers.fleet_kit import reset_with, stepper_of
 from helpers.testing import CountingEnv, assert_identical, counting_errors
 
 from rayvec.data import Chunk
@@ -59,8 +59,7 @@ class TestCounting:
     @pytest.fixture
     def chunks(self) -> list[Chunk]:
         pool = stepper_of([CountingEnv] * 2)
-        pool.reset(np.arange(2), [0, 1])
-        pool.recv(np.arange(2))
+        reset_with(pool, [0, 1])
         return [rollout(pool, TablePolicy(), 20) for _ in range(2)]
 
     def test_what_is_right_is_right(self, chunks: list[Chunk]) -> None:

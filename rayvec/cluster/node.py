@@ -21,7 +21,6 @@ from rayvec.fleet.commands import STEPPING, Answer, Command, Op, Ticket
 from rayvec.fleet.restarts import RestartPolicy, store_seed
 from rayvec.node.machine import CLOSE_S, Machine
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
-from rayvec.rollout.stepper import Stepper
 
 __all__ = ["Node", "NodeChunk", "NodeSpec", "begun", "bytes_of", "changes_rows", "result_leaves", "store_seeds"]
 
@@ -139,8 +138,7 @@ class Node:
         """Allocates the arrays of the machine; they begin with `state`, the last answers of a lost node."""
         machine = self.machine
         machine.allocate(observation, action, first_id=first_id, state=state)
-        self._stepper = Stepper(machine, machine.action_layout, first_id, machine.spaces.native_mode)
-        self._host = PolicyHost(self._stepper)
+        self._host = PolicyHost(machine, machine.action_layout, first_id, machine.spaces.native_mode)
 
     def post(self, command: Command) -> None:
         """Starts a command."""
@@ -174,8 +172,7 @@ class Node:
                 value = function()
             except FAILURES as error:
                 return Answer(failure=captured(error, self.name))
-            notes, self._stepper.notes = tuple(self._stepper.notes), []
-            return Answer(value=value, notes=notes)
+            return Answer(value=value, notes=self._host.take_notes())
 
         return self._actor.submit(answer)
 

@@ -26,13 +26,13 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import select
 import time
 
 import torch
 from torch import Tensor
 
 from rayvec.errors import ConfigError, LearnerError, RankLostError
-from rayvec.node.process_watch import ProcessWatch
 from rayvec.node.shared_memory import anonymous_file
 
 __all__ = ["SharedMemoryRanks", "can_share_memory"]
@@ -86,7 +86,6 @@ class SharedMemoryRanks:
         self._others = [other for other in range(size) if other != rank]
         self._num_steps = 0
         self._num_small = 0
-        self._watches: dict[int, ProcessWatch] = {}
         fd = self._open(path)
         self.path = f"/proc/{os.getpid()}/fd/{fd}" if path is None else path
         self._fd: int | None = fd
@@ -236,9 +235,7 @@ class SharedMemoryRanks:
         pid = self._lines[other * 8]
         if pid == 0:
             return
-        if other not in self._watches:
-            self._watches[other] = ProcessWatch(pid)
-        if self._watches[other].ended() and self._marks[other * 8] < self._num_steps:
+        if _has_ended(pid) and self._marks[other * 8] < self._num_steps:
             raise _lost(other, f"has ended (process {pid})")
 
     def close(self) -> None:
@@ -248,9 +245,18 @@ class SharedMemoryRanks:
         self._marks[self.rank * 8] = _LEFT + self._num_steps
         os.close(self._fd)
         self._fd = None
-        for watch in self._watches.values():
-            watch.close()
-        self._watches = {}
+
+
+def _has_ended(pid: int) -> bool:
+    """Returns whether a process of this machine has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], 0)[0])
+    finally:
+        os.close(fd)
 
 
 def _of_another_length(rank: int, num_bytes: int, other: int, other_bytes: int) -> LearnerError:

@@ -150,7 +150,6 @@ class ProcessHost:
         """Ends ranks, also those that hang, and whatever processes they have left."""
         for process in processes:
             process.process.kill()
-            process.process.release()
             process.pipe.close()
             process.has_ended = True
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from rayvec.data.chunk import Cut
 from rayvec.node.shared_memory import anonymous_file
-from rayvec.node.slow_workers import EnoughSteps
 
 __all__ = ["Arrivals", "SharedArrivals", "Stragglers"]
 
@@ -131,7 +130,7 @@ class Stragglers:
             return self.has_cut
 
         if self._variable_lengths:
-            return 2 * num_steps, EnoughSteps(num_steps, cut)
+            return 2 * num_steps, lambda taken: cut(taken) or taken >= num_steps
         return num_steps, cut if others_may else None
 
     def wait(self) -> None:

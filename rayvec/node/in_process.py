@@ -19,11 +19,17 @@ from rayvec.envs.failures import FAILURES, captured, is_ctrl_c
 from rayvec.envs.native_slices import NativeSlice
 from rayvec.envs.slices import Slice, own_arrays
 from rayvec.fleet.commands import Answer, Command, Op
-from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
+from rayvec.fleet.restarts import RestartPolicy
 
-__all__ = ["InProcess"]
+__all__ = ["InProcess", "make_slice"]
 
 logger = logging.getLogger(__name__)
+
+
+def make_slice(factory: EnvFactory, first_id: int, where: str, policy: RestartPolicy) -> Slice:
+    """Makes the slice of all environments of a factory; the arguments are those of :class:`Slice`."""
+    kind = NativeSlice if factory.native else Slice
+    return kind(factory, first_id, where, policy)
 
 
 class InProcess:
@@ -32,25 +38,19 @@ class InProcess:
     Arguments and results are copies, as where another process steps the environments.
 
     Args:
-        factory: Makes all environments, or native sub-batches.
-        restart_policy: Whether environments that raise are restarted.
-        first_id: Global index of the first environment.
+        slice_: The slice.
 
     Attributes:
         spaces: The spaces and metadata of the environments.
-
-    Raises:
-        Exception: The exception that the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
     """
 
     transports = ("local",)
     has_nodes = False
 
-    def __init__(self, factory: EnvFactory, restart_policy: RestartPolicy = NO_RESTARTS, first_id: int = 0) -> None:
-        kind = NativeSlice if factory.native else Slice
-        self._slice: Slice = kind(factory, first_id, Topology.this_process, restart_policy)
-        self.spaces, self.num_envs, self.first_id = self._slice.spaces, self._slice.num_envs, first_id
-        self.parts = (range(self.num_envs),)
+    def __init__(self, slice_: Slice) -> None:
+        self._slice, self.spaces, self.num_envs = slice_, slice_.spaces, slice_.num_envs
+        self.first_id, self.parts = slice_.first_id, (range(self.num_envs),)
+        self.arrays: dict[str, Any] = getattr(slice_, "arrays", {})
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays for these spaces."""

@@ -24,11 +24,10 @@ from rayvec.errors import duration
 from rayvec.fleet.commands import ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy, seed_of
-from rayvec.node.chunk_slots import ChunkSlot
 from rayvec.node.local_worker import LocalWorker
-from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, MachineBlock
-from rayvec.node.open_files import allow_open_files, within_file_limit
-from rayvec.node.serve import WorkerSpec
+from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, MachineBlock
+from rayvec.node.open_files import allow_open_files
+from rayvec.node.worker_main import WorkerSpec
 from rayvec.rollout.policy_host import ChunkOrder, ChunkPlace
 
 __all__ = ["Machine"]
@@ -88,7 +87,7 @@ class Machine(Fleet):
             for k, spec in enumerate(self._specs):
                 self._workers.append(LocalWorker(spec, k, self._factories.fd, self._preload))
                 if k == 0:
-                    self._workers[0].await_fork()  # a fork server that can't import shows with the first worker
+                    self._workers[0].pid  # noqa: B018  # a fork server that can't import shows with the first worker
             found = [worker.spaces() for worker in self._workers]
             sizes = [stop - start for start, stop in pairwise(units)]
             counts = [spaces.num_envs or size for spaces, size in zip(found, sizes, strict=True)]
@@ -131,8 +130,7 @@ class Machine(Fleet):
     def post(self, command: Command) -> Ticket:
         """Starts a command. Of each environment at most two chunks may be pending, or not yet copied."""
         if command.op == Op.ROLLOUT:
-            with within_file_limit():
-                command = command._replace(rest=self._placed(command.rest, command.rows))
+            command = command._replace(rest=self._placed(command.rest, command.rows))
         return super().post(command)
 
     def _placed(self, order: ChunkOrder, rows: NDArray[np.int64]) -> ChunkOrder:
@@ -140,13 +138,14 @@ class Machine(Fleet):
         assert self._block is not None
         self._num_chunks += 1
         key = int(rows[0]), len(rows)
-        numbers = self._slots.setdefault(key, deque(range(2 * len(self._slots), 2 * len(self._slots) + 2)))
-        numbers.rotate()
-        slot = self._block.slots.get(numbers[0])
-        if slot is None:
-            slot = self._block.slots[numbers[0]] = ChunkSlot()
-        num_weights = slot.prepare(order.weights, order.request.num_steps * len(rows) * self._block.row_bytes)
-        return order._replace(weights=None, place=ChunkPlace(self._num_chunks, numbers[0], *key, num_weights))
+        slots = self._slots.setdefault(key, deque(range(2 * len(self._slots), 2 * len(self._slots) + 2)))
+        slots.rotate()
+        num_weights = 0 if order.weights is None else order.weights.size
+        num_bytes = 4 * num_weights + order.request.num_steps * len(rows) * self._block.row_bytes
+        place = ChunkPlace(self._num_chunks, slots[0], num_bytes, *key, num_weights)
+        if order.weights is not None:
+            ChunkColumns(self._block, place).weights[:] = order.weights
+        return order._replace(weights=None, place=place)
 
     def steps_in(self, ticket: Ticket) -> NDArray[np.int64]:
         """Returns how many steps the environments of each worker have taken in a pending chunk, ``int64 [W]`` each."""
@@ -156,13 +155,13 @@ class Machine(Fleet):
         has_taken_all = numbers > order.place.number
         return np.where(numbers == order.place.number, steps, has_taken_all * order.request.num_steps)
 
-    def cut(self, ticket: Ticket, which: Any = slice(None)) -> None:
-        """Ends a pending chunk after the step that a worker is taking, in those that a mask ``bool [W]`` names."""
-        self._shared("cut_chunk")[np.array(list(ticket.shares))[which]] = ticket.command.rest.place.number
+    def cut(self, ticket: Ticket) -> None:
+        """Ends a pending chunk after the step that each worker is taking."""
+        self._shared("cut_chunk")[list(ticket.shares)] = ticket.command.rest.place.number
 
     def _shared(self, name: str) -> NDArray[np.int64]:
         assert self._block is not None
-        return self._block.block.arrays[name]
+        return self._block.by_worker[name]
 
     def _replacement(self, k: int, lost: ChildLost) -> LocalWorker:
         assert self._block is not None

@@ -1,42 +1,42 @@
-"""The block of memory that a machine's fleet and its workers share: answers, actions, and a ring of commands for each.
+"""The block of memory that a machine's fleet and its workers share: answers, actions, and chunks of steps.
 
-A ring has two semaphores: one counts posted commands, the other counts answers. A step needs nothing else, because its
-actions and results have rows in the block. What has no fixed size goes through the worker's pipe.
+It is one anonymous file. Its beginning has a row for each environment, which holds the last answer and the actions of
+the next step. Chunks follow in slots: the workers write their columns of the same arrays ``[T, N, ...]``. A slot begins
+with the weights that the policy acts with. An array that a slot has no room for, or that holds objects, travels with
+the worker's answer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+import mmap
+import os
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from gymnasium import Space
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from rayvec.data import Chunk, tree_map
+from rayvec.data.chunk import AXES
 from rayvec.data.layouts import ArrayLayout, Field
 from rayvec.data.trees import Tree
-from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import ENV_ARRAYS
-from rayvec.node.chunk_slots import ChunkSlot
-from rayvec.node.messages import receive
-from rayvec.node.shared_memory import Semaphore, SharedBlock
+from rayvec.node.shared_memory import aligned, anonymous_file
+from rayvec.rollout.policy_host import ChunkPlace
 
-__all__ = ["CHUNK_STEP_BITS", "ActionRows", "BlockSpec", "MachineBlock", "Ring", "action_leaves"]
+__all__ = ["CHUNK_STEP_BITS", "BlockSpec", "ChunkColumns", "MachineBlock", "action_leaves"]
 
 CHUNK_STEP_BITS = 32
 """``chunk_step`` holds the number of a worker's chunk and, in this many low bits, the steps that it has taken."""
-
+_SLOT_BITS = 40
+"""Slot k begins at byte ``(k + 1) << _SLOT_BITS``: the file takes memory only for pages that were written."""
+_EXTRA_BYTES = 4096
+"""Room in a chunk for what a policy records of a step of an environment."""
 _ITEM_BYTES = 8
-_OP, _MODE, _COUNT, _HAS_REST, _CODES = range(5)
-"""Places in a slot of the ring. The codes of the actions' data types follow, then the rows."""
-_ALL = -1
-"""In place of a number of rows: all of them, in their order."""
-_EXTRA_BYTES = 64
-_MIN_SLOTS = 4
-"""Two groups or two chunks, a call, and the end may be pending, or each environment by itself."""
+_WEIGHT_BYTES = 4
+_STEPS = [name for name, axes in AXES.items() if axes == "T, N"]
 
 
 class ActionRows:
@@ -51,17 +51,15 @@ class ActionRows:
     """
 
     def __init__(self, raw: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
-        self._raw = raw
-        self._shape = shape
-        self._items = math.prod(shape)
+        self._raw, self._shape = raw, shape
         self._views: dict[str, NDArray[Any]] = {}
 
     def view(self, char: str) -> NDArray[Any]:
         """Returns the rows as an array ``[N, *shape]`` of the data type with NumPy character code `char`."""
         view = self._views.get(char)
         if view is None:
-            dtype = np.dtype(char)
-            view = self._raw[:, : self._items * dtype.itemsize].view(dtype).reshape(len(self._raw), *self._shape)
+            num_bytes = math.prod(self._shape) * np.dtype(char).itemsize
+            view = self._raw[:, :num_bytes].view(char).reshape(len(self._raw), *self._shape)
             self._views[char] = view
         return view
 
@@ -103,133 +101,112 @@ class MachineBlock:
 
     Attributes:
         arrays: ``obs`` and those of `ENV_ARRAYS`. Leaves of the observations that are objects belong to this process.
-        slots: Memory for chunks, by the numbers of the slots.
-        row_bytes: What one step of one environment takes in a chunk, with room for what a policy records.
+        by_worker: ``progress``, ``chunk_step`` and ``cut_chunk``, with one number for each worker.
+        actions: The rows of each leaf of the actions.
+        row_bytes: What one step of one environment takes in a chunk.
     """
 
     def __init__(self, spec: BlockSpec, fd: int | None = None) -> None:
-        self.spec, self._is_new = spec, fd is None
+        self.spec = spec
         self.layout = ArrayLayout.with_objects(spec.observation)
         self.action_layout = ArrayLayout.of_actions(spec.action)
         num_envs, num_workers = spec.bounds[-1], len(spec.bounds) - 1
-        max_rows = int(np.diff(spec.bounds).max())
-        self.num_slots = max_rows + _MIN_SLOTS
-        leaves = self.action_layout.leaves
-        of_obs = [field for place, field in enumerate(self.layout.leaves) if place not in self.layout.objects]
-        items = sum(math.prod(shape) for _, shape in leaves)
-        self.row_bytes = _EXTRA_BYTES + items * _ITEM_BYTES
-        self.row_bytes += sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in of_obs)
+        of_obs = self.layout.fields("obs", (num_envs,))
+        act_bytes = [max(1, math.prod(shape)) * _ITEM_BYTES for _, shape in self.action_layout.leaves]
         fields: dict[str, Field] = {
-            "go": (np.uint8, (num_workers, Semaphore.SIZE)),
-            "done": (np.uint8, (num_workers, Semaphore.SIZE)),
-            "ring": (np.int64, (num_workers, self.num_slots, _CODES + len(leaves) + max_rows)),
-            "has_rest": (np.bool_, (num_workers, self.num_slots)),
-            "progress": (np.int64, (num_workers,)),
-            "chunk_step": (np.int64, (num_workers,)),
-            "cut_chunk": (np.int64, (num_workers,)),
             **{name: (dtype, (num_envs,)) for name, dtype in ENV_ARRAYS.items()},
-            **self.layout.fields("obs", (num_envs,)),
+            **of_obs,
+            **{name: (np.int64, (num_workers,)) for name in ("progress", "chunk_step", "cut_chunk")},
+            **{f"act.{i}": (np.uint8, (num_envs, num_bytes)) for i, num_bytes in enumerate(act_bytes)},
         }
-        for i, (_, shape) in enumerate(leaves):
-            fields[f"act.{i}"] = (np.uint8, (num_envs, max(1, math.prod(shape)) * _ITEM_BYTES))
-        self.block = SharedBlock(fields, fd)
-        found = self.block.arrays
+        sizes = {name: aligned(math.prod(shape) * np.dtype(dtype).itemsize) for name, (dtype, shape) in fields.items()}
+        total = sum(sizes.values())
+        self.row_bytes = _EXTRA_BYTES + sum(act_bytes) + sum(sizes[name] for name in of_obs) // num_envs
+        self.fd = anonymous_file("rayvec", total) if fd is None else fd
+        memory, start = mmap.mmap(self.fd, total), 0
+        found: dict[str, NDArray[Any]] = {}
+        for name, (dtype, shape) in fields.items():
+            found[name] = np.ndarray(shape, dtype, memory, start)
+            start += sizes[name]
         objects = {f"obs.{i}": np.full(num_envs, None) for i in self.layout.objects}
         self.arrays: dict[str, Any] = {name: found[name] for name in ENV_ARRAYS}
         self.arrays["obs"] = self.layout.select({**found, **objects}, "obs")
-        self.slots: dict[int, ChunkSlot] = {}
+        self.by_worker = {name: found[name] for name in ("progress", "chunk_step", "cut_chunk")}
+        shapes = [shape for _, shape in self.action_layout.leaves]
+        self.actions = [ActionRows(found[f"act.{i}"], shape) for i, shape in enumerate(shapes)]
+        self._slots: dict[int, NDArray[np.uint8]] = {}
 
-    def ring(self, index: int) -> Ring:
-        """Returns one end of a worker's ring."""
-        return Ring(self, index, initialise=self._is_new)
+    def slot(self, place: ChunkPlace) -> NDArray[np.uint8]:
+        """Returns the bytes of the slot of a chunk. Arrays in an earlier mapping stay valid."""
+        found = self._slots.get(place.slot)
+        if found is None or len(found) < place.num_bytes:
+            start = (place.slot + 1) << _SLOT_BITS
+            if os.fstat(self.fd).st_size < start + place.num_bytes:
+                os.ftruncate(self.fd, start + place.num_bytes)
+            found = np.frombuffer(mmap.mmap(self.fd, place.num_bytes, offset=start), np.uint8)
+            self._slots[place.slot] = found
+        return found
 
     def close(self) -> None:
         """Closes the file descriptor. The memory is freed once no array refers to it."""
-        for slot in self.slots.values():
-            slot.close()
-        self.block.close()
-        self.arrays, self.slots = {}, {}
+        os.close(self.fd)
+        self.arrays, self.by_worker, self.actions, self._slots = {}, {}, [], {}
 
 
-class Ring:
-    """One end of the ring of commands of a worker. Each end counts commands by itself.
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """An array of a chunk, as it lies in a slot."""
+
+    offset: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class ChunkColumns:
+    """A worker's columns of a chunk, in a slot.
 
     Args:
         block: The block.
-        index: Index of the worker.
-        initialise: Whether this end initialises the semaphores.
+        place: What the machine's fleet says of the chunk.
+        rows: The machine's rows of the worker's environments.
 
     Attributes:
-        slot: The place in the ring where this end writes or reads a command next.
+        weights: The weights that the policy acts with, ``float32 [P]``.
     """
 
-    def __init__(self, block: MachineBlock, index: int, *, initialise: bool) -> None:
-        arrays, bounds = block.block.arrays, block.spec.bounds
-        self.rows = slice(bounds[index], bounds[index + 1])
-        self._layout, self._num_slots = block.action_layout, block.num_slots
-        self._ring, self.has_rest = arrays["ring"][index], arrays["has_rest"][index]
-        self.progress = arrays["progress"][index : index + 1]
-        self._all_rows = np.arange(self.rows.stop - self.rows.start)
-        self._rows_at = _CODES + len(self._layout.leaves)
-        shapes = [shape for _, shape in self._layout.leaves]
-        self._actions = [ActionRows(arrays[f"act.{i}"][self.rows], shape) for i, shape in enumerate(shapes)]
-        addresses = [block.block.address(name, index) for name in ("go", "done")]
-        self.go, self.done = (Semaphore(address, initialise=initialise) for address in addresses)
-        self.slot = 0
-        self._known_rows, self._is_all = self._all_rows, True
-        self._known_actions: tuple[Any, Any] = (None, None)
-        self._heads: dict[tuple[int, ...], NDArray[np.int64]] = {}
+    def __init__(self, block: MachineBlock, place: ChunkPlace, rows: slice = slice(0, 0)) -> None:
+        self._slot, self._num_envs = block.slot(place), place.num_envs
+        self._columns = slice(rows.start - place.first_row, rows.stop - place.first_row)
+        self.weights = self._slot[: place.num_weights * _WEIGHT_BYTES].view(np.float32)
+        self._next = aligned(self.weights.nbytes)
 
-    def advance(self) -> None:
-        """Goes on to the slot of the next command."""
-        self.slot = (self.slot + 1) % self._num_slots
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Allocates the worker's columns ``[T, n, ...]`` of an array ``[T, N, ...]``."""
+        dtype, whole = np.dtype(dtype), (shape[0], self._num_envs, *shape[2:])
+        start, num_bytes = self._next, dtype.itemsize * math.prod(whole)
+        self._next += aligned(num_bytes)
+        if dtype.hasobject or self._next > len(self._slot):
+            return np.empty(shape, dtype)
+        return self._slot[start : start + num_bytes].view(dtype).reshape(whole)[:, self._columns]
 
-    def write(self, command: Command) -> Any:
-        """Writes a command into the present slot. Returns what goes through the pipe; None, if nothing does."""
-        leaves: Sequence[NDArray[Any]] = ()
-        rest, count = command.rest, len(command.rows)
-        if command.op == Op.STEP:
-            fitting = self._fitting(command.actions, count)
-            rest, leaves = (command.actions, ()) if fitting is None else (None, fitting)
-        if command.rows is not self._known_rows:  # a fleet passes the same array again
-            self._known_rows = command.rows
-            self._is_all = np.array_equal(command.rows, self._all_rows)
-        for actions, leaf in zip(self._actions, leaves, strict=False):
-            actions.view(leaf.dtype.char)[slice(None) if self._is_all else command.rows] = leaf
-        codes = [ord(leaf.dtype.char) for leaf in leaves]
-        head = command.op, command.mode, _ALL if self._is_all else count, rest is not None, *codes
-        row = self._ring[self.slot]
-        row[: len(head)] = self._head(head)
-        if not self._is_all:
-            row[self._rows_at : self._rows_at + count] = command.rows
-        return rest
+    def pack(self, chunk: Chunk) -> Chunk:
+        """Returns a chunk with the places of its arrays in the slot instead of these."""
+        base = self._slot.ctypes.data
 
-    def _head(self, head: tuple[int, ...]) -> NDArray[np.int64]:
-        known = self._heads.get(head)
-        if known is None:
-            known = self._heads[head] = np.array(head, np.int64)
-        return known
+        def place(array: NDArray[Any]) -> Any:
+            offset = array.ctypes.data - base
+            is_here = 0 <= offset < len(self._slot)
+            return _Placed(offset, array.dtype, array.shape, array.strides) if is_here else array
 
-    def _fitting(self, actions: Tree, count: int) -> list[NDArray[Any]] | None:
-        """Returns the leaves of actions that their rows can hold; None if they can't."""
-        if type(actions) is np.ndarray and (actions.dtype, actions.shape) == self._known_actions:
-            return [actions]
-        leaves = action_leaves(actions, self._layout, count)
-        if leaves is not None and type(actions) is np.ndarray:
-            self._known_actions = actions.dtype, actions.shape
-        return leaves
+        return replace(chunk, **{name: tree_map(place, getattr(chunk, name)) for name in _STEPS})
 
-    def read(self, pipe: Connection) -> Command:
-        """Reads the command of the present slot. Actions are copied: environments may keep a reference to them."""
-        row = self._ring[self.slot]
-        op, mode, count, has_rest, *codes = row[: self._rows_at].tolist()
-        rows = self._all_rows if count == _ALL else row[self._rows_at : self._rows_at + count].copy()
-        rest = receive(pipe).load() if has_rest else None
-        actions: Tree = None
-        if op == Op.STEP and has_rest:
-            actions, rest = rest, None
-        elif op == Op.STEP:
-            pairs = zip(self._actions, codes, strict=True)
-            select = slice(None) if count == _ALL else rows
-            actions = self._layout.tree([each.view(chr(code))[select].copy() for each, code in pairs])
-        return Command(Op(op), rows, actions, Autoreset(mode), rest)
+    def unpack(self, chunk: Chunk) -> Chunk:
+        """Returns the chunk that a worker has packed. Its arrays are views of the slot."""
+
+        def read(each: Any) -> Any:
+            if not isinstance(each, _Placed):
+                return each
+            return np.ndarray(each.shape, each.dtype, self._slot, each.offset, each.strides)
+
+        return replace(chunk, **{name: tree_map(read, getattr(chunk, name)) for name in _STEPS})

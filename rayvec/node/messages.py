@@ -1,4 +1,8 @@
-"""Messages between a machine's fleet and its workers: what has no fixed size, through a pipe or a file of their own."""
+"""Messages between a machine's fleet and its workers: pickles, through a socket that keeps them apart.
+
+A large message goes through a file of its own. So no socket is ever full while both ends write, since a worker has at
+most `MAX_POSTED` commands that it has not answered.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,30 @@ import itertools
 import mmap
 import os
 import pickle
+import socket
 from collections.abc import Callable
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 
-from rayvec.errors import message
-from rayvec.node.open_files import within_file_limit
 from rayvec.node.shared_memory import aligned, anonymous_file
 
-__all__ = ["Message", "dumps", "pack", "packed", "packed_message", "receive", "send", "send_fd"]
+__all__ = [
+    "MAX_POSTED",
+    "Message",
+    "dumps",
+    "pack",
+    "packed",
+    "packed_message",
+    "receive",
+    "receive_files",
+    "send",
+    "send_files",
+]
 
-_IN_PIPE_BYTES = 1 << 14
-"""Larger messages go through a file of their own, so that no pipe is ever full while both ends write."""
+MAX_POSTED = 8
+_PACKET_BYTES = 1 << 13
 
 
 def dumps(
@@ -60,12 +72,8 @@ def packed(value: Any) -> bytes:
         return dumps(value)
     except Exception as error:
         raise TypeError(
-            message(
-                "Workers get actions, options and arguments by pickling.",
-                expected="objects that can be pickled",
-                got=f"{type(error).__name__}: {error}",
-                remedy="Pass other values, or step in this process: num_nodes=0, workers_per_node=0.",
-            )
+            f"Workers get actions, options and arguments by pickling, which failed: {type(error).__name__}: {error}. "
+            "Pass other values, or step in this process: num_nodes=0, workers_per_node=0."
         ) from error
 
 
@@ -91,9 +99,9 @@ def pack(value: Any) -> Message:
 
     def is_small(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes > _IN_PIPE_BYTES:
+        if raw.nbytes > _PACKET_BYTES:
             large.append(raw)
-        return raw.nbytes <= _IN_PIPE_BYTES
+        return raw.nbytes <= _PACKET_BYTES
 
     return Message(dumps(value, is_small, large.clear), large)
 
@@ -110,51 +118,57 @@ def packed_message(value: Any) -> Message:
         return Message(packed(value), [])  # which raises an error that explains it
 
 
-def send(pipe: Connection, message: Message) -> None:
+def send(channel: socket.socket, message: Message) -> None:
     """Sends a message."""
-    head, arrays = message
-    if not arrays and len(head) <= _IN_PIPE_BYTES:
-        pipe.send_bytes(b"\0" + head)
+    if not message.arrays and len(message.head) <= _PACKET_BYTES:
+        channel.send(message.head)
         return
-    parts = [head, *arrays]
-    sizes = [memoryview(part).nbytes for part in parts]
-    *starts, total = itertools.accumulate(map(aligned, sizes), initial=0)
-    with within_file_limit():
-        fd = anonymous_file("rayvec-message", total)
+    parts = [np.frombuffer(part, np.uint8) for part in (message.head, *message.arrays)]
+    index = np.array([len(parts), *(part.nbytes for part in parts)], np.int64)
+    parts.insert(0, index.view(np.uint8))
+    *starts, total = itertools.accumulate((aligned(part.nbytes) for part in parts), initial=0)
+    fd = anonymous_file("rayvec-message", total)
     try:
         content = np.frombuffer(mmap.mmap(fd, total), np.uint8)
-        for start, size, part in zip(starts, sizes, parts, strict=True):
-            content[start : start + size] = np.frombuffer(part, np.uint8)
-        pipe.send_bytes(b"\1" + pickle.dumps((starts, sizes)))
-        send_fd(pipe, fd)
+        for start, part in zip(starts, parts, strict=True):
+            content[start : start + part.nbytes] = part
+        send_files(channel, fd)
     finally:
         os.close(fd)
 
 
-def send_fd(pipe: Connection, fd: int) -> None:
-    """Sends a file descriptor, after a message.
-
-    Raises:
-        WorkerLostError: This process may open no more files.
-    """
-    with within_file_limit():
-        reduction.send_handle(pipe, fd, 0)
-
-
-def receive(pipe: Connection) -> Message:
+def receive(channel: socket.socket) -> Message:
     """Receives a message.
 
     Raises:
         EOFError, OSError: The other end is closed.
     """
-    data = pipe.recv_bytes()
-    if data[0] == 0:
-        return Message(data[1:], [])
-    starts, sizes = pickle.loads(data[1:])
-    fd = reduction.recv_handle(pipe)
+    data, files, *_ = socket.recv_fds(channel, _PACKET_BYTES, 1)
+    if not data:
+        raise EOFError
+    if not files:
+        return Message(data, [])
     try:
-        content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+        content = memoryview(mmap.mmap(files[0], 0, access=mmap.ACCESS_COPY))
     finally:
-        os.close(fd)
-    head, *arrays = (content[start : start + size] for start, size in zip(starts, sizes, strict=True))
+        os.close(files[0])
+    count = int.from_bytes(content[:8], "little")
+    sizes = np.frombuffer(content, np.int64, count, 8).tolist()
+    starts = itertools.accumulate(map(aligned, (8 + 8 * count, *sizes)))
+    head, *arrays = (content[start : start + size] for start, size in zip(starts, sizes, strict=False))
     return Message(head, arrays)
+
+
+def send_files(channel: socket.socket, *files: int) -> None:
+    """Sends file descriptors."""
+    socket.send_fds(channel, [b"files"], files)
+
+
+def receive_files(channel: socket.socket, count: int) -> list[int]:
+    """Receives file descriptors, which programs that this process starts do not inherit."""
+    data, files, *_ = socket.recv_fds(channel, _PACKET_BYTES, count)
+    if not data:
+        raise EOFError
+    for fd in files:
+        os.set_inheritable(fd, False)
+    return files

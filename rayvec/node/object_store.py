@@ -22,10 +22,8 @@ def check_object_store() -> None:
 
     if not ray.is_initialized():
         raise ConfigError(
-            "by_reference=True leaves a chunk in Ray's object store.",
-            expected="an initialised Ray, such as that of a LearnerGroup",
-            got="environments on this machine without Ray, and no Ray",
-            remedy="Leave by_reference out, or make the LearnerGroup first.",
+            "by_reference=True needs Ray's object store, and Ray is not initialised. Leave it out, or make the "
+            "LearnerGroup first."
         )
 
 
@@ -42,10 +40,8 @@ def room_for(what: str) -> Iterator[None]:
         yield
     except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
         raise ConfigError(
-            "Ray's object store holds chunks, weights and results until they are used.",
-            expected="room in the store of each node, or on the disk of Ray's temporary directory, up to 95 % of it",
-            got=f"no room for {what}",
-            remedy="Free that disk, start Ray with a larger --object-store-memory, or lower num_steps or num_envs.",
+            f"Ray's object store, and the disk of its temporary directory, have no room for {what}. Free that disk, "
+            "start Ray with a larger --object-store-memory, or lower num_steps or num_envs."
         ) from error
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import resource
-from collections.abc import Iterator
 
-from rayvec.errors import LIMITS_REMEDY, ConfigError, WorkerLostError
+from rayvec.errors import ConfigError
 
-__all__ = ["FILES_OF_A_WORKER", "SPARE_FILES", "allow_open_files", "within_file_limit"]
+__all__ = ["FILES_OF_A_WORKER", "SPARE_FILES", "allow_open_files"]
 
-FILES_OF_A_WORKER = 9
-"""The pipe, two of the process, the file for its stack, four of its chunks, and a message."""
+FILES_OF_A_WORKER = 5
+"""The socket, two of the process, the file for its stack, and a message."""
 SPARE_FILES = 64
 
 
@@ -32,14 +29,3 @@ def allow_open_files(num_workers: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-@contextlib.contextmanager
-def within_file_limit() -> Iterator[None]:
-    """Raises ``WorkerLostError`` where the system refuses this process another file descriptor."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        raise WorkerLostError(f"Chunks lie in files that could not be opened: {error}. {LIMITS_REMEDY}") from error

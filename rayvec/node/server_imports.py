@@ -6,20 +6,31 @@ import atexit
 import gc
 import json
 import os
+import select
+import shutil
 import signal
 import sys
 
-import rayvec.node.serve  # noqa: F401  # what every worker needs
+import rayvec.node.worker_main  # noqa: F401  # what every worker needs
 from rayvec.envs.owner_signals import leave_to_owner
-from rayvec.node.preloaded import import_modules
-from rayvec.node.processes import PRELOAD, answer_refused_forks, kill_with_parent, remove_folder_of
+from rayvec.node.processes import PRELOAD, import_modules, kill_with_parent
 
-_path, _modules, _owner, _folder = json.loads(os.environ.pop(PRELOAD, '[[], [], 0, ""]'))
-atexit.register(remove_folder_of, _owner, _folder)  # workers do not run this: they end by os._exit
+_OWNER_END_S = 1.0
+"""How long after its files an owner that ends may still be a process."""
+_path, _modules, _folder = json.loads(os.environ.pop(PRELOAD, '[[], [], ""]'))
+_owner = os.pidfd_open(os.getppid())
+
+
+@atexit.register
+def _remove_folder() -> None:
+    """Removes the folder of the sockets, if the owner has ended. Workers do not run this: they end by os._exit."""
+    if select.select([_owner], [], [], _OWNER_END_S)[0]:
+        shutil.rmtree(_folder, ignore_errors=True)
+
+
 sys.path[:] = dict.fromkeys([*_path, *sys.path])
 leave_to_owner(signal.SIGTERM)
 kill_with_parent(True)  # also if an import never returns
 import_modules(_modules)
 kill_with_parent(False)  # the server ends with its owner, and not with the thread that started it
-answer_refused_forks()
 gc.freeze()  # workers share the pages of what is imported, which garbage collection would write

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from rayvec.data import Chunk, StepBatch, Tree, as_slice, tree_map
+from rayvec.data import Chunk, StepBatch, Tree, tree_map
 from rayvec.data.columns import Columns, mask_of
 from rayvec.data.infos import ChunkInfos
 from rayvec.data.join_chunks import check_extras
@@ -26,10 +26,9 @@ Empty = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 
 def restarted_in(columns: Any, num_envs: int) -> NDArray[np.bool_]:
     """Returns which environments infos mark as restarted, ``bool [num_envs]``."""
-    mark = columns.get(RESTARTED) if isinstance(columns, Mapping) else None
-    if mark is None:
+    if not isinstance(columns, Mapping) or RESTARTED not in columns:
         return np.zeros(num_envs, bool)
-    restarted: NDArray[np.bool_] = np.asarray(mark, bool) & mask_of(RESTARTED, dict(columns), num_envs)
+    restarted: NDArray[np.bool_] = np.asarray(columns[RESTARTED], bool) & mask_of(RESTARTED, dict(columns), num_envs)
     return restarted
 
 
@@ -39,7 +38,7 @@ class ColumnRecorder:
     Args:
         num_steps: T.
         env_ids: Global index of the environment in each column, ``int64 [N]``.
-        groups: The columns of each group.
+        columns: Index of each group's columns.
         batches: What the environments of each group have shown before the first step.
         action_layout: How actions lie in arrays; None where they are objects.
         empty: Allocates the arrays ``[T, N, ...]``.
@@ -47,7 +46,6 @@ class ColumnRecorder:
             `valid`, and its info is that of a reset.
 
     Attributes:
-        columns: Index of each group's columns.
         num_steps: T; it may be lowered to end the rollout early.
     """
 
@@ -55,15 +53,15 @@ class ColumnRecorder:
         self,
         num_steps: int,
         env_ids: NDArray[np.int64],
-        groups: Sequence[NDArray[np.int64]],
+        columns: Sequence[Any],
         batches: Sequence[StepBatch],
         action_layout: ArrayLayout | None,
         empty: Empty,
         *,
         next_step: bool,
     ) -> None:
-        self.columns, self.num_steps = [as_slice(ids) for ids in groups], num_steps
-        self._sizes, self._action_layout, self._empty = [len(ids) for ids in groups], action_layout, empty
+        self.num_steps, self._columns, self._next_step = num_steps, columns, next_step
+        self._action_layout, self._empty = action_layout, empty
         lead = num_steps, len(env_ids)
         obs = batches[0].obs
         self._chunk = Chunk(
@@ -81,27 +79,26 @@ class ColumnRecorder:
         self._chunk.valid[:] = True
         self._act: Tree = None
         self._extras: dict[str, NDArray[Any]] = {}
-        self._forms: dict[int, list[Any] | None] = {}
+        self._forms: dict[int, list[Any]] = {}
         self._states: list[NDArray[np.float32]] = []
-        self._finals: list[tuple[int, NDArray[np.int64], Tree]] = []
+        self._finals: list[tuple[NDArray[np.int64], NDArray[np.int64], Tree]] = []
         self._infos: list[tuple[int, NDArray[np.bool_], Columns]] = []
         self._reset_infos: list[tuple[int, NDArray[np.bool_], Columns]] = []
         self._restarts: list[tuple[int, int]] = []
         self._cuts: list[tuple[int, int]] = []
-        self._next_step = next_step
         self._ended = np.zeros((num_steps + 1, len(env_ids)), bool)  # before step t; only where the next step resets
-        self._asked = np.zeros((len(groups), len(env_ids)), bool)
+        self._asked = np.zeros((len(columns), len(env_ids)), bool)
         for group, batch in enumerate(batches):
-            self._asked[group, self.columns[group]] = True
-            self._ended[0, self.columns[group]] = next_step & (batch.terminated | batch.truncated)
+            self._asked[group, columns[group]] = True
+            self._ended[0, columns[group]] = next_step & (batch.terminated | batch.truncated)
             self._add_infos(-1, group, batch)
 
     def add_obs(self, t: int, group: int, obs: Tree) -> None:
         """Records what the policy sees before step t; after the last step, what it would see next."""
         if t < self.num_steps:
-            assign(self._chunk.obs, (t, self.columns[group]), obs)
+            assign(self._chunk.obs, (t, self._columns[group]), obs)
         else:
-            assign(self._chunk.last_obs, self.columns[group], obs)
+            assign(self._chunk.last_obs, self._columns[group], obs)
 
     def to_act_on(self, t: int, group: int, obs: Tree) -> Tree:
         """Returns what the policy is given of the observations before step t.
@@ -112,7 +109,7 @@ class ColumnRecorder:
         if not self._next_step or not isinstance(obs, dict) or MASK_KEY not in obs:
             return obs
         mask = np.array(obs[MASK_KEY])
-        mask[self._ended[t, self.columns[group]]] = 1
+        mask[self._ended[t, self._columns[group]]] = 1
         return {**obs, MASK_KEY: mask}
 
     def begun_in(self, t: int, batch: StepBatch) -> NDArray[np.int64]:
@@ -121,41 +118,41 @@ class ColumnRecorder:
             return np.flatnonzero(self._ended[t])
         return batch.env_ids[batch.terminated | batch.truncated]
 
-    def add_actions(self, t: int, group: int, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
+    def add_actions(self, t: int, group: int, actions: Tree, extras: dict[str, Any]) -> None:
         """Records what the policy returned at step t.
 
         Raises:
             ConfigError: It has not one action of the right shape, and one row of each extra, for each environment, or
                 the extras are others than at the first step.
         """
+        at = t, self._columns[group]
         extras = {name: np.asarray(extra) for name, extra in extras.items()}
-        forms = [actions.shape, actions.dtype, *map(form, extras.items())] if type(actions) is np.ndarray else None
-        if forms is None or forms != self._forms.get(group):
-            check_rows(actions, extras, self._sizes[group], self._action_layout)
+        is_array = type(actions) is np.ndarray
+        forms = [(name, leaf.shape, leaf.dtype) for name, leaf in ({"": actions} | extras).items()] if is_array else []
+        if not is_array or forms != self._forms.get(group):
+            check_rows(actions, extras, int(self._asked[group].sum()), self._action_layout)
             self._make_room(actions, extras)
             self._forms[group] = forms
-        assign(self._act, (t, self.columns[group]), actions)
+        assign(self._act, at, actions)
         for name, extra in extras.items():
-            self._extras[name][t, self.columns[group]] = extra
+            self._extras[name][at] = extra
 
-    def _make_room(self, actions: Tree, extras: dict[str, NDArray[Any]]) -> None:
+    def _make_room(self, actions: Tree, extras: dict[str, Any]) -> None:
         """Allocates arrays for what the policy returns, in a data type that holds what it has returned so far too."""
-        lead = self._chunk.rew.shape
         if self._act is None:
-            self._act = empty_like(actions, lead, self._empty)
-            self._extras = empty_like(extras, lead, self._empty)
-            return
+            self._act = empty_like(actions, self._chunk.rew.shape, self._empty)
+            self._extras = empty_like(extras, self._chunk.rew.shape, self._empty)
         found = {name: extra.shape[1:] for name, extra in extras.items()}
         check_extras({name: array.shape[2:] for name, array in self._extras.items()}, found, "at the first step")
         self._act = tree_map(self._widened, self._act, actions)
         self._extras = {name: self._widened(array, extras[name]) for name, array in self._extras.items()}
 
     def _widened(self, array: NDArray[Any], rows: Any) -> NDArray[Any]:
-        """Returns `array` in a data type that holds `rows` too."""
-        dtype = np.promote_types(array.dtype, np.asarray(rows).dtype)
-        if dtype == array.dtype:
+        """Returns `array`, in a data type that holds `rows` too."""
+        rows = np.asarray(rows)
+        if rows.dtype == array.dtype:
             return array
-        wide = self._empty(array.shape, dtype)
+        wide = self._empty(array.shape, np.promote_types(array.dtype, rows.dtype))
         with np.errstate(invalid="ignore"):  # rows of later steps hold anything
             wide[:] = array
         return wide
@@ -166,16 +163,14 @@ class ColumnRecorder:
 
     def add_results(self, t: int, group: int, batch: StepBatch) -> None:
         """Records rewards, ends of episodes and infos of step t."""
-        columns, chunk = self.columns[group], self._chunk
+        columns, chunk = self._columns[group], self._chunk
         chunk.rew[t, columns] = batch.rew
         chunk.terminated[t, columns] = batch.terminated
         chunk.truncated[t, columns] = batch.truncated
         if batch.info:
             self._add_infos(t, group, batch)
         if self._next_step:
-            done = self._ended[t + 1, columns] = batch.terminated | batch.truncated
-            last = np.flatnonzero(done & chunk.valid[t, columns] & ~self._ended[t, columns])
-            self._finals.append((t, batch.env_ids[last], tree_map(lambda leaf: leaf[last], batch.obs)))
+            self._ended[t + 1, columns] = batch.terminated | batch.truncated
 
     def _add_infos(self, t: int, group: int, batch: StepBatch) -> None:
         columns, asked = dict(batch.info), self._asked[group]
@@ -190,12 +185,12 @@ class ColumnRecorder:
             self._take_back(t, columns, asked)
         else:
             done = self._chunk.terminated[t] | self._chunk.truncated[t] if ended is None else np.asarray(ended, bool)
-            of_reset = last = asked & done
+            of_reset = asked & done
             final_info = final_info if isinstance(final_info, dict) else {}
-            if RESTARTED in final_info:
-                last = of_reset & ~self._take_back(t, final_info, of_reset)
+            last = of_reset & ~self._take_back(t, final_info, of_reset)
             rows = np.flatnonzero(last)
-            self._finals.append((t, rows, tree_map(lambda leaf: np.asarray(leaf)[rows], final_obs)))
+            shown = tree_map(lambda leaf: np.asarray(leaf)[rows], final_obs)
+            self._finals.append((np.full(len(rows), t), rows, shown))
             self._infos.append((t, last, final_info))
         for infos, among in ((self._infos, asked & ~of_reset), (self._reset_infos, of_reset)):
             if columns and among.any():
@@ -212,8 +207,6 @@ class ColumnRecorder:
         Returns:
             Whose step failed, ``bool [N]``.
         """
-        if not isinstance(columns, Mapping) or RESTARTED not in columns:
-            return np.zeros_like(among)
         chunk = self._chunk
         failed: NDArray[np.bool_] = among & restarted_in(columns, len(among)) & chunk.truncated[t]
         rows = np.flatnonzero(failed)
@@ -224,18 +217,21 @@ class ColumnRecorder:
             cut = rows[~ended[rows]]
             chunk.truncated[t - 1, cut] = True
             self._cuts += [(t - 1, n) for n in cut.tolist()]
-            self._finals.append((t - 1, cut, tree_map(lambda leaf: leaf[t][cut], chunk.obs)))
+            if not self._next_step:
+                shown = tree_map(lambda leaf: leaf[t][cut], chunk.obs)
+                self._finals.append((np.full(len(cut), t - 1), cut, shown))
         return failed
 
     def chunk(self, first_step: int, weights_version: int) -> Chunk:
         """Returns the chunk."""
-        final_index, final_obs = self._final_arrays()
         chunk, num_steps = self._chunk, self.num_steps
         if self._next_step:
             is_step = ~self._ended[:-1]  # not a reset: that is no transition, without reward and end of an episode
             for flags in (chunk.valid, chunk.terminated, chunk.truncated):
                 flags &= is_step
             chunk.rew[~is_step] = 0.0
+            self._add_shown_finals()
+        final_index, final_obs = self._final_arrays()
         steps = {"act": self._act, "extras": self._extras}
         steps |= {name: getattr(chunk, name) for name in ("obs", "rew", "terminated", "truncated", "valid")}
         return replace(
@@ -252,11 +248,19 @@ class ColumnRecorder:
             first_step=first_step,
         )
 
+    def _add_shown_finals(self) -> None:
+        """Adds the last observations of episodes: the policy has seen them before the step that resets."""
+        chunk, num_steps = self._chunk, self.num_steps
+        t, n = np.nonzero((chunk.terminated | chunk.truncated)[:num_steps])
+        inner, last = np.flatnonzero(t < num_steps - 1), np.flatnonzero(t == num_steps - 1)
+        after = tree_map(lambda leaf: leaf[t[inner] + 1, n[inner]], chunk.obs)
+        self._finals.append((t[inner], n[inner], after))
+        self._finals.append((t[last], n[last], tree_map(lambda leaf: leaf[n[last]], chunk.last_obs)))
+
     def _final_arrays(self) -> tuple[NDArray[np.int64], Tree]:
         """Returns the places ``(t, n)`` of ends of episodes, in order, and the observations there."""
-        counts = [len(rows) for _, rows, _ in self._finals]
-        steps = np.repeat(np.array([t for t, *_ in self._finals], np.int64), counts)
-        places = np.stack([steps, np.concatenate([np.zeros(0, np.int64), *(rows for _, rows, _ in self._finals)])], 1)
+        found = [np.stack([t, rows], 1) for t, rows, _ in self._finals]
+        places = np.concatenate([places_of(()), *found])
         final_obs = empty_like(self._chunk.last_obs, (len(places),))
         write, start = tree_writer(final_obs), 0
         for _, rows, obs in self._finals:
@@ -275,26 +279,20 @@ def places_of(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
     return np.array(places, np.int64).reshape(-1, 2)
 
 
-def form(extra: tuple[str, NDArray[Any]]) -> tuple[str, tuple[int, ...], np.dtype[Any]]:
-    """Returns what of an extra is the same at every step."""
-    return extra[0], extra[1].shape, extra[1].dtype
-
-
-def check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, action_layout: ArrayLayout | None) -> None:
+def check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, layout: ArrayLayout | None) -> None:
     """Raises ``ConfigError`` unless a policy returned one action of the right shape for each environment."""
-    if action_layout is None:
-        fits = not isinstance(actions, dict) and len(actions) == count
-        got = f"{type(actions).__name__} of {len(actions)}"
-    else:
-        try:
-            shapes = [np.shape(leaf) for leaf in action_layout.flatten(actions)]
-            fits, got = shapes == [(count, *shape) for _, shape in action_layout.leaves], f"shapes {shapes}"
-        except ValueError as error:
-            fits, got = False, str(error)
+    try:
+        leaves = [actions] if layout is None else layout.flatten(actions)
+        shapes = [np.shape(leaf) for leaf in leaves]
+        fits = [(count,)] if layout is None else [(count, *shape) for _, shape in layout.leaves]
+        got = f"shapes {shapes}"
+        is_fit = shapes == fits
+    except ValueError as error:
+        got, is_fit = str(error), False
     for name, extra in extras.items():
-        if np.shape(extra)[:1] != (count,):
-            fits, got = False, f"{name} of shape {np.shape(extra)}"
-    if not fits:
+        if extra.shape[:1] != (count,):
+            got, is_fit = f"{name} of shape {extra.shape}", False
+    if not is_fit:
         raise ConfigError(
             f"A policy has returned {got} for {count} observations. It must return one action, and one row of each "
             "extra, for each: an array [k, *act_shape] for observations [k, *obs_shape], or a list of k objects."

@@ -9,21 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, RolloutTimes, StepBatch, Tree
+from rayvec.data import Chunk, StepBatch, Tree, as_slice
 from rayvec.data.chunk import Cut
-from rayvec.data.layouts import ArrayLayout
+from rayvec.data.layouts import ArrayLayout, index_tree
 from rayvec.errors import ConfigError
-from rayvec.fleet.commands import Autoreset
+from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.rollout.column_recorder import ColumnRecorder, Empty, restarted_in
-from rayvec.rollout.stepper import Stepper
 
-__all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "as_policy", "rollout"]
+__all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "Stepper", "Stopwatch", "as_policy", "rollout"]
 
 
 class ActingPolicy(Protocol):
@@ -100,6 +100,51 @@ def as_policy(policy: Any) -> ActingPolicy:
     )
 
 
+class Stepper:
+    """The environments of a slice or of a fleet, as a rollout steps them.
+
+    Args:
+        target: Executes commands, with the methods and arrays of :class:`rayvec.fleet.fleet.Fleet`.
+        action_layout: How actions lie in arrays; None where they are objects.
+        first_id: Global index of the first environment.
+        native_mode: The autoreset mode of native sub-batches; None for ordinary environments.
+
+    Attributes:
+        notes: What was restarted, for the log, until the caller clears the list.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        action_layout: ArrayLayout | None,
+        first_id: int = 0,
+        native_mode: Autoreset | None = None,
+    ) -> None:
+        self.num_envs, self.first_id, self.native_mode = target.num_envs, first_id, native_mode
+        self.action_layout, self.target = action_layout, target
+        self.notes: list[str] = []
+
+    def results(self, ticket: Any, env_ids: NDArray[np.int64], rows: Any) -> StepBatch:
+        """Waits for a command, and returns its results as views of the arrays.
+
+        Args:
+            ticket: Of the command.
+            env_ids: Its environments.
+            rows: The same, a slice if they are consecutive.
+
+        Raises:
+            Exception: What an environment raised that was not restarted. Its ``__cause__`` is an ``EnvError``.
+        """
+        self.target.wait(ticket)
+        answer, arrays = self.target.take(ticket), self.target.arrays
+        self.notes += answer.notes
+        if answer.failure is not None:
+            raise answer.failure.rebuild()
+        rew, terminated, truncated = (arrays[name][rows] for name in ("rew", "terminated", "truncated"))
+        return StepBatch(env_ids, index_tree(arrays["obs"], rows), rew, terminated, truncated, answer.infos)
+
+
+@dataclass(slots=True)
 class Stopwatch:
     """Measures where the time of a rollout goes.
 
@@ -108,14 +153,8 @@ class Stopwatch:
         inference_s: Seconds spent in the policy.
     """
 
-    def __init__(self) -> None:
-        self.environment_s = 0.0
-        self.inference_s = 0.0
-        self._began_s = time.perf_counter()
-
-    def read(self) -> RolloutTimes:
-        """Returns the times since the stopwatch was made."""
-        return RolloutTimes(time.perf_counter() - self._began_s, self.environment_s, self.inference_s)
+    environment_s: float = 0.0
+    inference_s: float = 0.0
 
 
 def rollout(
@@ -160,23 +199,20 @@ def rollout(
     state_to_record = getattr(policy, "state_to_record", None)
     if groups is None or begin_episodes is not None:
         groups = [np.arange(pool.num_envs)]
-        groups[0].setflags(write=False)  # pools recognise a read-only array that is passed again
-    env_ids = pool.first_id + np.arange(pool.num_envs)
+    env_ids, columns = pool.first_id + np.arange(pool.num_envs), [as_slice(ids) for ids in groups]
     noise = keyed_noise(policy.noise, seed=noise_seed, env_ids=env_ids, first_step=first_step, num_steps=num_steps)
-    for ids in groups:
-        pool.begin_episodes(ids)
-    batches = [pool.recv(ids) for ids in groups]
+    tickets = [pool.target.post(Command(Op.BEGIN, ids)) for ids in groups]
+    batches = [pool.results(*each) for each in zip(tickets, groups, columns, strict=True)]
     next_step = pool.native_mode == Autoreset.NEXT_STEP
     autoreset = Autoreset.NEXT_STEP if next_step else Autoreset.SAME_STEP
-    recorder = ColumnRecorder(num_steps, env_ids, groups, batches, pool.action_layout, empty, next_step=next_step)
+    recorder = ColumnRecorder(num_steps, env_ids, columns, batches, pool.action_layout, empty, next_step=next_step)
     if begin_episodes is not None:
-        begun = groups[0] if begun is None else begun
-        begin_episodes(_begun_before(pool.first_id, batches[0], begun))
+        begin_episodes(_begun_before(batches[0], groups[0] if begun is None else begun))
     for t in range(num_steps + 1):
         for group, ids in enumerate(groups):
             if t > 0:
                 began_s = now()
-                batches[group] = pool.recv(ids)
+                batches[group] = pool.results(tickets[group], ids, columns[group])
                 stopwatch.environment_s += now() - began_s
                 recorder.add_results(t - 1, group, batches[group])
                 if begin_episodes is not None:
@@ -190,13 +226,13 @@ def rollout(
                 if state_to_record is not None and (state := state_to_record(t, pool.num_envs)) is not None:
                     recorder.add_state(state)
                 given = recorder.to_act_on(t, group, obs)
-                actions, extras = _two_results(policy.act(given, noise[t, recorder.columns[group]]))
+                actions, extras = _two_results(policy.act(given, noise[t, columns[group]]))
                 stopwatch.inference_s += now() - began_s
                 if type(actions) is not np.ndarray:
                     actions = _stacked(actions, pool.action_layout)
                 recorder.add_actions(t, group, actions, extras)
-                began_s = now()
-                pool.send(ids, actions, autoreset)  # a slice of this process steps now
+                began_s = now()  # a slice of this process steps now
+                tickets[group] = pool.target.post(Command(Op.STEP, ids, actions, autoreset))
                 stopwatch.environment_s += now() - began_s
         if t == recorder.num_steps:
             break
@@ -222,9 +258,8 @@ def _stacked(actions: Any, layout: ArrayLayout | None) -> Tree:
     return actions
 
 
-def _begun_before(first_id: int, batch: StepBatch, begun: NDArray[np.int64]) -> NDArray[np.int64]:
+def _begun_before(batch: StepBatch, begun: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns which environments are, before the first step, in an episode whose beginning the policy has not seen."""
-    ids = set(begun.tolist())
-    if isinstance(batch.info, dict):
-        ids.update(np.flatnonzero(restarted_in(batch.info, len(batch.env_ids))).tolist())
-    return np.array(sorted(ids), np.int64)
+    has_begun = restarted_in(batch.info, len(batch.env_ids))
+    has_begun[begun] = True
+    return np.flatnonzero(has_begun)

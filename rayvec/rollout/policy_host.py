@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, RolloutTimes, Tree
 from rayvec.data.chunk import Cut
+from rayvec.data.layouts import ArrayLayout
+from rayvec.fleet.commands import Autoreset
 from rayvec.rollout.column_recorder import Empty
-from rayvec.rollout.inference import Inference
-from rayvec.rollout.loop import ActingPolicy, as_policy
-from rayvec.rollout.stepper import Stepper
+from rayvec.rollout.loop import ActingPolicy, Stepper, Stopwatch, as_policy, rollout
 
 __all__ = ["ChunkOrder", "ChunkPlace", "PolicyHost", "TakenChunk"]
 
@@ -26,6 +27,7 @@ class ChunkPlace(NamedTuple):
     Attributes:
         number: Number of the chunk, from 1.
         slot: Number of the slot.
+        num_bytes: Size of the slot.
         first_row: The machine's row of the chunk's first column.
         num_envs: N, of all workers that take the chunk.
         num_weights: P; 0 for a policy that keeps its weights.
@@ -33,6 +35,7 @@ class ChunkPlace(NamedTuple):
 
     number: int
     slot: int
+    num_bytes: int
     first_row: int
     num_envs: int
     num_weights: int
@@ -77,17 +80,31 @@ class _Held:
 
 
 class PolicyHost:
-    """Lets policies take chunks of steps.
+    """Lets policies take chunks of steps, and knows where a recurrent policy must reset its hidden state.
+
+    That is where an episode began outside of chunks, or everywhere if the policy has not seen the last steps.
 
     Args:
-        stepper: The environments.
-        groups: Partition of their rows: the policy acts on one group while the next one steps. One group by default.
+        target: Executes commands, with the methods and arrays of :class:`rayvec.fleet.fleet.Fleet`.
+        action_layout: How actions lie in arrays; None where they are objects.
+        first_id: Global index of the first environment.
+        native_mode: The autoreset mode of native sub-batches; None for ordinary environments.
+        groups: Partition of the rows: the policy acts on one group while the next one steps. One group by default.
     """
 
-    def __init__(self, stepper: Stepper, groups: Sequence[NDArray[np.int64]] | None = None) -> None:
-        self._stepper = stepper
-        self._inference = Inference(stepper.num_envs, groups)
+    def __init__(
+        self,
+        target: Any,
+        action_layout: ArrayLayout | None,
+        first_id: int = 0,
+        native_mode: Autoreset | None = None,
+        groups: Sequence[NDArray[np.int64]] | None = None,
+    ) -> None:
+        self._stepper = Stepper(target, action_layout, first_id, native_mode)
+        self.groups = groups
         self._held: dict[int, _Held] = {}
+        self._begun = np.zeros(target.num_envs, bool)
+        self._acted: ActingPolicy | None = None
 
     def load(self, key: int, policy: bytes) -> None:
         """Loads a pickled policy."""
@@ -99,16 +116,51 @@ class PolicyHost:
 
     def note_reset(self, rows: Any) -> None:
         """Records environments that are reset outside of chunks."""
-        self._inference.note_reset(rows)
+        self._begun[rows] = True
 
     def note_absence(self) -> None:
         """Records steps outside of chunks: the policy that acts next has not seen them."""
-        self._inference.note_absence()
+        self._acted = None
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Returns what was restarted since the last call, for the log."""
+        notes, self._stepper.notes = tuple(self._stepper.notes), []
+        return notes
 
     def take(self, order: ChunkOrder, cut: Cut | None = None, empty: Empty = np.empty) -> TakenChunk:
-        """Takes a chunk. The arguments are those of :func:`rayvec.rollout.loop.rollout`."""
+        """Takes a chunk with a loaded policy. `cut` and `empty` are those of :func:`rayvec.rollout.loop.rollout`."""
         held = self._held[order.key]
         if order.weights is not None and order.version != held.version:
             held.policy.load_weights(order.weights)
             held.version = order.version
-        return TakenChunk(*self._inference.take(self._stepper, held.policy, order.request, order.version, cut, empty))
+        return self.act(held.policy, order.request, order.version, cut, empty)
+
+    def act(
+        self,
+        policy: ActingPolicy,
+        request: ChunkRequest,
+        weights_version: int,
+        cut: Cut | None = None,
+        empty: Empty = np.empty,
+    ) -> TakenChunk:
+        """Takes a chunk with a policy of this process."""
+        began_s, stopwatch = time.perf_counter(), Stopwatch()
+        chunk = rollout(
+            self._stepper,
+            policy,
+            request.num_steps,
+            noise_seed=request.noise_seed,
+            first_step=request.first_step,
+            groups=self.groups,
+            weights_version=weights_version,
+            begun=np.flatnonzero(self._begun) if policy is self._acted else None,
+            stopwatch=stopwatch,
+            empty=empty,
+            cut=cut,
+        )
+        self._begun[:] = False
+        at_end = chunk.restarts[:, 0] == chunk.num_steps - 1  # the policy has not seen the episode that begins next
+        self._begun[chunk.restarts[at_end, 1]] = True
+        self._acted = policy  # only now: the steps count as absence
+        whole_s = time.perf_counter() - began_s
+        return TakenChunk(chunk, RolloutTimes(whole_s, stopwatch.environment_s, stopwatch.inference_s))

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayvec.data import ChunkRequest, Rollout
 from rayvec.data.chunk import Cut
@@ -20,9 +22,7 @@ from rayvec.fleet.commands import Command, Op
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.node.machine import Machine
 from rayvec.node.object_store import as_rollout, check_object_store
-from rayvec.node.slow_workers import EnoughSteps, StepTimes
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
-from rayvec.rollout.stepper import Stepper
 from rayvec.vector.environments import Environments, NotReady, answer_of, log_notes
 
 __all__ = ["MAX_CHUNKS", "Chunks"]
@@ -68,11 +68,14 @@ class Chunks:
         if not envs.has_nodes and not self._all_here:
             units = envs.spaces.unit_bounds
             groups = split_groups(envs.topology, 2 if units is None or len(units) > 2 else 1, units)
-        layout = None if envs.action_layout.objects else envs.action_layout
-        self.stepper = Stepper(envs, layout, envs.first_id, envs.spaces.native_mode)
-        self._host = PolicyHost(self.stepper, groups)
+        self._host = self.new_host(groups)
         self._sizes = np.array([len(part) for part in envs.parts])
-        self._step_times = StepTimes(self._sizes)
+
+    def new_host(self, groups: Sequence[NDArray[np.int64]] | None) -> PolicyHost:
+        """Returns what lets policies act in this process, with groups of environments that take turns."""
+        envs = self._envs
+        layout = None if envs.action_layout.objects else envs.action_layout
+        return PolicyHost(envs, layout, envs.first_id, envs.spaces.native_mode, groups)
 
     @property
     def num_pending(self) -> int:
@@ -159,7 +162,8 @@ class Chunks:
         chunk = self._pending_of(part)[0]
         if chunk.ticket is None:
             self._pending.remove(chunk)
-            return self.take_here(lambda: self._host.take(chunk.order, cut=cut or _never), chunk.order.request)
+            take = partial(self._host.take, chunk.order, cut=cut or _never)
+            return self.take_here(self._host, take, chunk.order.request)
         began_s = time.monotonic()
         deadline = math.inf if timeout_s is None else began_s + timeout_s
         if cut is not None:
@@ -181,31 +185,24 @@ class Chunks:
     def _first_of(self, parts: Sequence[int], chunks: Sequence[_Pending]) -> int:
         return parts[self._envs.wait_some([chunk.ticket for chunk in chunks])[0]]
 
-    def take_here(self, take: Callable[[], TakenChunk], request: ChunkRequest) -> Rollout:
+    def take_here(self, host: PolicyHost, take: Callable[[], TakenChunk], request: ChunkRequest) -> Rollout:
         """Returns a chunk for which a policy acts in this process. It logs what was restarted."""
         try:
             taken = take()
         finally:
-            log_notes(self.stepper.notes)
+            log_notes(list(host.take_notes()))
         if self._envs.layout.objects:  # else the caller could change them
             taken = taken._replace(chunk=replace(taken.chunk, last_obs=deepcopy(taken.chunk.last_obs)))
         return _joined([taken], request, taken.times.whole_s, copy=False)
 
     def _wait_or_cut(self, chunk: _Pending, deadline: float, cut: Cut) -> None:
-        """Waits until all parts have taken a chunk, or `cut` returns True: then each ends it after its present step.
-
-        With :class:`EnoughSteps`, slow workers end it before that.
-        """
+        """Waits until all parts have taken a chunk, or `cut` returns True: then each ends it after its present step."""
         machine = cast("Machine", self._envs)
-        self._step_times.begin()
         while not machine.wait(chunk.ticket, _CUT_POLL_S) and time.monotonic() < deadline:
             taken = machine.steps_in(chunk.ticket)
             if cut(int(taken @ self._sizes)):
                 machine.cut(chunk.ticket)
                 return
-            if isinstance(cut, EnoughSteps):
-                max_steps = chunk.order.request.num_steps
-                machine.cut(chunk.ticket, self._step_times.too_slow(taken, cut.num_steps, max_steps))
 
 
 def _never(taken: int) -> bool:

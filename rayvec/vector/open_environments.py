@@ -11,7 +11,7 @@ from rayvec.data.topology import Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
-from rayvec.node.in_process import InProcess
+from rayvec.node.in_process import InProcess, make_slice
 from rayvec.node.machine import Machine
 from rayvec.node.probe import MAX_WAITING_WORKERS, log_probe, probe_step
 from rayvec.node.shared_memory import keep_freed_memory
@@ -59,7 +59,8 @@ def open_environments(
     if num_nodes == 0 and num_nodes is not False:
         _check_local(address, workers_per_node, restart_policy)
         if workers_per_node == 0:
-            return InProcess(factory, restart_policy, first_id)
+            where = Topology.this_process
+            return InProcess(make_slice(factory, first_id, where, restart_policy))
         name = Topology.of_this_node().nodes[0].name
         num_workers = factory.num_envs if worker_per_env else workers_per_node
         num_workers = num_workers or local_workers(

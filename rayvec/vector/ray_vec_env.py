@@ -26,9 +26,7 @@ from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_count, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RestartPolicy
-from rayvec.rollout.inference import Inference
 from rayvec.rollout.loop import as_policy
-from rayvec.rollout.policy_host import TakenChunk
 from rayvec.vector.adapter import LOSSES, Adapter, Wait
 from rayvec.vector.batching import (
     batched_observations,
@@ -169,7 +167,7 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
         shape = None if self._envs.action_layout.objects else spaces.action.shape
         self._array_shape_of = cache(lambda count: None if shape is None else (count, *shape))
         self.groups = split_groups(self.topology, groups, spaces.unit_bounds)
-        self._driver = Inference(self.num_envs, self.groups)
+        self._driver = self._chunks.new_host(self.groups)
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -359,13 +357,9 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._done[:] = False  # every environment whose episode has ended is reset first
         self.num_uses += 1
         request = ChunkRequest(num_steps, first_step, noise_seed)
-        acting = as_policy(policy)
+        take = partial(self._driver.act, as_policy(policy), request, weights_version, cut)
         self._chunks.note_absence()
-
-        def take() -> TakenChunk:
-            return TakenChunk(*self._driver.take(self._chunks.stepper, acting, request, weights_version, cut))
-
-        return self._guarded(lambda: self._chunks.take_here(take, request))
+        return self._guarded(lambda: self._chunks.take_here(self._driver, take, request))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order.

@@ -21,8 +21,8 @@ from rayvec.errors import WorkerLostError
 from rayvec.fleet.commands import Answer, Autoreset, ChildLost, Command, Op
 from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
-from rayvec.rollout import stepper
-from rayvec.rollout.stepper import Stepper
+from rayvec.node.in_process import InProcess
+from rayvec.rollout.loop import Stepper
 from rayvec.vector.batching import in_batch_order
 
 RESTART = RestartPolicy(restart=True)
@@ -98,10 +98,14 @@ def fleet_of(
 
 def stepper_of(env_fns: Sequence[Callable[[], Any]], first_id: int = 0) -> Stepper:
     """Returns environments of this process as a rollout steps them."""
-    slice_ = slice_of(env_fns, first_id=first_id)
-    layout = ArrayLayout.with_objects(slice_.spaces.observation)
-    slice_.open(layout, own_arrays(layout, slice_.num_envs))
-    return Stepper(stepper.Here(slice_), ArrayLayout.of(slice_.spaces.action), first_id)
+    pool = InProcess(slice_of(env_fns, first_id=first_id))
+    pool.allocate(pool.spaces.observation, pool.spaces.action)
+    return Stepper(pool, ArrayLayout.of(pool.spaces.action), first_id)
+
+
+def reset_with(pool: Stepper, seeds: Sequence[int]) -> None:
+    """Resets environments, each with its seed."""
+    pool.target.post(Command(Op.RESET, np.arange(len(seeds)), rest=(list(seeds), None)))
 
 
 class OverFleet(VectorEnv[Any, Any, Any]):

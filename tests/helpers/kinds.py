@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -15,8 +15,6 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from helpers.exact import SpaceEnv, WordSpace
 from helpers.testing import assert_identical
-from rayvec.data import StepBatch
-from rayvec.envs.factory import EnvFactory
 
 ARRAY_SPACES: dict[str, spaces.Space[Any]] = {
     "box32": spaces.Box(-1.0, 1.0, (3,), np.float32),
@@ -56,15 +54,6 @@ def env_fns(
 ) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
     """Returns `count` ways to make a :class:`SpaceEnv`."""
     return [partial(SpaceEnv, observation, action, **kwargs)] * count
-
-
-def factory(fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]]) -> EnvFactory:
-    return EnvFactory.build(fns)
-
-
-def answer(pool: Any, ids: Sequence[int] | None, **kwargs: Any) -> StepBatch:
-    """Receives from a pool, in memory of its own, with the ids as an array like any other."""
-    return deepcopy(pool.recv(None if ids is None else np.array(ids, np.int64), **kwargs))
 
 
 def in_lockstep(

@@ -5,13 +5,11 @@ That all answers and chunks are those of a cluster is shown where topologies are
 
 from __future__ import annotations
 
-import json
 import logging
 import subprocess
 import sys
 import threading
 from copy import deepcopy
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ import ray
 import torch
 from conftest import MakeVec
 from helpers.exact import SpaceEnv, TablePolicy
-from helpers.testing import CountingEnv, FaultyEnv, assert_identical
+from helpers.testing import CountingEnv, assert_identical
 from numpy.typing import NDArray
 
 import rayvec
@@ -31,7 +29,6 @@ from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError, EnvError
 from rayvec.fleet.restarts import restart_seed
 from rayvec.policies.noise import NO_NOISE
-from rayvec.training.evaluation import evaluate_run
 from rayvec.training.loggers import read_metrics
 from rayvec.training.run_dir import load_run
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -92,16 +89,6 @@ def test_what_has_no_meaning_is_refused(settings: dict[str, Any]) -> None:
         make([CountingEnv], **settings)
 
 
-def test_what_a_constructor_raises_is_raised() -> None:
-    def broken() -> CountingEnv:
-        raise OSError("no such game")
-
-    with pytest.raises(OSError, match="no such game") as caught:
-        make([CountingEnv, broken])
-    assert isinstance(caught.value.__cause__, EnvError)
-    assert "the driver's process, environment 1" in str(caught.value.__cause__)
-
-
 def test_what_an_environment_raises_closes_all() -> None:
     env = make([ObedientEnv] * 2)
     env.reset(seed=1)
@@ -127,32 +114,6 @@ def test_an_environment_is_restarted_and_the_log_says_so(caplog: pytest.LogCaptu
             env.step(np.array([0, 1]))
         assert f"environment 1, seed {second} raised" in caplog.messages[1]
         assert "environment 1, seed 21 raised" in caplog.messages[2]
-
-
-def test_a_chunk_with_a_failed_step_is_that_of_a_worker(make_vec: MakeVec) -> None:
-    fns = [CountingEnv, partial(FaultyEnv, "raise", "step", 4)]
-    chunks = []
-    for workers in (0, 1):
-        env = make_vec(fns, 0, workers, on_env_error="restart")
-        chunks.append(env.rollout(lambda obs: np.zeros(2, int), 9, seed=3))
-    assert chunks[0].restarts.tolist() == [[4, 1]]
-    for field in fields(chunks[0]):
-        assert_identical(getattr(chunks[0], field.name), getattr(chunks[1], field.name), field.name)
-
-
-def test_what_was_restarted_is_logged_though_the_step_fails(caplog: pytest.LogCaptureFixture) -> None:
-    class FailsForEver(CountingEnv):
-        def step(self, action: Any) -> Any:
-            raise ValueError("never")
-
-    env = make([partial(FaultyEnv, "raise", "step", 0), FailsForEver], on_env_error="restart")
-    env.reset(seed=0)
-    with caplog.at_level(logging.WARNING, "rayvec"), pytest.raises(EnvError, match="again and again"):
-        for _ in range(20):
-            env.step(np.zeros(2, int))
-    assert "environment 0, seed 0 raised" in caplog.text
-    assert "environment 1, seed 1 raised" in caplog.text
-    assert caplog.text.count("raised ValueError: never; restarted") == 5
 
 
 def test_ctrl_c_in_a_chunk_closes_all_since_half_of_it_is_lost() -> None:
@@ -230,55 +191,23 @@ def test_what_the_caller_and_the_environments_keep_is_their_own() -> None:
         assert [each.random() for each in generators] == [each.random() for each in env.np_random]
 
 
-@pytest.mark.parametrize(
-    "config_class",
-    [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (rayvec.PPOConfig, rayvec.SACConfig)),
-        rayvec.IMPALAConfig,
-    ],
-)
-@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("config_class", [rayvec.IMPALAConfig, rayvec.SACConfig])
 def test_a_run_learns_what_it_learns_in_a_worker(tmp_path: Path, config_class: Any) -> None:
     """Bit for bit: the same rows go through the same nets, with prefetching too."""
     env_id = "Pendulum-v1" if config_class is rayvec.SACConfig else "CartPole-v1"
     small = {"learning_starts": 64} if config_class is rayvec.SACConfig else {"num_steps": 16}
-    if config_class is rayvec.PPOConfig:
-        small["minibatch_size"] = 32
     weights, returns = [], []
-    for num_nodes, workers in ((0, 0), (1, 1)):
-        run_dir = tmp_path / f"{num_nodes}"
+    for workers in (0, 1):
+        run_dir = tmp_path / f"{workers}"
         config = config_class(
             env_id=env_id, num_envs=4, total_steps=256, eval_episodes=4, run_dir=run_dir,
-            num_nodes=num_nodes, workers_per_node=workers, **small,
+            num_nodes=0, workers_per_node=workers, **small,
         )  # fmt: skip
         returns.append(rayvec.train(config).eval_return_mean)
         weights.append(load_run(run_dir)[1]["weights"])
     assert torch.equal(*weights) and returns[0] == returns[1]
     lines = [[line["steps"] for line in read_metrics(tmp_path / name / "metrics.jsonl")] for name in "01"]
     assert lines[0] == lines[1]
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_run_may_be_resumed_without_workers(tmp_path: Path) -> None:
-    settings = {"num_envs": 4, "num_steps": 16, "minibatch_size": 32, "eval_episodes": 4}
-    config = rayvec.PPOConfig(run_dir=tmp_path / "a", total_steps=64, workers_per_node=1, num_nodes=1, **settings)
-    result = rayvec.train(config)
-    assert evaluate_run(result.run_dir, num_nodes=0, num_episodes=4).return_mean == result.eval_return_mean
-    longer = (tmp_path / "a" / "config.yaml").read_text().replace("total_steps: 64", "total_steps: 128")
-    (tmp_path / "a" / "config.yaml").write_text(longer)
-    assert rayvec.resume(result.run_dir, num_nodes=0).total_steps == 128
-
-
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.slow
-def test_ranks_on_ray_learn_from_it(tmp_path: Path) -> None:
-    settings = {"num_envs": 4, "num_steps": 16, "minibatch_size": 32, "total_steps": 64, "eval_episodes": 0}
-    weights = []
-    for num_learners in (1, 2):
-        run_dir = tmp_path / f"{num_learners}"
-        rayvec.train(rayvec.PPOConfig(run_dir=run_dir, num_nodes=0, num_learners=num_learners, **settings))
-        weights.append(load_run(run_dir)[1]["weights"])
-    torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
 
 
 def test_a_chunk_stays_nowhere_without_ray() -> None:
@@ -292,7 +221,7 @@ def test_a_chunk_stays_nowhere_without_ray() -> None:
         "    print(error)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
-    assert "Expected: an initialised Ray" in said and "Remedy:" in said
+    assert "by_reference=True" in said and "initialised" in said
 
 
 def test_a_chunk_stays_in_a_ray_that_runs(ray_cluster: object) -> None:
@@ -302,19 +231,6 @@ def test_a_chunk_stays_in_a_ray_that_runs(ray_cluster: object) -> None:
         ((ref,),) = batch.chunk_refs
         assert_identical(ray.get(ref.ref).obs, chunk.obs)
         assert batch.chunks == () and len(batch.stats.returns) == batch.stats.n_collected_episodes
-
-
-@pytest.mark.slow
-def test_the_command_line_does_without_ray(tmp_path: Path) -> None:
-    run_dir = str(tmp_path / "run")
-    train = ["train", "ppo", "--num-nodes", "0", "--total-steps", "1024", "--eval-episodes", "4", "--run-dir", run_dir]
-    for arguments in (train, ["eval", run_dir, "--episodes", "4"]):
-        code = (
-            f"import sys\nfrom rayvec.cli import main\nassert main({arguments}) == 0\nassert 'ray' not in sys.modules"
-        )
-        said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert f"{result['eval_return_mean']:.2f}" in said
 
 
 @pytest.mark.usefixtures("ray_cluster")

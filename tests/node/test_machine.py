@@ -23,9 +23,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.fleet_kit import OverFleet, Steps, reset, step
 from helpers.kinds import ALL_SPACES, MODES, env_fns, in_lockstep
 
-from rayvec.data import tree_map
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError, EnvError, WorkerLostError
+from rayvec.errors import ConfigError
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.machine import Machine
@@ -192,54 +191,8 @@ class TestStart:
         with machine([Odd] * 2) as fleet:
             assert not any(call(fleet, "has", "torch") + call(fleet, "has", "ray"))
 
-    def test_a_constructor_that_raises(self) -> None:
-        def make() -> Any:
-            raise OSError("no licence")
-
-        with pytest.raises(OSError, match="no licence") as caught, machine([Odd, Odd, make]):
-            pass
-        assert "worker 1, environment 2" in str(caught.value.__cause__)
-
-    @pytest.mark.parametrize(
-        ("fault", "words"), [("dies", r"worker 1 died \(killed by SIGKILL\)"), ("hangs", "start_timeout_s")]
-    )
-    def test_a_constructor_that_dies_or_hangs(self, fault: str, words: str) -> None:
-        def make() -> Any:
-            if fault == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(1000)
-
-        policy = RestartPolicy(True, start_timeout_s=DEADLINE_S if fault == "dies" else 2.0)
-        with pytest.raises(WorkerLostError, match=words), machine([Odd, make], policy=policy):
-            pass
-
-    def test_a_constructor_that_forks(self) -> None:
-        def make() -> Any:
-            if os.fork() == 0:
-                return Odd()
-            return Odd()
-
-        with machine([make] * 2) as fleet:
-            reset(fleet)
-            assert step(fleet).failure is None
-
 
 class TestFaults:
-    @pytest.mark.parametrize("mode", [Autoreset.NEXT_STEP, Autoreset.SAME_STEP])
-    def test_a_killed_worker_is_replaced(self, mode: Autoreset) -> None:
-        with machine([Odd] * 4, policy=RESTART) as fleet:
-            reset(fleet)
-            step(fleet, mode)
-            last = tree_map(np.copy, fleet.arrays["obs"])
-            os.kill(fleet.worker_pids()[1], signal.SIGKILL)
-            answer = step(fleet, mode)
-            assert fleet.arrays["truncated"].tolist() == [False, False, True, True]
-            shown = fleet.arrays["obs"] if mode == Autoreset.NEXT_STEP else answer.infos["final_obs"]
-            assert [shown[row].tolist() for row in (2, 3)] == last[2:].tolist()
-            assert "worker 1 died (killed by SIGKILL)" in answer.notes[0]
-            for _ in range(9):
-                assert "env_restarted" not in step(fleet, mode).infos
-
     def test_objects_of_a_killed_worker_stay(self) -> None:
         space = spaces.Dict(mission=spaces.Text(5), x=spaces.Box(0, 1))
         with machine(env_fns(2, space), policy=RESTART) as fleet:
@@ -249,55 +202,6 @@ class TestFaults:
             answer = step(fleet, Autoreset.SAME_STEP)
             assert answer.infos["final_obs"][1]["mission"] == last[1]
 
-    def test_a_killed_fork_server_takes_its_workers_along(self) -> None:
-        with machine([Odd] * 4, policy=RESTART) as fleet:
-            reset(fleet)
-            server = int(Path(f"/proc/{fleet.worker_pids()[0]}/stat").read_text().rpartition(")")[2].split()[1])
-            os.kill(server, signal.SIGKILL)
-            until(lambda: not any(map(runs, fleet.worker_pids())))
-            assert step(fleet).infos["env_restarted"].all()
-
-    def test_without_restarts_it_is_an_error(self) -> None:
-        with machine([Odd] * 2) as fleet:
-            reset(fleet)
-            os.kill(fleet.worker_pids()[0], signal.SIGKILL)
-            with pytest.raises(WorkerLostError, match=r"node local, worker 0 died \(killed by SIGKILL\)"):
-                step(fleet)
-
-    def test_a_hung_worker_shows_its_stack(self) -> None:
-        with machine([Odd] * 2, policy=RestartPolicy(step_timeout_s=1.0)) as fleet:
-            with pytest.raises(WorkerLostError, match=r"(?s)step_timeout_s.*in sleep"):
-                fleet.run(Command(Op.CALL, np.array([1]), rest=("sleep", (1000.0,), {})))
-
-    def test_a_hung_worker_is_replaced(self) -> None:
-        class Hangs(Odd):
-            def step(self, action: Any) -> Any:
-                if self.steps == 1 and self.np_random_seed in (5, 6):
-                    time.sleep(1000)
-                return super().step(action)
-
-        with machine([Hangs] * 2, policy=RestartPolicy(True, step_timeout_s=1.0)) as fleet:
-            reset(fleet)
-            step(fleet)
-            assert step(fleet).infos["env_restarted"].all()
-
-    def test_an_environment_that_forks_in_a_step(self) -> None:
-        with machine([Odd] * 2) as fleet:
-            assert all(call(fleet, "fork"))
-            reset(fleet)
-            step(fleet)
-
-    def test_what_an_environment_raises(self) -> None:
-        with machine([Odd] * 2) as fleet:
-            with pytest.raises(KeyError, match="some") as caught:
-                call(fleet, "raise_", KeyError("some"))
-            assert isinstance(caught.value.__cause__, EnvError) and "worker 0, environment 0" in str(
-                caught.value.__cause__
-            )
-            with pytest.raises(EnvError, match=r"SystemExit\(1\)"):
-                call(fleet, "raise_", SystemExit(1))
-            assert len(call(fleet, "where")) == 2
-
     def test_an_argument_that_can_not_be_pickled(self) -> None:
         with machine([Odd] * 2) as fleet:
             with pytest.raises(TypeError, match="Workers get actions, options and arguments by pickling"):
@@ -305,30 +209,8 @@ class TestFaults:
             reset(fleet)
             assert [len(value) for value in call(fleet, "big", b"x")] == [2, 2]
 
-    def test_an_answer_that_can_not_be_pickled(self) -> None:
-        class Locked(Odd):
-            def lock(self) -> Any:
-                return sys._getframe()
-
-        with machine([Locked] * 2) as fleet, pytest.raises(TypeError, match="pickle"):
-            call(fleet, "lock")
-
 
 class TestEnd:
-    def test_nothing_is_left(self) -> None:
-        with machine([Odd] * 2) as fleet:
-            pids = [*fleet.worker_pids(), *call(fleet, "start")]
-            assert all(map(runs, pids))
-        until(lambda: not any(map(runs, pids)))
-
-    def test_a_step_that_does_not_end_is_killed(self) -> None:
-        made = Machine(EnvFactory.build([Odd] * 2), 2)
-        made.allocate(made.spaces.observation, made.spaces.action)
-        pids = made.worker_pids()
-        made.post(Command(Op.CALL, np.arange(2), rest=("sleep", (1000.0,), {})))
-        made.close(0.2)
-        until(lambda: not any(map(runs, pids)))
-
     def test_a_process_of_multiprocessing_leaves_the_folder_of_its_parent(self) -> None:
         with machine([Odd] * 2):
             ours, theirs = multiprocessing.Pipe()

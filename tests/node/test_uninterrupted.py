@@ -26,15 +26,6 @@ def test_a_signal_is_handled_when_the_block_is_complete(signum: int) -> None:
         signal.signal(signum, before)
 
 
-def test_a_signal_without_a_handler_stays_as_it_is() -> None:
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        with uninterrupted():
-            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @pytest.fixture
 def raising(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """What the handlers of SIGINT and SIGTERM were called with. Each raises KeyboardInterrupt."""

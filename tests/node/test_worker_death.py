@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -10,11 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from functools import partial
-from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +21,11 @@ import psutil
 import pytest
 from gymnasium.error import ClosedEnvironmentError
 from helpers.kinds import within
-from helpers.odd_envs import InterruptsItsClose
 from helpers.testing import CountingEnv
 from helpers.vector_kit import assert_explained
 from helpers.waiting import DEADLINE_S, alive, shm_names, wait_until
 
-from rayvec.errors import ConfigError, WorkerLostError
+from rayvec.errors import WorkerLostError
 from rayvec.policies.noise import NO_NOISE
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -167,13 +163,6 @@ def test_a_process_that_an_environment_forks_does_not_take_the_place_of_its_pare
         assert exit_codes == [exit_code] and env.worker_pids() == pids
 
 
-def test_a_forked_process_whose_step_returns_ends_without_an_answer() -> None:
-    with closing(make(partial(ForkingEnv, None))) as env:
-        env.reset(seed=0)
-        infos = [env.step(np.zeros(1, np.int64))[-1] for _ in range(8)]
-    assert [each["exit_code"].tolist() for each in infos if "exit_code" in each] == [[0]]
-
-
 class TestConstructors:
     def test_one_that_forks_and_dies(self) -> None:
         """The child holds the worker's end of the pipe, so that no end of file comes."""
@@ -198,28 +187,6 @@ class TestConstructors:
         assert_explained(caught.value)
         assert "waits_for_a_licence" in str(caught.value)
 
-    @pytest.mark.slow
-    def test_a_replacement_that_never_starts(self, tmp_path: Path) -> None:
-        def only_once() -> CountingEnv:
-            if (tmp_path / "made").exists():
-                threading.Event().wait()
-            (tmp_path / "made").touch()
-            return CountingEnv()
-
-        first = make(CountingEnv)  # so that the fork server's imports take none of the time
-        with closing(first), closing(make(only_once, on_env_error="restart", start_timeout_s=2.0)) as env:
-            env.reset(seed=0)
-            os.kill(worker_pids(env)[0], signal.SIGKILL)
-            with pytest.raises(WorkerLostError, match="again and again") as caught:
-                within(DEADLINE_S, partial(env.step, np.zeros(1, int)))
-        assert "only_once" in str(caught.value.__cause__)
-
-    @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
-    def test_a_limit_that_can_not_be(self, value: float) -> None:
-        with pytest.raises(ConfigError, match="start_timeout_s") as caught:
-            make(CountingEnv, start_timeout_s=value)
-        assert_explained(caught.value)
-
 
 @pytest.mark.parametrize(("action", "shown"), [(0, "wait_for_the_server"), (1, "the process is stopped")])
 def test_a_step_that_hangs_shows_where(action: int, shown: str) -> None:
@@ -236,18 +203,6 @@ def test_a_step_that_hangs_shows_where(action: int, shown: str) -> None:
         env.reset(seed=0)
         with pytest.raises(WorkerLostError, match=f"(?s)within 0.5 s .step_timeout_s.*{shown}"):
             within(DEADLINE_S, partial(env.step, np.array([action])))
-
-
-class HangsInReset(CountingEnv):
-    def reset(self, **options: Any) -> Any:
-        threading.Event().wait()
-
-
-@pytest.mark.slow
-def test_a_worker_that_hangs_again_and_again_names_the_limit() -> None:
-    with closing(make(HangsInReset, step_timeout_s=0.05, on_env_error="restart")) as env:
-        with pytest.raises(WorkerLostError, match=r"(?s)again and again.*Raise step_timeout_s"):
-            within(DEADLINE_S, env.reset)
 
 
 class Starts(CountingEnv):
@@ -271,32 +226,28 @@ def test_what_environments_started_ends_with_an_ordinary_close(tmp_path: Path, t
     wait_until(lambda: not any(map(alive, pids)), "what environments started has ended")
 
 
+SHARES_MEMORY = """
+import os, signal
+from multiprocessing import shared_memory
+from helpers.testing import CountingEnv
+from rayvec import RayVecEnv
+
 class SharesMemory(CountingEnv):
-    """Has shared memory that it forgets, and a process that holds its resource tracker's pipe open."""
-
-    def __init__(self, directory: str) -> None:
+    def __init__(self):
         super().__init__()
-        self._memory = shared_memory.SharedMemory(create=True, size=8)
-        self._process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
-        self._process.start()
-        (Path(directory) / self._memory.name).touch()
+        self.memory = shared_memory.SharedMemory(create=True, size=8)
+        self.name = self.memory.name
 
-    def step(self, action: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
+env = RayVecEnv([SharesMemory], num_nodes=0, workers_per_node=1)
+print(*env.get_attr("name"))
+os.kill(next(iter(env.worker_pids().values()))[1], signal.SIGKILL)
+"""
 
 
-@pytest.mark.parametrize("end", ["close", "worker dies", "fork server dies"])
-def test_shared_memory_of_environments_is_removed(tmp_path: Path, end: str) -> None:
-    """The resource tracker is a process of the worker, and outlives it for that."""
-    with closing(make(partial(SharesMemory, str(tmp_path)), on_env_error="restart")) as env:
-        env.reset(seed=0)
-        (name,) = {path.name for path in tmp_path.iterdir()}
-        if end == "fork server dies":
-            os.kill(server_of(env), signal.SIGKILL)
-        if end != "close":
-            env.step(np.array([0]))  # the worker is replaced
-            wait_until(lambda: name not in shm_names(), "the memory is removed")
-    assert not shm_names().intersection(path.name for path in tmp_path.iterdir())
+def test_shared_memory_that_environments_forget_ends_with_the_program() -> None:
+    done = subprocess.run([sys.executable, "-c", SHARES_MEMORY], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: done.stdout.strip() not in shm_names(), "the memory is removed")
 
 
 def test_close_by_another_thread_ends_a_wait() -> None:
@@ -359,26 +310,6 @@ def test_the_fork_server_that_is_killed_is_replaced() -> None:
         assert not {*pids} & {*worker_pids(env)}
 
 
-@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # of a socket that is finalized first
-def test_an_environment_in_a_cycle_may_be_collected_while_a_session_is_opened(ray_cluster: object) -> None:
-    """Its finalizer returns a share in the connection to Ray while this thread holds the lock of the sessions."""
-    from rayvec.cluster import ray_session
-
-    env = RayVecEnv([CountingEnv], num_nodes=1, workers_per_node=1)
-    cycle: list[Any] = [env]
-    cycle.append(cycle)
-    del env, cycle
-    with pytest.MonkeyPatch.context() as patch:
-        check = ray_session._check_same
-
-        def collect(address: str | None) -> None:
-            gc.collect()
-            check(address)
-
-        patch.setattr(ray_session, "_check_same", collect)
-        within(DEADLINE_S, ray_session.RaySession).release()
-
-
 def test_no_actions_at_all_reach_another_node(make_vec: Any) -> None:
     """A space without leaves has nothing to send, which is not the same as actions that Ray keeps."""
 
@@ -393,43 +324,6 @@ def test_no_actions_at_all_reach_another_node(make_vec: Any) -> None:
     env.reset(seed=0)
     obs, *_ = within(DEADLINE_S, partial(env.step, ()))
     assert (obs[:, 3] == 1).all()
-
-
-def test_a_fork_server_that_hangs() -> None:
-    """It is killed once a worker of it has died. Another server starts the replacements, and nothing stays."""
-    with make(CountingEnv):  # so that the fork server's imports take none of the time
-        pass
-    with make(CountingEnv, 2, on_env_error="restart", start_timeout_s=3.0) as env:
-        env.reset(seed=0)
-        pids, server = worker_pids(env), server_of(env)
-        os.kill(server, signal.SIGSTOP)
-        os.kill(pids[0], signal.SIGKILL)
-        *_, info = within(DEADLINE_S, partial(env.step, np.zeros(2, int)))
-        assert info["env_restarted"][0]
-        wait_until(lambda: not any(map(alive, (server, *pids))), "the fork server and its workers have ended")
-        within(DEADLINE_S, partial(env.step, np.zeros(2, int)))
-        assert server_of(env) != server
-
-
-def open_files() -> Counter[str]:
-    """Returns how many files of each kind this process has open."""
-    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    return Counter(link.split(":")[0] for link in links)
-
-
-def test_ctrl_c_while_it_closes_leaves_nothing() -> None:
-    with make(CountingEnv) as env:  # the root of the fork servers stays
-        env.reset(seed=0)
-    gc.collect()
-    before = open_files()
-    env = make(partial(InterruptsItsClose, os.getpid()))
-    pids = worker_pids(env)
-    with pytest.raises(KeyboardInterrupt):
-        env.close(timeout=300)
-    wait_until(lambda: not any(map(alive, pids)), "the worker has ended")
-    del env
-    gc.collect()
-    assert open_files() <= before
 
 
 FAILS_TO_CLOSE = """
@@ -454,34 +348,6 @@ def test_an_environment_that_fails_to_close_is_logged_and_the_others_are_closed(
     assert "worker 0: an environment raised in close()" in done.stderr
     assert f"{error}: a file of its own" in done.stderr and done.stderr.count("Traceback") == 1
     assert done.stdout == "closes\n" * 3
-
-
-CLOSES_FILES = """
-import os, time
-import numpy as np
-from rayvec import RayVecEnv
-from rayvec.errors import WorkerLostError
-from helpers.testing import CountingEnv
-
-class ClosesFiles(CountingEnv):
-    def step(self, action):
-        os.closerange(3, 1024)
-        time.sleep(0.1)  # the driver waits then
-        return super().step(action)
-
-if __name__ == "__main__":
-    with RayVecEnv([ClosesFiles], num_nodes=0, workers_per_node=1) as env:
-        try:
-            env.rollout(lambda obs: np.zeros(len(obs), int), 1, seed=0)
-        except WorkerLostError:
-            print("lost")
-"""
-
-
-def test_an_environment_that_closes_files_of_its_worker_is_logged_in_one_line() -> None:
-    done = subprocess.run([sys.executable, "-c", CLOSES_FILES], capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.stdout == "lost\n"
-    assert "worker 0: an environment has closed file descriptors" in done.stderr and done.stderr.count("\n") == 1
 
 
 class KillsItsWorkerOnce:

@@ -16,10 +16,7 @@ from rayvec import Collector, RayVecEnv
 from rayvec.data import Batch, Chunk
 from rayvec.data.join_chunks import join_chunks, pad_chunk
 from rayvec.errors import ConfigError
-from rayvec.learners.ranks import ALONE
 from rayvec.learners.returns import gae
-from rayvec.learners.running_stats import ReturnScale
-from rayvec.node.slow_workers import EnoughSteps
 from rayvec.policies.noise import NoiseSpec
 
 NUM_ENVS, SEED = 4, 7
@@ -80,28 +77,6 @@ def test_each_environment_continues_where_its_chunk_was_cut(engine: str, inferen
     assert len(lens) == sum(int(batch.chunks[0].done.sum()) for batch in batches)
 
 
-@pytest.mark.slow
-def test_slow_environments_continue_where_they_ended_a_chunk_early() -> None:
-    """Three chunks of 27 steps each of three environments, which take less time than one step of a slow one."""
-    sleeps_s = [0.0] * 3 + [4.0]
-    fns = [lambda s=s: Uneven(gymnasium.make("CartPole-v1", max_episode_steps=9), s) for s in sleeps_s]
-    with RayVecEnv(fns, num_nodes=0, workers_per_node=NUM_ENVS) as env:
-        collector = Collector(env, lean, seed=SEED)
-        cut = EnoughSteps(81, lambda taken: False)
-        chunks = [collector.collect(n_step=400, cut=cut).chunks[0] for _ in range(3)]
-    assert all(chunk.valid.sum() >= 81 and chunk.valid[0].all() for chunk in chunks)
-    slow = [chunk.valid[:, -1].sum() for chunk in chunks[1:]]  # its speed is known from the first chunk
-    assert slow == [1, 1], "a second step would end long after the others have theirs"
-    assert all((np.diff(chunk.valid.astype(int), axis=0) <= 0).all() for chunk in chunks)
-    for n in range(NUM_ENVS):
-        rew, done = (
-            np.concatenate([getattr(chunk, name)[chunk.valid[:, n], n] for chunk in chunks]) for name in ("rew", "done")
-        )
-        expected = alone(n, len(rew))
-        np.testing.assert_array_equal(rew, expected[1])
-        np.testing.assert_array_equal(done, expected[2])
-
-
 def test_a_cut_uses_no_noise_twice() -> None:
     class Noisy:
         noise = NoiseSpec("uniform", 1)
@@ -133,19 +108,6 @@ def test_padding_changes_no_advantage(seed: int, first: int, second: int) -> Non
     assert joined.num_steps == max(first, second) and joined.valid.sum() == first + second
     for column, chunk in enumerate(chunks):
         np.testing.assert_array_equal(advantages(joined)[: chunk.num_steps, column], advantages(chunk)[:, 0])
-
-
-def test_the_running_return_outlives_a_cut() -> None:
-    rng = np.random.default_rng(0)
-    whole = _random_chunk(rng, 8, 0)
-    parts = [(whole.rew[:3], whole.done[:3]), (whole.rew[3:], whole.done[3:])]
-    one, two, never = ReturnScale(0.9), ReturnScale(0.9), np.zeros(1, bool)
-    one(whole.rew, whole.done, whole.valid, never, ALONE)
-    for rew, done in parts:
-        missing = 5 - len(rew)
-        valid = np.arange(5)[:, None] < len(rew)
-        two(*(np.pad(each, ((0, missing), (0, 0))) for each in (rew, done)), valid, never, ALONE)
-    assert two.state_dict()["returns"].tolist() == one.state_dict()["returns"].tolist()
 
 
 def test_only_environments_of_one_machine_can_be_cut(ray_cluster: object) -> None:

@@ -29,10 +29,10 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.envs.slices import own_arrays
 from rayvec.fleet.commands import Command, Op
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
+from rayvec.node.in_process import InProcess
 from rayvec.node.machine import Machine
 from rayvec.policies.noise import NO_NOISE
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost
-from rayvec.rollout.stepper import Here, Stepper
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 SEED, STEPS = 5, 9
@@ -54,14 +54,14 @@ def reset(target: Any) -> None:
 
 
 def host_over(target: Any, spaces: Any, groups: Any = None) -> PolicyHost:
-    return PolicyHost(Stepper(target, ArrayLayout.of(spaces.action), 0, spaces.native_mode), groups)
+    return PolicyHost(target, ArrayLayout.of(spaces.action), 0, spaces.native_mode, groups)
 
 
 def slice_host(fns: Sequence[Callable[[], Any]], policy: RestartPolicy = NO_RESTARTS, native: bool = False) -> Any:
     slice_ = slice_of(fns, policy, native=native)
     layout = ArrayLayout.with_objects(slice_.spaces.observation)
     slice_.open(layout, own_arrays(layout, slice_.num_envs))
-    here = Here(slice_)
+    here = InProcess(slice_)
     reset(here)
     return host_over(here, slice_.spaces)
 
@@ -99,27 +99,6 @@ def assert_same(ours: Sequence[Chunk], theirs: Sequence[Chunk]) -> None:
                     assert all(is_equal(mine[key], yours[key]) for key in mine), (mine, yours)
             else:
                 assert_identical(got, expected, name)
-
-
-class Ages:
-    """A recurrent policy: its state counts the steps of the episode, and its action follows from that."""
-
-    noise = NO_NOISE
-
-    def __init__(self) -> None:
-        self.age = np.zeros(0, np.int64)
-
-    def begin_episodes(self, rows: Any) -> None:
-        if len(rows):
-            self.age = np.pad(self.age, (0, max(0, int(rows.max()) + 1 - len(self.age))))
-            self.age[rows] = 0
-
-    def act(self, obs: Any, noise: Any) -> Any:
-        self.age = self.age[: len(obs)] + 1
-        return self.age % 2, {"age": self.age.copy()}
-
-    def load_weights(self, weights: Any) -> None:
-        raise AssertionError
 
 
 class Waits(Steps):
@@ -188,14 +167,6 @@ class TestSlices:
         assert len(ours[0].restarts) > 2 and not ours[0].valid.all() and ours[0].cuts.size
         assert_same(ours, reference(fns(), TablePolicy(2), on_env_error="restart"))
 
-    def test_recurrent_policies(self) -> None:
-        def fns() -> Any:
-            return [partial(Steps, 4, {3, 9, 10}), partial(Steps, 3), Steps]
-
-        ours = chunks_of(slice_host(fns(), RESTART), Ages())
-        assert ours[0].extras["age"][:4, 1].tolist() == [1, 2, 3, 1]
-        assert_same(ours, reference(fns(), Ages(), on_env_error="restart"))
-
     @pytest.mark.parametrize("mode", AutoresetMode)
     def test_native_sub_batches(self, mode: AutoresetMode) -> None:
         native = [partial(SyncVectorEnv, SPACE, autoreset_mode=mode)] * 2
@@ -240,16 +211,6 @@ class TestFleets:
             ours = [taken(machine, ask(machine, order(k))) for k in range(3)]
         assert_same(ours, chunks_of(slice_host(native, native=True), TablePolicy(2)))
 
-    def test_observations_that_are_objects(self) -> None:
-        space = gymnasium.spaces.Dict(
-            image=gymnasium.spaces.Box(0, 255, (3,), np.uint8), mission=gymnasium.spaces.Text(5)
-        )
-        fns = [partial(SpaceEnv, space)] * 3
-        with loaded(fns, first_action) as machine:
-            ours = [taken(machine, ask(machine, order(k))) for k in range(3)]
-        assert ours[0].obs["image"].dtype == np.uint8 and isinstance(ours[2].obs["mission"][3, 1], str)
-        assert_same(ours, chunks_of(slice_host(fns), first_action))
-
     def test_large_extras_and_longer_chunks(self) -> None:
         with loaded(DRIFT, Records()) as machine:
             for num_steps in (4, 4, 4, 4, 50, 50, 50, 50):
@@ -264,34 +225,6 @@ class TestFleets:
             ours = [join_chunks([taken(machine, tickets[k, worker]) for worker in range(2)]) for k in range(2)]
             ours.append(taken(machine, ask(machine, order(2))))
         assert_same(ours, chunks_of(slice_host(DRIFT), TablePolicy(2)))
-
-    def test_columns_of_workers_lie_side_by_side(self) -> None:
-        with loaded(DRIFT, TablePolicy(2)) as machine:
-            for k in range(4):
-                ticket = ask(machine, order(k))
-                assert machine.wait(ticket, 30.0)
-                parts = [part.chunk for part in machine.take(ticket).value]
-                whole, own = join_chunks(parts, copy=False), join_chunks(parts)
-                assert_same([whole], [own])
-                assert np.shares_memory(whole.obs, parts[1].obs) and not np.shares_memory(own.obs, parts[1].obs)
-
-    def test_a_chunk_that_is_cut(self, tmp_path: Path) -> None:
-        fns = [Steps, Steps, partial(Waits, tmp_path / "go"), Steps]
-        with loaded(fns, first_action) as machine:
-            ticket = ask(machine, ChunkOrder(1, ChunkRequest(1 << 20, 0, SEED)))
-            deadline = time.monotonic() + 30.0
-            while not (steps := machine.steps_in(ticket))[0] and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert steps[0] and not steps[1]
-            machine.cut(ticket, np.array([True, False]))
-            while 0 not in ticket.answers:
-                assert time.monotonic() < deadline and not machine.wait(ticket, 0.2)
-            (tmp_path / "go").touch()
-            machine.cut(ticket)
-            assert machine.wait(ticket, 30.0)
-            first, second = (part.chunk for part in machine.take(ticket).value)
-            assert first.num_steps and second.num_steps
-            assert taken(machine, ask(machine, order(0))).num_steps == STEPS
 
     def test_a_killed_worker_loses_no_pending_chunk(self) -> None:
         machine = Machine(EnvFactory.build([Steps] * 4), 2, restart_policy=RESTART)
@@ -338,15 +271,3 @@ class TestFleets:
             for k, ticket in enumerate(tickets):
                 assert machine.wait(ticket, 30.0)
                 assert [part.chunk.first_step for part in machine.take(ticket).value] == [STEPS * k] * 2
-
-    def test_a_policy_that_raises(self) -> None:
-        def refuses(obs: Any) -> Any:
-            raise ArithmeticError("no action")
-
-        machine = Machine(EnvFactory.build([Steps] * 2), 2)
-        with closing(machine):
-            machine.allocate(machine.spaces.observation, machine.spaces.action)
-            machine.run(Command(Op.LOAD, np.arange(2), rest=(1, cloudpickle.dumps(refuses))))
-            with pytest.raises(ArithmeticError, match="no action") as caught:
-                machine.run(Command(Op.ROLLOUT, np.arange(2), rest=order(0)))
-            assert "worker 0" in str(caught.value.__cause__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -119,20 +118,6 @@ def test_states_outlive_new_weights_and_end_with_the_episode(make: Make, inferen
     assert not states[2].any() and states.any()
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_another_policy_between_two_chunks_begins_new_episodes(make: Make, inference: Any) -> None:
-    """As an evaluation between two iterations does."""
-    env = make([DriftEnv] * N, **WORKERS)
-    collector = Collector(env, Policy(make_module()), inference=inference, seed=3)
-    collector.collect(n_step=N * 7)
-    greedy = Collector(env, Policy(make_module(), deterministic=True), inference=inference, seed=5)
-    batch = greedy.collect(n_episode=7)
-    assert batch.stats.n_collected_episodes == 7
-    greedy.close()
-    collector.reset(seed=1)
-    assert_states_follow(make_module(), collector.collect(n_step=N * 20).chunks)
-
-
 @pytest.mark.parametrize(("inference", "other"), [("worker", "driver"), ("worker", "node"), ("driver", "worker")])
 def test_a_policy_remembers_nothing_of_steps_that_another_one_took(make: Make, inference: Any, other: Any) -> None:
     env = make([DriftEnv] * N, **WORKERS)
@@ -175,68 +160,6 @@ def test_weights_that_a_policy_loads_reach_its_next_rollout_and_keep_the_states(
     assert_steps_of(make_module(seed=1), changed[0])
 
 
-class WithSlots(Policy):
-    __slots__ = ("name",)
-
-
-def test_a_policy_is_pickled_without_the_copy_of_its_weights_and_with_what_a_subclass_has() -> None:
-    policy = WithSlots(make_module())
-    policy.name = "mine"
-    size, weights = len(pickle.dumps(policy)), flat_weights(make_module(seed=1))
-    policy.load_weights(weights)
-    assert policy.loaded_weights is None, "without a worker no copy is needed"
-    policy.keep_loaded_weights()
-    policy.load_weights(weights)
-    np.testing.assert_array_equal(policy.loaded_weights, weights)
-    assert len(pickle.dumps(policy)) < size + weights.nbytes / 2
-    sent = pickle.loads(pickle.dumps(policy))
-    assert sent.name == "mine"
-    sent.load_weights(2 * weights)
-    assert sent.loaded_weights is None, "a worker keeps no second copy"
-
-
-class Halving(Policy):
-    """A subclass that changes what it loads."""
-
-    def load_weights(self, weights: Any) -> None:
-        super().load_weights(0.5 * weights)
-
-
-def test_a_policy_that_changes_what_it_loads_acts_alike_everywhere(make: Make) -> None:
-    weights = flat_weights(make_module(seed=1))
-    chunks = []
-    for inference in ("driver", "worker", "node"):
-        policy, env = Halving(make_module()), make([DriftEnv] * N, **WORKERS)
-        env.rollout(policy, 2, inference, seed=3)
-        policy.load_weights(weights)
-        env.reset(seed=5)
-        chunks.append(env.rollout(policy, 8, inference))
-    for chunk in chunks[1:]:
-        np.testing.assert_array_equal(chunk.act, chunks[0].act)
-        np.testing.assert_allclose(chunk.extras["logp"], chunks[0].extras["logp"], atol=2e-6)
-
-
-class HasWeightsOfItsOwn:
-    """A callable whose attributes have names that rayvec uses for other things."""
-
-    loaded_weights = True
-
-    def __call__(self, obs: Any) -> Any:
-        return np.zeros(len(obs), np.int64)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "act":
-            raise AttributeError(name)
-        return object()
-
-
-@pytest.mark.parametrize("inference", ["worker", "node", "driver"])
-def test_a_callable_with_any_attributes_may_act_again(make: Make, inference: Any) -> None:
-    env, policy = make([DriftEnv] * N, **HERE), HasWeightsOfItsOwn()
-    env.rollout(policy, 2, inference, seed=1)
-    assert not env.rollout(policy, 2, inference).act.any()
-
-
 def assert_steps_of(module: RecurrentActorCritic, chunk: Chunk) -> None:
     """Of the first step: the module acted, from a state that is not empty."""
     assert chunk.states[0].any()
@@ -274,14 +197,3 @@ def test_a_cut_chunk_has_the_states_of_its_steps(make: Make) -> None:
     ]
     assert [chunk.num_steps for chunk in chunks] == [7, 9]
     assert_states_follow(make_module(), chunks)
-
-
-def test_a_policy_without_memory_records_no_states(make: Make) -> None:
-    from rayvec.policies.networks import ActorCritic
-
-    env = make([DriftEnv] * N, **HERE)
-    policy = Policy(ActorCritic(DriftEnv.observation_space, DriftEnv.action_space))
-    assert not hasattr(policy, "begin_episodes") and policy.initial_state(3) is None
-    chunk = env.rollout(policy, 8, seed=1)
-    assert chunk.states.shape == (0, 0, 0)
-    assert chunk.columns(1, 3).states.shape == (0, 0, 0)

@@ -1,15 +1,15 @@
-"""A worker process: it makes a slice of the environments and executes the commands of its ring."""
+"""A worker process: it makes a slice of the environments and executes the commands that its owner sends."""
 
 from __future__ import annotations
 
-import errno
+import faulthandler
 import logging
 import os
+import signal
+import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -18,27 +18,23 @@ from rayvec.data.global_random import seed_globals
 from rayvec.data.layouts import ArrayLayout, index_tree
 from rayvec.data.trees import tree_leaves
 from rayvec.envs.failures import FAILURES, captured, end_if_forked
-from rayvec.envs.native_slices import NativeSlice
 from rayvec.envs.pickled_parts import Places, load_part
 from rayvec.envs.slices import Slice
-from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, Command, Op
+from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, Autoreset, Command, Op
 from rayvec.fleet.restarts import RestartPolicy, seed_of
-from rayvec.node.chunk_slots import ChunkColumns, ChunkSlot
-from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, MachineBlock
-from rayvec.node.messages import Message, pack, receive, send
-from rayvec.node.preloaded import check_threads
+from rayvec.node.in_process import InProcess, make_slice
+from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, MachineBlock
+from rayvec.node.messages import Message, pack, receive, receive_files, send
+from rayvec.node.processes import check_threads
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
-from rayvec.rollout.stepper import Here, Stepper
 
-__all__ = ["CLOSE", "WorkerSpec", "worker_main"]
+__all__ = ["STACK_SIGNAL", "Attachment", "WorkerSpec", "worker_main"]
 
 logger = logging.getLogger(__name__)
 
-CLOSE = Op.DROP
-"""A command to drop nothing, without a rest, ends the worker."""
-_POLL_S = 1.0
-"""The interval at which an idle worker checks whether its owner has closed the pipe."""
+STACK_SIGNAL = signal.SIGRTMAX - 1
+"""The signal on which a worker writes its stack to a file that its owner reads."""
 _KEPT_BYTES = 64 << 20
 
 
@@ -78,27 +74,23 @@ class Attachment:
     objects: list[list[Any]]
 
 
-def worker_main(spec: WorkerSpec, pipe: Connection, factories: int) -> None:
-    """Makes the environments, reports their spaces, or an error, through the pipe, and serves commands.
+def worker_main(spec: WorkerSpec, channel: socket.socket) -> None:
+    """Makes the environments, reports their spaces, or an error, and executes commands until no more can come.
 
     Args:
         spec: What the worker starts with.
-        pipe: To the owner.
-        factories: File descriptor of the pickled factories.
+        channel: To the owner, which has sent the file of the factories, and one for the stack of this process.
     """
-    os.set_inheritable(pipe.fileno(), False)
+    os.set_inheritable(channel.fileno(), False)
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner has exited
-        try:
-            slice_ = _made(spec, pipe, factories)
-            if slice_ is not None:
-                _serve(spec, slice_, pipe)
-        except OSError as error:
-            if error.errno != errno.EBADF:
-                raise
-            logger.error("%s: an environment has closed file descriptors of this process, which exits", spec.name)
+        factories, stack = receive_files(channel, 2)
+        faulthandler.register(STACK_SIGNAL, file=stack)
+        slice_ = _made(spec, channel, factories)
+        if slice_ is not None:
+            _serve(spec, slice_, channel)
 
 
-def _made(spec: WorkerSpec, pipe: Connection, factories: int) -> Slice | None:
+def _made(spec: WorkerSpec, channel: socket.socket, factories: int) -> Slice | None:
     """Returns the slice. If it can't be made, it reports why, and returns None."""
     seed_globals(None)  # else every worker inherits the fork server's state
     try:
@@ -108,13 +100,12 @@ def _made(spec: WorkerSpec, pipe: Connection, factories: int) -> Slice | None:
         _seed(spec.seed, spec.first_id, 1)
         if factory.native:
             keep_freed_memory(_KEPT_BYTES)
-        kind = NativeSlice if factory.native else Slice
-        slice_: Slice = kind(factory, spec.first_id, spec.name, spec.restart_policy)
+        slice_ = make_slice(factory, spec.first_id, spec.name, spec.restart_policy)
         spaces = pack(slice_.spaces)
     except FAILURES as error:
-        send(pipe, pack(captured(error, spec.name)))
+        send(channel, pack(captured(error, spec.name)))
         return None
-    send(pipe, spaces)
+    send(channel, spaces)
     return slice_
 
 
@@ -124,59 +115,35 @@ def _seed(seed: int | None, *key: int) -> None:
         seed_globals(seed % (1 << 64), *key)
 
 
-def _serve(spec: WorkerSpec, slice_: Slice, pipe: Connection) -> None:
-    """Executes commands until one ends the worker, or the owner closes the pipe."""
-    attachment: Attachment = receive(pipe).load()
-    block = MachineBlock(attachment.spec, _received_fd(pipe))
-    ring, slice_.first_id = block.ring(attachment.index), attachment.first_id
-    arrays = {name: index_tree(array, ring.rows) for name, array in block.arrays.items()}
-    leaves = list(tree_leaves(arrays["obs"]))
-    objects = [leaves[place] for place in block.layout.objects]
-    for leaf, values in zip(objects, attachment.objects, strict=True):
-        leaf[:] = np.fromiter(values, object, len(values))
-    slice_.open(block.layout, arrays)
-    slice_.progress = ring.progress.data
-    _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id, 2)
-    worker = _Worker(spec, slice_, objects, block, attachment.index)
+def _serve(spec: WorkerSpec, slice_: Slice, channel: socket.socket) -> None:
+    """Executes commands until the owner sends no more. Then it closes the environments."""
+    attachment: Attachment = receive(channel).load()
+    block = MachineBlock(attachment.spec, *receive_files(channel, 1))
+    worker = _Worker(spec, slice_, block, attachment)
     pid = os.getpid()
     while True:
-        while not ring.go.acquire(_POLL_S):
-            if pipe.poll():  # readable without a command: the owner has closed its end
-                if ring.go.try_acquire():
-                    break
-                return
         try:
-            command = ring.read(pipe)
-        except (EOFError, OSError):
-            return
+            message = receive(channel)
+        except EOFError:
+            break
+        try:
+            command = worker.read(message)
         except FAILURES as error:  # such as a class of a module that this process can't import
             answer = Answer(failure=captured(error, f"{spec.name}, which unpickles what the driver has sent"))
         else:
-            if command.op == CLOSE and command.rest is None:
-                worker.close()
-                return
-            if command.op == Op.ROLLOUT and command.rest.place.slot not in block.slots:
-                block.slots[command.rest.place.slot] = ChunkSlot(_received_fd(pipe))
             answer = worker.execute(command)
             end_if_forked(pid)
-        message = None if answer is NO_NEWS else _packed(answer, spec.name)
-        ring.has_rest[ring.slot] = message is not None
-        ring.advance()
-        ring.done.post()
-        if message is not None:
-            send(pipe, message)
-
-
-def _received_fd(pipe: Connection) -> int:
-    fd = reduction.recv_handle(pipe)
-    os.set_inheritable(fd, False)
-    return fd
+        send(channel, _packed(answer, spec.name))
+    try:
+        slice_.close()
+    except FAILURES:
+        logger.exception("%s: an environment raised in close()", spec.name)
 
 
 def _packed(answer: Answer, name: str) -> Message:
     """Returns an answer. If it can't be pickled, it returns that failure instead."""
     try:
-        return pack(tuple(answer))
+        return pack(None if answer is NO_NEWS else tuple(answer))
     except FAILURES as error:
         where = f"{name}, in what an environment returned (infos, observations or results)"
         return pack(tuple(Answer(failure=captured(error, where))))
@@ -188,19 +155,38 @@ class _Worker:
     Args:
         spec: What it started with.
         slice_: The environments.
-        objects: The leaves of the observations that are objects.
         block: The shared block.
-        index: Index of the worker.
+        attachment: What it got with the block.
     """
 
-    def __init__(self, spec: WorkerSpec, slice_: Slice, objects: list[Any], block: MachineBlock, index: int) -> None:
-        self._spec, self._slice, self._objects = spec, slice_, objects
-        self._slots, self._rows = block.slots, slice(*block.spec.bounds[index : index + 2])
-        arrays = block.block.arrays
-        self._chunk_step, self._cut_chunk = (arrays[name][index : index + 1] for name in ("chunk_step", "cut_chunk"))
-        layout = ArrayLayout.of(slice_.spaces.action)
-        self._stepper = Stepper(Here(slice_), layout, slice_.first_id, slice_.native_mode)
-        self._host = PolicyHost(self._stepper)
+    def __init__(self, spec: WorkerSpec, slice_: Slice, block: MachineBlock, attachment: Attachment) -> None:
+        self._spec, self._slice, self._block = spec, slice_, block
+        index, slice_.first_id = attachment.index, attachment.first_id
+        self._rows = slice(*block.spec.bounds[index : index + 2])
+        arrays = {name: index_tree(array, self._rows) for name, array in block.arrays.items()}
+        leaves = list(tree_leaves(arrays["obs"]))
+        self._objects = [leaves[place] for place in block.layout.objects]
+        for leaf, values in zip(self._objects, attachment.objects, strict=True):
+            leaf[:] = np.fromiter(values, object, len(values))
+        slice_.open(block.layout, arrays)
+        of_worker = {name: array[index : index + 1] for name, array in block.by_worker.items()}
+        slice_.progress = of_worker["progress"].data
+        self._chunk_step, self._cut_chunk = of_worker["chunk_step"], of_worker["cut_chunk"]
+        _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id, 2)
+        self._all_rows = np.arange(slice_.num_envs)
+        here, layout = InProcess(slice_), ArrayLayout.of(slice_.spaces.action)
+        self._host = PolicyHost(here, layout, slice_.first_id, slice_.native_mode)
+
+    def read(self, message: Message) -> Command:
+        """Returns a command. Its actions are copies: environments may keep a reference to them."""
+        op, rows, mode, codes, rest = message.load()
+        rows = self._all_rows if rows is None else rows
+        actions, block = rest, self._block
+        if codes is not None:
+            at = self._rows if rows is self._all_rows else rows + self._rows.start
+            leaves = [each.view(code)[at] for each, code in zip(block.actions, codes, strict=True)]
+            actions = block.action_layout.tree([np.array(leaf) for leaf in leaves])
+        return Command(Op(op), rows, actions if op == Op.STEP else None, Autoreset(mode), rest)
 
     def execute(self, command: Command) -> Answer:
         """Executes a command."""
@@ -229,30 +215,19 @@ class _Worker:
                 value = self._take(command.rest)
         except FAILURES as error:
             return Answer(failure=captured(error, self._spec.name))
-        notes = tuple(self._stepper.notes)
-        self._stepper.notes.clear()
-        return Answer(value=value, notes=notes)
+        return Answer(value=value, notes=self._host.take_notes())
 
-    def _take(self, order: ChunkOrder) -> tuple[TakenChunk, int]:
-        """Takes a chunk. Returns it as it lies in its slot, and the bytes that it needs there."""
+    def _take(self, order: ChunkOrder) -> TakenChunk:
+        """Takes a chunk. Returns it as it lies in its slot."""
         place = order.place
         assert place is not None
-        slot = self._slots[place.slot]
-        slot.map()
+        columns = ChunkColumns(self._block, place, self._rows)
         if place.num_weights:
-            order = order._replace(weights=slot.weights(place.num_weights))
-        columns = ChunkColumns(slot, place, self._rows)
+            order = order._replace(weights=columns.weights)
         taken = self._host.take(order, partial(self._is_cut, place.number), columns.empty)
-        return taken._replace(chunk=slot.pack(taken.chunk)), columns.num_bytes
+        return taken._replace(chunk=columns.pack(taken.chunk))
 
     def _is_cut(self, number: int, num_steps: int) -> bool:
         """Reports the steps that were taken in a chunk. Returns whether the owner has cut that chunk."""
         self._chunk_step[0] = (number << CHUNK_STEP_BITS) + num_steps
         return bool(self._cut_chunk[0] == number)
-
-    def close(self) -> None:
-        """Closes the environments."""
-        try:
-            self._slice.close()
-        except FAILURES:
-            logger.exception("%s: an environment raised in close()", self._spec.name)
