@@ -32,7 +32,7 @@ def loaded_by(statement: str) -> set[str]:
         ("import rayvec; rayvec.PPOConfig()", set()),
         ("import rayvec.cli", set()),
         ("import rayvec.envs.slices, rayvec.rollout.loop", {"gymnasium"}),
-        ("import rayvec.node.serve", {"gymnasium"}),
+        ("import rayvec.node.worker_main", {"gymnasium"}),
         ("import rayvec.tianshou; dir(rayvec.tianshou)", set()),
         ("import rayvec.tianshou.env.pool_env", {"gymnasium"}),
         ("import rayvec.stable_baselines3; dir(rayvec.stable_baselines3)", set()),

@@ -147,8 +147,8 @@ def paths() -> None:
             (0, "divided by node", "fleet.fleet"),
             (0, "sent", "cluster.stream"),
             (1, "received", "cluster.remote"),
-            (1, "written to memory", "node.memory"),
-            (2, "worker wakes up", "node.serve"),
+            (1, "written to memory", "node.local_worker"),
+            (2, "worker wakes up", "node.worker_main"),
             (2, "environment steps", "envs.slices"),
             (1, "rows are sent", "cluster.remote"),
             (0, "infos are merged", "fleet.fleet"),
@@ -161,7 +161,7 @@ def paths() -> None:
         "A chunk on its way from a worker to a minibatch",
         [
             (2, "policy, envs step", "rollout.loop"),
-            (2, "steps are recorded", "node.chunk_slots"),
+            (2, "steps are recorded", "node.memory"),
             (1, "chunk of a machine", "cluster.node"),
             (0, "parts are joined", "data.join_chunks"),
             (0, "episodes counted", "collect.collector"),
@@ -179,7 +179,7 @@ def paths() -> None:
             (0, "gets a version", "vector.weights"),
             (0, "sent once", "cluster.remote"),
             (1, "copied to memory", "node.machine"),
-            (2, "loaded for a chunk", "node.serve"),
+            (2, "loaded for a chunk", "node.worker_main"),
         ],
         lanes,
     )

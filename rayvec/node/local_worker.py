@@ -12,8 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rayvec.data.trees import tree_leaves
+from rayvec.data.trees import as_slice, tree_leaves
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import LIMITS_REMEDY, RemoteFailure, WorkerLostError
 from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, ChildLost, Command, Op
@@ -53,6 +54,7 @@ class LocalWorker:
     def __init__(self, spec: WorkerSpec, index: int, factories: int, preload: Sequence[str]) -> None:
         self.name, self._policy, self._index = spec.name, spec.restart_policy, index
         self._pending = deque[tuple[Command, Message]]()
+        self._last_rows: NDArray[np.int64] | None = None  # of the last step
         self._num_posted = 0
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._readable = select.poll()
@@ -131,22 +133,34 @@ class LocalWorker:
             send_files(self._channel, block.fd)
 
     def post(self, command: Command) -> None:
-        """Starts a command. Actions that arrays can hold lie in the block, and all else is in the message."""
+        """Starts a command."""
+        actions = command.actions
+        if type(actions) is np.ndarray and command.rows is self._last_rows and _form(command) == self._last_form:
+            message = self._last_message  # a fleet passes the same rows again
+            self._last_target[:] = actions
+        else:
+            message = self._message(command)
+        self._pending.append((command, message))
+        self._send_pending()
+
+    def _message(self, command: Command) -> Message:
+        """Returns the message of a command. Actions that arrays can hold go into the block."""
         assert self._block is not None
         rest, codes = command.rest, None
-        is_all = len(command.rows) == len(self._all_rows) and np.array_equal(command.rows, self._all_rows)
+        is_all = np.array_equal(command.rows, self._all_rows)
         if command.op == Op.STEP:
-            leaves = action_leaves(command.actions, self._block.action_layout, len(command.rows))
-            if leaves is None:
-                rest = command.actions
-            else:
-                codes = [leaf.dtype.char for leaf in leaves]
-                rows = self._rows if is_all else command.rows + self._rows.start
+            rest = command.actions
+            leaves = action_leaves(rest, self._block.action_layout, len(command.rows))
+            rows = as_slice(command.rows + self._rows.start)
+            if leaves is not None:
+                rest, codes = None, [leaf.dtype.char for leaf in leaves]
                 for actions, leaf in zip(self._block.actions, leaves, strict=True):
                     actions.view(leaf.dtype.char)[rows] = leaf
-        message = int(command.op), None if is_all else command.rows, int(command.mode), codes, rest
-        self._pending.append((command, packed_message(message)))
-        self._send_pending()
+        message = packed_message((int(command.op), None if is_all else command.rows, int(command.mode), codes, rest))
+        if codes is not None and type(command.actions) is np.ndarray and isinstance(rows, slice):
+            self._last_rows, self._last_form, self._last_message = command.rows, _form(command), message
+            self._last_target = self._block.actions[0].view(codes[0])[rows]
+        return message
 
     def _send_pending(self) -> None:
         """Sends commands, up to as many as the socket has room for together with their answers."""
@@ -261,3 +275,8 @@ class LocalWorker:
         has_ended = self._process.wait(timeout_s)
         self.kill()
         return has_ended
+
+
+def _form(command: Command) -> tuple[Any, ...]:
+    """Returns what of a step with one array of actions its message depends on, beside the rows."""
+    return command.mode, command.actions.dtype, command.actions.shape

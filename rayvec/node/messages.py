@@ -34,6 +34,8 @@ __all__ = [
 
 MAX_POSTED = 8
 _PACKET_BYTES = 1 << 13
+_FILE_BYTES = socket.CMSG_LEN(4)
+"""The size of a file descriptor beside a packet."""
 
 
 def dumps(
@@ -143,15 +145,16 @@ def receive(channel: socket.socket) -> Message:
     Raises:
         EOFError, OSError: The other end is closed.
     """
-    data, files, *_ = socket.recv_fds(channel, _PACKET_BYTES, 1)
+    data, ancillary, *_ = channel.recvmsg(_PACKET_BYTES, _FILE_BYTES)
     if not data:
         raise EOFError
-    if not files:
+    if not ancillary:
         return Message(data, [])
+    fd = int.from_bytes(ancillary[0][2], "little")
     try:
-        content = memoryview(mmap.mmap(files[0], 0, access=mmap.ACCESS_COPY))
+        content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
     finally:
-        os.close(files[0])
+        os.close(fd)
     count = int.from_bytes(content[:8], "little")
     sizes = np.frombuffer(content, np.int64, count, 8).tolist()
     starts = itertools.accumulate(map(aligned, (8 + 8 * count, *sizes)))

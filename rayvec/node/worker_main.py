@@ -174,12 +174,17 @@ class _Worker:
         self._chunk_step, self._cut_chunk = of_worker["chunk_step"], of_worker["cut_chunk"]
         _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id, 2)
         self._all_rows = np.arange(slice_.num_envs)
+        self._last_head = b""
+        self._last: Any = None
         here, layout = InProcess(slice_), ArrayLayout.of(slice_.spaces.action)
         self._host = PolicyHost(here, layout, slice_.first_id, slice_.native_mode)
 
     def read(self, message: Message) -> Command:
         """Returns a command. Its actions are copies: environments may keep a reference to them."""
-        op, rows, mode, codes, rest = message.load()
+        if message.head != self._last_head:
+            self._last = message.load()
+            self._last_head = message.head if self._last[3] else b""  # of a step without other objects
+        op, rows, mode, codes, rest = self._last
         rows = self._all_rows if rows is None else rows
         actions, block = rest, self._block
         if codes is not None:
