@@ -142,7 +142,7 @@ def test_what_cannot_work() -> None:
         one = [lambda obs: 0] * 4  # an object for each environment, and a function of one observation
         for policy, words in (
             (one, "It must be a rayvec.Policy, or a function"),
-            (lambda obs: 0, "one action, and one row"),
+            (lambda obs: 0, "must return one action"),
         ):
             with pytest.raises(ConfigError, match=words):
                 env.rollout(policy, 3, "node", seed=0)
