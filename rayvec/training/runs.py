@@ -34,6 +34,7 @@ from rayvec.learners.compile_decision import choice_of, compile_s, compiles, dec
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
+from rayvec.servers.env_servers import EnvServers
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.open_environments import local_workers
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -409,6 +410,8 @@ def _named_env(env: Any) -> str:
         return env
     if isinstance(env, EnvSpec):
         return env.id if gymnasium.registry.get(env.id) == env else refer(env)
+    if isinstance(env, EnvServers):
+        env = list(env)  # once they have dialled in
     require(
         callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))),
         f"env is {repr(env)[:200]}. It must be an id, an EnvSpec, a class or function that makes one environment, "

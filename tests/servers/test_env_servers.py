@@ -33,6 +33,10 @@ def command(env: str, kwargs: str = "{}") -> list[str]:
     return [sys.executable, str(SERVER), env, "--kwargs", kwargs]
 
 
+def make_cartpole() -> gymnasium.Env[Any, Any]:
+    return gymnasium.make("CartPole-v1")
+
+
 @dataclass
 class Dialler:
     """Starts servers that dial in, and ends what is left of them."""
@@ -120,6 +124,15 @@ def test_more_servers_are_started_for_more_environments() -> None:
             pids.add(env.step(np.array([1]))[4]["where"]["pid"][0])
             env.close()
     assert len(pids) == 2
+
+
+@pytest.mark.slow
+def test_training_with_servers_equals_training_with_local_environments(tmp_path: Path) -> None:
+    settings = {"num_envs": 2, "num_steps": 64, "minibatch_size": 64, "total_steps": 512, "eval_episodes": 2, "seed": 1}
+    local = rayvec.train(rayvec.PPOConfig(**settings, run_dir=tmp_path / "local"), env=[make_cartpole] * 2)
+    with rayvec.EnvServers(2, command=command("CartPole-v1")) as servers:
+        there = rayvec.train(rayvec.PPOConfig(**settings, run_dir=tmp_path / "there"), env=servers)
+    assert there.eval_return_mean == local.eval_return_mean
 
 
 @pytest.mark.parametrize("one_env", [("", {})], indirect=True)
