@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -160,23 +159,18 @@ class Cluster(Fleet):
 
     @property
     def topology(self) -> Topology:
-        """Which node holds which environments. Those of one node that adjoin are one slice."""
-        units, nodes = self.spaces.unit_bounds, list[NodeSlice]()
-        for each in self._slices:
-            bounds = each.worker_bounds
-            bounds = bounds if units is None else tuple(units[list(bounds)].tolist())
-            num_cpus = each.num_cpus
-            if nodes and nodes[-1].node_id == each.node_id:
-                last = nodes.pop()
-                bounds, num_cpus = last.worker_bounds + bounds[1:], last.num_cpus + num_cpus
-            nodes.append(replace(each, worker_bounds=bounds, num_cpus=num_cpus))
-        return Topology(tuple(nodes))
+        """Which node holds which environments. Of elastic nodes, each part has a slice of its own."""
+        units = self.spaces.unit_bounds
+        if units is None:
+            return Topology(tuple(self._slices))
+        return Topology(
+            tuple(replace(each, worker_bounds=tuple(units[list(each.worker_bounds)].tolist())) for each in self._slices)
+        )
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """How each node of the topology is reached: ``"shm"`` or ``"tcp"``."""
-        pairs = groupby(zip(self._slices, self.children, strict=True), lambda pair: pair[0].node_id)
-        return tuple(next(nodes)[1].transport for _, nodes in pairs)
+        """How each slice of the topology is reached: ``"shm"`` or ``"tcp"``."""
+        return tuple(node.transport for node in self.children)
 
     def pids(self) -> dict[str, list[int]]:
         """Returns process ids by the name of the node: of the owner of its workers, and of these."""

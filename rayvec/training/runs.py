@@ -254,7 +254,8 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
     config = choose_engine(config)
     with make_env(config) as env:
         nodes = env.topology.nodes
-        on_ray = f"on Ray (nodes: {len(nodes)}, workers: {sum(node.num_workers for node in nodes)})"
+        num_nodes = len({node.node_id for node in nodes})
+        on_ray = f"on Ray (nodes: {num_nodes}, workers: {sum(node.num_workers for node in nodes)})"
         where = "on this machine, without Ray" if config.num_nodes == 0 else on_ray
         print(f"rayvec: {counted(env.num_envs, 'environment')} {where}", file=sys.stderr)
         choice = choice_of(config, env.single_observation_space) if trains else None

@@ -93,7 +93,7 @@ def test_environments_are_those_of_sync_vector_env_and_move_when_cores_come_free
         env = RayVecEnv([CountingEnv] * 6, num_nodes=(1, 2), workers_per_node=2)
         sync = SyncVectorEnv([CountingEnv] * 6)
         with env:
-            assert [len(node.env_range) for node in env.topology.nodes] == [6] and env.transports == ("shm",)
+            assert [*envs_by_node(env).values()] == [[*range(6)]] and {*env.transports} == {"shm"}
             assert_identical(env.reset(seed=1), sync.reset(seed=1))
             for _ in range(5):  # both parts, which are here, raise: each answer is that of its own request
                 with pytest.raises(AttributeError, match="missing"):
@@ -191,7 +191,7 @@ def test_a_node_that_announces_leaves_between_steps(
     first = nodes.join()
     for _ in range(100):
         step()
-    assert len(env.topology.nodes) == 1
+    assert len(envs_by_node(env)) == 1
     held = until_moved(env, reset, [None, first])
     with caplog.at_level(logging.WARNING):
         nodes.announce(first)
@@ -265,7 +265,7 @@ def test_environments_that_can_not_start_on_a_node_stay_where_they_are(
 
         wait_until(has_tried, "a move has failed")
         chunks += [env.rollout(first_actions, 5) for _ in range(5)]
-        assert counting_errors(chunks) == [] and len(env.topology.nodes) == 1
+        assert counting_errors(chunks) == [] and len(envs_by_node(env)) == 1
 
 
 class OnlyOnce(CountingEnv):
