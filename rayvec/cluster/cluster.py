@@ -61,7 +61,8 @@ class Cluster(Fleet):
         self._rehost, self._release = rehost, release
         nodes: list[Any] = []
         try:
-            nodes += [places.open(place) for place in self._slices]
+            for place in self._slices:
+                nodes.append(places.open(place))  # noqa: PERF401  # what has begun to start is killed if the next fails
             for node in sorted(nodes, key=_is_own):  # the others start while it does
                 node.start()
             found = [node.spaces() for node in nodes]
