@@ -62,7 +62,7 @@ class Cluster(Fleet):
         nodes: list[Any] = []
         try:
             for place in self._slices:
-                nodes.append(places.open(place))  # noqa: PERF401  # what has begun to start is killed if the next fails
+                nodes.append(places.open(place))  # what has begun to start is killed if the next fails
             for node in sorted(nodes, key=_is_own):  # the others start while it does
                 node.start()
             found = [node.spaces() for node in nodes]
