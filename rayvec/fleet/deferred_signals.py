@@ -19,16 +19,18 @@ def uninterrupted() -> Iterator[None]:
     """
     received: dict[int, Any] = {}
 
-    def call(number: int, handler: Any) -> None:
-        if number in received:
-            handler(number, received[number])
+    def restore(number: int, handler: Any) -> None:
+        try:
+            signal.signal(number, handler)
+        finally:
+            if number in received:
+                handler(number, received[number])
 
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 handler = signal.getsignal(number)
                 if callable(handler):
-                    stack.callback(call, number, handler)
-                    stack.callback(signal.signal, number, handler)
+                    stack.callback(restore, number, handler)
                     signal.signal(number, received.setdefault)
         yield
