@@ -240,7 +240,7 @@ DOES_NOT_START = """
 def test_a_private_cluster_that_does_not_start_is_an_error_and_leaves_nothing(run: MakeDriver) -> None:
     driver = run(DOES_NOT_START)
     said = driver.finish()
-    assert "Exception: The current node timed out" in said and "set TMPDIR" in said and "ulimit -u" in said
+    assert "Exception: The current node timed out" in said and "Set TMPDIR" in said and "ulimit -u" in said
     driver.assert_nothing_left()
 
 
