@@ -18,7 +18,7 @@ from rayvec.errors import ConfigError
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import Encoder, normalized
 
-__all__ = ["Activation", "Actor", "MLPActor", "check_length"]
+__all__ = ["Activation", "Actor", "MLPActor", "split_weights"]
 
 Float = NDArray[np.float32]
 Activation = Literal["tanh", "relu", "elu", "gelu"]
@@ -48,32 +48,24 @@ class MLPActor:
     Attributes:
         encoder: From observations to rows of numbers.
         distribution: What the outputs are parameters of.
-        layers: Of each layer, where in the flat vector its weight ``[out, in]`` and its bias ``[out]`` start, and out
-            and in.
-        num_weights: Length of the flat vector.
-        constants: Where in the flat vector the parameters lie that are the same for every observation (logarithms
-            of standard deviations), which follow those that the last layer puts out.
-        normalizer: Where in the flat vector the mean of the rows, of two numbers each (see
-            :func:`rayvec.policies.networks.flat_weights`), and the factors to scale them by start; None leaves them as
-            they are.
+        shapes: Of the parts of the flat vector of weights, by name, in their order. ``log_std``, if it is there, are
+            parameters of the distribution that follow those that the last layer puts out, for every observation.
+            ``obs_mean``, two numbers for each (see :func:`rayvec.policies.networks.flat_weights`), and ``obs_scale``
+            normalise the rows.
+        layers: Names of the layers, whose parts are ``<name>.weight``, ``[out, in]``, and ``<name>.bias``, ``[out]``.
+        norms: Likewise of the layer norm after each hidden layer; none without layer norms.
         activation: Function between the layers; GELU in its approximation by tanh.
-        norms: Likewise of the layer norm after each hidden layer, with its width; none without layer norms.
     """
 
     encoder: Encoder
     distribution: Distribution
-    layers: tuple[tuple[int, int, int, int], ...]
-    num_weights: int
-    constants: slice
-    normalizer: tuple[int, int] | None = None
+    shapes: dict[str, tuple[int, ...]]
+    layers: tuple[str, ...]
+    norms: tuple[str, ...] = ()
     activation: Activation = "tanh"
-    norms: tuple[tuple[int, int, int], ...] = ()
     _moments: tuple[NDArray[np.float64], Float] | None = field(init=False, repr=False, default=None)
     _arrays: list[tuple[Float, Float]] = field(init=False, repr=False)
     _norms: list[tuple[Float, Float]] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.load_weights(np.zeros(self.num_weights, np.float32))
 
     def __call__(self, obs: Tree) -> Float:
         """Returns parameters ``float32 [k, P]``."""
@@ -99,26 +91,15 @@ class MLPActor:
         Raises:
             ConfigError: The vector is of another length than the module's parameters.
         """
-        check_length(weights, self.num_weights)
-        arrays = [
-            (weights[start : start + outs * ins].reshape(outs, ins).T.copy(), weights[bias : bias + outs].copy())
-            for start, bias, outs, ins in self.layers
-        ]
-        constants = weights[self.constants]
-        if len(constants):
-            weight, bias = arrays[-1]
-            zeros = np.zeros((len(weight), len(constants)), np.float32)
-            arrays[-1] = (np.hstack([weight, zeros]), np.concatenate([bias, constants]))
-        self._arrays = arrays
-        self._norms = [
-            (weights[scale : scale + width].copy(), weights[shift : shift + width].copy())
-            for scale, shift, width in self.norms
-        ]
-        if self.normalizer is not None:
-            start, scale = self.normalizer
-            count = self.encoder.num_features
-            mean = weights[start : start + 2 * count].reshape(2, count).sum(0, dtype=np.float64)
-            self._moments = mean, weights[scale : scale + count].copy()
+        parts = split_weights(weights, self.shapes)
+        self._norms = [(parts[f"{name}.weight"], parts[f"{name}.bias"]) for name in self.norms]
+        self._arrays = [(parts[f"{name}.weight"].T.copy(), parts[f"{name}.bias"]) for name in self.layers]
+        if "log_std" in parts:
+            weight, bias = self._arrays[-1]
+            zeros = np.zeros((len(weight), len(parts["log_std"])), np.float32)
+            self._arrays[-1] = (np.hstack([weight, zeros]), np.concatenate([bias, parts["log_std"]]))
+        if "obs_mean" in parts:
+            self._moments = parts["obs_mean"].sum(0, dtype=np.float64), parts["obs_scale"]
 
 
 def _activate(activation: Activation, rows: Float) -> None:
@@ -140,10 +121,17 @@ def _normalized(rows: Float, scale: Float, shift: Float) -> Float:
     return normalized
 
 
-def check_length(weights: Float, num_weights: int) -> None:
-    """Refuses a vector of weights, ``float32 [P]``, of another length than the actor's."""
-    if weights.shape != (num_weights,):
+def split_weights(weights: Float, shapes: dict[str, tuple[int, ...]]) -> dict[str, Float]:
+    """Returns copies of the parts of a flat vector ``float32 [P]``, by name.
+
+    Raises:
+        ConfigError: It is of another length than the parts together.
+    """
+    ends = np.cumsum([0, *map(math.prod, shapes.values())])
+    if weights.shape != (ends[-1],):
         raise ConfigError(
-            f"The weights have shape {weights.shape}, and this policy needs {(num_weights,)}. Build the policy "
+            f"The weights have shape {weights.shape}, and this policy needs {(int(ends[-1]),)}. Build the policy "
             "from the same kind of module as the learner."
         )
+    pieces = zip(shapes.items(), np.split(weights, ends[1:-1]), strict=True)
+    return {name: piece.reshape(shape).copy() for (name, shape), piece in pieces}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rayvec.data import Tree, tree_map
-from rayvec.policies.actors import Activation, Actor, MLPActor, check_length
+from rayvec.policies.actors import Activation, Actor, MLPActor, split_weights
 from rayvec.policies.cnns import SQRT2, initialised, make_cnn
 from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, at, make_encoder, normalized
@@ -241,18 +241,14 @@ class ActorCritic(ActorCriticModule):
 
 def numpy_actor(module: ActorCriticModule, prefixes: Sequence[str] = ("",), **settings: Any) -> MLPActor:
     """Returns the actor of a module in NumPy: its linear layers, and layer norms after them."""
-    starts, stop = _starts(module)
-    first = starts.get("log_std", 0)
-    actor = MLPActor(
-        module.encoder,
-        module.distribution,
-        layers=_layer_places(module, nn.Linear, prefixes),
-        norms=_layer_places(module, nn.LayerNorm, prefixes),
-        num_weights=stop,
-        constants=slice(first, first + module.distribution.num_constants),
-        normalizer=(starts["obs_mean"], starts["obs_scale"]) if "obs_mean" in starts else None,
-        **settings,
-    )
+
+    def names(kind: type[nn.Module]) -> tuple[str, ...]:
+        named = [name for name, layer in module.named_modules() if isinstance(layer, kind)]
+        return tuple(name for prefix in prefixes for name in named if name.startswith(prefix))
+
+    shapes = {name: shape for name, _, shape in _parts(module)}
+    settings |= {"layers": names(nn.Linear), "norms": names(nn.LayerNorm)}
+    actor = MLPActor(module.encoder, module.distribution, shapes, **settings)
     actor.load_weights(flat_weights(module))
     return actor
 
@@ -316,26 +312,15 @@ def copy_to_cpu(module: nn.Module) -> Any:
     return copied
 
 
-def _layer_places(module: nn.Module, kind: type[nn.Module], prefixes: Sequence[str]) -> tuple[Any, ...]:
-    """Returns where the layers of a kind lie in the flat vector of a module's weights; see `MLPActor.layers`."""
-    starts, _ = _starts(module)
-    return tuple(
-        (starts[f"{name}.weight"], starts[f"{name}.bias"], *layer.get_parameter("weight").shape)
-        for prefix in prefixes
-        for name, layer in module.named_modules()
-        if isinstance(layer, kind) and name.startswith(prefix)
-    )
-
-
 def flat_weights(module: nn.Module) -> NDArray[np.float32]:
     """Returns a copy of a module's weights as one ``float32`` vector: parameters in their order, then buffers.
 
     A buffer in float64, such as the mean of observations, is there twice: rounded, and then what rounding took away.
     """
     parts = []
-    for _, part, width in _parts(module):
+    for _, part, shape in _parts(module):
         rest = part.detach().reshape(-1)
-        for _ in range(width):
+        for _ in range(1 + (len(shape) > part.ndim)):
             parts.append(rest.float())
             rest = rest - parts[-1]
     return torch.cat(parts).cpu().numpy()
@@ -347,25 +332,21 @@ def load_flat_weights(module: nn.Module, weights: NDArray[np.float32]) -> None:
     Raises:
         ConfigError: The vector is of another length than the module's parameters and buffers.
     """
-    starts, length = _starts(module)
-    check_length(weights, length)
+    pieces = split_weights(weights, {name: shape for name, _, shape in _parts(module)})
     with torch.no_grad():
-        for name, part, width in _parts(module):
-            piece = torch.tensor(weights[starts[name] : starts[name] + width * part.numel()])
-            part.copy_(piece.to(part.dtype).view(width, *part.shape).sum(0) if width > 1 else piece.view_as(part))
+        for name, part, shape in _parts(module):
+            piece = torch.from_numpy(pieces[name])
+            part.copy_(piece.to(part.dtype).sum(0) if len(shape) > part.ndim else piece)
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
-    """Yields each part of the flat vector of a module's weights, its name, and how many numbers hold one of its."""
-    yield from ((name, part, 1) for name, part in module.named_parameters())
-    yield from ((name, part, 1 + (part.dtype == torch.float64)) for name, part in module.named_buffers())
+def _parts(module: nn.Module) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    """Yields each part of the flat vector of a module's weights, with its name and its shape there.
 
-
-def _starts(module: nn.Module) -> tuple[dict[str, int], int]:
-    """Returns where each part begins in the flat vector of a module's weights, by name, and where it ends."""
-    sizes = {name: part.numel() * width for name, part, width in _parts(module)}
-    ends = list(itertools.accumulate([0, *sizes.values()]))
-    return dict(zip(sizes, ends, strict=False)), ends[-1]
+    That of a buffer in float64 has a leading 2.
+    """
+    yield from ((name, part, tuple(part.shape)) for name, part in module.named_parameters())
+    for name, part in module.named_buffers():
+        yield name, part, ((2, *part.shape) if part.dtype == torch.float64 else tuple(part.shape))
 
 
 def to_tensor(array: NDArray[Any]) -> Tensor:
