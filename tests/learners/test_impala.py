@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers.actor_critic_kit import DISCRETE, OBS, STATS, N, T, impala_config, make_batch, make_chunk, perturb
+from helpers.actor_critic_kit import BOX, DISCRETE, OBS, STATS, N, T, impala_config, make_batch, make_chunk, perturb
 from helpers.paper_kit import PaperIMPALA
 from helpers.vtrace import vtrace_by_definition
 
@@ -15,6 +15,17 @@ from rayvec.data import Batch
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.returns import num_rounds, vtrace_of_rows
 from rayvec.policies.policy import Policy
+
+
+def test_each_chunk_is_an_update() -> None:
+    once, twice = (IMPALALearner(OBS, BOX, impala_config(learning_rate_schedule="constant")) for _ in range(2))
+    first, second = (make_batch(Policy(once.module), seed).chunks[0] for seed in range(2))
+    once.update(Batch((first,), STATS))
+    once.update(Batch((second,), STATS))
+    twice.update(Batch((first, second), STATS))
+    np.testing.assert_array_equal(once.weights(), twice.weights())
+    names = ("num_updates", "num_steps")
+    assert [once.state_dict()[name] for name in names] == [twice.state_dict()[name] for name in names] == [2, 2 * T * N]
 
 
 def test_a_longer_chunk_than_the_settings_name_is_summed_up_too() -> None:
