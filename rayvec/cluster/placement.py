@@ -13,7 +13,7 @@ import ray
 
 from rayvec.cluster.ray_session import Address, check_head
 from rayvec.data import NodeSlice, Topology
-from rayvec.data.partition import even_bounds
+from rayvec.data.topology import even_bounds
 from rayvec.errors import ConfigError, counted
 
 __all__ = [

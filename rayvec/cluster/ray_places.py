@@ -32,7 +32,7 @@ from rayvec.cluster.ray_session import can_call_ray, check_connected, check_head
 from rayvec.cluster.remote import NodeServer, RemoteNode
 from rayvec.cluster.stream import Stream, accept, connect
 from rayvec.data import NodeSlice, Topology
-from rayvec.data.partition import even_bounds
+from rayvec.data.topology import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError, check_count, check_node_range, counted, first_line
 from rayvec.fleet.commands import ChildLost

@@ -9,10 +9,8 @@ dict for Dict, a tuple for Tuple.
 from __future__ import annotations
 
 from rayvec.data.batch import Batch, CollectStats, EpisodeStats
-from rayvec.data.chunk import Chunk, ChunkRef, ChunkRequest
+from rayvec.data.chunk import Chunk, ChunkRef, ChunkRequest, Rollout, RolloutTimes, StepBatch
 from rayvec.data.infos import ChunkInfo, ChunkInfos
-from rayvec.data.steps import StepBatch
-from rayvec.data.summary import Rollout, RolloutTimes
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import Tree, as_slice, objects, tree_leaves, tree_map
 

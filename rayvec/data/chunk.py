@@ -1,4 +1,4 @@
-"""Many steps of many environments, as arrays or as a reference to them, and the request for them."""
+"""One step or many of many environments, as arrays or as a reference to them, and the request for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rayvec.data.infos import ChunkInfos
 from rayvec.data.trees import Tree, tree_map
 
-__all__ = ["AXES", "Chunk", "ChunkRef", "ChunkRequest", "Cut"]
+__all__ = ["AXES", "Chunk", "ChunkRef", "ChunkRequest", "Cut", "Rollout", "RolloutTimes", "StepBatch"]
 
 Cut = Callable[[int], bool]
 """Whether to cut a chunk, given the number of steps that its environments have taken together so far."""
@@ -164,3 +164,70 @@ class ChunkRequest(NamedTuple):
     first_step: int = 0
     noise_seed: int = 0
     by_reference: bool = False
+
+
+class RolloutTimes(NamedTuple):
+    """Wall time of one rollout, in seconds.
+
+    Attributes:
+        whole_s: From beginning to end.
+        environment_s: The part of it spent waiting for environments.
+        inference_s: The part of it spent in the policy.
+    """
+
+    whole_s: float
+    environment_s: float
+    inference_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """The result of one rollout.
+
+    Attributes:
+        summary: The chunk without what the policy saw and did: see :func:`rayvec.data.join_chunks.summarize`.
+        chunk: The chunk, or None if it stays in Ray's object store.
+        refs: If it stays there, one reference for each node.
+        times: Times of each worker, or of the driver if it acted.
+        waited_s: How long the caller waited, in seconds.
+        num_padded: Number of places for steps that were not taken, because the chunk was cut; they are not `valid`.
+    """
+
+    summary: Chunk
+    chunk: Chunk | None
+    refs: tuple[ChunkRef, ...]
+    times: tuple[RolloutTimes, ...]
+    waited_s: float
+    num_padded: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The answers of k environments to one step or one reset.
+
+    Attributes:
+        env_ids: Whose answers, ``int64 [k]``; row i of everything else belongs to ``env_ids[i]``.
+        obs: Observations, tree of ``[k, *obs_shape]``.
+        rew: Rewards, ``float64 [k]``; 0 after a reset.
+        terminated: ``bool [k]``.
+        truncated: ``bool [k]``.
+        info: Columns, as Gymnasium merges infos.
+    """
+
+    env_ids: NDArray[np.int64]
+    obs: Tree
+    rew: NDArray[np.float64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    info: Any = ()
+
+    def copy(self) -> StepBatch:
+        """Returns a copy with its own arrays; objects are shared."""
+        return StepBatch(
+            self.env_ids.copy(),
+            tree_map(np.copy, self.obs),
+            self.rew.copy(),
+            self.terminated.copy(),
+            self.truncated.copy(),
+            self.info,
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rayvec.errors import ConfigError
 
-__all__ = ["NodeSlice", "Topology", "split_groups"]
+__all__ = ["NodeSlice", "Topology", "even_bounds", "split_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +106,14 @@ def _read_only(groups: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], 
     for ids in groups:
         ids.setflags(write=False)
     return tuple(groups)
+
+
+def even_bounds(num_envs: int, num_parts: int, first: int = 0) -> tuple[int, ...]:
+    """Returns the bounds of slices whose sizes differ by one at most.
+
+    >>> even_bounds(7, 3)
+    (0, 3, 5, 7)
+    """
+    small, larger = divmod(num_envs, num_parts)
+    sizes = [small + (part < larger) for part in range(num_parts)]
+    return tuple(accumulate(sizes, initial=first))

@@ -11,7 +11,7 @@ import ray
 
 from rayvec.cluster.placement import choose_nodes, free_nodes, leaving_nodes, look_until
 from rayvec.cluster.ray_session import unreachable
-from rayvec.data.partition import even_bounds
+from rayvec.data.topology import even_bounds
 from rayvec.distributed.rank import RankPlacement, divided_workers
 from rayvec.errors import ConfigError, counted
 

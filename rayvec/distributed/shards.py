@@ -9,7 +9,7 @@ from typing import Any
 
 from rayvec.data import Batch, Chunk, ChunkRef
 from rayvec.data.join_chunks import join_chunks
-from rayvec.data.partition import even_bounds
+from rayvec.data.topology import even_bounds
 
 __all__ = ["ChunkPart", "RemoteShard", "copy_batch", "cut_batch", "fetch_shard", "rank_bounds", "split_refs"]
 

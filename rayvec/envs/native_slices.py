@@ -65,24 +65,17 @@ class NativeSlice(Slice):
 
     def _step(self, unit: int, actions: Any, command: Command) -> None:
         env, rows, self._mode = self._envs[unit], self._rows(unit), command.mode
-        state, same_step = self._episode[rows.start], command.mode == Autoreset.SAME_STEP
-        if state == CUT:
-            self._end_cut_unit(unit, same_step)
+        if self._episode[rows.start] != RUNNING and self._step_is_replaced(unit, self._mode):
             return
-        if state == ENDED:
-            self._reset_some(unit, np.ones(env.num_envs, bool))
-            if not same_step:
-                self._clear(rows)
-            return
-        self.arrays["episode"][rows] = RUNNING
         obs, rew, terminated, truncated, info = values_of("step", 5, env.step(actions))
         flags = [self._checked(unit, each, np.bool_, (), "flags") for each in (terminated, truncated)]
         leaves, done = self._checked_leaves(unit, obs), flags[0] | flags[1]
         # now, since a reset may write into these arrays
         self._rew[rows] = self._checked(unit, rew, np.float64, (), "rewards")
         self._terminated[rows], self._truncated[rows] = flags
-        resets_here = same_step and self.native_mode == Autoreset.DISABLED and bool(done.any())
-        if same_step and done.any() and not resets_here:
+        is_final = self._mode == Autoreset.SAME_STEP and bool(done.any())
+        resets_here = is_final and self.native_mode == Autoreset.DISABLED
+        if is_final and not resets_here:
             self._check_final(unit, info, done, leaves)
         self._write(unit, leaves)
         self._say(unit, info, ~done if resets_here else None)
@@ -91,17 +84,16 @@ class NativeSlice(Slice):
             self._say(unit, {**final, "_final_obs": done, "_final_info": done})
             self._reset_some(unit, done)
 
-    def _end_cut_unit(self, unit: int, same_step: bool) -> None:
-        """Ends interrupted episodes without a step: the last true observations, reward 0, truncated."""
+    def _say_cut(self, unit: int, mode: Autoreset) -> None:
         rows, every = self._rows(unit), np.ones(self._envs[unit].num_envs, bool)
-        self._rew[rows], self._terminated[rows], self._truncated[rows] = 0.0, False, True
-        self.arrays["episode"][rows] = ENDED
         mark = {RESTARTED: every, f"_{RESTARTED}": every}
         self._say(unit, mark)
-        if same_step:
+        if mode == Autoreset.SAME_STEP:
             final = {"final_obs": tree_map(lambda leaf: leaf[rows], self._obs), "final_info": mark}
             self._say(unit, {**final, "_final_obs": every, "_final_info": every})
-            self._reset_some(unit, every)
+
+    def _reset_unit(self, unit: int, **kwargs: Any) -> None:
+        self._reset_some(unit, np.ones(self._envs[unit].num_envs, bool))
 
     def _reset(self, unit: int, seeds: Any, command: Command) -> None:
         """Resets environments of a sub-batch, given by row with the seed, or None, of each."""
@@ -116,7 +108,7 @@ class NativeSlice(Slice):
         rows, mask = self._rows(unit), np.ones(self._envs[unit].num_envs, bool)
         state = self._episode[rows.start]
         if state == CUT:
-            self._say(unit, {RESTARTED: mask, f"_{RESTARTED}": mask})
+            self._say_cut(unit, command.mode)
         elif state == RUNNING:
             mask = (self._terminated[rows] | self._truncated[rows]) & (self._mode == Autoreset.DISABLED)
         if mask.any():

@@ -189,7 +189,7 @@ class Slice:
         if is_over and mode == Autoreset.SAME_STEP:
             self._infos.append((row, {"final_obs": copied(obs), "final_info": own_info(info)}))
             self._episode[row] = ENDED
-            self._reset_row(row)
+            self._reset_unit(row)
             return
         self._write_obs(row, obs)
         if is_over:
@@ -197,41 +197,42 @@ class Slice:
         if info or type(info) is not dict:
             self._infos.append((row, own_info(info)))
 
-    def _step_is_replaced(self, row: int, mode: Autoreset) -> bool:
+    def _step_is_replaced(self, unit: int, mode: Autoreset) -> bool:
         """Ends a cut episode, or begins the next one. Returns False if neither is due: the episode begins to run."""
-        state = self._episode[row]
-        if state == CUT:
-            self._end_cut(row, mode)
+        rows = self._rows(unit)
+        state = self._episode[rows.start]
+        if state == CUT:  # ends without a step: the last true observation, reward 0, truncated
+            self._clear(rows)
+            self._truncated[rows] = True
+            self.arrays["episode"][rows] = ENDED
+            self._say_cut(unit, mode)
+            if mode == Autoreset.SAME_STEP:
+                self._reset_unit(unit)
         elif state == ENDED and mode != Autoreset.DISABLED:  # in SAME_STEP, the reset within the step has failed
-            self._reset_row(row)
+            self._reset_unit(unit)
             if mode == Autoreset.NEXT_STEP:
-                self._clear(row)
+                self._clear(rows)
         else:
-            self._episode[row] = RUNNING
+            self.arrays["episode"][rows] = RUNNING
             return False
         return True
 
-    def _end_cut(self, row: int, mode: Autoreset) -> None:
-        """Ends an interrupted episode without a step: the last true observation, reward 0, truncated."""
+    def _say_cut(self, row: int, mode: Autoreset) -> None:
         mark = {RESTARTED: True}
-        self._rew[row], self._terminated[row], self._truncated[row] = 0.0, False, True
-        self._episode[row] = ENDED
-        if mode == Autoreset.SAME_STEP:
-            self._infos.append((row, {"final_obs": copied(index_tree(self._obs, row)), "final_info": mark}))
         self._infos.append((row, mark))
         if mode == Autoreset.SAME_STEP:
-            self._reset_row(row)
+            self._infos.append((row, {"final_obs": copied(index_tree(self._obs, row)), "final_info": mark}))
 
-    def _reset_row(self, row: int, **kwargs: Any) -> None:
+    def _reset_unit(self, unit: int, **kwargs: Any) -> None:
         """Resets one environment. The first reset after a restart has a seed of its own."""
-        if row in self._to_seed and (seed := seed_of(self.arrays, row, self.first_id + row)) is not None:
+        if unit in self._to_seed and (seed := seed_of(self.arrays, unit, self.first_id + unit)) is not None:
             kwargs["seed"] = seed
-        self._to_seed.discard(row)
-        obs, info = values_of("reset", 2, self._envs[row].reset(**kwargs))
-        self._write_obs(row, obs)
-        self._episode[row] = RUNNING
+        self._to_seed.discard(unit)
+        obs, info = values_of("reset", 2, self._envs[unit].reset(**kwargs))
+        self._write_obs(unit, obs)
+        self._episode[unit] = RUNNING
         if info or type(info) is not dict:
-            self._infos.append((row, own_info(info)))
+            self._infos.append((unit, own_info(info)))
 
     def _clear(self, row: Any) -> None:
         self._rew[row] = 0.0
@@ -242,7 +243,7 @@ class Slice:
         options = command.rest and command.rest[1]
         self._episode[row] = ENDED
         self._clear(row)
-        self._reset_row(row, seed=seed, options=None if options is None else dict(options))
+        self._reset_unit(row, seed=seed, options=None if options is None else dict(options))
 
     def _begin(self, row: int, _: Any, command: Command) -> None:
         """Resets an environment that is between two episodes."""

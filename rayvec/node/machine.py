@@ -15,8 +15,7 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data.partition import even_bounds
-from rayvec.data.topology import Topology
+from rayvec.data.topology import Topology, even_bounds
 from rayvec.data.trees import tree_map
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.spaces import PoolSpaces

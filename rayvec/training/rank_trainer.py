@@ -25,7 +25,7 @@ from rayvec.config import TrainConfig
 from rayvec.data.batch import join_stats
 from rayvec.data.cores import usable_cores
 from rayvec.data.global_random import seed_globals
-from rayvec.data.partition import even_bounds
+from rayvec.data.topology import even_bounds
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank import divided_workers, pack, unpack
 from rayvec.distributed.rank_group import RankGroup, RankHost

@@ -15,7 +15,7 @@ from rayvec.cluster.node import Node, NodeSpec
 from rayvec.cluster.remote import NodeServer, RemoteNode
 from rayvec.cluster.stream import Stream, accept, connect
 from rayvec.data import NodeSlice, Topology
-from rayvec.data.partition import even_bounds
+from rayvec.data.topology import even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 

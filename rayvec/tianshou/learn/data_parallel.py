@@ -22,7 +22,7 @@ from tianshou.algorithm.algorithm_base import (
 from tianshou.algorithm.modelfree.ppo import PPO
 from tianshou.data import ReplayBuffer
 
-from rayvec.data.partition import even_bounds
+from rayvec.data.topology import even_bounds
 from rayvec.distributed.rank import pack, unpack
 from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.errors import ConfigError, LearnerError, check_count
