@@ -205,7 +205,7 @@ def info_of(columns: Columns, row: int) -> dict[Any, Any]:
     for key, value in columns.items():
         if not is_mask(key, columns) and (f"_{key}" not in columns or columns[f"_{key}"][row]):
             each: Any = info_of(value, row) if type(value) is dict else value[row]
-            info[key] = each.item() if type(each) in _PLAIN else each
+            info[key] = each.item() if type(each) in _PLAIN and not value.dtype.hasobject else each
     return info
 
 

@@ -262,7 +262,7 @@ def _arguments(made_by: Any, env_kwargs: Mapping[str, Any], first_id: int, count
         }
         return {"env_index": index, **own} if takes_index else own
 
-    return [of(index) for index in range(first_id, first_id + count)]
+    return [of(first_id + index) for index in range(count)]
 
 
 def check_env_fns(env_fns: Any, name: str = "env_fns") -> tuple[EnvFn, ...]:
