@@ -12,7 +12,6 @@ from rayvec.cluster.ray_places import Demand, ElasticPlaces, RayPlaces
 from rayvec.cluster.ray_session import RaySession
 from rayvec.data import NodeSlice, Topology
 from rayvec.envs.factory import EnvFactory
-from rayvec.envs.step_time import StepTime
 from rayvec.errors import NodeLostError
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.probe import MAX_WAITING_WORKERS, MIN_WAITING_CORES, log_probe, probe_step
@@ -60,9 +59,8 @@ def open_cluster(
     places = (ElasticPlaces if isinstance(num_nodes, tuple | list) else RayPlaces)(demand)
     session = RaySession(address)
     try:
-        may_wait = probe and not (workers_per_node or worker_per_env or factory.native)
-        if may_wait and places.num_workers() < factory.num_envs:
-            sizes |= _sizes_for(_probe(demand))
+        if probe and not (workers_per_node or worker_per_env or factory.native):
+            sizes |= _probe(demand)
         for attempt in range(_START_ATTEMPTS):
             topology = places.topology()
             if unclaimed := [node.name for node in topology.nodes if claim_cpus and not node.num_cpus]:
@@ -79,22 +77,21 @@ def open_cluster(
         raise
 
 
-def _sizes_for(step: StepTime | None) -> dict[str, Any]:
-    """Returns the arguments of placement for environments of such a step."""
-    if step is None or not step.waits:
+def _probe(demand: Demand) -> dict[str, Any]:
+    """Measures steps of one environment, if there are more of them than cores. Returns the sizes of placement.
+
+    It runs on the driver's node if that has cores, else on the first node that has.
+    """
+    nodes = free_nodes()[: max(demand.num_nodes) if isinstance(demand.num_nodes, tuple | list) else demand.num_nodes]
+    if not nodes or sum(node.cpus for node in nodes) >= demand.factory.num_envs:
         return {}
-    cores = max(MIN_WAITING_CORES, step.busy)
-    return {"worker_per_env": True, "max_workers": MAX_WAITING_WORKERS, "cores_per_worker": cores}
-
-
-def _probe(demand: Demand) -> StepTime | None:
-    """Measures steps of one environment: on the driver's node if that has cores, else on the first node that has."""
-    nodes = free_nodes()
-    if not nodes:
-        return None
     place = NodeSlice(nodes[0].node_id, nodes[0].address, (0, 1), 0)
 
     def opened(factory: EnvFactory, restart_policy: RestartPolicy) -> Cluster:
         return Cluster(Topology((place,)), RayPlaces(demand._replace(factory=factory, restart_policy=restart_policy)))
 
-    return log_probe(lambda: probe_step(demand.factory, demand.restart_policy, opened))
+    step = log_probe(lambda: probe_step(demand.factory, demand.restart_policy, opened))
+    if step is None or not step.waits:
+        return {}
+    cores = max(MIN_WAITING_CORES, step.busy)
+    return {"worker_per_env": True, "max_workers": MAX_WAITING_WORKERS, "cores_per_worker": cores}

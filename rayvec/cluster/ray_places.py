@@ -222,10 +222,6 @@ class RayPlaces:
             raise found
         return found if demand.claim_cpus else found.without_claims()
 
-    def num_workers(self) -> int:
-        """Returns how many workers there are, if each has a core."""
-        return sum(node.num_workers for node in self.topology().nodes)
-
     def open(self, place: NodeSlice) -> Node | RemoteNode:
         """Returns a node, which begins to start."""
         demand, (first, *_, stop) = self._demand, place.worker_bounds
@@ -318,10 +314,6 @@ class ElasticPlaces(RayPlaces):
         self._cores: dict[str, int] = {}  # of each node that holds parts, when it got the first of them
         self._next_poll_s = {True: 0.0, False: 0.0}
         self._leaving: Collection[str] = ()
-
-    def num_workers(self) -> int:
-        """Returns how many workers there are, if each has a core."""
-        return sum(node.cpus for node in free_nodes()[: self._high])
 
     def topology(self) -> Topology:
         """Places all parts, and waits until there are enough nodes.
