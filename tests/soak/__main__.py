@@ -145,7 +145,8 @@ def step_audited(cluster: Any, args: argparse.Namespace, rng: random.Random) -> 
                 loop.run(time.monotonic() + 60 * args.minutes, args.fault_every)
             finally:
                 recorder.close()
-                faults.close()
+                if isinstance(faults, NodeChanges):
+                    faults.close()
                 print(loop.counts())
     return recorder
 
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="nodes join and leave, and nothing else happens; decentralized: under a training whose ranks audit",
     )
     parser.add_argument("--only", default="", help="faults to make, by name, separated by commas; 'none' for none")
-    parser.add_argument("--record", type=Path, default=Path("runs/soak"), help="where samples and the plot are written")
+    parser.add_argument("--record", type=Path, default=Path("runs/soak"), help="where samples are written")
     args = parser.parse_args(arguments)
     args.record.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(filename=args.record / "log.txt", filemode="w", format="%(asctime)s %(message)s")

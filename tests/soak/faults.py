@@ -1,11 +1,10 @@
-"""Makes environments, workers, actors, fork servers and nodes fail, and strangers connect."""
+"""Makes environments, workers, actors, fork servers and nodes fail."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-import socket
 import threading
 import time
 from collections import Counter, deque
@@ -22,7 +21,6 @@ from soak.witness import Act
 
 _MOST_A_MINUTE = 2
 """Faults of one worker or node within a minute. Six would be a crash loop, and some faults cost two restarts."""
-_MOST_STRANGERS = 40
 _CALM_S = 65.0
 
 Actions = dict[int, Act]
@@ -47,7 +45,6 @@ class Faults:
     ) -> None:
         self._env, self._cluster, self._directory, self._rng = env, cluster, directory, rng
         self._recent: deque[tuple[float, str]] = deque()
-        self._strangers: deque[socket.socket] = deque()
         self.made: Counter[str] = Counter()
         self._faults: dict[str, Callable[[], Actions]] = {
             **{act.name.lower().replace("_", " "): partial(self._ask, act) for act in Act if act != Act.STEP},
@@ -60,7 +57,6 @@ class Faults:
             "kill actor": self._kill_actor,
             "kill fork server": self._kill_fork_server,
             "node": self._change_node,
-            "strangers": self._send_strangers,
         }
         self._names = [name for name in self._faults if not only or name in only]
         cluster.add_node(num_cpus=4)  # for the environments of a node that is lost
@@ -163,35 +159,6 @@ class Faults:
                 if each.node_id == node.node_id:
                     self._cluster.remove_node(each, allow_graceful=False)
         return {}
-
-    def _send_strangers(self) -> Actions:
-        """Connects to every port of every actor; some send garbage, some nothing, and some stay."""
-        for node, transport in zip(self._env.topology.nodes, self._env.transports, strict=True):
-            if transport != "tcp":
-                continue
-            process = psutil.Process(self._env.worker_pids()[node.name][0])
-            listening = [each.laddr for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-            for address in listening:
-                for size in (0, 1, 40, 100_000):
-                    self._strangers.append(_stranger(*address, self._rng.randbytes(size)))
-        while len(self._strangers) > _MOST_STRANGERS:
-            self._strangers.popleft().close()
-        return {}
-
-    def close(self) -> None:
-        """Closes the strangers' connections."""
-        for each in self._strangers:
-            each.close()
-
-
-def _stranger(host: str, port: int, data: bytes) -> socket.socket:
-    sock = socket.create_connection((host.replace("::", "127.0.0.1"), port), 10.0)
-    sock.setblocking(False)
-    try:
-        sock.send(data)
-    except OSError:  # refused already
-        pass
-    return sock
 
 
 def kill_later(pid: int, after_s: float) -> threading.Timer:

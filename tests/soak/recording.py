@@ -1,4 +1,4 @@
-"""Writes memory, descriptors and processes over time, and draws them."""
+"""Writes memory, descriptors and processes over time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Recorder:
     """Samples every few seconds in a thread.
 
     Args:
-        directory: Where ``samples.jsonl`` and ``soak.png`` are written.
+        directory: Where ``samples.jsonl`` is written.
         every_s: Seconds between samples.
         counts: Returns what else to write: transitions and faults.
     """
@@ -45,11 +45,9 @@ class Recorder:
                 file.write(json.dumps(sample) + "\n")
 
     def close(self) -> None:
-        """Stops sampling and draws."""
+        """Stops sampling."""
         self._stop.set()
         self._thread.join()
-        if self.samples:
-            draw(self.samples, self._directory / "soak.png")
 
 
 def marked() -> Iterator[tuple[int, str]]:
@@ -115,30 +113,3 @@ def growth_mib(samples: list[dict[str, Any]], group: str, skip_s: float) -> floa
     at_s = np.array([sample["at_s"] for sample in late])
     slope = np.polyfit(at_s, [sample["own_mib"][group] for sample in late], 1)[0]
     return float(slope * (at_s[-1] - at_s[0]))
-
-
-def draw(samples: list[dict[str, Any]], path: Path) -> None:
-    """Draws memory, descriptors, processes and transitions over minutes."""
-    from matplotlib.figure import Figure
-
-    minutes = [sample["at_s"] / 60 for sample in samples]
-    figure = Figure((10, 10), layout="constrained")
-    axes = figure.subplots(5, sharex=True)
-    axes[0].plot(minutes, [sample["driver_rss_mib"] for sample in samples], label="resident")
-    axes[0].plot(minutes, [sample["own_mib"]["driver"] for sample in samples], label="its own")
-    axes[0].set_ylabel("driver, MiB")
-    for group in _GROUPS[1:]:
-        for ax, what in ((axes[1], "own_mib"), (axes[2], "descriptors"), (axes[3], "processes")):
-            ax.plot(minutes, [sample[what][group] for sample in samples], label=group)
-    axes[2].plot(minutes, [sample["descriptors"]["driver"] for sample in samples], label="driver")
-    axes[1].set_ylabel("own memory, MiB")
-    axes[2].set_ylabel("descriptors")
-    axes[3].set_ylabel("processes")
-    axes[4].plot(minutes, [sample["transitions"] / 1e6 for sample in samples], label="transitions, millions")
-    axes[4].plot(minutes, [sum(sample["faults"].values()) / 100 for sample in samples], label="faults, hundreds")
-    axes[4].set_xlabel("minutes")
-    for ax in axes:
-        ax.set_ylim(bottom=0)
-        ax.grid(alpha=0.3)
-        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
-    figure.savefig(path, dpi=110)
