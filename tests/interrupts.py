@@ -3,13 +3,11 @@
     PYTHONPATH=tests python tests/interrupts.py --signal SIGINT --count 500
     PYTHONPATH=tests python tests/interrupts.py --signal SIGKILL --count 500
 
-A small PPO on worker processes without Ray saves a checkpoint after every update. One training in ten is a new Python:
-its signal comes at a moment between the start of Python and its end, most often during imports. The others are forked
-from this process, which has imported everything. Half of their signals come at a moment drawn from the time that a
-whole run takes, and half come soon after the first update. Then the same run is resumed and gets the next signal, until
-it completes. After each signal the script checks the exit code, that the last checkpoint is whole and not older than
-the one before, and that no process, shared memory or temporary file is left. Each run that completes must have one line
-of metrics for every iteration.
+A small PPO on worker processes without Ray saves a checkpoint after every update. Half of the signals come at a moment
+drawn from the time that a whole run takes, imports included, and half come soon after the first update. Then the same
+run is resumed and gets the next signal, until it completes. After each signal the script checks the exit code, that the
+last checkpoint is whole and not older than the one before, and that no process, shared memory or temporary file is
+left. Each run that completes must have one line of metrics for every iteration.
 ``tests/training/test_stop_signals.py`` has a short form of this.
 """
 
@@ -19,7 +17,6 @@ import argparse
 import contextlib
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,8 +25,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import torch
-from helpers.processes import Command, WarmCommand, assert_nothing_left, running
+from helpers.processes import Command, assert_nothing_left, running
 from helpers.training_kit import SMALL, options
 from helpers.waiting import shm_names
 
@@ -38,7 +34,6 @@ from rayvec.training.run_dir import load_run
 
 _STEPS, _TOTAL_STEPS = 64, 10_240
 _LOOP_S = 0.5
-_COLD = 10
 _SETTINGS = {**SMALL, "total_steps": _TOTAL_STEPS, "eval_episodes": 4, "num_nodes": 0, "checkpoint_interval_s": 0}
 _LIMIT_S = 300.0
 
@@ -63,7 +58,7 @@ class Runs:
         self._temporary.mkdir()
         os.environ["TMPDIR"] = str(self._temporary)
         self._runs = 0
-        self._whole_s: dict[type[Command], float] = {}
+        self._whole_s = 0.0
         self.outcomes: Counter[str] = Counter()
         self.ending_s: list[float] = []
 
@@ -72,35 +67,25 @@ class Runs:
         """How many runs were ended by a signal."""
         return len(self.ending_s)
 
-    def measure(self) -> None:
-        """Runs once without a signal, to learn how long that takes."""
-        for kind in (Command, WarmCommand):
-            begin_s = time.monotonic()
-            with self._command(kind) as command:
-                assert command.process.wait(_LIMIT_S) == 0, command.stderr.read_text()
-                self._whole_s[kind] = time.monotonic() - begin_s
-            self._complete()
-
     @property
     def _run_dir(self) -> Path:
         return self._directory / f"run{self._runs}"
 
-    def _command(self, kind: type[Command]) -> contextlib.AbstractContextManager[Command]:
+    def _command(self) -> contextlib.AbstractContextManager[Command]:
         arguments = ["train", "ppo", *options(_SETTINGS), f"--run-dir={self._run_dir}"]
         if self._run_dir.exists():
             arguments = ["train", "ppo", f"--resume={self._run_dir}"]
-        return running(arguments, self._directory, kind)
+        return running(arguments, self._directory)
 
     def one(self) -> None:
         """Starts or resumes a training and sends it the signal at a random moment."""
         before = self._saved_steps()
-        kind = WarmCommand if self.signals % _COLD else Command
         updates_first = bool(self.signals % 2)
-        with self._command(kind) as command:
+        with self._command() as command:
             if updates_first:
                 self._wait_for_an_update(command)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                command.process.wait(self._moments.uniform(0, _LOOP_S if updates_first else self._whole_s[kind]))
+                command.process.wait(self._moments.uniform(0, _LOOP_S if updates_first else self._whole_s))
             was_running = command.process.poll() is None
             begin_s = time.monotonic()
             if was_running:
@@ -121,12 +106,13 @@ class Runs:
             time.sleep(0.01)
 
     def finish(self) -> None:
-        """Resumes the last run without a signal, until it completes."""
-        if self._run_dir.exists():
-            with self._command(WarmCommand) as command:
-                assert command.process.wait(_LIMIT_S) == 0, command.stderr.read_text()
-                assert_nothing_left(command)
-            self._complete()
+        """Runs, or resumes the last run, without a signal, and keeps how long that took."""
+        begin_s = time.monotonic()
+        with self._command() as command:
+            assert command.process.wait(_LIMIT_S) == 0, command.stderr.read_text()
+            self._whole_s = time.monotonic() - begin_s
+            assert_nothing_left(command)
+        self._complete()
 
     def _saved_steps(self) -> int:
         """Returns the steps of the last checkpoint, 0 without a run; raises if the checkpoint is damaged."""
@@ -180,19 +166,15 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in the background has it ignored
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)  # a process with threads must not be forked
     before = shm_names()
-    directory = tempfile.mkdtemp(prefix="rvi-", dir="/tmp")  # no TemporaryDirectory, which a forked child would remove
-    try:
+    with tempfile.TemporaryDirectory(prefix="rvi-", dir="/tmp") as directory:
         runs = Runs(Path(directory), signal.Signals[args.signal], args.seed)
-        runs.measure()
+        runs.finish()
         while runs.signals < args.count:
             runs.one()
             if runs.signals % 25 == 0:
                 print(f"{runs.signals} signals: {dict(runs.outcomes)}", flush=True)
         runs.finish()
-    finally:
-        shutil.rmtree(directory)
     print(dict(runs.outcomes))
     ending = sorted(runs.ending_s)
     print(f"seconds until the process ended: median {ending[len(ending) // 2]:.2f}, at most {ending[-1]:.2f}")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
 
 RAYVEC = [sys.executable, "-m", "rayvec"]
 DEADLINE_S = 150.0  # a Ray that starts in 5 s needs a minute on a machine with ten times the work
@@ -29,20 +25,15 @@ class Command:
         environment = {key: text for key, text in os.environ.items() if not key.startswith("RAY_")}
         self.stdout, self.stderr = directory / "stdout.txt", directory / "stderr.txt"
         with self.stdout.open("w") as stdout, self.stderr.open("w") as stderr:
-            self.process = self._start(arguments, directory, {**environment, name: value}, stdout, stderr)
-
-    def _start(
-        self, arguments: list[str], directory: Path, environment: dict[str, str], stdout: IO[str], stderr: IO[str]
-    ) -> Any:
-        return subprocess.Popen(
-            [*RAYVEC, *arguments],
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
+            self.process = subprocess.Popen(
+                [*RAYVEC, *arguments],
+                cwd=directory,
+                env={**environment, name: value},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
 
     def kill(self, number: signal.Signals) -> int:
         """Sends a signal to the process alone; returns its exit code."""
@@ -84,70 +75,10 @@ class Command:
             time.sleep(0.02)
 
 
-class ForkedProcess:
-    """A child of this process that runs ``rayvec ...``; used as a ``subprocess.Popen``."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._code: int | None = None
-
-    def poll(self) -> int | None:
-        """Returns the exit code, or None while the process runs."""
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for the exit code."""
-        deadline_s = float("inf") if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline_s:
-                raise subprocess.TimeoutExpired("rayvec", timeout or 0.0)
-            time.sleep(0.005)
-        return code
-
-
-class WarmCommand(Command):
-    """A command that is forked from this process, whose imports it has. It can get signals once its `main` runs."""
-
-    def _start(
-        self, arguments: list[str], directory: Path, environment: dict[str, str], stdout: IO[str], stderr: IO[str]
-    ) -> ForkedProcess:
-        from rayvec.cli import main
-
-        pid = os.fork()
-        if pid:
-            return ForkedProcess(pid)
-        os.setsid()
-        os.chdir(directory)
-        os.environ.clear()
-        os.environ.update(environment)
-        for file, fd in ((stdout, 1), (stderr, 2)):
-            os.dup2(file.fileno(), fd)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv[1:] = arguments
-        code: Any = 1
-        try:
-            try:
-                code = main()
-            except SystemExit as end:
-                code = end.code
-            threading._shutdown()  # type: ignore[attr-defined]  # as Python ends
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-        except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(code if isinstance(code, int) else 0)
-
-
 @contextlib.contextmanager
-def running(arguments: list[str], directory: Path, kind: type[Command] = Command) -> Iterator[Command]:
+def running(arguments: list[str], directory: Path) -> Iterator[Command]:
     """Runs a command, and kills what is left of it in the end."""
-    command = kind(arguments, directory)
+    command = Command(arguments, directory)
     try:
         yield command
     finally:
