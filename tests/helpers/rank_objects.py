@@ -6,9 +6,7 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,13 +37,6 @@ class Adder:
         if how is not None:
             fall(how)
         return self.add(value)
-
-    def fall_while_others_compute(self, directory: str) -> None:
-        """Kills the process of rank 0 while the other ranks compute without end."""
-        Path(directory, str(self._ranks.rank)).touch()
-        while self._ranks.rank or len(list(Path(directory).iterdir())) < self._ranks.size:
-            time.sleep(0.01)
-        fall("SIGKILL")
 
     def returned_lock(self) -> Any:
         """Returns what can't be pickled."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,6 +9,7 @@ import gymnasium
 import numpy as np
 
 from rayvec import PPOConfig
+from rayvec.config import dataclass
 from rayvec.data import Batch
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.ranks import global_range
