@@ -107,9 +107,9 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
     def work(ranks: Any) -> tuple[dict[str, Any], int, list[int]]:
         trainer = RankTrainer(config, LEARNERS[type(config)], (), partial(Jittery, path), False, ranks)
         try:
-            trainer.begin(Progress(), [pack(shared_state(trainer._learner))], None)
+            trainer.begin(Progress(), [pack(shared_state(trainer.learner))], None)
             steps = [trainer.iterate().stats.n_collected_steps for _ in range(num_updates)]
-            return shared_state(trainer._learner), ranks.num_sums, steps
+            return shared_state(trainer.learner), ranks.num_sums, steps
         finally:
             trainer.close()
 
