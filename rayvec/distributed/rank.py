@@ -20,6 +20,7 @@ from rayvec.distributed.allreduce_torch import CollectiveRanks, check_device
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.errors import RankLostError, RemoteFailure
 from rayvec.learners.ranks import ALONE, ClosableRanks
+from rayvec.node.processes import remove_folder
 
 __all__ = ["MakeStore", "Rank", "RankPlacement", "divided_workers", "lost", "pack", "unpack"]
 
@@ -77,9 +78,12 @@ class Rank:
     def call(self, name: str, *args: Any) -> Any:
         """Calls a method of the object; returns a :class:`~rayvec.errors.RemoteFailure` in place of an exception."""
         try:
-            return getattr(self._object, name)(*args)
+            result = getattr(self._object, name)(*args)
         except FAILURES as error:
             return self.leave(error)
+        if name == "close":
+            remove_folder()  # here, because Ray kills this process
+        return result
 
     def prepare(self) -> tuple[int, str | None]:
         """Returns the process of this rank, and the path of the memory through which all ranks sum, if they do so."""

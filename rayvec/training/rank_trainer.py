@@ -37,7 +37,6 @@ from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import decided
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.node.log_lines import LogLines
-from rayvec.node.processes import remove_folder
 from rayvec.training.checkpoint import check_kept_spaces, check_same_spaces, restore, warn_of_wide_ranges
 from rayvec.training.evaluation import Evaluation, time_limit
 from rayvec.training.runs import LEARNERS, choose_engine, make_env, open_env, open_learner, probed_workers, wait_limit_s
@@ -135,10 +134,9 @@ class RankTrainer(Trainer):
         return pack((shared, rank_local_state(self.learner)))
 
     def close(self) -> None:
-        """Closes the environments. The process has no use for workers afterwards."""
+        """Closes the environments."""
         self._log.close()
         self._env.close()
-        remove_folder()  # here, because Ray kills this process
 
 
 class DecentralizedTrainer:
