@@ -220,14 +220,3 @@ class StepBatch:
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     info: Any = ()
-
-    def copy(self) -> StepBatch:
-        """Returns a copy with its own arrays; objects are shared."""
-        return StepBatch(
-            self.env_ids.copy(),
-            tree_map(np.copy, self.obs),
-            self.rew.copy(),
-            self.terminated.copy(),
-            self.truncated.copy(),
-            self.info,
-        )
