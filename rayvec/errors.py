@@ -25,7 +25,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import cloudpickle
 
@@ -238,13 +238,11 @@ class RemoteFailure:
         If the original can't be rebuilt, it returns that cause.
         """
         error = self.original
+        if error is None and self.pickled is not None:
+            with contextlib.suppress(Exception):  # only the other process knows its class
+                error = _unpickled(self.pickled)
         if error is None:
-            if self.pickled is None:
-                return self.cause(cause_type)
-            try:
-                error = cast("BaseException", pickle.loads(self.pickled))
-            except Exception:  # only the other process knows its class
-                return self.cause(cause_type)
+            return self.cause(cause_type)
         error.__cause__ = self.cause(cause_type)
         return error
 
@@ -255,36 +253,30 @@ class RemoteFailure:
         return cause
 
 
-class _Parts(NamedTuple):
-    """The parts of an exception. Unpickling them makes it without a call of its constructor."""
-
-    kind: type[BaseException]
-    args: tuple[Any, ...]
-    attributes: dict[str, Any]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _assembled, tuple(self)
-
-
-def _assembled(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(attributes)
-    return error
-
-
 def _pickled(error: BaseException, text: str) -> bytes | None:
     """Returns an exception by cloudpickle, or None if it can't be pickled and rebuilt.
 
     Exceptions pickle as a call of their type with `args`. Where the constructor takes other arguments, that call fails
     or changes the text; then the parts are pickled.
     """
-    for attempt in (error, _Parts(type(error), error.args, vars(error))):
+    for attempt in (error, (type(error), error.args, vars(error))):
         with contextlib.suppress(Exception):
             pickled: bytes = cloudpickle.dumps(attempt)
-            rebuilt = pickle.loads(pickled)
+            rebuilt = _unpickled(pickled)
             if type(rebuilt).__qualname__ == type(error).__qualname__ and str(rebuilt) == text:
                 return pickled
     return None
+
+
+def _unpickled(pickled: bytes) -> BaseException:
+    """Rebuilds an exception, from its parts without a call of its constructor."""
+    value = pickle.loads(pickled)
+    if isinstance(value, BaseException):
+        return value
+    kind, args, attributes = value
+    error: BaseException = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 def counted(count: int, noun: str) -> str:
@@ -302,12 +294,8 @@ def duration(seconds: float) -> str:
     >>> duration(4321.0), duration(2.0), duration(0.0123), duration(4.56e-05), duration(0.0009996)
     ('4,321 s', '2 s', '12.3 ms', '45.6 µs', '1 ms')
     """
-    if seconds >= 999.5:
-        return f"{seconds:,.0f} s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 0.9995 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
+    size, unit = (1.0, "s") if seconds >= 0.9995 else (1e-3, "ms") if seconds >= 0.9995e-3 else (1e-6, "µs")
+    return f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds / size:.3g} {unit}"
 
 
 def origin(error: BaseException) -> str:

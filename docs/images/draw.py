@@ -176,7 +176,7 @@ def paths() -> None:
         [
             (0, "the optimizer steps", "learners.optimizer"),
             (0, "one flat vector", "learners.actor_critic"),
-            (0, "gets a version", "vector.weights"),
+            (0, "gets a version", "vector.chunks"),
             (0, "sent once", "cluster.remote"),
             (1, "copied to memory", "node.machine"),
             (2, "loaded for a chunk", "node.worker_main"),

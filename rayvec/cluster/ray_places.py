@@ -321,8 +321,10 @@ class ElasticPlaces(RayPlaces):
         Raises:
             ConfigError: There are too few.
         """
-        timeout_s = self._demand.restart_policy.start_timeout_s
-        nodes = look_until(partial(self._usable, ()), self._are_enough, timeout_s)
+        timeout_s, wanted = self._demand.restart_policy.start_timeout_s, self._demand.workers_per_node
+        nodes = look_until(partial(self._usable, ()), self._are_enough, _FREED_S if wanted is None else timeout_s)
+        if wanted is None and not self._are_enough(nodes):  # by default, nodes without a free core are better than none
+            nodes = look_until(partial(self._usable, (), least=0), self._are_enough, timeout_s)
         if not self._are_enough(nodes):
             there = ", ".join(f"{node.address}: {node.cpus} free" for node in free_nodes()) or "none with cores"
             cores = counted(self._demand.workers_per_node or 1, "free core")
@@ -382,9 +384,9 @@ class ElasticPlaces(RayPlaces):
             ) from error
         return self._places({k: assign_parts(current, self._weights(nodes))[k]}, nodes)[k]
 
-    def _usable(self, holders: Collection[str]) -> list[FreeNode]:
+    def _usable(self, holders: Collection[str], least: int = 1) -> list[FreeNode]:
         """Reads from Ray the nodes that may hold parts: those that do, then those that answer and have free cores."""
-        distrusted, wanted = self._distrusted_now(), self._demand.workers_per_node or 1
+        distrusted, wanted = self._distrusted_now(), self._demand.workers_per_node or least
         self._leaving = leaving_nodes()
         self._cores = {node_id: cores for node_id, cores in self._cores.items() if node_id in holders}
         may_hold = [

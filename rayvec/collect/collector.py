@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import secrets
 import time
 from collections import Counter
@@ -14,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.collect.checks import check_counts, check_env, check_seed, check_settings, check_state
 from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, StopEarly, join_lanes
 from rayvec.data import Batch, Chunk, CollectStats, EpisodeStats, Rollout
@@ -22,10 +22,10 @@ from rayvec.data.batch import join_episodes
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite_checks import bad_obs_error
 from rayvec.data.join_chunks import counted_ends
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, check_choice, check_count, check_flag
 from rayvec.rollout.loop import CallablePolicy, as_policy
+from rayvec.vector.chunks import WeightStore
 from rayvec.vector.ray_vec_env import RayVecEnv
-from rayvec.vector.weights import WeightStore
 
 __all__ = ["Collector", "EpisodeTracker"]
 
@@ -82,22 +82,22 @@ class Collector:
         on_bad_obs: Literal["raise", "keep"] = "raise",
         episode_metrics: Sequence[str] = (),
     ) -> None:
-        settings = {"inference": inference, "prefetch": prefetch, "by_reference": by_reference}
-        check_env(env)
-        seed = check_seed(seed)
-        check_settings({**settings, "max_staleness": max_staleness, "on_bad_obs": on_bad_obs})
-        self._env = env
-        self._policy = as_policy(policy)
-        self._on_node = inference == "node"
+        if not isinstance(env, RayVecEnv):
+            raise ConfigError(
+                f"{type(env).__module__}.{type(env).__qualname__} is not a rayvec.RayVecEnv, which rayvec.Collector "
+                "requires. In place of a wrapper around all environments, pass RayVecEnv(..., wrappers=[...]). For "
+                "other environments, use the collector of their library."
+            )
+        self._seed = None if seed is None else check_count("seed", seed, 0)
+        _check_settings(inference, on_bad_obs, max_staleness, {"prefetch": prefetch, "by_reference": by_reference})
+        self._env, self._policy = env, as_policy(policy)
+        self._on_node, self._by_reference, self._on_bad_obs = inference == "node", by_reference, on_bad_obs
+        self._is_asynchronous = max_staleness is not None
+        self._goes_ahead = prefetch or self._is_asynchronous
         self._store: WeightStore | None = None
         if inference != "driver":
             self._store = env.publish(self._policy, on_node=self._on_node)
-        self._seed = seed
-        self._by_reference = by_reference
-        self._on_bad_obs = on_bad_obs
-        self._is_asynchronous = max_staleness is not None
-        self._goes_ahead = prefetch or self._is_asynchronous
-        noise_seed = secrets.randbits(63) if seed is None else seed
+        noise_seed = secrets.randbits(63) if self._seed is None else self._seed
         self._chunks = ChunkScheduler(env, noise_seed, by_reference=by_reference, max_staleness=max_staleness)
         self._counts: Counter[str] = Counter()  # dropped steps and restarts, for the statistics of the next batch
         self._version = 0
@@ -168,7 +168,12 @@ class Collector:
             EnvError: An observation or a reward is not finite; the next call begins new episodes.
             Exception: What an environment or a policy raised, also in a pending chunk.
         """
-        check_counts(n_step, n_episode, only_steps=self._goes_ahead or self._by_reference)
+        if (n_step is None) == (n_episode is None):
+            raise ConfigError(
+                f"collect was called with n_step={n_step} and n_episode={n_episode}. Pass one of them, for example "
+                "n_step=4096 or n_episode=20."
+            )
+        self._check_episodes(n_episode) if n_step is None else check_count("n_step", n_step)
         begin = time.monotonic()
         with self._taking_steps():
             if n_step is None:
@@ -187,7 +192,7 @@ class Collector:
         Raises:
             Exception: As of `collect`.
         """
-        check_counts(None, n_episode, only_steps=self._goes_ahead or self._by_reference)
+        self._check_episodes(n_episode)
         with self._taking_steps():
             _, episodes = self._play(n_episode, max_len, keeps_chunks=False)
         self._counts.clear()
@@ -238,6 +243,14 @@ class Collector:
         finally:
             if self._uses_seen is not None:
                 self._uses_seen = self._env.num_uses
+
+    def _check_episodes(self, n_episode: Any) -> None:
+        check_count("n_episode", n_episode)
+        if self._goes_ahead or self._by_reference:
+            raise ConfigError(
+                f"n_episode={n_episode} was passed to a collector with prefetch, max_staleness or by_reference. Pass "
+                "n_step, or call drain() and use another Collector on these environments for episodes."
+            )
 
     def _check_open(self) -> None:
         if self._closed:  # the workers do not have the policy and its weights
@@ -362,13 +375,30 @@ class Collector:
         Raises:
             ConfigError: It is not what :meth:`state_dict` returns.
         """
-        state = check_state(state)
+        try:
+            noise_seed, first_step, version = (operator.index(state[name]) for name in self.state_dict())
+        except (KeyError, TypeError):
+            raise ConfigError(f"The state is {repr(state)[:200]}. Pass what collector.state_dict() returned.") from None
         self.drop_pending()
-        self._chunks.noise_seed, self._chunks.first_step = state["noise_seed"], state["first_step"]
-        self._version = state["version"]
+        self._chunks.noise_seed, self._chunks.first_step, self._version = noise_seed, first_step, version
         if self._store is not None:
             self._store.drop()
             self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
+
+
+def _check_settings(inference: str, on_bad_obs: str, max_staleness: int | None, flags: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` if settings of a collector are unknown, or can't be combined."""
+    check_choice("inference", inference, ("worker", "driver", "node"))
+    check_choice("on_bad_obs", on_bad_obs, ("raise", "keep"))
+    for name, value in flags.items():
+        check_flag(name, value)
+    if max_staleness is not None:
+        check_count("max_staleness", max_staleness)
+    for name, value in {**flags, "max_staleness": max_staleness}.items():
+        if value and inference != "worker":
+            raise ConfigError(f"{name}={value!r} was passed with inference={inference!r}. It requires 'worker'.")
+    if max_staleness and flags["by_reference"]:
+        raise ConfigError("max_staleness was passed with by_reference=True. Leave one of them out.")
 
 
 def _time_split_s(rollouts: Sequence[Rollout], elapsed_s: float, *, side_by_side: bool) -> dict[str, float]:

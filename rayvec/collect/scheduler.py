@@ -14,8 +14,7 @@ from rayvec.data import Chunk, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.join_chunks import join_chunks
-from rayvec.vector.adapter import Adapter
-from rayvec.vector.weights import WeightStore
+from rayvec.vector.chunks import ChunkAdapter, WeightStore
 
 __all__ = ["ChunkScheduler", "ScheduledChunk", "StopEarly", "in_rounds", "join_lanes"]
 
@@ -89,7 +88,7 @@ class ChunkScheduler:
     """
 
     def __init__(
-        self, env: Adapter, noise_seed: int, *, by_reference: bool = False, max_staleness: int | None = None
+        self, env: ChunkAdapter, noise_seed: int, *, by_reference: bool = False, max_staleness: int | None = None
     ) -> None:
         self.env = env
         self.noise_seed = noise_seed

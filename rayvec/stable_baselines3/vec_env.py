@@ -9,19 +9,18 @@ from typing import Any, Literal
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv
 
-from rayvec.data import Tree, objects, tree_map
-from rayvec.data.columns import Columns, infos_of, unwrapped
+from rayvec.data import objects, tree_map
+from rayvec.data.columns import infos_of, unwrapped
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RESTARTED, RestartPolicy
 from rayvec.stable_baselines3.worker_env import WorkerEnv
-from rayvec.vector.adapter import LOSSES, Adapter, Wait
+from rayvec.vector.adapter import Adapter
 from rayvec.vector.batching import check_number, check_spaces
 
 __all__ = ["RayVecEnv"]
@@ -111,33 +110,20 @@ class RayVecEnv(Adapter, VecEnv):
         Returns:
             Observations, tree of ``[N, *obs_shape]``. :attr:`reset_infos` holds the infos.
         """
-        self._assert_running()
-        if self._pending is not None and self._pending.name == "step":
-            self._wait("step", None)
+        if self._pending == "step":
+            self._wait("step")
         self._assert_idle("reset")
-        self._seeds = env_seeds(self._seeds, self.num_envs)
-        for options in {id(each): each for each in self._options}.values():
-            self._check_options(options)
-        obs = self._guarded(self._reset)
-        self._reset_seeds()
-        self._reset_options()
-        return obs
-
-    def _reset(self) -> Tree:
-        """Resets those environments together that have the same options."""
-        groups: list[tuple[dict[str, Any], list[int]]] = []
-        for env_id, options in enumerate(self._options):
-            same = [ids for known, ids in groups if known is options or _same(known, options)]
-            if same:
-                same[0].append(env_id)
-            else:
-                groups.append((options, [env_id]))
+        seeds, same = env_seeds(self._seeds, self.num_envs), dict[int, list[int]]()
+        for env_id, options in enumerate(self._options):  # one dict for all, or many: of equal options without any
+            same.setdefault(id(options) if options else 0, []).append(env_id)
         self.reset_infos = [{} for _ in range(self.num_envs)]
-        for options, members in groups:
-            seeds = [self._seeds[i] for i in members]
-            infos = self._run(Command(Op.RESET, np.array(members), rest=(seeds, options or None))).infos
+        for members in same.values():
+            rest = [seeds[i] for i in members], self._options[members[0]] or None
+            infos = self._run(Command(Op.RESET, np.array(members), rest=rest)).infos
             for env_id, info in zip(members, infos_of(infos, members), strict=True):
                 self.reset_infos[env_id] = info
+        self._reset_seeds()
+        self._reset_options()
         return tree_map(np.copy, self._envs.arrays["obs"])
 
     def set_options(self, options: list[dict[str, Any]] | dict[str, Any] | None = None) -> None:
@@ -155,18 +141,11 @@ class RayVecEnv(Adapter, VecEnv):
         Args:
             actions: One action for each environment: an array ``[N, *act_shape]``, or a list.
         """
-        self._assert_idle("step_async")
-        if len(actions) != self.num_envs:
-            check_number(len(actions), self.num_envs, batch_space(self.action_space, self.num_envs))
+        self._assert_idle("step")
+        check_number(len(actions), self.num_envs, self.action_space)
         if not (self._plain_actions and type(actions) is np.ndarray and actions.dtype != object):
             actions = objects([actions[i] for i in range(self.num_envs)])
-        step = Command(Op.STEP, self._everyone, actions, Autoreset.SAME_STEP)
-
-        def start() -> Wait:
-            ticket = self._post(step)
-            return lambda timeout_s: self._answer(ticket, timeout_s).infos
-
-        self._start("step", start)
+        self._start("step", Command(Op.STEP, self._everyone, actions, Autoreset.SAME_STEP))
 
     def step_wait(self) -> tuple[Any, NDArray[np.float32], NDArray[np.bool_], list[dict[str, Any]]]:
         """Waits for :meth:`step_async`.
@@ -179,10 +158,9 @@ class RayVecEnv(Adapter, VecEnv):
         Raises:
             NoAsyncCallError: Nothing was started.
         """
-        columns: Columns = self._wait("step", None)
+        infos = infos_of(self._wait("step").infos, range(self.num_envs))
         arrays = self._envs.arrays
         terminated, truncated = arrays["terminated"], arrays["truncated"]
-        infos = infos_of(columns, range(self.num_envs))
         for env_id, (info, cut) in enumerate(zip(infos, (truncated & ~terminated).tolist(), strict=True)):
             has_ended = "final_info" in info
             if has_ended:
@@ -197,7 +175,6 @@ class RayVecEnv(Adapter, VecEnv):
 
     def close(self) -> None:
         """Closes the environments, ends the workers and actors, and the Ray that was started for them."""
-        self._pending = None
         if not self.closed:
             self._close_envs()
 
@@ -239,20 +216,8 @@ class RayVecEnv(Adapter, VecEnv):
 
     def _call(self, name: str, args: tuple[Any, ...], indices: Indices) -> list[Any]:
         self._assert_idle(name)
-        ids = self._everyone if indices is None else self._everyone[np.atleast_1d(np.array(_listed(indices), np.int64))]
-        if len(set(ids.tolist())) < len(ids):
-            return [value for env_id in ids.tolist() for value in self._call(name, args, env_id)]
-        if len(ids) == 0:
-            return []
-        return list(self._guarded(lambda: self._run(Command(Op.CALL, ids, rest=(name, args, {}))).value, LOSSES))
-
-
-def _listed(indices: int | Iterable[int]) -> int | list[int]:
-    return list(indices) if isinstance(indices, Iterable) else indices
-
-
-def _same(options: dict[str, Any], others: dict[str, Any]) -> bool:
-    try:
-        return bool(options == others)
-    except ValueError:  # arrays among them
-        return False
+        listed = list(indices) if isinstance(indices, Iterable) else indices
+        ids = self._everyone if listed is None else self._everyone[np.atleast_1d(np.array(listed, np.int64))]
+        is_once = len(set(ids.tolist())) == len(ids)  # an environment that is named twice is called twice
+        commands = [Command(Op.CALL, rows, rest=(name, args, {})) for rows in ([ids] if is_once else ids[:, None])]
+        return [value for command in commands if len(ids) for value in self._run(command).value]

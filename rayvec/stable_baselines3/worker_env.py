@@ -12,7 +12,7 @@ from rayvec.errors import ConfigError
 __all__ = ["WorkerEnv"]
 
 
-class WorkerEnv(gymnasium.Env[Any, Any]):
+class WorkerEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """An environment with the methods that the adapter calls beside Gymnasium's.
 
     Args:
@@ -28,52 +28,37 @@ class WorkerEnv(gymnasium.Env[Any, Any]):
                 f"A callable returned {type(env).__module__}.{type(env).__qualname__}. It must return a "
                 "gymnasium.Env; convert older environments with shimmy."
             )
-        self._env = env
-        self.observation_space = env.observation_space
-        self.action_space = env.action_space
-        self.metadata = env.metadata
-        self.render_mode = env.render_mode
-
-    @property
-    def unwrapped(self) -> gymnasium.Env[Any, Any]:
-        """The environment without its wrappers."""
-        return self._env.unwrapped
+        super().__init__(env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Resets, with options only where there are some, as Stable-Baselines3 does."""
-        result = self._env.reset(seed=seed, options=options) if options else self._env.reset(seed=seed)
+        result = self.env.reset(seed=seed, options=options) if options else self.env.reset(seed=seed)
         return (result[0], whole(result[1])) if type(result) is tuple and len(result) == 2 else result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Steps."""
-        result = self._env.step(action)
+        result = self.env.step(action)
         return (*result[:4], whole(result[4])) if type(result) is tuple and len(result) == 5 else result
-
-    def close(self) -> None:
-        """Closes."""
-        self._env.close()
 
     def get_env_attr(self, name: str) -> Any:
         """Returns an attribute of the outermost wrapper that has it."""
-        return self._env.get_wrapper_attr(name)
+        return self.env.get_wrapper_attr(name)
 
     def has_env_attr(self, name: str) -> bool:
         """Returns whether the environment or a wrapper has an attribute."""
-        return self._env.has_wrapper_attr(name)
+        return self.env.has_wrapper_attr(name)
 
     def set_env_attr(self, name: str, value: Any) -> None:
         """Sets an attribute of the outermost wrapper."""
-        setattr(self._env, name, value)
+        setattr(self.env, name, value)
 
     def call_env(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a method of the outermost wrapper that has it."""
-        return self._env.get_wrapper_attr(name)(*args, **kwargs)
+        return self.env.get_wrapper_attr(name)(*args, **kwargs)
 
     def is_env_wrapped(self, wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]]) -> bool:
         """Returns whether one of the wrappers is of a class."""
-        env: Any = self._env
-        while isinstance(env, gymnasium.Wrapper):
-            if isinstance(env, wrapper_class):
-                return True
+        env: Any = self.env
+        while isinstance(env, gymnasium.Wrapper) and not isinstance(env, wrapper_class):
             env = env.env
-        return False
+        return isinstance(env, wrapper_class)

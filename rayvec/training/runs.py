@@ -126,8 +126,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         keep = () if reads_infos else (functools.partial(KeepInfos, names=config.episode_metrics, masks=masks),)
         env = RayVecEnv(
             num_envs=num_envs,
-            **makes,
-            **{name: getattr(config, name) for name in (*names, "on_env_error", "on_node_loss")},
+            **{name: getattr(config, name) for name in (*names, "on_env_error", "on_node_loss")} | makes,
             wrappers=[*_wrappers(config), *own, *keep],
             preload=_preload(config),
             address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
@@ -146,6 +145,8 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         raise
     if has_masks:
         env.close()
+        if config.num_nodes == 0 and config.workers_per_node is None:  # no second environment is probed
+            makes["workers_per_node"] = env.topology.nodes[0].num_workers
         env = make(ActionMask, masks=False)
     return env
 

@@ -124,7 +124,7 @@ def check_shapes(found: PoolSpaces, single: Space[Any], words: str = "") -> None
         )
 
 
-def checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[Any]) -> Tree:
+def checked_actions(actions: Any, layout: ArrayLayout, count: int, single: Space[Any]) -> Tree:
     """Returns actions as a tree of arrays, each ``[count, ...]``; an array of objects where no other holds them.
 
     Raises:
@@ -132,8 +132,8 @@ def checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[
         ConfigError: The actions have other shapes.
     """
     if layout.objects:
-        each = list(iterate(space, actions))
-        check_number(len(each), count, space)
+        each = list(iterate(batch_space(single, count), actions))
+        check_number(len(each), count, single)
         return objects(each)
     try:
         leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
@@ -141,21 +141,21 @@ def checked_actions(actions: Any, layout: ArrayLayout, count: int, space: Space[
     except ValueError as error:
         leaves, got = [], str(error)
     if [leaf.shape for leaf in leaves] != [(count, *shape) for _, shape in layout.leaves]:
-        single = any(leaf.ndim == 0 for leaf in leaves)
-        raise (ActionTypeError if single else ConfigError)(_action_message(got, space))
+        kind = ActionTypeError if any(leaf.ndim == 0 for leaf in leaves) else ConfigError
+        raise _misfit(got, count, single, kind)
     return layout.tree(leaves)
 
 
-def check_number(got: int, count: int, space: Space[Any]) -> None:
+def check_number(got: int, count: int, single: Space[Any]) -> None:
     """Raises ``ConfigError`` if the number of actions differs from the number of environments."""
     if got != count:
-        raise ConfigError(_action_message(f"{got} actions", space))
+        raise _misfit(f"{got} actions", count, single)
 
 
-def _action_message(got: str, space: Space[Any]) -> str:
-    return (
-        f"Actions do not fit {space}: {got.rstrip('.')}. Pass one action for each environment, stacked as "
-        "action_space.sample() stacks them."
+def _misfit(got: str, count: int, single: Space[Any], kind: type[ConfigError] = ConfigError) -> ConfigError:
+    return kind(
+        f"Actions do not fit {batch_space(single, count)}: {got.rstrip('.')}. Pass one action for each environment, "
+        "stacked as action_space.sample() stacks them."
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -11,25 +13,30 @@ from functools import partial
 from typing import Any, cast
 
 import numpy as np
+from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import ChunkRequest, Rollout
 from rayvec.data.chunk import Cut
 from rayvec.data.join_chunks import join_chunks
 from rayvec.data.topology import split_groups
-from rayvec.errors import ConfigError
+from rayvec.envs.pickled_parts import pickled_for_workers
+from rayvec.errors import ConfigError, check_count
 from rayvec.fleet.commands import Command, Op
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.node.machine import Machine
 from rayvec.node.object_store import as_rollout, check_object_store
+from rayvec.rollout.loop import as_policy
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
-from rayvec.vector.environments import Environments, NotReady, answer_of, log_notes
+from rayvec.vector.adapter import Adapter, NotReady, log_notes
 
-__all__ = ["MAX_CHUNKS", "Chunks"]
+__all__ = ["MAX_CHUNKS", "ChunkAdapter", "WeightStore"]
 
 MAX_CHUNKS = 2
 """The most chunks of an environment that may be pending."""
 _CUT_POLL_S = 1e-3
+
+_keys = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,159 +45,241 @@ class _Pending:
 
     Attributes:
         order: What was requested.
+        on_node: Whether the policy acts in the process that owns the workers.
         ticket: Of the command; None where the policy acts in this process, as soon as the chunk is waited for.
-        parts: Which parts take it.
+        part: Which part takes it; None for all.
     """
 
     order: ChunkOrder
+    on_node: bool
     ticket: Any
-    parts: Sequence[int]
+    part: int | None
 
 
-class Chunks:
-    """The policies that act where the environments are, and the pending chunks.
+class ChunkAdapter(Adapter):
+    """Vector environments in which policies take chunks of steps.
 
     A policy acts in each worker over its own environments, in each node, or in this process over all environments.
-
-    Args:
-        envs: The environments; their arrays are allocated.
-
-    Attributes:
-        unused: Keys of policies that nobody refers to any more.
     """
 
-    def __init__(self, envs: Environments) -> None:
-        self._envs, self.unused = envs, list[int]()
-        self._pending: list[_Pending] = []
-        self._on_node: set[int] = set()  # keys of policies that act in the processes that own the workers
-        self._all_here = envs.transports == ("local",)
-        groups = None
-        if not envs.has_nodes and not self._all_here:
+    def _allocate(
+        self, observation: Space[Any], action: Space[Any], groups: Sequence[NDArray[np.int64]] | None = None
+    ) -> None:
+        """Allocates the arrays for these spaces; `groups` are those of a policy that acts in the driver."""
+        super()._allocate(observation, action)
+        envs = self._envs
+        halves = None
+        if not envs.has_nodes and envs.transports != ("local",):
             units = envs.spaces.unit_bounds
-            groups = split_groups(envs.topology, 2 if units is None or len(units) > 2 else 1, units)
-        self._host = self.new_host(groups)
+            halves = split_groups(envs.topology, 2 if units is None or len(units) > 2 else 1, units)
+        layout = None if envs.action_layout.objects else envs.action_layout
+        new_host = partial(PolicyHost, envs, layout, envs.first_id, envs.spaces.native_mode)
+        self._host, self._driver = new_host(halves), new_host(groups)
+        self._everyone = np.arange(envs.num_envs)
+        self._everyone.setflags(write=False)
+        self._done = np.zeros(envs.num_envs, bool)  # whose episode has ended, if the caller resets
+        self._chunks: list[_Pending] = []
+        self._unused: list[tuple[int, bool]] = []  # policies that nobody refers to any more
         self._sizes = np.array([len(part) for part in envs.parts])
 
-    def new_host(self, groups: Sequence[NDArray[np.int64]] | None) -> PolicyHost:
-        """Returns what lets policies act in this process, with groups of environments that take turns."""
-        envs = self._envs
-        layout = None if envs.action_layout.objects else envs.action_layout
-        return PolicyHost(envs, layout, envs.first_id, envs.spaces.native_mode, groups)
+    def _post(self, command: Command) -> Any:
+        """Starts a command. Returns its ticket."""
+        for acting in (self._host, self._driver):
+            if command.op == Op.RESET:
+                acting.note_reset(command.rows)
+            elif command.op in (Op.STEP, Op.ROLLOUT):
+                acting.note_absence()
+        if command.op in (Op.RESET, Op.ROLLOUT):
+            self._done[command.rows] = False
+        return super()._post(command)
 
-    @property
-    def num_pending(self) -> int:
-        """The number of pending chunks."""
-        return len(self._pending)
+    def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
+        """Sends a policy to every worker; returns the store through which it gets its weights.
 
-    def note(self, command: Command) -> None:
-        """Records a step or a reset outside of chunks."""
-        if command.op == Op.STEP:
-            self._host.note_absence()
-        elif command.op == Op.RESET:
-            self._host.note_reset(command.rows)
-
-    def note_absence(self) -> None:
-        """Records steps by another policy."""
-        self._host.note_absence()
-
-    def load(self, key: int, pickled: bytes, version: int, *, on_node: bool) -> None:
-        """Sends a pickled policy to each worker or, with `on_node`, to the process that owns the workers."""
-        if on_node or self._all_here:
-            self._on_node.add(key)
-        if self._acts_here(key):
-            self._host.load(key, pickled)
-            return
-        more = (on_node, version) if self._envs.has_nodes else ()
-        self._run(Command(Op.LOAD, np.arange(self._envs.num_envs), rest=(key, pickled, *more)))
-
-    def drop(self, key: int) -> None:
-        """Removes a policy."""
-        if self._acts_here(key):
-            self._host.drop(key)
-        else:
-            self._run(Command(Op.DROP, np.arange(self._envs.num_envs), rest=(key,)))
-        self._on_node.discard(key)
-
-    def _acts_here(self, key: int) -> bool:
-        return key in self._on_node and not self._envs.has_nodes
-
-    def _run(self, command: Command) -> None:
-        answer_of(self._envs, self._envs.post(command))
-
-    def _pending_of(self, part: int | None) -> list[_Pending]:
-        return [chunk for chunk in self._pending if part is None or part in chunk.parts]
-
-    def has_room(self, key: int, part: int | None = None) -> bool:
-        """Whether another chunk with a policy may be requested of all parts, or of one.
-
-        False while a chunk is pending whose policy acts in another process: the steps would be out of order.
-        """
-        is_on_node = key in self._on_node
-        others = [chunk for chunk in self._pending if (chunk.order.key in self._on_node) != is_on_node]
-        return not others and len(self._pending_of(part)) < MAX_CHUNKS
-
-    def begin(self, order: ChunkOrder, part: int | None = None) -> None:
-        """Requests a chunk of all parts, or of one. Parts take their chunks in order."""
-        if order.request.by_reference:
-            check_object_store()
-        parts = range(len(self._envs.parts)) if part is None else [part]
-        if self._acts_here(order.key):
-            self._pending.append(_Pending(order, None, parts))
-            return
-        self._host.note_absence()
-        rows = np.arange(self._envs.num_envs) if part is None else np.array(self._envs.parts[part])
-        with uninterrupted():
-            ticket = self._envs.post(Command(Op.ROLLOUT, rows, rest=order))
-            self._pending.append(_Pending(order, ticket, parts))
-
-    def finish(self, timeout_s: float | None = None, cut: Cut | None = None, part: int | None = None) -> Rollout:
-        """Waits for the oldest pending chunk of all parts, or of one, and returns it.
+        The workers forget the policies of stores that were garbage-collected.
 
         Args:
-            timeout_s: The longest wait; None for no limit.
-            cut: Called about every millisecond with the number of steps that the environments have taken together.
-                Once it returns True, they end the chunk after their present step.
-            part: The part.
+            policy: Pickled as it is now.
+            first_version: The version of the weights that the policy contains.
+            on_node: Whether it acts in the process that owns the workers of a node, in place of each worker.
+        """
+        self._assert_idle("publish")
+        remedy = "Make the object when the policy first acts, or let the policy act here: inference='driver'."
+        return self._publish(pickled_for_workers(as_policy(policy), "a policy", remedy), first_version, on_node=on_node)
+
+    def _publish(self, pickled: bytes, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
+        while self._unused and not self._chunks:
+            self._drop(*self._unused.pop())
+        store = WeightStore(self, first_version, on_node=on_node)
+        if self._acts_here(on_node):
+            self._host.load(store.key, pickled)
+        else:
+            more = (on_node, first_version) if self._envs.has_nodes else ()
+            self._run(Command(Op.LOAD, self._everyone, rest=(store.key, pickled, *more)))
+        return store
+
+    def _drop(self, key: int, on_node: bool) -> None:
+        """Removes a policy."""
+        if self._acts_here(on_node):
+            self._host.drop(key)
+        else:
+            self._run(Command(Op.DROP, self._everyone, rest=(key,)))
+
+    def _acts_here(self, on_node: bool) -> bool:
+        """Whether a policy acts in this process."""
+        return self.transports == ("local",) or (on_node and not self._envs.has_nodes)
+
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """The environments of each part that takes chunks by itself: a worker, or a node of a cluster."""
+        return self._envs.parts
+
+    def rollout_async(
+        self,
+        weights: WeightStore,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        *,
+        by_reference: bool = False,
+        part: int | None = None,
+    ) -> None:
+        """Starts a chunk of steps that the workers take with a published policy.
+
+        :meth:`rollout_wait` returns it, and :meth:`part_wait` the chunk of a part.
+
+        Environments are reset within the step that ends their episode. Until the wait they are busy. Weights may be
+        published meanwhile: the next chunk starts with them. Another chunk may be started before the wait; the workers
+        then go from one to the other by themselves.
+
+        Args:
+            weights: Of the policy.
+            num_steps: T.
+            first_step: How many steps the environments had taken in chunks before.
+            noise_seed: Of the noise.
+            by_reference: Whether the chunk stays in the object store.
+            part: Index in :attr:`parts` of the only part that takes the chunk; None for all of them together.
 
         Raises:
-            NotReady: It takes longer. The chunk stays pending.
-            ConfigError: `cut` is given with environments on nodes.
-            Exception: What a policy or an environment raised.
+            AlreadyPendingCallError: Too many chunks are pending, or one whose policy acts in another process: in the
+                workers, or in the process that owns them.
         """
+        self._assert_running()
+        in_order = all(chunk.on_node == weights.on_node for chunk in self._chunks)
+        if self._pending != "rollout" or not in_order or len(self._chunks_of(part)) >= MAX_CHUNKS:
+            self._assert_idle("rollout")
+        check_count("num_steps", num_steps)
+        request = ChunkRequest(num_steps, first_step, noise_seed, by_reference)
+        order = ChunkOrder(weights.key, request, weights.version, weights.weights)
+        rows = self._everyone if part is None else np.array(self.parts[part])
+
+        if by_reference:
+            check_object_store()
+
+        def start() -> None:
+            with uninterrupted():
+                ticket = None if self._acts_here(weights.on_node) else self._post(Command(Op.ROLLOUT, rows, rest=order))
+                self._chunks.append(_Pending(order, weights.on_node, ticket, part))
+                self._pending = "rollout"
+
+        self._guarded(start)
+
+    def _chunks_of(self, part: int | None) -> list[_Pending]:
+        return [chunk for chunk in self._chunks if part is None or chunk.part in (part, None)]
+
+    def rollout_wait(self, timeout: float | None = None, cut: Cut | None = None) -> Rollout:
+        """Waits for the first :meth:`rollout_async` that has not been waited for, for up to `timeout` seconds.
+
+        Args:
+            timeout: The longest wait in seconds; None waits without limit.
+            cut: Called about every millisecond with the number of steps that all environments together have taken.
+                Once it returns True, every worker ends the chunk after its present step. Requires ``num_nodes=0``.
+
+        Raises:
+            NoAsyncCallError: Nothing was started.
+            multiprocessing.TimeoutError: It takes longer; it stays pending.
+        """
+        return self._finish([None], timeout, cut)[1]
+
+    def part_wait(self, parts: Sequence[int]) -> tuple[int, Rollout]:
+        """Waits until one of some parts has finished its oldest pending chunk.
+
+        Args:
+            parts: The parts, in the order of preference if several have finished.
+
+        Returns:
+            The part, and its chunk.
+
+        Raises:
+            NoAsyncCallError: Nothing was started.
+        """
+        index, rollout = self._finish(parts)
+        return parts[index], rollout
+
+    def _finish(
+        self, parts: Sequence[int | None], timeout_s: float | None = None, cut: Cut | None = None
+    ) -> tuple[int, Rollout]:
+        """Waits for the oldest chunk of one of some parts. Ctrl-C leaves pending what is not received."""
+        self._assert_pending("rollout")
         if cut is not None and self._envs.has_nodes:
             raise ConfigError("`cut` was passed with environments on Ray. Leave it out, or pass num_nodes=0.")
-        chunk = self._pending_of(part)[0]
-        if chunk.ticket is None:
-            self._pending.remove(chunk)
-            take = partial(self._host.take, chunk.order, cut=cut or _never)
-            return self.take_here(self._host, take, chunk.order.request)
         began_s = time.monotonic()
-        deadline = math.inf if timeout_s is None else began_s + timeout_s
-        if cut is not None:
-            self._wait_or_cut(chunk, deadline, cut)
-        if not self._envs.wait(chunk.ticket, max(0.0, deadline - time.monotonic())):
-            raise NotReady("the chunk has not been taken in time")
-        self._pending.remove(chunk)
-        rollout = answer_of(self._envs, chunk.ticket).value
-        if isinstance(rollout, Rollout):
-            return replace(rollout, waited_s=time.monotonic() - began_s)
-        return _joined(rollout, chunk.order.request, time.monotonic() - began_s)
+        chunks = [self._chunks_of(part)[0] for part in parts]
 
-    def finish_any(self, parts: Sequence[int]) -> tuple[int, Rollout]:
-        """Waits until one of some parts has finished its oldest pending chunk. Returns the part, and the chunk."""
-        oldest = [self._pending_of(part)[0] for part in parts]
-        first = parts[0] if oldest[0].ticket is None else self._first_of(parts, oldest)
-        return first, self.finish(part=first)
+        def finish() -> tuple[int, Rollout]:
+            index = 0 if len(chunks) == 1 else self._envs.wait_some([chunk.ticket for chunk in chunks])[0]
+            chunk = chunks[index]
+            request = chunk.order.request
+            if chunk.ticket is None:
+                self._forget(chunk)
+                take = partial(self._host.take, chunk.order, cut=cut or _never)
+                return index, self._take_here(self._host, take, request)
+            deadline = math.inf if timeout_s is None else began_s + timeout_s
+            if cut is not None:
+                self._wait_or_cut(chunk, deadline, cut)
+            if not self._envs.wait(chunk.ticket, max(0.0, deadline - time.monotonic())):
+                raise NotReady("the chunk has not been taken in time")
+            self._forget(chunk)
+            taken, waited_s = self._accepted(self._envs.take(chunk.ticket)).value, time.monotonic() - began_s
+            if isinstance(taken, Rollout):
+                return index, replace(taken, waited_s=waited_s)
+            return index, _joined(taken, request, waited_s)
 
-    def _first_of(self, parts: Sequence[int], chunks: Sequence[_Pending]) -> int:
-        return parts[self._envs.wait_some([chunk.ticket for chunk in chunks])[0]]
+        num_pending = len(self._chunks)
+        return self._guarded(
+            finish, lambda error: isinstance(error, KeyboardInterrupt) and len(self._chunks) == num_pending
+        )
 
-    def take_here(self, host: PolicyHost, take: Callable[[], TakenChunk], request: ChunkRequest) -> Rollout:
-        """Returns a chunk for which a policy acts in this process. It logs what was restarted."""
+    def _forget(self, chunk: _Pending) -> None:
+        """Removes a chunk from those that are pending."""
+        self._chunks.remove(chunk)
+        self._pending = "rollout" if self._chunks else ""
+
+    def rollout_driver(
+        self,
+        policy: Any,
+        num_steps: int,
+        first_step: int,
+        noise_seed: int,
+        weights_version: int = 0,
+        cut: Cut | None = None,
+    ) -> Rollout:
+        """Acts in this process, for one group while the others step."""
+        self._assert_idle("rollout")
+        check_count("num_steps", num_steps)
+        request = ChunkRequest(num_steps, first_step, noise_seed)
+        take = partial(self._driver.act, as_policy(policy), request, weights_version, cut)
+        return self._guarded(lambda: self._take_here(self._driver, take, request))
+
+    def _take_here(self, host: PolicyHost, take: Callable[[], TakenChunk], request: ChunkRequest) -> Rollout:
+        """Returns a chunk for which a policy acts in this process."""
+        (self._driver if host is self._host else self._host).note_absence()
+        self.num_uses += 1
+        self._done[:] = False  # every environment whose episode has ended is reset first
         try:
             taken = take()
         finally:
-            log_notes(list(host.take_notes()))
+            log_notes(host.take_notes())
         if self._envs.layout.objects:  # else the caller could change them
             taken = taken._replace(chunk=replace(taken.chunk, last_obs=deepcopy(taken.chunk.last_obs)))
         return _joined([taken], request, taken.times.whole_s, copy=False)
@@ -203,6 +292,55 @@ class Chunks:
             if cut(int(taken @ self._sizes)):
                 machine.cut(chunk.ticket)
                 return
+
+
+class WeightStore:
+    """One policy that was sent to the environments, and the newest version of its weights.
+
+    Args:
+        env: The environments.
+        first_version: The version of the weights that the policy contains.
+        on_node: Whether the policy acts in the processes that own the workers, and not in each worker.
+
+    Attributes:
+        key: The key of the policy.
+        on_node: As given.
+        version: The version of the newest weights.
+        weights: The newest weights, ``float32 [P]``; None until some are published.
+    """
+
+    def __init__(self, env: ChunkAdapter, first_version: int, *, on_node: bool) -> None:
+        self.key, self.version, self.on_node = next(_keys), first_version, on_node
+        self.weights: NDArray[np.float32] | None = None
+        self._env = env
+        # The policy is dropped later, because a finalizer may run in the middle of another call.
+        self._end = weakref.finalize(self, env._unused.append, (self.key, on_node))
+        self._end.atexit = False
+
+    def publish(self, weights: NDArray[np.float32]) -> int:
+        """Publishes a flat vector of weights, ``float32 [P]``. Every chunk requested from now on uses it.
+
+        Returns:
+            The version of these weights, one more than the last version.
+
+        Raises:
+            ConfigError: `weights` is not a flat float32 vector, or its size differs from the last one.
+        """
+        weights = np.array(weights)
+        size = "n" if self.weights is None else self.weights.size
+        if weights.ndim != 1 or weights.dtype != np.float32 or size not in ("n", weights.size):
+            raise ConfigError(
+                f"The weights that were published are {weights.dtype} {list(weights.shape)}. They must be float32 "
+                f"[{size}]: publish what learner.weights() returns, of the module that the policy wraps."
+            )
+        self.weights = weights
+        self.version += 1
+        return self.version
+
+    def drop(self) -> None:
+        """Removes the policy and its weights from the workers. The store can't be used afterwards."""
+        self._end.detach()
+        self._env._drop(self.key, self.on_node)
 
 
 def _never(taken: int) -> bool:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from numbers import Integral
 from typing import Any
 
 import gymnasium
@@ -82,24 +81,20 @@ def _spec_of_only_native(id: Any) -> EnvSpec | None:
     return spec if is_spec else None
 
 
-def sub_batch_sizes(num_envs: int, num_nodes: int | tuple[int, int] | None, workers_per_node: int | None) -> list[int]:
+def sub_batch_sizes(num_envs: int, num_nodes: Any, workers_per_node: int | None) -> list[int]:
     """Returns how many environments each native sub-batch has: one for each worker.
 
-    Where the number of workers is not given, there are as many as this machine has cores. A number that is not whole
-    counts as not given; RayVecEnv refuses it.
+    Where the number of workers is not given, there are as many as this machine has cores.
 
     >>> sub_batch_sizes(10, num_nodes=1, workers_per_node=4)
     [3, 3, 2, 2]
     """
     check_count("num_envs", num_envs)
-    workers = _whole(workers_per_node, usable_cores())
-    most = _whole(check_node_range(num_nodes)[1] if isinstance(num_nodes, tuple | list) else num_nodes, 1) or 1
-    bounds = even_bounds(num_envs, min(num_envs, max(1, most * workers)))
+    workers = usable_cores() if workers_per_node is None else check_count("workers_per_node", workers_per_node, 0)
+    is_range = isinstance(num_nodes, tuple | list)
+    nodes = check_node_range(num_nodes)[1] if is_range else check_count("num_nodes", num_nodes or 0, 0)
+    bounds = even_bounds(num_envs, min(num_envs, max(1, nodes) * max(1, workers)))
     return [stop - start for start, stop in pairwise(bounds)]
-
-
-def _whole(value: Any, otherwise: int) -> int:
-    return int(value) if isinstance(value, Integral) else otherwise
 
 
 _NATIVE = VectorizeMode.VECTOR_ENTRY_POINT.value

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from rayvec.data.cores import usable_cores
 from rayvec.data.topology import Topology
@@ -15,9 +14,14 @@ from rayvec.node.in_process import InProcess, make_slice
 from rayvec.node.machine import Machine
 from rayvec.node.probe import MAX_WAITING_WORKERS, log_probe, probe_step
 from rayvec.node.shared_memory import keep_freed_memory
-from rayvec.vector.environments import Environments
 
-__all__ = ["local_workers", "open_environments"]
+if TYPE_CHECKING:
+    from rayvec.cluster.cluster import Cluster
+
+__all__ = ["Environments", "local_workers", "open_environments"]
+
+Environments: TypeAlias = "InProcess | Machine | Cluster"
+"""Where the environments are: in this process, in the workers of this machine, or on the nodes of a cluster."""
 
 
 def open_environments(
@@ -53,7 +57,9 @@ def open_environments(
         ConfigError: Settings that can't work, or a cluster without the cores for them.
     """
     check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
-    _check_first_id_and_preload(first_id, preload)
+    check_count("first_id", first_id, least=0)
+    if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
+        raise ConfigError(f"preload is {preload!r}. It must be a list of names of modules, for example ['torch'].")
     if factory.native:
         keep_freed_memory(64 << 20)
     if num_nodes == 0 and num_nodes is not False:
@@ -87,16 +93,6 @@ def open_environments(
         rehost=on_node_loss == "rehost",
         address=address,
     )
-
-
-def _check_first_id_and_preload(first_id: Any, preload: Any) -> None:
-    if isinstance(first_id, bool) or not isinstance(first_id, Integral) or int(first_id) < 0:
-        raise ConfigError(
-            f"first_id is {first_id!r}. It must be a whole number of at least 0: how many environments other "
-            "processes have before this one."
-        )
-    if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
-        raise ConfigError(f"preload is {preload!r}. It must be a list of names of modules, for example ['torch'].")
 
 
 def local_workers(

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
 from gymnasium import Space
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkRequest, Rollout, StepBatch, Tree
-from rayvec.data.chunk import Cut
+from rayvec.data import Chunk, Rollout, StepBatch, Tree
 from rayvec.data.columns import Columns, select, settle
 from rayvec.data.layouts import as_batch, index_tree
 from rayvec.data.topology import split_groups
 from rayvec.data.trees import as_slice
 from rayvec.envs.factory import EnvFactory, env_seeds
-from rayvec.errors import ConfigError, check_choice, check_count, check_flag
+from rayvec.errors import ConfigError, check_choice, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RestartPolicy
-from rayvec.rollout.loop import as_policy
-from rayvec.vector.adapter import LOSSES, Adapter, Wait
+from rayvec.policies.policy import Policy
 from rayvec.vector.batching import (
     batched_observations,
     checked_actions,
@@ -35,15 +31,12 @@ from rayvec.vector.batching import (
     in_batch_order,
     parse_autoreset_mode,
 )
-from rayvec.vector.rollout_policy import RolloutPolicy
-from rayvec.vector.weights import WeightStore
+from rayvec.vector.chunks import ChunkAdapter, WeightStore
 
 __all__ = ["RayVecEnv"]
 
-_T = TypeVar("_T")
 
-
-class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
+class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     """Environments on every core of a Ray cluster, as one Gymnasium vector environment.
 
     It returns bit for bit what ``gymnasium.vector.SyncVectorEnv`` returns for the same seeds and actions, on
@@ -91,6 +84,9 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
         Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
     """
 
+    fresh_at: int | None = None
+    """`num_uses` after the last reset of all environments; None before the first."""
+
     def __init__(
         self,
         env: str | EnvSpec | Callable[..., gymnasium.Env[Any, Any]] | Sequence[Callable[[], gymnasium.Env[Any, Any]]],
@@ -133,12 +129,8 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
             first_id=first_id,
         )
         self._guarded(lambda: self._set_up(num_envs, mode, observation_mode, groups))
-        self._everyone = np.arange(self.num_envs)
-        self._everyone.setflags(write=False)
-        self._done = np.zeros(self.num_envs, bool)  # whose episode has ended, if the caller resets
-        self._chunk_steps = 0
-        self._noise_seed = secrets.randbits(63)
-        self._rollout_policy = RolloutPolicy()
+        self._chunk_steps, self._noise_seed = 0, secrets.randbits(63)
+        self._sent: tuple[Any, WeightStore, Any] | None = None  # the policy of `rollout`, and the weights it had loaded
 
     def _set_up(
         self,
@@ -158,16 +150,14 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
         self.metadata = {**spaces.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = spaces.render_mode
         self.single_action_space = spaces.action
-        self._action_space_of = cache(partial(batch_space, spaces.action))  # by number of environments
-        self.action_space = self._action_space_of(self.num_envs)
+        self.action_space = batch_space(spaces.action, self.num_envs)
         self.observation_space, self.single_observation_space = batched_observations(
             spaces, observation_mode, self.num_envs
         )
-        self._allocate(self.single_observation_space, in_batch_order(spaces.action, self.action_space))
-        shape = None if self._envs.action_layout.objects else spaces.action.shape
-        self._array_shape_of = cache(lambda count: None if shape is None else (count, *shape))
         self.groups = split_groups(self.topology, groups, spaces.unit_bounds)
-        self._driver = self._chunks.new_host(self.groups)
+        action = in_batch_order(spaces.action, self.action_space)
+        self._allocate(self.single_observation_space, action, self.groups)
+        self._action_shape = None if self._envs.action_layout.objects else spaces.action.shape
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -198,31 +188,15 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
         """Starts what :meth:`reset` does; :meth:`reset_wait` returns its result."""
-        self._assert_idle("reset_async")
         seeds = env_seeds(seed, self.num_envs)
         options = None if options is None else dict(options)
         ids = self._everyone
         if options and "reset_mask" in options:
             ids = np.flatnonzero(checked_mask(options.pop("reset_mask"), self.num_envs, is_first=not self.num_uses))
-        self._check_options(options)
-
-        reset = Command(Op.RESET, ids, rest=([seeds[i] for i in ids.tolist()], options))
-
-        def start() -> Wait:
-            ticket = self._post(reset)
-
-            def wait(timeout_s: float | None) -> tuple[Tree, Columns]:
-                infos = self._answer(ticket, timeout_s).infos
-                return self._observations(slice(None)), infos
-
-            return wait
-
-        self._start("reset", start)
+        self._start("reset", Command(Op.RESET, ids, rest=([seeds[i] for i in ids.tolist()], options)))
         self.fresh_at = self.num_uses if len(ids) == self.num_envs else self.fresh_at
         if isinstance(seed, int | np.integer):
             self._chunk_steps, self._noise_seed = 0, int(seed)
-        self._done[ids] = False
-        self._driver.note_reset(ids)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Tree, dict[str, Any]]:
         """Waits for :meth:`reset_async`, for up to `timeout` seconds.
@@ -231,8 +205,8 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
             NoAsyncCallError: Nothing was started.
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
-        obs, infos = self._wait("reset", timeout)
-        return obs, self._settled(infos)
+        infos = self._wait("reset", timeout).infos
+        return self._observations(slice(None)), self._settled(infos)
 
     def step(
         self, actions: Any
@@ -251,7 +225,6 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
 
     def step_async(self, actions: Any) -> None:
         """Starts what :meth:`step` does; :meth:`step_wait` returns its result."""
-        self._assert_idle("step_async")
         self._send("step", self._everyone, actions)
 
     def step_wait(
@@ -263,8 +236,7 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
             NoAsyncCallError: Nothing was started.
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
-        *answers, infos = self._wait("step", timeout)
-        return (*answers, self._settled(infos))
+        return self._stepped(self._everyone, slice(None), self._wait("step", timeout).infos)
 
     def send(self, actions: Any, group: int = 0) -> None:
         """Starts a step of one group, whose environments are ``groups[group]``.
@@ -273,13 +245,7 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
             actions: Tree of ``[k, *act_shape]`` in the order of the group.
             group: Which; several may be pending, each once.
         """
-        self._assert_running()
-        if self._pending is not None and (self._pending.name != "send" or group in self._pending.waits):
-            raise AlreadyPendingCallError(
-                f"Calling `send` for group {group} while it waits for a pending call to complete.", "send"
-            )
-        ids = self._group(group)
-        self._send("send", ids, actions, group)
+        self._send("send", self._group(group), actions, group)
 
     def recv(self, group: int = 0, timeout: float | None = None) -> StepBatch:
         """Waits for the step of one group.
@@ -287,13 +253,9 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
         Returns:
             The answers in the order of ``groups[group]``; `info` is merged, with rows of the group.
         """
-        self._assert_running()
         ids = self._group(group)
-        if self._pending is None or group not in self._pending.waits:
-            raise NoAsyncCallError(f"Calling `recv` for group {group} without any prior call to `send`.", "send")
-        *answers, infos = self._wait("send", timeout, group)
-        obs, rew, terminated, truncated = answers
-        return StepBatch(ids.copy(), obs, rew, terminated, truncated, self._settled(select(infos, ids)))
+        infos = select(self._wait("send", timeout, group).infos, ids)
+        return StepBatch(ids.copy(), *self._stepped(ids, as_slice(ids), infos))
 
     def rollout(
         self,
@@ -321,12 +283,12 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
         check_choice("inference", inference, ("worker", "driver", "node"))
         if seed is not None:
             self.reset_async(seed)
-            self._wait("reset", None)
-        if inference != "driver":
-            weights = self._rollout_policy.send(self.publish, policy, on_node=inference == "node")
-            taken = self.rollout_workers(weights, num_steps, self._chunk_steps, self._noise_seed)
+            self._wait("reset")
+        order = num_steps, self._chunk_steps, self._noise_seed
+        if inference == "driver":
+            taken = self.rollout_driver(policy, *order)
         else:
-            taken = self.rollout_driver(policy, num_steps, self._chunk_steps, self._noise_seed)
+            taken = self.rollout_workers(self._store_of(policy, on_node=inference == "node"), *order)
         self._chunk_steps += num_steps
         assert taken.chunk is not None
         return taken.chunk
@@ -336,30 +298,28 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
         self.rollout_async(weights, num_steps, first_step, noise_seed)
         return self.rollout_wait()
 
-    def _finish_chunk(self, finish: Callable[[], _T]) -> _T:
-        rollout = super()._finish_chunk(finish)
-        self._done[:] = False  # environments whose episode has ended were reset
-        self._driver.note_absence()
-        return rollout
+    def _store_of(self, policy: Any, *, on_node: bool) -> WeightStore:
+        """Sends what the workers lack of a policy: all of it, or only the weights that it has loaded since.
 
-    def rollout_driver(
-        self,
-        policy: Any,
-        num_steps: int,
-        first_step: int,
-        noise_seed: int,
-        weights_version: int = 0,
-        cut: Cut | None = None,
-    ) -> Rollout:
-        """Acts in this process, for one group while the others step."""
-        self._assert_idle("rollout")
-        check_count("num_steps", num_steps)
-        self._done[:] = False  # every environment whose episode has ended is reset first
-        self.num_uses += 1
-        request = ChunkRequest(num_steps, first_step, noise_seed)
-        take = partial(self._driver.act, as_policy(policy), request, weights_version, cut)
-        self._chunks.note_absence()
-        return self._guarded(lambda: self._chunks.take_here(self._driver, take, request))
+        Hidden states stay in the workers where only weights are sent. A subclass of :class:`rayvec.Policy` that
+        overrides `load_weights` is sent again as a whole: the workers' copy would change the weights a second time.
+        """
+        loaded: Any = None
+        may_load = getattr(type(policy), "load_weights", None) is Policy.load_weights
+        if isinstance(policy, Policy):
+            policy.keep_loaded_weights()
+            loaded = policy.loaded_weights
+        sent, store, had_loaded = self._sent or (None, None, None)
+        is_known = sent is policy and store is not None and store.on_node == on_node
+        if store is not None and is_known and loaded is not had_loaded and may_load:
+            store.publish(loaded)
+        elif store is None or not is_known or loaded is not had_loaded:
+            self._sent = None
+            if store is not None:
+                store.drop()
+            store = self.publish(policy, on_node=on_node)
+        self._sent = policy, store, loaded
+        return store
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order.
@@ -371,18 +331,11 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Starts what :meth:`call` does; :meth:`call_wait` returns its result."""
-        self._assert_idle("call_async")
-        call = Command(Op.CALL, self._everyone, rest=(name, args, kwargs))
-
-        def start() -> Wait:
-            ticket = self._post(call)
-            return lambda timeout_s: self._answer(ticket, timeout_s).value
-
-        self._start("call", start, fatal=LOSSES)
+        self._start("call", Command(Op.CALL, self._everyone, rest=(name, args, kwargs)))
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Waits for :meth:`call_async`, for up to `timeout` seconds."""
-        return tuple(self._wait("call", timeout, fatal=LOSSES))
+        return tuple(self._wait("call", timeout).value)
 
     def render(self) -> tuple[Any, ...]:
         """Returns what each environment renders."""
@@ -402,52 +355,37 @@ class RayVecEnv(Adapter, VectorEnv[Any, Any, NDArray[Any]]):
                 f"set_attr was called with {len(values)} values for {self.num_envs} environments. Pass one "
                 "for each, or one value that is no list or tuple for all."
             )
-        self._guarded(lambda: self._run(Command(Op.SET, self._everyone, rest=(name, list(values)))), LOSSES)
+        self._run(Command(Op.SET, self._everyone, rest=(name, list(values))))
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes the environments, ends the workers and actors, and the Ray that was started for them.
 
-        It does not wait for a pending call. It warns that the result of a pending reset, step or call is lost, unless
-        a wait for that call has timed out.
+        It does not wait for a pending call.
 
         Args:
             timeout: Seconds in which the environments may complete their step and close, 10 by default. After that,
                 their workers are killed.
             terminate: Whether they are killed at once, without being closed.
         """
-        pending, self._pending = self._pending, None
         self._close_envs(0.0 if terminate else timeout)
-        if self._is_forked or pending is None or pending.timed_out:
-            return
-        if pending.name in ("reset", "step", "call"):
-            gymnasium.logger.warn(f"Calling `close` while waiting for a pending call to `{pending.name}` to complete.")
 
     # What the public methods share.
 
     def _send(self, name: str, ids: NDArray[np.int64], actions: Any, group: int = 0) -> None:
         if self._autoreset == Autoreset.DISABLED:
             assert not self._done[ids].any(), f"environments {ids[self._done[ids]].tolist()} must be reset first"
-        count = len(ids)
-        if type(actions) is not np.ndarray or actions.shape != self._array_shape_of(count):
-            actions = checked_actions(actions, self._envs.action_layout, count, self._action_space_of(count))
-        self._driver.note_absence()
-
-        step = Command(Op.STEP, ids, actions, self._autoreset)
-        rows = slice(None) if ids is self._everyone else as_slice(ids)
-
-        def start() -> Wait:
-            ticket = self._post(step)
-            return lambda timeout_s: self._stepped(ids, rows, self._answer(ticket, timeout_s).infos)
-
-        self._start(name, start, group)
+        shape = self._action_shape
+        if shape is None or type(actions) is not np.ndarray or actions.shape != (len(ids), *shape):
+            actions = checked_actions(actions, self._envs.action_layout, len(ids), self.single_action_space)
+        self._start(name, Command(Op.STEP, ids, actions, self._autoreset), group)
 
     def _stepped(self, ids: NDArray[np.int64], rows: Any, infos: Columns) -> tuple[Any, ...]:
-        """Returns observations, rewards, terminated and truncated as the caller gets them; and the infos."""
+        """Returns observations, rewards, terminated, truncated and infos as the caller gets them."""
         arrays = self._envs.arrays
         rew, terminated, truncated = (np.array(arrays[name][rows]) for name in ("rew", "terminated", "truncated"))
         if self._autoreset == Autoreset.DISABLED:
             self._done[ids] = terminated | truncated
-        return self._observations(rows), rew, terminated, truncated, infos
+        return self._observations(rows), rew, terminated, truncated, self._settled(infos)
 
     def _observations(self, rows: Any) -> Tree:
         """Observations as the caller gets them: copied, or, where they are no arrays, batched by Gymnasium."""

@@ -38,4 +38,4 @@ def wait_for_parts(env: RayVecEnv, timeout_s: float = DEADLINE_S, chunk: int = 0
 
 def parts_are_done(env: RayVecEnv, chunk: int = 0, timeout_s: float = 0.0) -> bool:
     """Whether :func:`wait_for_parts` would not wait."""
-    return env._envs.wait(env._chunks._pending[chunk].ticket, timeout_s)
+    return env._envs.wait(env._chunks[chunk].ticket, timeout_s)

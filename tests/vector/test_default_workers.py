@@ -166,8 +166,12 @@ class TestOnRay:
         with pytest.raises(ConfigError, match=r"workers_per_node=3 claims 3 cores.* 2 of \d+ cores free"):
             rayvec.RayVecEnv(make_sleeping, 6, workers_per_node=3)
 
-    def test_environments_for_training_and_for_evaluation(self, caplog: pytest.LogCaptureFixture) -> None:
-        with rayvec.RayVecEnv("CartPole-v1", 4) as training, rayvec.RayVecEnv("CartPole-v1", 6) as evaluation:
+    @pytest.mark.parametrize("num_nodes", [None, (2, 2)], ids=["fixed", "elastic"])
+    def test_environments_for_training_and_for_evaluation(
+        self, num_nodes: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        make = partial(rayvec.RayVecEnv, "CartPole-v1", num_nodes=num_nodes)
+        with make(4) as training, make(6) as evaluation:
             assert [node.num_cpus for node in training.topology.nodes] == [2, 2]
             assert [node.num_cpus for node in evaluation.topology.nodes] == [0, 0]
             training.reset(seed=0)

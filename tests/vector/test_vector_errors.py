@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -269,8 +269,7 @@ class TestEnd:
             env.reset_async()
         elif pending == "call":
             env.call_async("slow", 0.2)
-        with nullcontext() if pending is None else pytest.warns(UserWarning, match=pending):
-            within(DEADLINE_S, env.close)
+        within(DEADLINE_S, env.close)
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
         wait_until(lambda: shm_names() <= names, "its shared memory is gone")
         gc.collect()

@@ -17,8 +17,8 @@ from helpers.testing import CountingEnv
 
 from rayvec.data import Chunk
 from rayvec.errors import ConfigError
+from rayvec.vector.chunks import WeightStore
 from rayvec.vector.ray_vec_env import RayVecEnv
-from rayvec.vector.weights import WeightStore
 
 
 def rollout(env: RayVecEnv, store: WeightStore, num_steps: int) -> Chunk:

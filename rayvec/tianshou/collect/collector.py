@@ -39,7 +39,7 @@ from rayvec.tianshou.collect.worker_policy import WorkerPolicy
 from rayvec.tianshou.env.assembly import assembled_chunk
 from rayvec.tianshou.env.vector_env import RayVectorEnv
 from rayvec.tianshou.policies import TianshouPolicy, policy_entry
-from rayvec.vector.weights import WeightStore
+from rayvec.vector.chunks import WeightStore
 
 __all__ = ["Collector", "PrefetchCollectStats"]
 

@@ -10,7 +10,7 @@ from tianshou.algorithm.algorithm_base import Policy
 
 from rayvec.tianshou.env.vector_env import RayVectorEnv
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy
-from rayvec.vector.weights import WeightStore
+from rayvec.vector.chunks import WeightStore
 
 __all__ = ["WorkerPolicy"]
 

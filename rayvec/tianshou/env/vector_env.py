@@ -24,8 +24,7 @@ from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RestartPolicy
 from rayvec.tianshou.env.assembly import StepResult, observations, step_result
 from rayvec.tianshou.env.pool_env import SEEDS, AnySpace, PoolEnv
-from rayvec.vector.adapter import LOSSES, Adapter
-from rayvec.vector.weights import WeightStore
+from rayvec.vector.chunks import ChunkAdapter, WeightStore
 
 __all__ = ["RayVectorEnv", "RayVectorEnvType"]
 
@@ -37,7 +36,7 @@ def _of_each(name: str, doc: str) -> property:
     return property(lambda venv: venv.get_env_attr(name), doc=doc)
 
 
-class RayVectorEnv(Adapter, BaseVectorEnv):
+class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
     """Environments on every core of a Ray cluster or of this machine, as one Tianshou vector environment.
 
     It replaces ``tianshou.env.RayVectorEnv``, ``SubprocVectorEnv`` and ``ShmemVectorEnv``: results,
@@ -126,7 +125,6 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
         self._tickets: dict[int, Any] = {}  # of environments that are stepping, where stepping is asynchronous
         self.wait_num = wait_num or self.env_num
         self.ready_id = list(range(self.env_num))
-        self._everyone = np.arange(self.env_num)
         spaces = self._envs.spaces
         self._guarded(lambda: self._allocate(_joint_space(spaces), spaces.action))
         self._plain_actions = not isinstance(spaces.action, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple))
@@ -172,7 +170,7 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
 
     def _apply(self, op: Op, id: Ids, rest: Any) -> Any:
         rows = self._pool_ids(self._free_ids(id))
-        return self._guarded(lambda: self._run(Command(op, rows, rest=rest)), LOSSES).value
+        return self._run(Command(op, rows, rest=rest)).value
 
     def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Resets some environments, all with the same arguments.
@@ -209,7 +207,6 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
     ) -> list[dict[str, Any]]:
         if self._native:
             options = (options or {}).get("kwargs", {}).get("options")
-        self._check_options(options)
         return self._exchange(Command(Op.RESET, ids, rest=(seeds, options)))
 
     def step(self, action: Any, id: Ids = None) -> StepResult:
@@ -247,7 +244,6 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
         if action is not None:
             self._assert_id(ids)
             pool_ids, actions = self._checked(action, ids)
-            self.num_uses += 1
             self._guarded(lambda: self._post_each(pool_ids, actions))
             self.waiting_id += list(ids)
             self.ready_id = [x for x in self.ready_id if x not in ids]
@@ -284,7 +280,7 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
         count = min(self.wait_num, len(ids))
         found = self._envs.wait_some(tickets, count, self.timeout or math.inf) or self._envs.wait_some(tickets)
         answered = sorted(ids[index] for index in found)
-        columns = {env_id: self._answer(self._tickets.pop(env_id)).infos for env_id in answered}
+        columns = {env_id: self._accepted(self._envs.take(self._tickets.pop(env_id))).infos for env_id in answered}
         return {env_id: infos_of(infos, [env_id])[0] for env_id, infos in columns.items()}
 
     def seed(self, seed: int | list[int] | None = None) -> list[list[int] | None]:
@@ -361,16 +357,11 @@ class RayVectorEnv(Adapter, BaseVectorEnv):
 
     def _assert_idle(self, name: str = "") -> None:
         self._assert_is_not_closed()
-        assert self._pending is None, "Cannot interact with environments that take a chunk for a prefetching collector."
+        assert not self._pending, "Cannot interact with environments that take a chunk for a prefetching collector."
 
     def _exchange(self, command: Command) -> list[dict[str, Any]]:
         """Executes a step or a reset of some environments. Returns their infos."""
-
-        def whole() -> list[dict[str, Any]]:
-            self.num_uses += 1
-            return infos_of(self._run(command).infos, command.rows.tolist())
-
-        return self._guarded(whole)
+        return infos_of(self._run(command).infos, command.rows.tolist())
 
     def _free_ids(self, id: Ids) -> list[int] | NDArray[Any]:
         """Returns ids of environments that are not stepping."""
