@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -19,9 +18,8 @@ from helpers.chunks import assert_same_chunk
 from helpers.exact import TablePolicy
 from helpers.obedient_envs import GatedEnv
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
-from helpers.training_kit import HERE, lengthen
+from helpers.training_kit import HERE
 from helpers.waiting import alive, wait_until
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rayvec
 from rayvec.collect.collector import Collector
@@ -215,18 +213,6 @@ def test_an_interrupted_wait_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         assert_complete(batches, range(4))
 
 
-@pytest.mark.slow
-def test_a_worker_that_hangs_is_replaced_while_others_continue(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with gated(tmp_path / "gate", on_env_error="restart", step_timeout_s=2.0) as env:
-        collector = Collector(env, TablePolicy(), seed=1, max_staleness=10**9)
-        wait_until(lambda: bool(collect(collector, 1)) and "worker 0 (environments 0 to 1)" in caplog.text, "a restart")
-        (tmp_path / "gate").touch()
-        columns = columns_of(collect(collector, 1, ahead=False))
-        assert all(any(len(chunk.restarts) for chunk in columns[env_id]) for env_id in SLOW)
-
-
 def test_what_cannot_be_combined() -> None:
     with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0) as env:
         for settings in ({"inference": "driver"}, {"by_reference": True}, {"max_staleness": 0}):
@@ -275,34 +261,6 @@ def test_a_run_with_one_version_is_the_run_in_lockstep(tmp_path: Path) -> None:
         assert {name: got[name] for name in names} == {name: expected[name] for name in names}
 
 
-def test_a_run_is_resumed(tmp_path: Path) -> None:
-    result = rayvec.train(impala(tmp_path / "a", max_staleness=4, workers_per_node=2))
-    lengthen(result.run_dir, 256, 512)
-    resumed = rayvec.resume(result.run_dir)
-    lines = list(read_metrics(result.run_dir / "metrics.jsonl"))
-    assert resumed.total_steps == lines[-1]["steps"] >= 512
-    assert all(max(np.flatnonzero(line["staleness_counts"])) == line["staleness"] <= 4 for line in lines)
-    assert lines[-1]["steps"] == sum(16 * sum(line["staleness_counts"]) for line in lines)
-    events = EventAccumulator(str(result.run_dir), size_guidance={"histograms": 0}).Reload()
-    assert len(events.Histograms("staleness_counts")) == len(lines)
-
-
-def test_ctrl_c_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pressed(Collector):
-        def collect(self, *args: Any, **kwargs: Any) -> Batch:
-            if self.state_dict()["version"] == 2:
-                signal.raise_signal(signal.SIGINT)
-            return super().collect(*args, **kwargs)
-
-    monkeypatch.setattr(sys.modules["rayvec.training.trainer"], "Collector", Pressed)
-    with pytest.raises(KeyboardInterrupt, match="resume with"):
-        rayvec.train(impala(tmp_path / "a", max_staleness=4, workers_per_node=2, total_steps=1024))
-    monkeypatch.undo()
-    assert rayvec.resume(tmp_path / "a").total_steps >= 1024
-    lines = list(read_metrics(tmp_path / "a" / "metrics.jsonl"))
-    assert lines[-1]["steps"] == sum(16 * sum(line["staleness_counts"]) for line in lines)
-
-
 @pytest.mark.slow
 def test_nodes_deliver_chunks_when_they_are_ready(make_vec: MakeVec, tmp_path: Path) -> None:
     """The driver's own node waits for the gate."""
@@ -331,31 +289,6 @@ def test_a_lost_node_is_replaced(make_vec: MakeVec) -> None:
             assert counting_errors([chunks[number] for number in part]) == []
 
 
-@pytest.mark.slow
-def test_nodes_in_lockstep(make_vec: MakeVec) -> None:
-    env = make_vec([CountingEnv] * 4, nodes=2)
-    found = []
-    for settings in ({"prefetch": True}, {"max_staleness": 1}):
-        collector = Collector(env, TablePolicy(), seed=1, **settings)  # type: ignore[arg-type]
-        found.append([*collect(collector, 3), *collect(collector, 1, ahead=False)])
-        collector.close()
-    for got, expected in zip(*found, strict=True):
-        assert_same_chunk(got.chunks[0], expected.chunks[0])
-
-
-def test_chunks_of_other_lengths_are_joined(tmp_path: Path) -> None:
-    """A part that is behind was asked for fewer steps; what is missing is not valid, and the episode goes on."""
-    with gated(tmp_path / "gate") as env:
-        (tmp_path / "gate").touch()
-        collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
-        batches = [*collect(collector, 3)]
-        batches += [collector.collect(n_step=6 * 7) for _ in range(4)]
-        drained = collector.drain()
-        batches += [] if drained is None else [drained]
-        assert_complete(batches, range(6))
-        assert [batch.stats.n_surplus_steps for batch in batches] == [0] * len(batches)
-
-
 def test_a_batch_has_as_many_steps_as_were_asked_for() -> None:
     """Chunks that a call before has requested are shorter, or longer."""
     with RayVecEnv([CountingEnv] * 6, num_nodes=0, workers_per_node=3) as env:
@@ -369,33 +302,3 @@ def test_a_batch_has_as_many_steps_as_were_asked_for() -> None:
         batches.append(collector.collect(n_step=12, ahead=False))
         assert batches[-1].stats.n_collected_steps == 12
         assert_complete(batches, range(6))
-
-
-@pytest.mark.parametrize("publish_every", [2, 100])
-def test_equally_fast_workers_deliver_equally(monkeypatch: pytest.MonkeyPatch, publish_every: int) -> None:
-    """Also where weights stay for several batches. Here the worker that is preferred always has a finished chunk."""
-    with RayVecEnv([CountingEnv] * 6, num_nodes=0, workers_per_node=3) as env:
-        wait = env.part_wait
-        monkeypatch.setattr(env, "part_wait", lambda parts: wait(parts[:1]))
-        collector = Collector(env, TablePolicy(), seed=1, max_staleness=4)
-        batches = []
-        for number in range(12):
-            batches.append(collector.collect(n_step=6 * 4))
-            if number % publish_every == 0:
-                collector.set_weights(TablePolicy(seed=number).weights())
-        lengths = [len(chunks) for chunks in columns_of(batches).values()]
-        assert len(lengths) == 6 and max(lengths) - min(lengths) <= 2
-
-
-def test_a_worker_that_was_slow_does_not_displace_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has delivered fewer chunks than they have, and is as fast as they are now."""
-    with gated(tmp_path / "gate") as env:
-        collector = Collector(env, TablePolicy(), seed=1, max_staleness=20)
-        for _ in range(8):
-            collector.collect(n_step=6 * 4)
-        (tmp_path / "gate").touch()
-        wait = env.part_wait
-        monkeypatch.setattr(env, "part_wait", lambda parts: wait(parts[:1]))
-        batches = [collector.collect(n_step=6 * 4) for _ in range(9)]
-        lengths = [len(chunks) for chunks in columns_of(batches).values()]
-        assert len(lengths) == 6 and max(lengths) - min(lengths) <= 2

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 from conftest import MakeVec
 from gymnasium import spaces
-from helpers.exact import SpaceEnv
-from helpers.kinds import OBJECT_SPACES
 from helpers.testing import CountingEnv
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk
 from rayvec.data.finite_checks import find_bad_obs
 from rayvec.data.join_chunks import join_chunks, summarize
-from rayvec.errors import ConfigError, EnvError
+from rayvec.errors import EnvError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 EPISODE, STEP = 1, 2
@@ -77,11 +75,6 @@ def one_bad(make_module_vec: MakeVec) -> RayVecEnv:
     return make_module_vec(ONE_BAD, nodes=2)
 
 
-@pytest.fixture(scope="module")
-def all_bad(make_module_vec: MakeVec) -> RayVecEnv:
-    return make_module_vec([BadEnv] * 3, workers=2)
-
-
 def test_the_chunk_behind_a_bad_one_is_dropped() -> None:
     """Prefetching had started it; its episodes have lost their beginnings."""
     env = local([BadEnv] * 2)
@@ -133,13 +126,6 @@ def test_keeping_is_keeping() -> None:
     assert chunk.valid.all() and np.isnan(chunk.obs["inner"][0]).any() and np.isinf(chunk.final_obs["inner"][0]).any()
 
 
-def test_choices() -> None:
-    env = local([CountingEnv])
-    for options in ({"on_bad_obs": "ignore"}, {"on_bad_obs": "drop"}):
-        with pytest.raises(ConfigError, match="on_bad_obs"):
-            Collector(env, zeros, **options)  # type: ignore[arg-type]
-
-
 def chunk_of(obs: Any, done: Any, restarts: Any = ()) -> Chunk:
     """A chunk whose observations are single numbers, the last row of `obs` its last; ends have final observation 7."""
     obs, done = np.asarray(obs, np.float64), np.asarray(done, bool)
@@ -171,17 +157,6 @@ def test_summaries_join_as_chunks_do() -> None:
     assert find_bad_obs(parts[0]) == "inf in the last observation after step 1 of environment 0"
 
 
-def test_only_numbers_that_can_be_are_looked_at() -> None:
-    chunk = chunk_of(np.zeros((3, 2)), np.zeros((2, 2)))
-    assert find_bad_obs(chunk) is None
-    objects = np.full((3, 2), "word", object)
-    assert find_bad_obs(Chunk(**{**as_dict(chunk), "obs": objects[:2], "last_obs": objects[2]})) is None
-
-
-def as_dict(chunk: Chunk) -> dict[str, Any]:
-    return {name: getattr(chunk, name) for name in chunk.__slots__}
-
-
 class BadRewards(CountingEnv):
     """The reward of the third step of the third episode is not finite."""
 
@@ -205,29 +180,6 @@ def test_a_reward_is_treated_as_an_observation_is(value: float) -> None:
         Collector(local(envs), zeros_of_counts, seed=0).collect(n_step=2 * 40)
     with pytest.raises(EnvError, match="reward"):
         Collector(local(envs), zeros_of_counts, seed=0).play(20)
-
-
-class BadRewardsOfAny(SpaceEnv):
-    """Observations of any space; every fifth reward is NaN."""
-
-    num_steps = 0
-
-    def step(self, action: Any) -> Any:
-        obs, _, *others = super().step(action)
-        self.num_steps += 1
-        return obs, 1.0 if self.num_steps % 5 else np.nan, *others
-
-
-@pytest.mark.parametrize("kind", ["text", "graph", "sequence", "dict_of_text", "tuple_of_objects"])
-@pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_rewards_beside_observations_that_are_objects(kind: str, inference: Any) -> None:
-    make = partial(BadRewardsOfAny, OBJECT_SPACES[kind], max_episode_steps=9)
-    with pytest.raises(EnvError, match="nan as the reward of step 4 of environment 0"):
-        Collector(local([make] * 3), zeros_of_any, inference, seed=0).collect(n_step=3 * 10)
-
-
-def zeros_of_any(obs: Any) -> Any:
-    return np.zeros(3, int)
 
 
 def zeros_of_counts(obs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,11 @@ import pytest
 from conftest import MakeVec
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from helpers.chunks import assert_same_chunk, parts_are_done
+from helpers.chunks import assert_same_chunk
 from helpers.exact import DriftEnv, TablePolicy
 from helpers.obedient_envs import RaisesOnce
 from helpers.simple_policies import SlowPolicy, raises_at_ten, still
-from helpers.testing import CoinEnv, CountingEnv, FaultyEnv, TimedEnv, assert_identical, counting_errors
+from helpers.testing import CoinEnv, CountingEnv, TimedEnv, assert_identical, counting_errors
 
 from rayvec.collect.collector import Collector, EpisodeTracker
 from rayvec.data import Batch, Chunk
@@ -48,45 +47,6 @@ def assert_consistent(batch: Batch) -> None:
     assert stats.steps_per_s == pytest.approx(taken / stats.collect_time_s)
 
 
-class Says(gymnasium.Env[Any, Any]):
-    """Three steps to an episode; its infos have the key that marks restarts, with a value of its own."""
-
-    observation_space, action_space = gymnasium.spaces.Box(0.0, 9.0, (1,)), gymnasium.spaces.Discrete(2)
-
-    def __init__(self, value: Any, terminates: bool = True) -> None:
-        self.value, self.terminates = value, terminates
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.t = 0
-        return np.zeros(1, np.float32), {"env_restarted": False}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        is_end = self.t == 3
-        flags = (is_end, False) if self.terminates else (False, is_end)
-        return np.full(1, self.t, np.float32), 1.0, *flags, {"env_restarted": self.value}
-
-
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("value", [False, True, "no", None])
-def test_an_info_key_of_an_environment_is_no_restart(value: Any, native: bool) -> None:
-    fns: Any = [partial(Says, value)] * 2
-    with local([partial(SyncVectorEnv, fns, autoreset_mode="SameStep")] if native else fns, native=native) as env:
-        batch = Collector(env, still).collect(n_step=12)
-        assert batch.chunks[0].valid.all() and not len(batch.chunks[0].restarts)
-        assert batch.stats.returns.tolist() == [3.0] * 4 and batch.stats.n_restarts == 0
-        assert Collector(env, still).collect(n_episode=2).stats.returns.tolist() == [3.0] * 2
-
-
-def test_an_environment_that_restarts_itself_may_say_so() -> None:
-    with local([partial(Says, True, terminates=False)] * 2) as env:
-        batch = Collector(env, still).collect(n_step=12)
-        assert batch.chunks[0].valid[:, 0].tolist() == [True, True, False] * 2
-        assert batch.chunks[0].truncated[:, 0].tolist() == [False, True, False] * 2
-        assert batch.chunks[0].restarts.tolist() == [[2, 0], [2, 1], [5, 0], [5, 1]]
-        assert len(batch.stats.returns) == 0
-
-
 class TestSteps:
     @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_every_environment_takes_the_same_number_rounded_up(self, counting: RayVecEnv, inference: Any) -> None:
@@ -96,9 +56,6 @@ class TestSteps:
             assert_consistent(batch)
             assert [chunk.num_steps for chunk in batch.chunks] == [num_steps]
             assert batch.stats.n_collected_steps == 5 * num_steps and batch.stats.n_surplus_steps == 0
-
-    def test_numpys_numbers_are_counts_too(self, counting: RayVecEnv) -> None:
-        assert Collector(counting, still).collect(n_step=np.int64(5)).stats.n_collected_steps == 5
 
     def test_chunks_follow_each_other_and_episodes_are_carried_over(self, counting: RayVecEnv) -> None:
         collector = Collector(counting, TablePolicy(), seed=1)
@@ -145,11 +102,6 @@ class TestSteps:
         assert_same_chunk(collector.collect(n_step=5).chunks[0], plain)
         collector.reset()
         assert (collector.collect(n_step=5).chunks[0].obs[0, :, 1] > 0).all()  # later episodes, not the first
-
-    def test_without_a_seed_nothing_repeats(self) -> None:
-        env = local([DriftEnv] * 2)
-        first, second = (Collector(env, TablePolicy()).collect(n_step=20).chunks[0] for _ in range(2))
-        assert not np.array_equal(first.obs, second.obs) and not np.array_equal(first.act, second.act)
 
 
 class TestEpisodes:
@@ -281,12 +233,6 @@ class TestWeights:
         assert collector.collect(n_step=10).chunks[0].weights_version == 1
         assert collector.set_weights(good) == 2
 
-    def test_a_callable_has_none(self) -> None:
-        collector = Collector(local([CountingEnv] * 2), still, "driver")
-        with pytest.raises(ConfigError, match="weights"):
-            collector.set_weights(np.zeros(3, np.float32))
-        assert collector.collect(n_step=2).chunks[0].weights_version == 0
-
     def test_two_collectors_share_an_environment_but_no_weights(self, counting: RayVecEnv) -> None:
         first, second = (Collector(counting, TablePolicy(seed=0), seed=0) for _ in range(2))
         first.set_weights(TablePolicy(seed=5).weights())
@@ -304,24 +250,6 @@ class TestTimes:
         env = make_vec(envs, 0, int(inference == "worker"))
         split = Collector(env, SlowPolicy(), inference).collect(n_step=2 * 10).stats.time_split_s
         assert split["environment"] >= 10 * 2 * 0.01 and split["inference"] >= 10 * 0.02
-
-    def test_of_waiting_for_the_slowest(self, make_vec: MakeVec) -> None:
-        env = make_vec([CountingEnv, partial(TimedEnv, 0.05)], workers=2)
-        split = Collector(env, TablePolicy()).collect(n_step=2 * 10).stats.time_split_s
-        assert split["environment"] >= 10 * 0.05 / 2, "of the mean worker"
-        assert split["waiting"] > 0.1
-
-    def test_what_was_done_before_the_call_is_not_in_it(self, make_vec: MakeVec) -> None:
-        env = make_vec([partial(TimedEnv, 0.02)] * 2)
-        collector = Collector(env, TablePolicy(), prefetch=True)
-        collector.collect(n_step=2 * 10)
-        until = time.monotonic() + 60
-        while not parts_are_done(env):
-            assert time.monotonic() < until
-        batch = collector.collect(n_step=2 * 10)
-        assert_consistent(batch)
-        assert batch.stats.time_split_s["environment"] < batch.stats.collect_time_s
-        collector.close()
 
 
 class TestState:
@@ -387,29 +315,6 @@ class TestInput:
         with pytest.raises(ConfigError, match=r"n_step|n_episode"):
             Collector(counting, still).collect(**kwargs)
 
-    def test_whole_floats_are_refused_or_taken(self, counting: RayVecEnv) -> None:
-        try:
-            assert Collector(counting, still).collect(n_step=10.0).stats.n_collected_steps == 10  # type: ignore[arg-type]
-        except ConfigError as error:
-            assert "n_step is 10.0" in str(error)
-
-    def test_places_and_policies(self, counting: RayVecEnv) -> None:
-        for mistake in (partial(Collector, counting, still, "nowhere"), partial(Collector, counting, 3)):
-            with pytest.raises(ConfigError, match=r"nowhere|policy"):
-                mistake()
-
-    @pytest.mark.parametrize("name", ["prefetch", "by_reference"])
-    def test_switches(self, counting: RayVecEnv, name: str) -> None:
-        with pytest.raises(ConfigError, match=f"{name} is .*True or False"):
-            Collector(counting, still, **{name: "yes"})  # type: ignore[arg-type]
-
-    def test_a_closed_environment(self) -> None:
-        env = local([CountingEnv])
-        collector = Collector(env, still)
-        env.close()
-        with pytest.raises(gymnasium.error.ClosedEnvironmentError):
-            collector.collect(n_step=1)
-
     @pytest.mark.parametrize("inference", ["worker", "driver"])
     def test_a_closed_collector(self, inference: Any) -> None:
         with local([CountingEnv]) as env:
@@ -447,16 +352,6 @@ class TestInput:
         with local([CountingEnv]) as env, pytest.raises(ConfigError, match=words):
             Collector(wrap(env), still, inference)
 
-    @pytest.mark.parametrize("seed", ["x", 1.5, -1, [1, 2]])
-    def test_seeds(self, seed: Any) -> None:
-        with local([CountingEnv]) as env, pytest.raises(ConfigError, match="seed is"):
-            Collector(env, still, seed=seed)
-
-    def test_a_seed_of_numpy(self) -> None:
-        with local([CountingEnv]) as env:
-            chunk = Collector(env, still, seed=np.int64(7)).collect(n_step=1).chunks[0]  # type: ignore[arg-type]
-        assert chunk.obs[0, 0, 0] == 7
-
     @pytest.mark.parametrize("state", [{}, None, {"noise_seed": 0, "first_step": "x", "version": 0}])
     def test_states(self, state: Any) -> None:
         with local([CountingEnv]) as env:
@@ -477,53 +372,6 @@ class TestPoliciesThatFail:
         cause = caught.value.__cause__
         assert isinstance(cause, EnvError)
         assert "worker 0" in str(cause) and "in raises_at_ten" in str(cause)
-
-    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
-    def test_one_that_raises_closes_the_environments(self, inference: Any) -> None:
-        env = local([CountingEnv] * 2)
-        with pytest.raises(LookupError, match="the policy gave up"):
-            Collector(env, raises_at_ten, inference, seed=0).collect(n_step=2 * 40)
-        assert env.closed
-
-    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
-    def test_one_that_returns_wrong_shapes(self, inference: Any) -> None:
-        for wrong in (lambda obs: np.zeros((len(obs), 1), int), lambda obs: np.zeros(len(obs) + 1, int)):
-            with pytest.raises(ConfigError, match="action"):
-                Collector(local([CountingEnv] * 2), wrong, inference).collect(n_step=2)
-
-    def test_one_that_returns_wrong_shapes_in_a_worker(self, make_vec: MakeVec) -> None:
-        with pytest.raises(ConfigError, match="action"):
-            Collector(make_vec([CountingEnv] * 2), lambda obs: np.zeros(len(obs) + 1, int)).collect(n_step=2)
-
-    def test_weights_of_another_policy(self, make_vec: MakeVec) -> None:
-        from rayvec.policies.networks import ActorCritic
-        from rayvec.policies.policy import Policy
-
-        env = make_vec([DriftEnv] * 2)
-        policy = Policy(ActorCritic(env.single_observation_space, env.single_action_space))
-        collector = Collector(env, policy)
-        collector.set_weights(np.zeros(3, np.float32))
-        with pytest.raises(ConfigError, match=r"weights have shape \(3,\)") as caught:
-            collector.collect(n_step=2)
-        assert "worker 0" in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize("call", ["steps", "episodes", "play", "drain", "drop_pending"])
-def test_an_exception_that_generators_use_keeps_its_type(call: str) -> None:
-    env = local([partial(FaultyEnv, "raise", at=15, error=StopIteration)])
-    collector = Collector(env, still, seed=1, prefetch=call not in ("episodes", "play"))
-    calls: dict[str, Any] = {
-        "steps": partial(collector.collect, n_step=10),
-        "episodes": partial(collector.collect, n_episode=1),
-        "play": partial(collector.play, 1),
-        "drain": collector.drain,
-        "drop_pending": collector.drop_pending,
-    }
-    if call not in ("episodes", "play"):
-        collector.collect(n_step=10)
-    with pytest.raises(StopIteration) as caught:
-        calls[call]()
-    assert isinstance(caught.value.__cause__, EnvError)
 
 
 def test_an_episode_that_a_fault_cut_does_not_count_as_one_that_never_ends() -> None:

@@ -18,7 +18,6 @@ from helpers.chunks import assert_same_chunk, wait_for_parts
 from helpers.exact import TablePolicy
 from helpers.obedient_envs import FailingEnv, GatedEnv
 from helpers.testing import CountingEnv, assert_identical, counting_errors
-from helpers.vector_kit import pids_of
 from helpers.waiting import alive, wait_until
 
 from rayvec.collect.collector import Collector
@@ -133,14 +132,6 @@ def test_a_reset_drops_the_pending_chunk_and_says_so(prefetching: Collector) -> 
     assert batch.stats.n_collected_episodes == len(ends)
 
 
-def test_an_episode_that_loses_steps_to_dropped_chunks_does_not_count(prefetching: Collector) -> None:
-    prefetching.collect(n_step=5 * 2)
-    prefetching.drop_pending()
-    batch = prefetching.collect(n_step=5 * 30)
-    ends = (batch.chunks[0].done & batch.chunks[0].valid).sum(0)
-    assert ends.all() and batch.stats.n_collected_episodes == ends.sum() - 5
-
-
 def test_another_collector_waits_for_the_pending_chunk_to_be_returned(counting: RayVecEnv) -> None:
     first, second = (Collector(counting, TablePolicy(), prefetch=True) for _ in range(2))
     second.collect(n_step=50, ahead=False)
@@ -195,27 +186,6 @@ def test_an_interrupted_wait_loses_nothing(
     assert counting.call("unwrapped")  # the environments are free
 
 
-def test_what_an_interrupted_call_kept_is_dropped_with_the_pending_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chunk after the one that is dropped does not continue the one before."""
-    env = RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0)
-    collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
-    collector.collect(n_step=2 * 4)
-    waits, wait = iter([False, True]), env.rollout_wait
-
-    def interrupted(cut: Any) -> Any:
-        if next(waits):
-            raise KeyboardInterrupt
-        return wait(cut=cut)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(env, "rollout_wait", interrupted)
-        collector.collect(n_step=2 * 10)
-    collector.drop_pending()
-    batch = collector.collect(n_step=2 * 10)
-    assert [(chunk.first_step, chunk.num_steps) for chunk in batch.chunks] == [(14, 10)]
-    assert batch.stats.n_surplus_steps == 2 * 10 and counting_errors(batch.chunks) == []
-
-
 def test_a_fault_in_a_pending_chunk_surfaces_at_the_next_collect(make_vec: MakeVec) -> None:
     env = make_vec([FailingEnv] * 3, workers=2)
     collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
@@ -225,16 +195,6 @@ def test_a_fault_in_a_pending_chunk_surfaces_at_the_next_collect(make_vec: MakeV
         collector.collect(n_step=3 * 5)
     assert "environment 0, seed 0" in str(caught.value.__cause__)
     assert env.closed
-    collector.close()
-
-
-def test_closing_logs_what_a_pending_chunk_raised(caplog: pytest.LogCaptureFixture) -> None:
-    collector = Collector(
-        RayVecEnv([FailingEnv] * 2, num_nodes=0, workers_per_node=0), TablePolicy(), seed=0, prefetch=True
-    )
-    collector.collect(n_step=2 * 5)
-    collector.close()
-    assert "a pending chunk failed" in caplog.text and "the sixth step" in caplog.text
     collector.close()
 
 
@@ -249,22 +209,6 @@ def test_environments_close_with_a_pending_chunk(make_vec: MakeVec, tmp_path: Pa
     with pytest.raises(gymnasium.error.ClosedEnvironmentError):
         collector.collect(n_step=2 * 3)
     collector.close()
-
-
-@pytest.mark.parametrize(
-    "how",
-    [pytest.param({"timeout": 0.1}, id="timeout", marks=pytest.mark.slow), pytest.param({"terminate": True}, id="end")],
-)
-def test_environments_are_killed_if_a_chunk_takes_longer_than_close_waits(
-    gated: RayVecEnv, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
-) -> None:
-    """The gate never opens, and the time that `close` waits by default is longer than this test may take."""
-    monkeypatch.setattr("rayvec.cluster.cluster._CLOSE_S", 1e4)
-    collector = Collector(gated, TablePolicy(), seed=0, prefetch=True)
-    pids = [pid for node in pids_of(gated) for pid in node if pid != os.getpid()]
-    collector.collect(n_step=4 * 3)
-    gated.close(**how)
-    wait_until(lambda: not any(map(alive, pids)), "no process is left")
 
 
 def test_a_node_lost_with_a_pending_chunk_acts_again_with_the_same_weights(tmp_path: Path, make_vec: MakeVec) -> None:
@@ -286,32 +230,6 @@ def test_a_node_lost_with_a_pending_chunk_acts_again_with_the_same_weights(tmp_p
     batch = collector.collect(n_step=4 * 3)
     assert batch.stats.weights_versions == (1, 1)
     assert_acted_with(batch.chunks[0], policies[1])
-
-
-@pytest.mark.slow
-def test_a_node_lost_with_two_pending_chunks(tmp_path: Path, make_vec: MakeVec) -> None:
-    """Its replacement takes both, the first from new episodes, each with the weights of its start."""
-    env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2)
-    env.reset(seed=0)
-    policies = [TablePolicy(seed=seed) for seed in range(3)]
-    store = env.publish(policies[0])
-    actor = env.worker_pids()[env.topology.nodes[1].name][0]
-    for number, policy in enumerate(policies[1:]):
-        env.rollout_async(store, 4, 4 * number, 1)  # the gate keeps it from its end
-        store.publish(policy.weights())
-    with pytest.raises(AlreadyPendingCallError, match="rollout"):
-        env.rollout_async(store, 4, 8, 1)
-    os.kill(actor, signal.SIGKILL)
-    (tmp_path / "gate").touch()
-    first, second = env.rollout_wait().chunk, env.rollout_wait().chunk
-    assert first is not None and second is not None
-    assert first.restarts.tolist() == [[-1, 2], [-1, 3]] and len(second.restarts) == 0
-    assert second.obs[0][:, TOTAL].tolist() == [4, 4, 4, 4]
-    last = env.rollout_workers(store, 4, 8, 1).chunk
-    assert last is not None and last.obs[0][:, TOTAL].tolist() == [8, 8, 8, 8]
-    for version, chunk in enumerate((first, second, last)):
-        assert chunk.weights_version == version
-        assert_acted_with(chunk, policies[version])
 
 
 @pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["here", "there"])

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from threading import Lock
 from typing import Any, ClassVar
 
 import gymnasium
@@ -194,11 +193,6 @@ class TestSingleEnvironments:
             assert tiled is not None and tiled.shape == (4, 4, 3)
             assert env.metadata == DummyVecEnv([Drawn]).metadata
 
-    def test_without_a_render_mode(self) -> None:
-        with closing(RayVecEnv(COUNTING, num_nodes=0, workers_per_node=0)) as env:
-            with pytest.warns(UserWarning, match="rgb_array"):
-                assert env.get_images() == [None] * 5
-
 
 class TestFaults:
     @pytest.mark.parametrize(("fault", "workers"), [("raise", 0), ("raise", 1), ("kill", 2)])
@@ -244,38 +238,6 @@ class TestBadInput:
         words = rf"nvironment 1 has the {kind} space {re.escape(str(large))}.*{re.escape(str(small))}"
         with pytest.raises(RuntimeError, match=words):
             RayVecEnv(fns, num_nodes=0, workers_per_node=0)
-
-    def test_no_environment(self) -> None:
-        with pytest.raises(ConfigError, match=r"gymnasium\.Env"):
-            RayVecEnv([lambda: object()], num_nodes=0, workers_per_node=0)  # type: ignore[list-item]
-
-    def test_too_few_actions(self) -> None:
-        with closing(RayVecEnv(COUNTING, num_nodes=0, workers_per_node=0)) as env:
-            env.reset()
-            with pytest.raises(ConfigError, match="Actions do not fit Multi"):
-                env.step(np.zeros(4, int))
-
-    @pytest.mark.parametrize("count", [1, 6])
-    def test_too_few_or_too_many_options(self, optional: RayVecEnv, count: int) -> None:
-        with pytest.raises(ConfigError, match=f"{count} entries for 5 environments"):
-            optional.set_options([{"level": 1}] * count)
-
-    def test_seeds_that_are_no_python_ints(self, optional: RayVecEnv) -> None:
-        optional.seed(np.int64(30))  # type: ignore[arg-type]
-        assert optional.reset()[:, 0].tolist() == [30, 31, 32, 33, 34]
-        optional.seed(0.5)  # type: ignore[arg-type]
-        with pytest.raises(gymnasium.error.Error, match=r"seed has 0\.5"):
-            optional.reset()
-        optional.seed(30)
-        assert optional.reset()[:, 0].tolist() == [30, 31, 32, 33, 34]
-
-    def test_options_that_workers_can_not_get(self, optional: RayVecEnv) -> None:
-        lock = Lock()
-        optional.set_options([{}, {}, {"lock": lambda: lock}, {}, {}])
-        with pytest.raises(TypeError, match="cannot pickle"):
-            optional.reset()
-        optional.set_options()
-        assert len(optional.reset()) == 5
 
     def test_a_missing_package(self) -> None:
         program = (

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-import multiprocessing
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ import gymnasium
 import numpy as np
 import pytest
 import ray
-from helpers.chunks import wait_for_parts
 from helpers.kinds import within
 from helpers.obedient_envs import (
     DIE,
@@ -33,7 +29,6 @@ from helpers.obedient_envs import (
     EndlessEnv,
     FailsAfterAnEnd,
     FailsToStart,
-    LongToLoad,
     NeverSteps,
     ObedientEnv,
     RaisesOnReset,
@@ -144,18 +139,6 @@ def test_a_killed_worker_of_a_bare_slice_answers_for_both_groups(make_vec: Any) 
     assert env.step(told(4))[0][:, TOTAL].tolist() == [1, 1, 1, 1]
 
 
-def test_an_idle_environment_of_a_killed_worker_says_so_with_its_next_step(make_vec: Any) -> None:
-    env = make_vec([long_env] * 4, workers=1, on_env_error="restart", groups=2)
-    env.reset(seed=1)
-    env.step(told(4))
-    env.send(told(2, n0=DIE), group=0)
-    env.recv(0)
-    env.send(told(2), group=1)
-    batch = env.recv(1)
-    assert batch.info["env_restarted"].all() and batch.truncated.all()
-    assert batch.obs[:, TOTAL].tolist() == [1, 1], "the last true observation"
-
-
 def test_the_log_names_node_worker_environment_and_seed(make_vec: Any, caplog: pytest.LogCaptureFixture) -> None:
     env = make_vec([long_env] * 4, nodes=2, workers=1, on_env_error="restart")
     env.reset(seed=10)
@@ -165,19 +148,6 @@ def test_the_log_names_node_worker_environment_and_seed(make_vec: Any, caplog: p
         name = env.topology.nodes[node].name
         said = [text for text in caplog.messages if name in text and f"environment {index}," in text]
         assert said and "worker 0" in said[0] and f"seed {10 + index}" in said[0], caplog.messages
-
-
-def test_the_log_names_the_seeds_of_restarts(caplog: pytest.LogCaptureFixture) -> None:
-    env = RayVecEnv([long_env] * 2, num_nodes=0, workers_per_node=1, on_env_error="restart")
-    with closing(env), caplog.at_level(logging.WARNING, "rayvec"):
-        env.reset(seed=10)
-        for _ in range(2):
-            env.step(told(2, n0=DIE))
-            begun = env.step(told(2))[0][:, SEED].tolist()
-    assert begun == [restart_seed(10 + n, n, 2) for n in range(2)]
-    assert not any("Remedy" in text for text in caplog.messages)  # what it proposes has been done
-    seeds = [re.findall(r"seeds \[(\d+), (\d+)\]", text) for text in caplog.messages]
-    assert seeds == [[("10", "11")], [tuple(str(restart_seed(10 + n, n, 1)) for n in range(2))]]
 
 
 @pytest.mark.parametrize("nodes", ONE_NODE_IS_SLOW)
@@ -285,12 +255,6 @@ def test_a_worker_that_hangs_in_a_long_chunk_is_restarted_after_one_steps_time(m
     assert chunk.last_obs[:, TOTAL].tolist() == [100, 100, 100]
 
 
-@pytest.mark.slow
-def test_the_time_in_which_a_worker_loads_a_policy_is_no_steps() -> None:
-    with RayVecEnv([ObedientEnv] * 2, num_nodes=0, workers_per_node=2, step_timeout_s=1.0) as env:
-        assert within(DEADLINE_S, partial(env.rollout, LongToLoad(), 3, seed=1)).valid.all()
-
-
 def test_the_time_of_a_policy_is_no_steps() -> None:
     def slow_policy(obs: Any) -> Any:
         if not obs[:, TOTAL].any():
@@ -299,13 +263,6 @@ def test_the_time_of_a_policy_is_no_steps() -> None:
 
     with RayVecEnv([ObedientEnv] * 2, num_nodes=0, workers_per_node=2, step_timeout_s=1.0) as env:
         assert within(DEADLINE_S, partial(env.rollout, slow_policy, 20, seed=1)).valid.all()
-
-
-def test_the_steps_of_all_workers_grow_older_while_one_is_waited_for() -> None:
-    env_fns = [partial(EndlessEnv, step_s=seconds) for seconds in (1.4, 0.8)]
-    with RayVecEnv(env_fns, num_nodes=0, workers_per_node=2, step_timeout_s=1.0, on_env_error="restart") as env:
-        env.reset(seed=1)
-        assert env.step(np.full(2, GO))[3][0], "its step takes longer than the limit"
 
 
 def test_a_policy_that_hangs_is_named_as_such() -> None:
@@ -317,12 +274,6 @@ def test_a_policy_that_hangs_is_named_as_such() -> None:
     with RayVecEnv([ObedientEnv] * 2, num_nodes=0, workers_per_node=1, step_timeout_s=0.5) as env:
         with pytest.raises(WorkerLostError, match=r"(?s)within 2 s \(step_timeout_s\).*in hanging_policy"):
             within(DEADLINE_S, partial(env.rollout, hanging_policy, 4, seed=1))
-
-
-def test_an_error_of_a_worker_that_hangs_in_a_chunk_says_for_how_long(make_vec: Any) -> None:
-    env = make_vec([long_env] * 2, workers=2, step_timeout_s=1.0)
-    with pytest.raises(WorkerLostError, match=r"an answer within 1 s"):
-        within(DEADLINE_S, partial(env.rollout, lambda obs: np.where(obs[:, SEED] == 2, HANG, GO), 1000, seed=1))
 
 
 @pytest.mark.slow
@@ -372,33 +323,6 @@ def test_an_episode_that_a_chunk_has_just_begun_is_cut_too(
         chunk = env.rollout(lambda obs: np.where((obs[:, SEED] == seed) & (obs[:, TOTAL] == 2), fault, GO), 2)
         before = -1 if fault == DIE else 0  # a worker that ends takes the chunk with it
         assert chunk.restarts.tolist() == [[before, n] for n in affected]
-
-
-def test_a_worker_that_is_replaced_in_a_chunk_is_stepped_from_here_afterwards(make_vec: Any) -> None:
-    """The actor has started it; the driver, to which it is lent, must watch it and not the one before it."""
-    env = make_vec([EndlessEnv] * 2, nodes=1, workers=1, on_env_error="restart")
-    env.rollout(lambda obs: np.where((obs[:, TOTAL] == 3) & (obs[:, SEED] == 1), DIE, GO), 5, seed=1)
-    pids, said = env.worker_pids(), set()
-    for _ in range(6):
-        _, _, _, truncated, info = env.step(told(2))
-        assert "env_restarted" not in info and not truncated.any()
-        said |= set(info)
-    assert "step" in said, "infos come through the worker's pipe"
-    assert env.worker_pids() == pids
-
-
-def test_episodes_that_were_cut_are_not_counted(make_vec: Any) -> None:
-    def policy(obs: Any) -> Any:
-        return np.where((obs[:, TOTAL] == 10) & (obs[:, SEED] == 2), RAISE, GO)
-
-    env = make_vec([ObedientEnv] * 2, workers=1, on_env_error="restart")
-    stats = Collector(env, policy, seed=1).collect(n_step=120).stats
-    seeds_lens = [1 + (7 * episode + 3) % 7 for episode in range(60)]
-    assert stats.n_collected_steps == 119
-    assert set(stats.lens.tolist()) <= {*seeds_lens, *range(1, 8)}
-    undisturbed = make_vec([ObedientEnv] * 2, workers=1)
-    expected = Collector(undisturbed, lambda obs: np.zeros(len(obs), np.int64), seed=1).collect(n_step=120).stats
-    assert stats.lens.sum() < expected.lens.sum(), "the steps of the cut episode belong to none"
 
 
 @pytest.mark.parametrize(
@@ -484,29 +408,6 @@ def test_a_call_that_finds_a_lost_actor_is_made_where_its_environments_restart(m
     assert env.step(told(4))[4]["env_restarted"].tolist() == [False, False, True, True]
 
 
-def test_no_seed_comes_twice_when_a_worker_and_then_its_node_are_lost(make_vec: Any) -> None:
-    """An environment that was between two episodes begins the next with a new seed, of which no info tells."""
-    env = make_vec([long_env, TwoSteps, long_env, TwoSteps], nodes=2, workers=1, on_env_error="restart")
-    env.reset(seed=1)
-    for _ in range(2):
-        _, _, terminated, _, _ = env.step(told(4))
-    assert terminated[3]
-    worker = env.worker_pids()[env.topology.nodes[1].name][1]
-    os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: not alive(worker), "the worker has ended")
-    obs, _, _, _, info = env.step(told(4))
-    assert info["env_restarted"].tolist() == [False, False, True, False]
-    first = obs[3, SEED]
-    assert first == restart_seed(4, 3, 1)
-    kill(env)
-    lost, deadline = env.topology, time.monotonic() + DEADLINE_S
-    while env.topology is lost:
-        assert time.monotonic() < deadline
-        env.step(told(4))
-    seeds = [int(env.step(told(4))[0][3, SEED]) for _ in range(4)]
-    assert seeds[-1] == restart_seed(4, 3, RESTARTS_OF_A_NODE) != first
-
-
 @pytest.mark.slow
 def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
     env = make_vec([slow_env] * 4, nodes=2, workers=1)
@@ -522,22 +423,6 @@ def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_while_a_lost_node_starts_elsewhere_is_restarted(
-    make_vec: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    env = make_vec([partial(FailsToStart, tmp_path / "fails")] * 4, nodes=2, workers=1, on_env_error="restart")
-    env.reset(seed=1)
-    (tmp_path / "fails").touch()
-    kill(env)
-    chunk = env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
-    assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]] and chunk.valid.all()
-    assert not (tmp_path / "fails").exists()
-    said = [each for each in caplog.messages if "(environments 2 to 3), seeds [3, 4]: " in each]
-    assert all("They resume on node" in each for each in said)
-    assert len(said) == 2 and "is lost" in said[0] and "died (exit code 3)" in said[1], caplog.messages
-
-
-@pytest.mark.slow
 def test_workers_that_never_start_elsewhere_are_a_crash_loop(make_vec: Any, tmp_path: Path) -> None:
     env = make_vec(
         [partial(FailsToStart, tmp_path / "fails", once=False)] * 2, nodes=2, workers=1, on_env_error="restart"
@@ -548,42 +433,6 @@ def test_workers_that_never_start_elsewhere_are_a_crash_loop(make_vec: Any, tmp_
     with pytest.raises(WorkerLostError, match="at most 5 restarts"):
         env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
     assert env.closed
-
-
-@pytest.mark.slow
-def test_a_wait_for_a_chunk_that_is_taken_again_ends_in_time(make_vec: Any) -> None:
-    env = make_vec([partial(EndlessEnv, step_s=0.02)] * 2, nodes=2, workers=1)
-    env.reset(seed=1)
-    weights = env.publish(lambda obs: np.zeros(len(obs), np.int64))
-    before = env.topology
-    kill(env)
-    env.rollout_async(weights, 40, 0, 0)
-    again = 0
-    while True:
-        try:
-            chunk = env.rollout_wait(timeout=0.1).chunk
-            break
-        except multiprocessing.TimeoutError:
-            again += env.topology is not before
-    assert again and chunk.valid.all() and chunk.restarts.tolist() == [[-1, 1]]
-
-
-@pytest.mark.slow
-def test_an_actor_killed_when_its_part_of_a_chunk_has_come(make_vec: Any) -> None:
-    """It has replaced a worker in the chunk, and takes the next one elsewhere."""
-    env = make_vec([EndlessEnv] * 4, nodes=2, workers=1, on_env_error="restart")
-    env.reset(seed=1)
-    weights = env.publish(lambda obs: np.where((obs[:, TOTAL] == 3) & (obs[:, SEED] == 3), DIE, GO))
-    pid = actor(env)
-    env.rollout_async(weights, 10, 0, 0)
-    wait_for_parts(env)
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not alive(pid), "the actor has ended")
-    first, second = env.rollout_wait().chunk, env.rollout_workers(weights, 10, 10, 0).chunk
-    for chunk, totals in ((first, [0, 0, 0, 0]), (second, [10, 10, 0, 0])):
-        assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]] and chunk.valid.all()
-        assert chunk.obs[0][:, TOTAL].tolist() == totals
-    assert second.obs[0][2:, SEED].tolist() == [restart_seed(1 + n, n, RESTARTS_OF_A_NODE) for n in (2, 3)]
 
 
 def test_on_node_loss_raise(make_vec: Any) -> None:

@@ -19,15 +19,12 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import NormalizeObservation, RecordEpisodeStatistics, TransformReward
-from helpers.native_envs import Clears, Fails, Final, Odd, Remembers, Says, Swapped, cartpoles, counting
+from helpers.native_envs import Fails, Final, Odd, cartpoles, counting
 from helpers.simple_policies import still
 from helpers.testing import CountingEnv, assert_identical, counting_errors
 
 import rayvec
 from rayvec import Collector, RayVecEnv
-from rayvec.data.columns import merge, settle
-from rayvec.data.infos import ChunkInfos
-from rayvec.envs.factory import EnvIdError
 from rayvec.errors import ConfigError, EnvError
 
 SLOW = pytest.mark.slow
@@ -112,19 +109,6 @@ class TestEquality:
                     if step < 30:
                         env.send(actions[step][ids], group)
 
-    def test_groups_hold_whole_sub_batches(self) -> None:
-        fns = [partial(counting, size, "SameStep") for size in (2, 3, 1)]
-        with closing(local(fns, workers_per_node=2, groups=2)) as env, closing(counting(6, "SameStep")) as theirs:
-            assert [ids.tolist() for ids in env.groups] == [[0, 1, 5], [2, 3, 4]]
-            env.reset(seed=1), theirs.reset(seed=1)
-            for _ in range(20):
-                for group in (0, 1):
-                    env.send(still(env.groups[group]), group)
-                batches = [env.recv(group) for group in (0, 1)]
-                expected = theirs.step(np.zeros(6, np.int64))[0]
-                for batch in batches:
-                    np.testing.assert_array_equal(batch.obs, expected[batch.env_ids])
-
 
 class TestChunks:
     @pytest.mark.parametrize("mode", MODES)
@@ -159,40 +143,6 @@ class TestChunks:
                 ended = chunk.next_obs()[t, n, 1]
                 assert t < 0 or info["began"] == ended + (mode == "SameStep")
 
-    def test_last_observations_with_their_keys_in_another_order(self) -> None:
-        """The check for numbers that are not finite looks at each part of them."""
-        with closing(local([Swapped], workers_per_node=0)) as env:
-            with pytest.raises(EnvError, match=r"nan at \['number'\] in the last observation"):
-                Collector(env, lambda obs: np.zeros(3, np.int64), seed=1).collect(n_step=60)
-
-    def test_infos_without_masks(self) -> None:
-        with closing(local([Says] * 2, workers_per_node=0)) as env:
-            chunk = env.rollout(still, 30, seed=5)
-        after, following = chunk.next_obs(), np.concatenate([chunk.obs[1:], chunk.last_obs[None]])
-        assert len(chunk.infos) == chunk.valid.sum() and len(chunk.reset_infos) == chunk.done.sum()
-        for t, n, info in chunk.infos:
-            assert info == {"deep": {"down": {"step": after[t, n, 3]}}, "both": after[t, n, 3]}
-        for t, n, info in chunk.reset_infos:
-            obs = following[t, n]
-            assert info["began"] == obs[1] and info["both"].tolist() == obs[:2].tolist() and len(info) == 2
-
-    @pytest.mark.parametrize(
-        ("dtypes", "joined"),
-        [((np.int64, np.float64), np.float64), ((np.float32, np.float64), np.float64)],
-    )
-    def test_numbers_of_several_types(self, dtypes: tuple[Any, Any], joined: Any) -> None:
-        infos = [(slice(2 * k, 2 * k + 2), {"x": np.array([0, 1], dtype)}) for k, dtype in enumerate(dtypes)]
-        column = settle(merge(infos, 4), common=True)["x"]
-        assert column.dtype == joined and column.tolist() == [0, 1, 0, 1]
-
-    def test_masks_of_keys_that_are_no_strings(self) -> None:
-        some = np.array([True, False])
-        columns = {3: np.array([1.5, 0.0]), "_3": some, "deep": {4: np.array([7, 0]), "_4": some}}
-        joined = merge([(slice(0, 2), columns), (slice(2, 4), columns)], 4)
-        assert list(joined) == [3, "_3", "deep"] and list(joined["deep"]) == [4, "_4"]
-        infos = ChunkInfos.of_steps([(0, np.ones(2, bool), columns)])
-        assert [(info.n, info.info) for info in infos] == [(0, {3: 1.5, "deep": {4: 7}}), (1, {"deep": {}})]
-
     @pytest.mark.parametrize("mode", ONE_MODE)
     @pytest.mark.parametrize("prefetch", [False, True])
     def test_no_transition_of_a_collector_is_false(self, mode: str, prefetch: bool) -> None:
@@ -222,25 +172,6 @@ class TestChunks:
             before = first.copy()
             env.step(still(first))
             np.testing.assert_array_equal(first, before)
-
-    def test_results_that_the_reset_within_a_step_overwrites(self) -> None:
-        with closing(local([Clears] * 2, workers_per_node=0)) as env:
-            chunks = [env.rollout(still, 9, seed=5 if k == 0 else None) for k in range(3)]
-        assert counting_errors(chunks) == []
-        assert sum(chunk.done.sum() for chunk in chunks) > 3
-        for chunk in chunks:
-            steps = chunk.next_obs()[..., 3]
-            assert len(chunk.infos) == steps.size
-            assert all(info == {"step": steps[t, n], "deep": {"step": steps[t, n]}} for t, n, info in chunk.infos)
-
-    def test_a_collector_counts_no_reset_as_a_step(self) -> None:
-        with closing(local([partial(counting, 4)] * 2, workers_per_node=2)) as env:
-            collector = Collector(env, still, seed=1)
-            collector.reset(seed=1)
-            batch = collector.collect(n_episode=40)
-            assert len(batch.stats.lens) == 40 and set(batch.stats.lens) <= set(range(1, 8))
-            assert batch.stats.n_collected_steps == batch.stats.lens.sum()
-            collector.close()
 
     def test_ppo_trains(self, tmp_path: Path) -> None:
         config = rayvec.PPOConfig(
@@ -281,20 +212,6 @@ class TestFaults:
             assert marks["_env_restarted"].tolist() == [True, True, True, False, False]
             shown = np.stack(list(info["final_obs"][:3])) if mode == "SameStep" else obs[:3]
             np.testing.assert_array_equal(shown, last[0][:3])
-
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
-    @pytest.mark.parametrize("mode", MODES)
-    def test_a_policy_forgets_what_a_fault_in_the_last_step_of_a_chunk_ended(
-        self, tmp_path: Path, mode: str, inference: Any
-    ) -> None:
-        fns = [partial(Fails, mode, "raise", str(tmp_path / "failed"), 4), partial(counting, 2, mode)]
-        with closing(local(fns, workers_per_node=0, on_env_error="restart")) as env:
-            policy = Remembers()
-            chunk = env.rollout(policy, 4, inference, seed=3)
-            assert chunk.restarts.tolist() == [[3, 0], [3, 1], [3, 2]]
-            Remembers.begun.clear()
-            env.rollout(policy, 4, inference)
-        assert Remembers.begun[0] == [0, 1, 2]
 
     @pytest.mark.parametrize("mode", ONE_MODE)
     @pytest.mark.parametrize(("fault", "workers"), [("raise", 1), ("kill", 2)])
@@ -367,13 +284,6 @@ class TestCalls:
             env.set_attr("label", [1, 2, 3, 4])
             assert env.call("label") == (1, 2, 3, 4)
 
-    def test_values_of_one_environment_need_not_be_arrays(self) -> None:
-        with closing(local([partial(Labelled, 2)], workers_per_node=0)) as env:
-            env.set_attr("label", [np.zeros(3), np.zeros(3)])
-            assert env.call("ragged") == ([1], [1, 2])
-            with pytest.raises(ConfigError, match="share its attributes"):
-                env.set_attr("label", [np.zeros(3), np.ones(3)])
-
     @pytest.mark.parametrize("make", [cartpoles, CartPoleVectorEnv])
     def test_wrappers_are_asked_first(self, make: Callable[[int], Any]) -> None:
         wrapped = RayVecEnv(
@@ -440,20 +350,6 @@ class TestSeeds:
             np.testing.assert_array_equal(first[:2], again[:2])
             assert (first[2:] != again[2:]).all()
 
-    def test_a_partial_reset_after_a_restart_resets_all(self) -> None:
-        with closing(local([partial(FailsOnce, 3)], workers_per_node=0, on_env_error="restart")) as env:
-            env.reset(seed=5)
-            env.set_attr("is_healthy", False)
-            assert env.step(np.ones(3, np.int64))[4]["env_restarted"].all()
-            env.reset(seed=7, options={"reset_mask": np.array([False, True, True])})
-            assert env.get_attr("seed_of_reset") == (7, 7, 7)
-
-    def test_a_partial_reset_counts_from_the_first_environment(self) -> None:
-        with closing(local([partial(counting, 3, "Disabled")], workers_per_node=0)) as env:
-            env.reset(seed=0)
-            env.reset(seed=1, options={"reset_mask": np.array([False, False, True])})
-            assert env.get_attr("_seed") == (0, 1, 3)
-
 
 class TestMakeVec:
     @pytest.mark.parametrize("setting", [{"workers_per_node": "2"}, {"num_nodes": "a"}])
@@ -466,23 +362,6 @@ class TestMakeVec:
         env = rayvec.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point", **settings)
         with closing(env):
             assert env.topology.nodes[0].worker_bounds == (0, 3, 5) and env.get_attr("num_envs")[0] == 3
-
-    @pytest.mark.filterwarnings("ignore:.*Using the latest versioned environment")
-    @pytest.mark.parametrize("id", ["CartPole", "gymnasium:CartPole-v1"])
-    def test_ids_that_gymnasiums_make_vec_takes(self, id: str) -> None:
-        settings = {"vectorization_mode": "vector_entry_point", "num_nodes": 0, "workers_per_node": 0}
-        with closing(rayvec.make_vec(id, 3, **settings)) as env:
-            assert env.get_attr("num_envs") == (3, 3, 3) and env.spec is not None and env.spec.id == "CartPole-v1"
-        with pytest.raises(EnvIdError, match=r"No environment .* is registered"):
-            rayvec.make_vec(id.replace("Cart", "Card"), 3, **settings)
-
-    def test_an_entry_point_may_fix_the_number_of_environments(self) -> None:
-        spec = EnvSpec("Three-v0", vector_entry_point=lambda num_envs: CartPoleVectorEnv(3))
-        settings = {"vectorization_mode": "vector_entry_point", "num_nodes": 0, "workers_per_node": 2}
-        with closing(rayvec.make_vec(spec, **settings)) as env:
-            assert env.num_envs == 3
-        with pytest.raises(ConfigError, match="pass workers_per_node=1"):
-            rayvec.make_vec(spec, 3, **settings)
 
     @pytest.mark.filterwarnings("ignore:.*Using the latest versioned environment")
     def test_a_vector_entry_point_without_another_is_used(self) -> None:
@@ -508,23 +387,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-class FourValues(CartPoleVectorEnv):
-    def step(self, action: Any) -> Any:
-        return super().step(action)[:4]
-
-
 class TestBadInput:
-    def test_one_vector_environment_for_several_callables(self) -> None:
-        shared = counting(2)
-        with pytest.raises(ConfigError, match="same environment more than once"):
-            local([lambda: shared] * 2, workers_per_node=0)
-
-    def test_too_few_values(self) -> None:
-        env = local([partial(FourValues, 2)], workers_per_node=0)
-        env.reset(seed=1)
-        with pytest.raises(EnvError, match="returned 4 values"):
-            env.step(np.zeros(2, np.int64))
-
     @pytest.mark.parametrize("what", BAD)
     @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_settings(self, what: str, workers: int) -> None:
@@ -559,20 +422,6 @@ class TestBadInput:
             for _ in range(10):
                 env.step(np.zeros(3, np.int64))
         assert env.closed
-
-    def test_a_mask_that_is_ignored(self) -> None:
-        env = local([partial(Odd, "mask")], workers_per_node=0)
-        env.reset(seed=1)
-        env.step(np.zeros(3, np.int64))
-        with pytest.raises(EnvError, match="ignored options"):
-            env.reset(options={"reset_mask": np.array([True, False, False])})
-
-    @pytest.mark.parametrize("seeds", [[5, 4], [None, 4]])
-    def test_seeds_that_one_vector_environment_does_not_take(self, seeds: list[int | None]) -> None:
-        env = local([partial(CartPoleVectorEnv, 2)], workers_per_node=0)
-        env.reset(seed=[4, 5])  # consecutive
-        with pytest.raises(ConfigError, match="takes one seed"):
-            env.reset(seed=seeds)
 
 
 def test_envpool() -> None:

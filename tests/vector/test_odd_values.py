@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import enum
-import os
-import signal
 import subprocess
 import sys
 from contextlib import closing
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from conftest import MakeVec
@@ -19,24 +16,19 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.exact import SpaceEnv
 from helpers.kinds import MODES, in_lockstep
-from helpers.odd_envs import OwnError, Returns, UnloadableInfo, UnloadableUnderRay
+from helpers.odd_envs import OwnError, UnloadableInfo
 from helpers.odd_values import (
     LOCK,
     ODD_VALUES,
     KeepsLock,
-    LockedMetadata,
     NoInfo,
-    NoMetadata,
-    NoText,
-    RaisesNoText,
     ReservedKeys,
     SometimesNone,
 )
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical
 from helpers.vector_kit import TOPOLOGIES
-from helpers.waiting import alive, wait_until
 
-from rayvec.errors import ConfigError, EnvError
+from rayvec.errors import EnvError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 WORKERS = [0, 2]
@@ -87,36 +79,6 @@ def test_none_is_an_observation_of_a_custom_space(workers: int, mode: AutoresetM
         assert in_lockstep(env, sync, 12) > 9
 
 
-def test_none_is_an_observation_in_chunks() -> None:
-    chunks = []
-    for workers, inference in ((0, "worker"), (2, "worker"), (2, "node"), (2, "driver")):
-        with here([SometimesNone] * 3, workers) as env:
-            chunks.append(env.rollout(lambda obs: np.ones(len(obs), int), 12, inference, seed=3))  # type: ignore[arg-type]
-    for chunk in chunks[1:]:
-        assert_identical([chunk.obs, chunk.final_obs], [chunks[0].obs, chunks[0].final_obs])
-    assert any(obs is None for obs in chunks[0].final_obs)
-
-
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_none_is_an_observation_that_a_fault_leaves(mode: str) -> None:
-    """A worker is killed once when the last observation is None, and once when it is not."""
-    one = np.ones(1, int)
-    with here([SometimesNone], 1, autoreset_mode=mode, on_env_error="restart") as env:
-        (last,), _ = env.reset(seed=3)
-        left = {True, False}
-        while left:
-            (obs,), _, terminated, truncated, _ = env.step(one)
-            if (obs is None) in left and not (terminated | truncated)[0] and obs != last:
-                left.remove(obs is None)
-                ((_, worker),) = env.worker_pids().values()
-                os.kill(worker, signal.SIGKILL)
-                wait_until(lambda worker=worker: not alive(worker), "the worker has ended")
-                (again,), _, _, truncated, info = env.step(one)
-                assert truncated[0] and (info["final_obs"][0] if mode == "SameStep" else again) == obs
-                obs = again
-            last = obs
-
-
 @pytest.mark.parametrize("inference", [None, "worker", "node", "driver"])
 def test_an_info_that_the_driver_can_not_unpickle(inference: Any) -> None:
     with here([UnloadableInfo] * 2, 2) as env:
@@ -164,37 +126,6 @@ def test_an_enumeration_of_the_script_stays_the_same_on_other_nodes(make_vec: Ma
         assert [info.info["word"] is words.YES for info in chunk.infos] == [True] * 4
 
 
-@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_value_that_only_another_node_can_not_unpickle(make_vec: MakeVec, groups: int) -> None:
-    env = make_vec([Returns] * 4, *TOPOLOGIES["2x1"], groups=groups)
-    env.reset(seed=1)
-    for call in (lambda: env.call("back", UnloadableUnderRay()), lambda: env.set_attr("x", UnloadableUnderRay())):
-        with pytest.raises(ValueError, match="no number") as caught:
-            call()
-        assert isinstance(caught.value.__cause__, EnvError) and "driver" not in str(caught.value.__cause__)
-    assert env.call("back", 3) == (3, 3, 3, 3)
-    with pytest.raises(ValueError, match="no number"):
-        env.reset(options={"x": UnloadableUnderRay()})
-    assert env.closed
-
-
-def test_actions_of_one_group_that_only_another_node_can_not_unpickle(make_vec: MakeVec) -> None:
-    """While the other group steps: its answer comes first."""
-    space = spaces.Sequence(spaces.Discrete(4))
-    env = make_vec([partial(SpaceEnv, spaces.Discrete(3), space)] * 4, *TOPOLOGIES["2x1"], groups=2)
-    env.reset(seed=1)
-    env.send([(1,)] * 2, group=0)
-    env.send([UnloadableUnderRay()] * 2, group=1)
-    assert env.recv(group=0).rew.shape == (2,)
-    with pytest.raises(ValueError, match="no number"):
-        env.recv(group=1)
-
-
-def test_an_info_of_a_reset_that_the_driver_can_not_unpickle() -> None:
-    with here([UnloadableInfo] * 2, 2) as env, pytest.raises(ValueError, match="no number"):
-        env.reset(seed=3, options={"odd": True})
-
-
 OF_THE_SCRIPT = """
 import gymnasium, rayvec
 from helpers.testing import CountingEnv
@@ -224,18 +155,6 @@ OBJECTS: dict[str, Any] = {
 }
 
 
-class ReturnsAnArray(SpaceEnv):
-    def reset(self, **options: Any) -> Any:
-        return np.zeros(3), {}
-
-
-def test_an_array_in_place_of_objects() -> None:
-    fns = [partial(ReturnsAnArray, OBJECTS["dict"][0], spaces.Discrete(2))]
-    with here(fns, 0) as env, pytest.raises(ValueError, match=r"array\(\[0., 0., 0.\]\)") as caught:
-        env.reset()
-    assert "environment 0" in str(caught.value.__cause__)
-
-
 @pytest.mark.parametrize("as_a", [list, tuple])
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_a_policy_returns_objects(kind: str, as_a: Any) -> None:
@@ -252,23 +171,6 @@ def test_a_policy_returns_objects(kind: str, as_a: Any) -> None:
         assert single.step(actions[n])[1] == chunk.rew[0, n]
 
 
-def test_objects_reach_workers() -> None:
-    space, actions = OBJECTS["sequence"]
-    fns = [partial(SpaceEnv, spaces.Discrete(3), space)] * 3
-    chunks = []
-    for workers in WORKERS:
-        with here(fns, workers) as env:
-            chunks.append(env.rollout(lambda obs: [actions[1]] * len(obs), 6, seed=1))
-    assert_identical(chunks[1].rew, chunks[0].rew)
-    assert_identical(chunks[1].act, chunks[0].act)
-
-
-def test_a_dict_of_objects_is_refused() -> None:
-    fns = [partial(SpaceEnv, spaces.Discrete(3), OBJECTS["dict"][0])] * 1
-    with here(fns, 0) as env, pytest.raises(ConfigError, match="list of k objects"):
-        env.rollout(lambda obs: {"word": np.array(["a"], object)}, 2, seed=1)
-
-
 @pytest.mark.parametrize("info", [None, [], ()], ids=repr)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_info_is_a_dict(mode: AutoresetMode, info: Any) -> None:
@@ -276,14 +178,6 @@ def test_an_info_is_a_dict(mode: AutoresetMode, info: Any) -> None:
         env.reset(seed=0)
         with pytest.raises(EnvError, match=f"was {type(info).__name__}. It must be a dict"):
             env.step(np.zeros(2, int))
-
-
-@pytest.mark.parametrize("wrong", [1.5, "a", np.bool_(True)])
-def test_a_seed_is_a_whole_number(wrong: Any) -> None:
-    with here([CountingEnv] * 2, 0) as env:
-        with pytest.raises(gymnasium.error.Error, match=r"seed has .* for an environment"):
-            env.reset(seed=[wrong, 1])
-        assert env.reset(seed=[np.int64(7), 1])[0][:, 0].tolist() == [7, 1]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -311,32 +205,7 @@ class Rewards(CountingEnv):
         return obs, self._reward, *rest
 
 
-class LocksInInfos(SyncVectorEnv):
-    """A vector environment whose infos hold what can't be copied."""
-
-    def step(self, actions: Any) -> Any:
-        *rest, info = super().step(actions)
-        return *rest, {**info, "lock": LOCK}
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_can_not_be_copied_of_a_native_sub_batch(workers: int) -> None:
-    fns = [partial(LocksInInfos, [CountingEnv] * 2)] * 2
-    with RayVecEnv(fns, native=True, num_nodes=0, workers_per_node=workers) as env:
-        env.reset(seed=0)
-        if not workers:
-            assert list(env.step(np.zeros(4, int))[4]["lock"]) == [LOCK] * 4
-            return
-        with pytest.raises(TypeError, match="cannot pickle"):
-            env.step(np.zeros(4, int))
-
-
 class TestErrors:
-    def test_what_can_not_be_copied_does_not_reach_the_driver(self) -> None:
-        with here([KeepsLock] * 2, 2) as env, pytest.raises(TypeError, match="cannot pickle") as caught:
-            env.reset(seed=0)
-        assert "in what an environment returned" in str(caught.value.__cause__)
-
     @pytest.mark.parametrize(
         ("settings", "words"),
         [
@@ -369,20 +238,3 @@ class TestErrors:
                 env.step(np.zeros(2, int))
         assert caught.value is error and caught.traceback[-1].name == "_maybe"
         assert isinstance(error.__cause__, EnvError) and "environment 1, seed 1" in str(error.__cause__)
-
-    @pytest.mark.parametrize(("workers", "expected"), [(0, NoText), (2, EnvError)])
-    def test_a_text_that_can_not_be_read(self, workers: int, expected: type[Exception]) -> None:
-        with here([RaisesNoText] * 2, workers) as env:
-            env.reset(seed=0)
-            with pytest.raises(expected) as caught:
-                env.step(np.zeros(2, int))
-        cause = caught.value if workers else caught.value.__cause__
-        assert "NoText: its text can't be read: LookupError('no text')" in str(cause)
-
-    @pytest.mark.parametrize(
-        ("env", "words"), [(NoMetadata, "'NoneType' object is not iterable"), (LockedMetadata, "cannot pickle")]
-    )
-    def test_spaces_that_can_not_be_reported(self, env: Any, words: str) -> None:
-        with pytest.raises(TypeError, match=words) as caught:
-            here([env] * 2, 2)
-        assert "worker 0" in str(caught.value.__cause__)

@@ -62,54 +62,12 @@ class TestEngines:
         assert "environment 0" in str(caught.value.__cause__)
 
 
-class Panic(BaseException):
-    """Like the exceptions of gevent, asyncio and Rust extensions that are not derived from ``Exception``."""
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_exception_that_is_no_exception_of_python(make_vec: MakeVec, workers: int) -> None:
-    panics = partial(FaultyEnv, "raise", "step", 1, partial(Panic, "in native code"))
-    env = make_vec([CountingEnv, panics], 0, workers, on_env_error="restart")
-    env.reset(seed=4)
-    env.step(np.zeros(2, int))
-    _, _, _, truncated, info = env.step(np.zeros(2, int))
-    assert truncated.tolist() == info["env_restarted"].tolist() == [False, True]
-    env = make_vec([CountingEnv, panics], 0, workers)
-    env.reset(seed=4)
-    env.step(np.zeros(2, int))
-    with pytest.raises(EnvError, match=r"Panic\('in native code'\)") as caught:
-        env.step(np.zeros(2, int))
-    assert "environment 1, seed 5" in str(caught.value.__cause__)
-
-
 def test_ctrl_c_is_no_failure_of_an_environment(make_vec: MakeVec) -> None:
     ctrl_c = partial(FaultyEnv, "raise", "step", 0, KeyboardInterrupt)
     env = make_vec([CountingEnv, ctrl_c], 0, 0, on_env_error="restart")
     env.reset(seed=4)
     with pytest.raises(KeyboardInterrupt):
         env.step(np.zeros(2, int))
-
-
-def test_in_a_worker_which_ignores_ctrl_c_it_is_one(make_vec: MakeVec) -> None:
-    env = make_vec([CountingEnv, partial(FaultyEnv, "raise", "step", 0, KeyboardInterrupt)], 0, 1)
-    env.reset(seed=4)
-    with pytest.raises(EnvError, match=r"KeyboardInterrupt\(\)") as caught:
-        env.step(np.zeros(2, int))
-    assert "environment 1, seed 5" in str(caught.value.__cause__)
-
-
-class ExitingBatch(gymnasium.vector.SyncVectorEnv):
-    def step(self, actions: Any) -> Any:
-        sys.exit(3)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_native_sub_batch(make_vec: MakeVec, workers: int) -> None:
-    env = make_vec([partial(ExitingBatch, [CountingEnv] * 2)], 0, workers, native=True)
-    env.reset(seed=4)
-    with pytest.raises(EnvError, match=r"SystemExit\(3\)") as caught:
-        env.step(np.zeros(2, int))
-    assert "native sub-batch of environments 0 to 1, seed 4" in str(caught.value.__cause__)
 
 
 def test_a_policy_in_a_worker(make_vec: MakeVec) -> None:

@@ -18,7 +18,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.exact import DriftEnv, SpaceEnv
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep
-from helpers.odd_envs import KeepsActions, OddInfo, OneInfo
+from helpers.odd_envs import KeepsActions, OddInfo
 from helpers.testing import CountingEnv, assert_identical
 from helpers.vector_kit import TOPOLOGIES, beside_sync
 
@@ -89,15 +89,6 @@ class TestEquivalence:
         env = make_vec(fns, *TOPOLOGIES[topology])
         with closing(SyncVectorEnv(fns)) as sync:
             in_lockstep(env, sync, 9)
-
-    def test_one_info_dict_used_for_ever(self, make_vec: MakeVec) -> None:
-        """Gymnasium merges the final info before the reset; what the reset writes must not show there."""
-        env = make_vec([OneInfo] * 2, autoreset_mode="SameStep")
-        env.reset(seed=0)
-        env.step(np.zeros(2, int))
-        infos = env.step(np.zeros(2, int))[4]
-        assert infos["final_info"]["at"].tolist() == ["step 2"] * 2
-        assert infos["at"].tolist() == ["reset 1"] * 2
 
 
 class RepeatsAction(gymnasium.Env[Any, Any]):
@@ -197,16 +188,6 @@ class TestSeeds:
             pair[0].reset(options={"reset_mask": mask})
         pair[0].reset()
 
-    def test_a_wrong_number_of_seeds_is_explained(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
-        with pytest.raises(ValueError, match="seeds for"):
-            pair[0].reset(seed=[1, 2])
-        pair[0].reset()
-
-    def test_a_seed_that_gymnasium_refuses_is_its_error(self, make_vec: MakeVec) -> None:
-        env = make_vec(env_fns(2, ARRAY_SPACES["box32"]))
-        with pytest.raises(gymnasium.error.Error, match="Seed"):
-            env.reset(seed=-5)
-
 
 class TestGroups:
     @pytest.mark.parametrize(
@@ -280,18 +261,6 @@ class TestGroups:
             with pytest.raises(ConfigError, match=f"no group {wrong}"):
                 env.send(np.zeros(2, int), group=wrong)
 
-    def test_one_environment_makes_one_group(self, make_vec: MakeVec) -> None:
-        env = make_vec([CountingEnv], groups=2)
-        assert [ids.tolist() for ids in env.groups] == [[0]]
-
-    def test_workers_with_one_environment_each_alternate(self) -> None:
-        with RayVecEnv([CountingEnv] * 3, num_nodes=0, workers_per_node=3, groups=2) as env:
-            assert [ids.tolist() for ids in env.groups] == [[0, 2], [1]]
-            env.reset(seed=0)
-            for group, ids in enumerate(env.groups):
-                env.send(np.zeros(len(ids), int), group)
-            assert [env.recv(group).env_ids.tolist() for group in (1, 0)] == [[1], [0, 2]]
-
 
 class TestMemory:
     """What is returned belongs to the caller."""
@@ -356,27 +325,6 @@ class TestDifferingSpaces:
             in_lockstep(env, sync, 6)
 
     @pytest.mark.parametrize(
-        ("observation", "action", "mode"),
-        [
-            pytest.param(spaces.Box(0.0, 9.0, (2,)), spaces.Discrete(2), "same", marks=SLOW),
-            pytest.param(spaces.Box(0.0, 1.0, (3,)), spaces.Discrete(2), "different", marks=SLOW),
-            (spaces.Box(0.0, 1.0, (2,), np.float64), spaces.Discrete(2), "different"),
-            (spaces.Box(0.0, 1.0, (2,)), spaces.Discrete(3), "same"),
-        ],
-    )
-    def test_what_does_not_fit_is_explained_as_a_runtime_error(
-        self, make_vec: MakeVec, observation: Any, action: Any, mode: Any
-    ) -> None:
-        fns = [partial(SpaceEnv, spaces.Box(0.0, 1.0, (2,)))] * 2 + [partial(SpaceEnv, observation, action)]
-        with pytest.raises(RuntimeError, match="nvironment 2"):
-            make_vec(fns, 2, 1, observation_mode=mode)
-
-    def test_an_unknown_mode_is_explained(self, make_vec: MakeVec) -> None:
-        for mode in ("other", (1, 2)):
-            with pytest.raises((ValueError, TypeError), match=re.escape(f"got {mode}")):
-                make_vec([CountingEnv], observation_mode=mode)
-
-    @pytest.mark.parametrize(
         ("other", "mode"),
         [
             (spaces.Box(0.0, 1.0, (3,)), "different"),
@@ -392,21 +340,6 @@ class TestDifferingSpaces:
             SyncVectorEnv(fns, observation_mode=mode)
         with pytest.raises(theirs.type, match=r"nvironment 1|observation_mode"):
             RayVecEnv(fns, num_nodes=0, workers_per_node=0, observation_mode=mode)
-
-    @pytest.mark.parametrize(
-        ("mode", "words"),
-        [
-            ("other", "Invalid `observation_mode`"),
-            ("same", "the sub-environments observation spaces are not equivalent"),
-            ("same", "If this is intentional, use `observation_mode='different'` instead."),
-        ],
-    )
-    def test_errors_say_it_in_the_words_of_gymnasium(self, make_vec: MakeVec, mode: str, words: str) -> None:
-        fns = [partial(SpaceEnv, spaces.Box(0.0, high, (2,))) for high in (1.0, 9.0)]
-        with pytest.raises((ValueError, RuntimeError), match=words) as theirs:
-            SyncVectorEnv(fns, observation_mode=mode)
-        with pytest.raises(theirs.type, match=words):
-            make_vec(fns, observation_mode=mode)
 
 
 class TestActions:
@@ -447,11 +380,6 @@ class TestActions:
             env.step(actions)
         env.step(np.zeros((3, 2), np.float32))
 
-    @pytest.mark.parametrize("action", [0, np.zeros(()), None])
-    def test_one_action_for_all_is_gymnasiums_error_too(self, env: RayVecEnv, action: Any) -> None:
-        with pytest.raises(TypeError, match="Actions do not fit"):
-            env.step(action)
-
     def test_lists_are_as_good_as_arrays(self, make_vec: MakeVec) -> None:
         env = make_vec([KeepsActions] * 3, 2, 1, autoreset_mode="SameStep")
         env.reset(seed=0)
@@ -474,20 +402,6 @@ class TestActions:
         actions = {"b": np.array([1, 2, 3]), "a": np.array([4, 5, 6])}
         for _ in range(6):
             assert_identical(env.step(actions), sync.step(actions))
-
-    @pytest.mark.parametrize("keys", [("a", "c"), ("x", "y"), ("a",), ("a", "b", "c")])
-    def test_wrong_keys_are_explained_and_harmless(self, dicts: tuple[RayVecEnv, SyncVectorEnv], keys: Any) -> None:
-        with pytest.raises((ConfigError, KeyError), match="Actions do not fit"):
-            dicts[0].step({key: np.zeros(3, int) for key in keys})
-        for env in dicts:
-            env.step({"a": np.zeros(3, int), "b": np.zeros(3, int)})
-
-    def test_too_few_objects_are_explained_and_harmless(self, make_vec: MakeVec) -> None:
-        env = make_vec(env_fns(3, spaces.Discrete(2), spaces.Text(4)), 2, 1)
-        env.reset(seed=0)
-        with pytest.raises(ConfigError, match="2 actions"):
-            env.step(("a", "b"))
-        env.step(("a", "b", "c"))
 
 
 @pytest.mark.slow

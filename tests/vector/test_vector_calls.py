@@ -126,18 +126,6 @@ class TestStates:
         obs, _, _, _, info = env.step(np.zeros(2, int))
         assert obs.tolist() == [[0, 1, 0, 1]] * 2 and info["began"].tolist() == [1, 1]
 
-    @pytest.mark.parametrize("topology", ["1x2", "2x1"])
-    def test_infos_outlive_a_timeout(self, make_vec: MakeVec, topology: str) -> None:
-        fns = [partial(CountingEnv, 1), partial(CountingEnv, 1, 0.5)]
-        env = make_vec(fns, *TOPOLOGIES[topology], autoreset_mode="SameStep")
-        env.reset(seed=[0, 0])
-        env.step_async(np.zeros(2, int))
-        with pytest.raises(multiprocessing.TimeoutError):
-            env.step_wait(timeout=0.1)
-        info = within(DEADLINE_S, env.step_wait)[4]
-        assert info["_final_obs"].tolist() == [True, True]
-        assert np.stack(info["final_obs"]).tolist() == [[0, 0, 1, 1]] * 2 and info["began"].tolist() == [1, 1]
-
     @pytest.mark.parametrize("topology", ["1x2", pytest.param("2x1", marks=pytest.mark.slow)])
     def test_calls_and_resets_outlive_a_timeout(self, make_vec: MakeVec, topology: str) -> None:
         env = make_vec([SlowCall, partial(SlowCall, seconds=0.5)], *TOPOLOGIES[topology])
@@ -156,15 +144,6 @@ class TestStates:
         with pytest.raises(gymnasium.error.ResetNeeded):
             env.step(np.zeros(2, int))
 
-    def test_the_interpreter_may_have_forgotten_the_module(
-        self, make_vec: MakeVec, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """As Python 3.13 does at its end, before an environment is collected."""
-        env = make_vec([CountingEnv])
-        env.close()
-        monkeypatch.setattr("rayvec.vector.adapter.sys", None)
-        env.__del__()
-
     def test_disabled_wants_a_reset_after_an_episode(self, make_vec: MakeVec) -> None:
         env = make_vec([partial(CountingEnv, 1)] * 2, autoreset_mode="Disabled")
         env.reset(seed=[0, 0])
@@ -175,14 +154,6 @@ class TestStates:
         env.step(np.zeros(2, int))
         env.rollout(lambda obs: np.zeros(len(obs), int), 3)
         env.step(np.zeros(2, int))
-
-    def test_disabled_names_environments_of_the_group_only(self, make_vec: MakeVec) -> None:
-        env = make_vec([partial(CountingEnv, 1)] * 4, autoreset_mode="Disabled", groups=2)
-        env.reset(seed=0)
-        env.step(np.zeros(4, int))
-        env.reset(options={"reset_mask": np.array([True, False, True, False])})
-        with pytest.raises(AssertionError, match=r"environments \[1\] must be reset first"):
-            env.send(np.zeros(2, int), 0)
 
     def test_with_closes(self, ray_cluster: object) -> None:
         with RayVecEnv([CountingEnv], num_nodes=1, workers_per_node=1) as env:
@@ -210,24 +181,6 @@ def test_the_first_reset_is_of_all(kind: str) -> None:
                 env.reset(options=options)
 
 
-def test_a_partial_reset_that_takes_longer_stays_pending(make_vec: MakeVec) -> None:
-    """Whichever of its two parts is waited for; nothing of it is left over for the next step."""
-    env, other = (make_vec([CountingEnv] * 2, nodes=2) for _ in range(2))
-    options = {"reset_mask": np.array([True, False])}
-    for each in (env, other):
-        each.reset(seed=3)
-        each.step(np.zeros(2, int))
-    env.reset_async(options=options)
-    while True:
-        try:
-            obs, _ = env.reset_wait(timeout=0.0)
-            break
-        except multiprocessing.TimeoutError:
-            continue
-    assert_identical(obs, other.reset(options=options)[0])
-    assert_identical(env.step(np.zeros(2, int))[0], other.step(np.zeros(2, int))[0])
-
-
 class TestAttributes:
     @pytest.fixture(scope="class")
     @classmethod
@@ -248,10 +201,6 @@ class TestAttributes:
             e.set_attr("factor", values)
         assert_identical(env.get_attr("factor"), sync.get_attr("factor"))
         assert_identical(env.call("scaled", 3.0), sync.call("scaled", 3.0))
-
-    def test_a_wrong_number_of_values_is_explained(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
-        with pytest.raises(ValueError, match="2 values for"):
-            pair[0].set_attr("factor", [1.0, 2.0])
 
     def test_calls_later(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
         env, _ = pair

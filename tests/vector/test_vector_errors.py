@@ -22,7 +22,7 @@ import pytest
 from conftest import MakeVec
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv, VectorEnv
-from gymnasium.wrappers import FlattenObservation, TimeLimit
+from gymnasium.wrappers import TimeLimit
 from helpers.exact import SpaceEnv
 from helpers.kinds import in_lockstep, within
 from helpers.odd_envs import OwnError, PressesCtrlC, SlowCall, TellsPid, TwoFaced
@@ -113,20 +113,6 @@ class TestErrors:
         with pytest.raises(AttributeError, match="no_such") as caught:
             env.call("no_such_thing")
         assert isinstance(caught.value.__cause__, EnvError)
-
-    def test_an_error_in_a_group(self, make_vec: MakeVec) -> None:
-        """It is raised where its own group is received, not before."""
-        env = make_vec([CountingEnv, partial(FaultyEnv, "raise")], 2, groups=1)
-        assert len(env.groups) == 1
-        env.close()
-        fns = [CountingEnv, CountingEnv, CountingEnv, partial(FaultyEnv, "raise")]
-        env = make_vec(fns, groups=2)
-        env.reset(seed=0)
-        env.send(np.zeros(2, int), group=1)
-        env.send(np.zeros(2, int), group=0)
-        assert env.recv(0).rew.tolist() == [1.0, 1.0]
-        with pytest.raises(ValueError, match="broken"):
-            env.recv(1)
 
     @pytest.mark.parametrize("nodes", [1, 2])
     def test_an_error_whose_constructor_takes_other_arguments(self, make_vec: MakeVec, nodes: int) -> None:
@@ -327,26 +313,6 @@ class TestInput:
         with pytest.raises(ConfigError, match="|".join([*kwargs, "callable"])):
             RayVecEnv(**kwargs)
 
-    def test_an_unknown_id_is_also_gymnasiums_error(self, ray_cluster: object) -> None:
-        with pytest.raises(gymnasium.error.NameNotFound):
-            RayVecEnv("NoSuchEnvironment-v0", 2)
-
-    def test_more_nodes_than_there_are(self, ray_cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rayvec.cluster.ray_places._PLACE_S", 0.3)
-        with pytest.raises(ConfigError, match=r"num_nodes=3 needs 3 nodes, but Ray has .* cores free"):
-            RayVecEnv([CountingEnv] * 6, num_nodes=3)
-
-    def test_arguments_of_the_environment_that_are_wrong_are_its_error(self, make_vec: MakeVec) -> None:
-        with pytest.raises(TypeError, match="no_such_argument"):
-            make_vec("CartPole-v1", num_envs=2, env_kwargs={"no_such_argument": 1})
-
-    @pytest.mark.parametrize("num_steps", [0, -1, 1.5, "x"])
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
-    def test_rollouts_of_no_length(self, small: RayVecEnv, num_steps: Any, inference: Any) -> None:
-        with pytest.raises(ConfigError, match=f"num_steps is {num_steps!r}"):
-            small.rollout(lambda obs: np.zeros(len(obs), int), num_steps, inference)
-        small.reset(seed=0)
-
     def test_rollouts_with_no_policy_or_nowhere(self, make_vec: MakeVec) -> None:
         env = make_vec([CountingEnv] * 2)  # the last mistake closes it
         for mistake in (
@@ -384,58 +350,6 @@ class TestInput:
 
 class TestConstruction:
     @pytest.mark.parametrize(
-        "settings",
-        [
-            {"wrappers": FlattenObservation},
-            {"wrappers": [3]},
-            {"env_kwargs": 3},
-            {"step_timeout_s": "1"},
-            {"step_timeout_s": True},
-            {"start_timeout_s": None},
-            {"first_id": -1},
-            {"first_id": 1.5},
-            {"first_id": True},
-            {"preload": "torch"},
-            {"preload": [np]},
-            {"copy": "no"},
-        ],
-        ids=repr,
-    )
-    def test_settings_of_another_type(self, settings: Any) -> None:
-        with pytest.raises(ConfigError, match="|".join(settings)):
-            RayVecEnv("CartPole-v1", 2, num_nodes=0, **settings)
-
-    @pytest.mark.parametrize(
-        ("counts", "least"),
-        [
-            ({"num_nodes": -1}, 0),
-            ({"num_nodes": 0, "workers_per_node": -1}, 0),
-            ({"num_nodes": 1, "workers_per_node": 0}, 1),
-        ],
-        ids=repr,
-    )
-    def test_counts_that_are_too_small(self, counts: dict[str, int], least: int) -> None:
-        with pytest.raises(ConfigError, match=rf"is {min(counts.values())}\. It must be .* at least {least}\."):
-            RayVecEnv("CartPole-v1", 2, **counts)  # type: ignore[arg-type]
-
-    def test_one_wrapper_in_place_of_a_list(self) -> None:
-        with pytest.raises(ConfigError, match="a list of classes or functions"):
-            rayvec.make_vec("CartPole-v1", 2, num_nodes=0, wrappers=FlattenObservation)  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize(
-        ("mode", "expected"),
-        [("foo", "'sync' or 'vector_entry_point'"), ("vector_entry_point", "an id or an EnvSpec")],
-    )
-    def test_modes_of_make_vec_that_cannot_work(self, mode: str, expected: str) -> None:
-        with pytest.raises(ConfigError, match=expected):
-            rayvec.make_vec(CountingEnv, 2, num_nodes=0, workers_per_node=0, vectorization_mode=mode)
-
-    @pytest.mark.parametrize("env", [CountingEnv, "helpers.testing:CountingEnv"])
-    def test_make_vec_of_a_class(self, env: Any) -> None:
-        with rayvec.make_vec(env, 2, num_nodes=0, workers_per_node=0) as envs:
-            assert envs.num_envs == 2 and envs.spec is None
-
-    @pytest.mark.parametrize(
         ("env", "remedy"),
         [
             (None, "NoneType without observation_space"),
@@ -461,12 +375,6 @@ class TestConstruction:
         for fns in ([lambda: shared] * 2, [lambda: shared, lambda: TimeLimit(shared, 5)]):
             with pytest.raises(ConfigError, match="same environment more than once"):
                 RayVecEnv(fns, num_nodes=0, workers_per_node=workers)
-
-    def test_spaces_of_another_library_keep_gymnasiums_error(self) -> None:
-        env = CountingEnv()
-        env.observation_space = SimpleNamespace(shape=(4,), dtype=np.int64)  # type: ignore[assignment]
-        with pytest.raises(TypeError, match="not a gymnasium Space"):
-            RayVecEnv([lambda: env], num_nodes=0, workers_per_node=0)
 
     def test_make_vec_mirrors_gymnasiums(self, ray_cluster: object) -> None:
         kwargs = {"max_episode_steps": 7}
@@ -496,11 +404,6 @@ class TestConstruction:
             assert env.single_observation_space == spaces.Discrete(7)
         finally:
             del gymnasium.registry["rayvec-tests/Local-v0"]
-
-    @pytest.mark.slow
-    def test_an_id_with_the_module_that_registers_it(self, make_vec: MakeVec) -> None:
-        env = make_vec("helpers.registers_one:rayvec-tests/ByModule-v0", 2, num_envs=2)
-        assert env.single_observation_space == spaces.Discrete(11)
 
     def test_by_default_every_node_takes_part(self, ray_cluster: object) -> None:
         with RayVecEnv([CountingEnv] * 4, workers_per_node=1) as env:
