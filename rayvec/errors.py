@@ -47,9 +47,7 @@ __all__ = [
     "counted",
     "duration",
     "first_line",
-    "message",
     "origin",
-    "without_remedy",
 ]
 
 
@@ -63,24 +61,12 @@ LIMITS_REMEDY = (
 class RayvecError(Exception):
     """The base class of the exceptions of rayvec.
 
-    Args:
-        rule: The rule that was broken, or the whole text of the message.
-        expected: What the rule asks for. With it, `got` and `remedy` are required.
-        got: What was found instead.
-        remedy: What to do about it.
-
     Attributes:
         raised_in: The origin of an error of another process: node, worker, environment index, seed.
-
-    >>> print(ConfigError("num_envs is a count.", expected="at least 1", got=0, remedy="Pass num_envs=1."))
-    num_envs is a count. Expected: at least 1. Got: 0. Remedy: Pass num_envs=1.
     """
 
     raised_in: str | None = None
     _failure: RemoteFailure | None = None
-
-    def __init__(self, rule: object = "", *, expected: object = None, got: object = None, remedy: str = "") -> None:
-        super().__init__(rule if not remedy else message(str(rule), expected=expected, got=got, remedy=remedy))
 
 
 class ConfigError(RayvecError, ValueError):
@@ -109,16 +95,6 @@ class RankLostError(LearnerError):
 
 class CheckpointError(RayvecError, RuntimeError):
     """A checkpoint is missing, truncated, or of another kind."""
-
-
-def message(rule: str, *, expected: object, got: object, remedy: str) -> str:
-    """Returns the text of an error in the form of all errors of rayvec.
-
-    >>> print(message("num_envs counts environments.", expected="at least 1", got=0, remedy="Pass num_envs=1."))
-    num_envs counts environments. Expected: at least 1. Got: 0. Remedy: Pass num_envs=1.
-    """
-    stop = "" if remedy.endswith((".", "?")) else "."
-    return f"{rule} Expected: {expected}. Got: {str(got).removesuffix('.')}. Remedy: {remedy}{stop}"
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -301,15 +277,6 @@ def duration(seconds: float) -> str:
 def origin(error: BaseException) -> str:
     """Returns where another process, or an environment, raised an error or its cause; an empty text if none did."""
     return next((where for each in (error, error.__cause__) if (where := getattr(each, "raised_in", None))), "")
-
-
-def without_remedy(error: BaseException) -> str:
-    """Returns an error's text without its remedy, for a log line that says what was done.
-
-    >>> without_remedy(ConfigError("num_envs is a count.", expected="at least 1", got=0, remedy="Pass num_envs=1."))
-    'num_envs is a count. Expected: at least 1. Got: 0.'
-    """
-    return str(error).partition(" Remedy: ")[0]
 
 
 def first_line(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import pytest
 from helpers.odd_envs import OwnError
 
 from rayvec import errors
-from rayvec.errors import ConfigError, EnvError, RayvecError, RemoteFailure, check_count, check_flag, message
+from rayvec.errors import ConfigError, EnvError, RayvecError, RemoteFailure, check_count, check_flag
 
 OURS = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error")]
 
@@ -23,11 +23,6 @@ def test_every_error_is_one_of_ours_and_of_what_people_catch() -> None:
         if error is not RayvecError:
             assert issubclass(error, (ValueError, RuntimeError))
     assert issubclass(ConfigError, ValueError)
-
-
-def test_a_message_has_four_parts() -> None:
-    text = message("Rule.", expected="this", got=[1, 2], remedy="Do that.")
-    assert text == "Rule. Expected: this. Got: [1, 2]. Remedy: Do that."
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "1", None, float("nan"), [1]])

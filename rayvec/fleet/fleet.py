@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from rayvec.data.columns import merge
 from rayvec.data.layouts import index_tree
 from rayvec.data.trees import as_slice, tree_leaves, tree_map
-from rayvec.errors import without_remedy
 from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Op, Share, Ticket
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
@@ -238,7 +237,7 @@ class Fleet:
             raise type(lost.error)(
                 f"{child.name} was lost again and again ({RestartBudget.rule()} are allowed): {lost.error}"
             ) from lost.error
-        self.notes.append(f"restarted {child.name} ({self._described(self._rows[k])}: {without_remedy(lost.error)}")
+        self.notes.append(f"restarted {child.name} ({self._described(self._rows[k])}: {lost.error}")
         self._replaced[self.kind] += 1
         self.resume(k, self._start(k, lost))
 
