@@ -143,7 +143,7 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
     del state  # of SAC it is large
     steps = run.context.progress.steps
     with run.noting(), global_seed(config.seed, steps, 2), interrupts, interrupts.taking_sigterm(), run:
-        while not run.is_done:
+        while run.context.result is None:
             try:
                 with run.open_trainer() as trainer:
                     interrupts.check()
@@ -158,7 +158,8 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
                 run.go_back(error)
             if interrupts.requested:
                 raise interrupts.stopped(f"stopped after {run.context.progress.steps:,} steps; {run.how_to_resume}")
-        return run.end()
+        run.call("on_end")
+        return run.context.result
 
 
 def _iterate(run: _Run, trainer: Any, interrupts: Interrupts) -> None:
@@ -187,8 +188,7 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         callbacks: Callbacks to add to the default ones, or a function from these to those to use.
 
     Attributes:
-        context: What the callbacks see, with the progress of the run.
-        is_done: Whether it has taken its steps, and the evaluation after them.
+        context: What the callbacks see, with the progress of the run, and its result once it is done.
     """
 
     def __init__(self, config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Any) -> None:
@@ -200,7 +200,7 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         self._callbacks = checked_callbacks(callbacks(defaults) if is_function else defaults)
         self._callbacks += [] if is_function else checked_callbacks(callbacks)
         self._state, self._is_new = state, state is None
-        self._has_begun = self.is_done = False
+        self._has_begun = False
         self._num_losses, self._cores = 0, dict[str, int]()
         self._weights: NDArray[np.float32] | None = None
         self._began_s = time.monotonic() - progress.wall_s
@@ -235,7 +235,7 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
                     print(text, file=sys.stderr)
             elif not self._has_begun and self.context.progress.steps >= self._config.total_steps:
                 print(f"rayvec: the run has taken all its {self.context.progress.steps:,} steps", file=sys.stderr)
-            self._call("on_start")
+            self.call("on_start")
             undo.pop_all()
         self._is_new, self._has_begun = False, True
 
@@ -244,7 +244,8 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         self.context.progress.wall_s = time.monotonic() - self._began_s
         return {**state, "progress": asdict(self.context.progress)}
 
-    def _call(self, hook: str) -> None:
+    def call(self, hook: str) -> None:
+        """Calls a method of each callback that has it."""
         call(self._callbacks, hook, self.context)
 
     def has_more(self, interrupts: Interrupts) -> bool:
@@ -259,9 +260,9 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         context.progress.add(iteration.stats)
         context.line.add(iteration)
         context.metrics = context.line.metrics(context.progress)
-        self._call("on_iteration")
+        self.call("on_iteration")
         if iteration.evaluation is not None:
-            self._call("on_evaluation")
+            self.call("on_evaluation")
         has_news = iteration.state is not None or iteration.evaluation is not None
         if has_news or context.line.sums["steps"] >= self._config.log_interval_steps:
             self._end_line()
@@ -274,13 +275,13 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         if context.line.sums:
             context.metrics |= context.logged
             context.logged.clear()
-            self._call("on_log")
+            self.call("on_log")
             context.line = MetricsLine()
 
     def save(self, state: dict[str, Any]) -> None:
         """Makes a checkpoint."""
         self.context.state, self._weights = self._complete(state), state["weights"].numpy()
-        self._call("on_checkpoint")
+        self.call("on_checkpoint")
         self.context.state, self._num_losses = {}, 0
 
     def go_back(self, error: RankLostError) -> None:
@@ -315,9 +316,8 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
             evaluation = self._evaluated(trainer)
         if len(evaluation.returns) and self._weights is not None:
             self.context.add_evaluation(evaluation, self._weights, time.monotonic() - began_s)
-            self._call("on_evaluation")
-        self._save_result()
-        self.is_done = True
+            self.call("on_evaluation")
+        self.context.result = self._save_result()
 
     def _evaluated(self, trainer: Any) -> Evaluation:
         """Plays in the environments of the training, or in others if the settings name some."""
@@ -330,14 +330,8 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
             module = network_of(config, env.single_observation_space, env.single_action_space)
             return evaluate(config, env, module, self._weights, seed=config.eval_seed())
 
-    def end(self) -> TrainResult:
-        """Returns the totals of the run, and keeps them in its directory."""
-        self.context.result = self._save_result()
-        self._call("on_end")
-        return self.context.result
-
     def _save_result(self) -> TrainResult:
-        """Writes the totals of the run up to now; returns them."""
+        """Writes the totals of the run; returns them."""
         context, evaluation = self.context, self.context.evaluation
         if context.progress.steps >= self._config.total_steps:
             context.stop_reason = None  # the run had taken all its steps
