@@ -49,6 +49,9 @@ class EnvServers:
             times, and again when a server ends.
         start_timeout_s: How long iterating waits until `count` servers have dialled in.
 
+    Attributes:
+        port: The port at which servers dial in.
+
     Raises:
         ConfigError: No key, one that can't be read, or a port that is not free.
     """
