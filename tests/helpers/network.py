@@ -200,11 +200,10 @@ class Cluster:
         network: Its hosts. Those that it has join.
         directory: For the files of Ray.
         cpus: Cores that each host has in Ray.
-        store_mib: Memory for Ray's objects on each host.
     """
 
-    def __init__(self, network: Network, directory: Path, cpus: int = 2, *, store_mib: int = 76) -> None:
-        self.network, self._directory, self._cpus, self._store_mib = network, directory, cpus, store_mib
+    def __init__(self, network: Network, directory: Path, cpus: int = 2) -> None:
+        self.network, self._directory, self._cpus = network, directory, cpus
         self.address = f"{network.hosts[0].address}:{_PORT}"
         network.environment |= {
             "RAY_AUTH_MODE": "token",
@@ -220,21 +219,15 @@ class Cluster:
         """The host of the head, on which drivers run."""
         return self.network.hosts[0]
 
-    def join(self, host: Host, *, cpus: int | None = None) -> None:
-        """Starts Ray on a host; one after another, since raylets that start together can fail.
-
-        Args:
-            host: Which.
-            cpus: Cores that it has in Ray; by default as many as the others.
-        """
+    def join(self, host: Host) -> None:
+        """Starts Ray on a host; one after another, since raylets that start together can fail."""
         host.environment = {**self.network.environment, **host.environment}
         is_head = host is self.head
         where = ["--head", f"--port={_PORT}", "--include-dashboard=false"] if is_head else [f"--address={self.address}"]
         ports = ["--node-manager-port=6400", "--object-manager-port=6401"]
         directory = self._directory / f"{host.name}-{secrets.token_hex(2)}"
         directory.mkdir()
-        cpus = self._cpus if cpus is None else cpus
-        sizes = [f"--num-cpus={cpus}", f"--object-store-memory={self._store_mib << 20}", "--memory=2000000000"]
+        sizes = [f"--num-cpus={self._cpus}", f"--object-store-memory={76 << 20}", "--memory=2000000000"]
         host.run(
             *_RAY,
             "start",
