@@ -128,8 +128,12 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
     """
     leaves = [(path, array, array.dtype, array.shape[1:]) for path, array in tree_paths(tree)]
     if isinstance(tree, np.ndarray):
-        dtype, shape = leaves[0][2:]
-        return lambda row, value: tree.__setitem__(row, _fitted(value, dtype, shape))
+        _, leaf, leaf_dtype, leaf_shape = leaves[0]
+
+        def write_leaf(row: int, value: Any) -> None:
+            leaf[row] = _fitted(value, leaf_dtype, leaf_shape)
+
+        return write_leaf
 
     def write(row: int, value: Any) -> None:
         fitted = []

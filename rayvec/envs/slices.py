@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,7 @@ class Slice:
         self._rew, self._terminated, self._truncated = (arrays[name] for name in ("rew", "terminated", "truncated"))
         self._episode: Any = arrays["episode"].data  # a memoryview is three times as fast
         self._to_seed = set(np.flatnonzero(arrays["restarts"]).tolist())
+        self._unit_rows = [slice(*bounds) for bounds in pairwise(self.unit_bounds.tolist())]
 
     def execute(self, command: Command) -> Answer:
         """Executes a command. All environments complete it, also if one raises."""
@@ -288,7 +290,7 @@ class Slice:
                 error = raised
 
     def _rows(self, unit: int) -> slice:
-        return slice(*self.unit_bounds[unit : unit + 2].tolist())
+        return self._unit_rows[unit]
 
     def _name(self, unit: int) -> str:
         env_id = self.first_id + unit
@@ -334,7 +336,7 @@ def values_of(method: str, count: int, result: Any) -> Any:
     Raises:
         EnvError: It is not a tuple of so many values.
     """
-    if isinstance(result, tuple | list) and len(result) == count:
+    if isinstance(result, (tuple, list)) and len(result) == count:
         return result
     got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
     expected = "obs, info" if count == 2 else "obs, reward, terminated, truncated, info"
