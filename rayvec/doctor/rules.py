@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from rayvec.cluster.node_facts import is_incompatible
-from rayvec.node.open_files import FILES_OF_A_WORKER, SPARE_FILES
+from rayvec.node.processes import FILES_OF_A_WORKER, SPARE_FILES
 
 __all__ = ["Finding", "connection", "resources", "versions"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import socket
 import time
@@ -19,7 +20,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import LIMITS_REMEDY, RemoteFailure, WorkerLostError
 from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, ChildLost, Command, Op
 from rayvec.node.memory import ChunkColumns, MachineBlock, action_leaves
-from rayvec.node.messages import MAX_POSTED, Message, pack, packed_message, receive, send, send_files
+from rayvec.node.messages import MAX_POSTED, dumps, packed, receive, send, send_files
 from rayvec.node.processes import OwnedProcess
 from rayvec.node.worker_main import STACK_SIGNAL, Attachment, WorkerSpec, worker_main
 
@@ -53,7 +54,7 @@ class LocalWorker:
 
     def __init__(self, spec: WorkerSpec, index: int, factories: int, preload: Sequence[str]) -> None:
         self.name, self._policy, self._index = spec.name, spec.restart_policy, index
-        self._pending = deque[tuple[Command, Message]]()
+        self._pending = deque[tuple[Command, bytes]]()
         self._last_rows: NDArray[np.int64] | None = None  # of the last step
         self._num_posted = 0
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -102,14 +103,14 @@ class LocalWorker:
 
     def _started(self) -> PoolSpaces:
         """Reads the first message of the worker."""
-        said = self._received().load()
+        said = pickle.loads(self._received())
         if isinstance(said, RemoteFailure):
             raise said.rebuild()
         self._is_starting, self._since = False, time.monotonic()
         spaces: PoolSpaces = said
         return spaces
 
-    def _received(self) -> Message:
+    def _received(self) -> bytes:
         try:
             return receive(self._channel)
         except (EOFError, OSError) as error:
@@ -129,7 +130,7 @@ class LocalWorker:
         self._objects = [leaves[place] for place in block.layout.objects]
         objects = [leaf.tolist() for leaf in self._objects]
         with suppress(OSError):  # it has died: wait() says so
-            send(self._channel, pack(Attachment(block.spec, self._index, self._first_id, objects)))
+            send(self._channel, dumps(Attachment(block.spec, self._index, self._first_id, objects)))
             send_files(self._channel, block.fd)
 
     def post(self, command: Command) -> None:
@@ -143,7 +144,7 @@ class LocalWorker:
         self._pending.append((command, message))
         self._send_pending()
 
-    def _message(self, command: Command) -> Message:
+    def _message(self, command: Command) -> bytes:
         """Returns the message of a command. Actions that arrays can hold go into the block."""
         assert self._block is not None
         rest, codes = command.rest, None
@@ -156,7 +157,7 @@ class LocalWorker:
                 rest, codes = None, [leaf.dtype.char for leaf in leaves]
                 for actions, leaf in zip(self._block.actions, leaves, strict=True):
                     actions.view(leaf.dtype.char)[rows] = leaf
-        message = packed_message((int(command.op), None if is_all else command.rows, int(command.mode), codes, rest))
+        message = packed((int(command.op), None if is_all else command.rows, int(command.mode), codes, rest))
         if codes is not None and type(command.actions) is np.ndarray and isinstance(rows, slice):
             self._last_rows, self._last_form, self._last_message = command.rows, _form(command), message
             self._last_target = self._block.actions[0].view(codes[0])[rows]
@@ -182,7 +183,7 @@ class LocalWorker:
             return None
         message = self._received()
         try:
-            found = message.load()
+            found = pickle.loads(message)
         except Exception as error:  # a class that this process can't import
             failure = RemoteFailure.capture(error, f"the process that unpickles an answer of {self.name}")
             found = Answer(failure=failure)

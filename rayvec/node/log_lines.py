@@ -8,22 +8,16 @@ __all__ = ["LogLines"]
 
 
 class LogLines(logging.Handler):
-    """Collects the warnings and errors of the logger ``rayvec`` in this process.
+    """Collects the warnings and errors of the logger ``rayvec`` in this process."""
 
-    Args:
-        but_of_thread: Name of a thread whose lines it skips.
-    """
-
-    def __init__(self, but_of_thread: str | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._but_of_thread = but_of_thread
         self._lines: list[str] = []
         logging.getLogger("rayvec").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Collects a line."""
-        if self._but_of_thread is None or record.threadName != self._but_of_thread:
-            self._lines.append(record.getMessage())
+        self._lines.append(record.getMessage())
 
     def take(self) -> list[str]:
         """Returns the lines logged since the last call."""

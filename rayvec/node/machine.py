@@ -25,7 +25,7 @@ from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy, seed_of
 from rayvec.node.local_worker import LocalWorker
 from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, MachineBlock
-from rayvec.node.open_files import allow_open_files
+from rayvec.node.processes import allow_open_files
 from rayvec.node.worker_main import WorkerSpec
 from rayvec.rollout.policy_host import ChunkOrder, ChunkPlace
 
@@ -92,10 +92,10 @@ class Machine(Fleet):
             counts = [spaces.num_envs or size for spaces, size in zip(found, sizes, strict=True)]
             self.spaces = PoolSpaces.join(list(zip(counts, found, strict=True)))
         except ChildLost as lost:
-            self._kill_all()
+            self.close(0.0)
             raise lost.error from lost
         except BaseException:
-            self._kill_all()
+            self.close(0.0)
             raise
         bounds = np.cumsum([0, *counts]).tolist()
         start = self._replacement if restart_policy.restart else None
@@ -185,24 +185,15 @@ class Machine(Fleet):
         """This node, and the environments of each worker."""
         return Topology.of_this_node(self.bounds.tolist())
 
-    def _kill_all(self) -> None:
-        for worker in self._workers:
-            worker.kill()
-
     def close(self, timeout_s: float | None = None) -> None:
         """Closes the environments and ends the workers. Those that run after `timeout_s` (10 s) are killed."""
         timeout_s = CLOSE_S if timeout_s is None else timeout_s
         self._start = None  # a wait of another thread replaces no worker
-        if timeout_s <= 0:
-            self._kill_all()
-            killed = []
-        else:
-            deadline = time.monotonic() + timeout_s
-            for worker in self._workers:
-                worker.close()
-            ended = [worker.join(max(0.0, deadline - time.monotonic())) for worker in self._workers]
-            killed = [worker.name for worker, has_ended in zip(self._workers, ended, strict=True) if not has_ended]
-        if killed:
+        deadline = time.monotonic() + timeout_s
+        for worker in self._workers if timeout_s > 0 else ():
+            worker.close()
+        killed = [worker.name for worker in self._workers if not worker.join(max(0.0, deadline - time.monotonic()))]
+        if killed and timeout_s > 0:
             names = ", ".join(killed)
             logger.warning("killed after %s, since their environments had not closed: %s", duration(timeout_s), names)
         self._workers = []

@@ -6,18 +6,14 @@ most `MAX_POSTED` commands that it has not answered.
 
 from __future__ import annotations
 
-import itertools
-import mmap
 import os
 import pickle
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import cloudpickle
-import numpy as np
-
-from rayvec.node.shared_memory import aligned, anonymous_file
 
 __all__ = [
     "MAX_POSTED",
@@ -120,26 +116,18 @@ def packed_message(value: Any) -> Message:
         return Message(packed(value), [])  # which raises an error that explains it
 
 
-def send(channel: socket.socket, message: Message) -> None:
+def send(channel: socket.socket, data: bytes) -> None:
     """Sends a message."""
-    if not message.arrays and len(message.head) <= _PACKET_BYTES:
-        channel.send(message.head)
+    if len(data) <= _PACKET_BYTES:
+        channel.send(data)
         return
-    parts = [np.frombuffer(part, np.uint8) for part in (message.head, *message.arrays)]
-    index = np.array([len(parts), *(part.nbytes for part in parts)], np.int64)
-    parts.insert(0, index.view(np.uint8))
-    *starts, total = itertools.accumulate((aligned(part.nbytes) for part in parts), initial=0)
-    fd = anonymous_file("rayvec-message", total)
-    try:
-        content = np.frombuffer(mmap.mmap(fd, total), np.uint8)
-        for start, part in zip(starts, parts, strict=True):
-            content[start : start + part.nbytes] = part
-        send_files(channel, fd)
-    finally:
-        os.close(fd)
+    with open(os.memfd_create("rayvec-message", os.MFD_CLOEXEC), "wb") as file:
+        file.write(data)
+        file.flush()
+        send_files(channel, file.fileno())
 
 
-def receive(channel: socket.socket) -> Message:
+def receive(channel: socket.socket) -> bytes:
     """Receives a message.
 
     Raises:
@@ -149,17 +137,10 @@ def receive(channel: socket.socket) -> Message:
     if not data:
         raise EOFError
     if not ancillary:
-        return Message(data, [])
-    fd = int.from_bytes(ancillary[0][2], "little")
-    try:
-        content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
-    finally:
-        os.close(fd)
-    count = int.from_bytes(content[:8], "little")
-    sizes = np.frombuffer(content, np.int64, count, 8).tolist()
-    starts = itertools.accumulate(map(aligned, (8 + 8 * count, *sizes)))
-    head, *arrays = (content[start : start + size] for start, size in zip(starts, sizes, strict=False))
-    return Message(head, arrays)
+        return data
+    with open(int.from_bytes(ancillary[0][2], sys.byteorder), "rb") as file:
+        file.seek(0)
+        return file.read()
 
 
 def send_files(channel: socket.socket, *files: int) -> None:

@@ -18,6 +18,7 @@ import importlib
 import io
 import json
 import os
+import resource
 import select
 import shutil
 import signal
@@ -36,7 +37,17 @@ from typing import Any
 from rayvec.envs.owner_signals import leave_to_owner, restore_in_children
 from rayvec.errors import ConfigError
 
-__all__ = ["PRELOAD", "OwnedProcess", "check_threads", "import_modules", "kill_with_parent", "remove_folder"]
+__all__ = [
+    "FILES_OF_A_WORKER",
+    "PRELOAD",
+    "SPARE_FILES",
+    "OwnedProcess",
+    "allow_open_files",
+    "check_threads",
+    "import_modules",
+    "kill_with_parent",
+    "remove_folder",
+]
 
 PRELOAD = "RAYVEC_PRELOAD"
 """The environment variable that names to a fork server what it imports."""
@@ -54,6 +65,26 @@ _threads: dict[str, str] = {}
 _servers: dict[tuple[int, tuple[str, ...]], forkserver.ForkServer] = {}
 """The fork servers of a process, by its id and the modules that they have imported."""
 _lock = threading.Lock()
+FILES_OF_A_WORKER = 5
+"""The socket, two of the process, the file for its stack, and a message."""
+SPARE_FILES = 64
+
+
+def allow_open_files(num_workers: int) -> None:
+    """Raises this process's soft limit on open files, if it would not allow so many more workers.
+
+    Raises:
+        ConfigError: The hard limit does not allow them.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + FILES_OF_A_WORKER * num_workers + SPARE_FILES
+    if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
+        raise ConfigError(
+            f"{num_workers} workers need more open files than a hard limit of {hard} allows. Raise it to at least "
+            f"{needed} (ulimit -Hn shows it), or use fewer workers."
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def kill_with_parent(kills: bool) -> None:

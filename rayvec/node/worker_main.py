@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import pickle
 import signal
 import socket
 from contextlib import suppress
@@ -24,7 +25,7 @@ from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, Autoreset, Command,
 from rayvec.fleet.restarts import RestartPolicy, seed_of
 from rayvec.node.in_process import InProcess, make_slice
 from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, MachineBlock
-from rayvec.node.messages import Message, pack, receive, receive_files, send
+from rayvec.node.messages import dumps, receive, receive_files, send
 from rayvec.node.processes import check_threads
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
@@ -101,9 +102,9 @@ def _made(spec: WorkerSpec, channel: socket.socket, factories: int) -> Slice | N
         if factory.native:
             keep_freed_memory(_KEPT_BYTES)
         slice_ = make_slice(factory, spec.first_id, spec.name, spec.restart_policy)
-        spaces = pack(slice_.spaces)
+        spaces = dumps(slice_.spaces)
     except FAILURES as error:
-        send(channel, pack(captured(error, spec.name)))
+        send(channel, dumps(captured(error, spec.name)))
         return None
     send(channel, spaces)
     return slice_
@@ -117,7 +118,7 @@ def _seed(seed: int | None, *key: int) -> None:
 
 def _serve(spec: WorkerSpec, slice_: Slice, channel: socket.socket) -> None:
     """Executes commands until the owner sends no more. Then it closes the environments."""
-    attachment: Attachment = receive(channel).load()
+    attachment: Attachment = pickle.loads(receive(channel))
     block = MachineBlock(attachment.spec, *receive_files(channel, 1))
     worker = _Worker(spec, slice_, block, attachment)
     pid = os.getpid()
@@ -140,13 +141,13 @@ def _serve(spec: WorkerSpec, slice_: Slice, channel: socket.socket) -> None:
         logger.exception("%s: an environment raised in close()", spec.name)
 
 
-def _packed(answer: Answer, name: str) -> Message:
+def _packed(answer: Answer, name: str) -> bytes:
     """Returns an answer. If it can't be pickled, it returns that failure instead."""
     try:
-        return pack(None if answer is NO_NEWS else tuple(answer))
+        return dumps(None if answer is NO_NEWS else tuple(answer))
     except FAILURES as error:
         where = f"{name}, in what an environment returned (infos, observations or results)"
-        return pack(tuple(Answer(failure=captured(error, where))))
+        return dumps(tuple(Answer(failure=captured(error, where))))
 
 
 class _Worker:
@@ -174,16 +175,16 @@ class _Worker:
         self._chunk_step, self._cut_chunk = of_worker["chunk_step"], of_worker["cut_chunk"]
         _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id, 2)
         self._all_rows = np.arange(slice_.num_envs)
-        self._last_head = b""
+        self._last_message = b""
         self._last: Any = None
         here, layout = InProcess(slice_), ArrayLayout.of(slice_.spaces.action)
         self._host = PolicyHost(here, layout, slice_.first_id, slice_.native_mode)
 
-    def read(self, message: Message) -> Command:
+    def read(self, message: bytes) -> Command:
         """Returns a command. Its actions are copies: environments may keep a reference to them."""
-        if message.head != self._last_head:
-            self._last = message.load()
-            self._last_head = message.head if self._last[3] else b""  # of a step without other objects
+        if message != self._last_message:
+            self._last = pickle.loads(message)
+            self._last_message = message if self._last[3] else b""  # of a step without other objects
         op, rows, mode, codes, rest = self._last
         rows = self._all_rows if rows is None else rows
         actions, block = rest, self._block

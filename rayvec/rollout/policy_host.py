@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,14 +70,6 @@ class TakenChunk(NamedTuple):
         return self.chunk.last_obs
 
 
-@dataclass(slots=True)
-class _Held:
-    """A policy, and the version of the weights that it has loaded."""
-
-    policy: ActingPolicy
-    version: int = 0
-
-
 class PolicyHost:
     """Lets policies take chunks of steps, and knows where a recurrent policy must reset its hidden state.
 
@@ -102,17 +93,18 @@ class PolicyHost:
     ) -> None:
         self._stepper = Stepper(target, action_layout, first_id, native_mode)
         self.groups = groups
-        self._held: dict[int, _Held] = {}
+        self._policies: dict[int, ActingPolicy] = {}
+        self._versions: dict[int, int] = {}
         self._begun = np.zeros(target.num_envs, bool)
         self._acted: ActingPolicy | None = None
 
     def load(self, key: int, policy: bytes) -> None:
         """Loads a pickled policy."""
-        self._held[key] = _Held(as_policy(pickle.loads(policy)))
+        self._policies[key], self._versions[key] = as_policy(pickle.loads(policy)), 0
 
     def drop(self, key: int) -> None:
         """Removes a policy."""
-        self._held.pop(key, None)
+        self._policies.pop(key, None)
 
     def note_reset(self, rows: Any) -> None:
         """Records environments that are reset outside of chunks."""
@@ -129,11 +121,11 @@ class PolicyHost:
 
     def take(self, order: ChunkOrder, cut: Cut | None = None, empty: Empty = np.empty) -> TakenChunk:
         """Takes a chunk with a loaded policy. `cut` and `empty` are those of :func:`rayvec.rollout.loop.rollout`."""
-        held = self._held[order.key]
-        if order.weights is not None and order.version != held.version:
-            held.policy.load_weights(order.weights)
-            held.version = order.version
-        return self.act(held.policy, order.request, order.version, cut, empty)
+        policy = self._policies[order.key]
+        if order.weights is not None and order.version != self._versions[order.key]:
+            policy.load_weights(order.weights)
+            self._versions[order.key] = order.version
+        return self.act(policy, order.request, order.version, cut, empty)
 
     def act(
         self,
