@@ -10,11 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import psutil
 import pytest
@@ -113,21 +111,6 @@ class TestEquivalence:
         with machine(fns) as fleet, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
             assert in_lockstep(OverFleet(fleet, fleet.spaces, mode), sync, 12, options={"level": 2}) > 10
 
-    def test_observations_of_objects_leave_the_arrays_beside_them_alone(self) -> None:
-        space = spaces.Dict(image=spaces.Box(0, 255, (3, 3), np.uint8), mission=spaces.Text(5))
-        with machine(env_fns(3, space, space)) as fleet:
-            reset(fleet)
-            assert fleet.arrays["obs"]["image"].dtype == np.uint8
-            assert all(isinstance(text, str) for text in fleet.arrays["obs"]["mission"])
-
-    @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-    def test_native_sub_batches(self, mode: str) -> None:
-        fns = [partial(gymnasium.make, "CartPole-v1")]
-        mode_ = AutoresetMode(mode)
-        native = partial(SyncVectorEnv, fns * 2, autoreset_mode=mode_)
-        with machine([native] * 3, native=True) as fleet, closing(SyncVectorEnv(fns * 6, autoreset_mode=mode_)) as sync:
-            assert in_lockstep(OverFleet(fleet, fleet.spaces, mode_), sync, 60) > 6
-
     def test_actions_keep_their_data_type(self) -> None:
         class Repeats(Steps):
             action_space = spaces.Box(-1, 1, (2,), np.float32)
@@ -201,13 +184,6 @@ class TestFaults:
             os.kill(fleet.worker_pids()[1], signal.SIGKILL)
             answer = step(fleet, Autoreset.SAME_STEP)
             assert answer.infos["final_obs"][1]["mission"] == last[1]
-
-    def test_an_argument_that_can_not_be_pickled(self) -> None:
-        with machine([Odd] * 2) as fleet:
-            with pytest.raises(TypeError, match="Workers get actions, options and arguments by pickling"):
-                call(fleet, "big", sys._getframe())
-            reset(fleet)
-            assert [len(value) for value in call(fleet, "big", b"x")] == [2, 2]
 
 
 class TestEnd:

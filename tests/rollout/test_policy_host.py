@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
-from helpers.fleet_kit import RESTART, Steps, fleet_of, slice_of
+from helpers.fleet_kit import RESTART, Steps, slice_of
 from helpers.testing import assert_identical
 
 from rayvec.data import Chunk, ChunkRequest
@@ -184,13 +184,6 @@ class TestSlices:
 
 
 class TestFleets:
-    def test_two_groups_take_the_same(self) -> None:
-        fleet = fleet_of(DRIFT, 2)
-        reset(fleet)
-        groups = [np.array([0, 2]), np.array([1, 3, 4])]
-        ours = chunks_of(host_over(fleet, fleet.children[0].slice.spaces, groups), TablePolicy(2))
-        assert_same(ours, chunks_of(slice_host(DRIFT), TablePolicy(2)))
-
     def test_workers_take_the_same_with_the_weights_of_the_request(self) -> None:
         """Two chunks are pending at a time, and none of them overwrites the other."""
         policies = [TablePolicy(2, seed=seed) for seed in range(5)]
@@ -217,14 +210,6 @@ class TestFleets:
                 chunk = taken(machine, ask(machine, ChunkOrder(1, ChunkRequest(num_steps, 0, SEED))))
                 assert chunk.extras["seen"].shape == (num_steps, 5, 300)
                 assert (chunk.extras["seen"] == chunk.obs.mean(-1, keepdims=True)).all()
-
-    def test_each_worker_by_itself(self) -> None:
-        with loaded(DRIFT, TablePolicy(2)) as machine:
-            rows = [np.arange(*machine.bounds[k : k + 2]) for k in range(2)]
-            tickets = {(k, worker): ask(machine, order(k), rows[worker]) for k in range(2) for worker in (1, 0)}
-            ours = [join_chunks([taken(machine, tickets[k, worker]) for worker in range(2)]) for k in range(2)]
-            ours.append(taken(machine, ask(machine, order(2))))
-        assert_same(ours, chunks_of(slice_host(DRIFT), TablePolicy(2)))
 
     def test_a_killed_worker_loses_no_pending_chunk(self) -> None:
         machine = Machine(EnvFactory.build([Steps] * 4), 2, restart_policy=RESTART)

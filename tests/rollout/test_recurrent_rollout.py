@@ -14,7 +14,6 @@ from helpers.obedient_envs import BreakingEnv
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
-from rayvec.policies.networks import flat_weights
 from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -139,33 +138,6 @@ def test_a_policy_remembers_nothing_of_steps_that_the_caller_took(
     assert collector.collect(n_step=N * 2).chunks[0].states[0].any()
     env.step(env.action_space.sample())
     assert not collector.collect(n_step=N * 2).chunks[0].states[0].any()
-
-
-def test_weights_that_a_policy_loads_reach_its_next_rollout_and_keep_the_states(make: Make) -> None:
-    weights = flat_weights(make_module(seed=1))
-    changed, kept = [], []
-    for inference in ("driver", "worker", "node"):
-        policy = Policy(make_module())
-        env = make([DriftEnv] * N, **WORKERS)
-        env.rollout(policy, 8, inference, seed=3)
-        kept.append(env.rollout(policy, 1, inference))
-        policy.load_weights(weights)
-        policy.load_weights(weights)
-        changed.append(env.rollout(policy, 8, inference))
-    for chunk, expected in [*((chunk, changed[0]) for chunk in changed), *((chunk, kept[0]) for chunk in kept)]:
-        np.testing.assert_array_equal(chunk.act, expected.act)
-        np.testing.assert_allclose(chunk.states, expected.states, atol=1e-6)
-        np.testing.assert_allclose(chunk.extras["logp"], expected.extras["logp"], atol=2e-6)
-    assert_steps_of(make_module(), kept[0])
-    assert_steps_of(make_module(seed=1), changed[0])
-
-
-def assert_steps_of(module: RecurrentActorCritic, chunk: Chunk) -> None:
-    """Of the first step: the module acted, from a state that is not empty."""
-    assert chunk.states[0].any()
-    params = module.make_actor().step(chunk.obs[0], chunk.states[0])[0]
-    logp = params - np.log(np.exp(params).sum(1, keepdims=True))
-    np.testing.assert_allclose(chunk.extras["logp"][0], logp[np.arange(N), chunk.act[0]], atol=5e-6)
 
 
 def test_chunks_that_are_collected_ahead_continue_from_the_state_before(make: Make) -> None:

@@ -292,10 +292,6 @@ class TestPolicies:
         chunk = rollout(pool, as_policy(policy), 4)
         assert (chunk.act["p"] == 1).all() and (chunk.act["q"] == 2).all()
 
-    def test_a_callable_may_return_lists(self) -> None:
-        pool = stepper_of([CountingEnv] * 2)
-        assert_identical(rollout(pool, as_policy(lambda obs: [0, 1]), 2).act, np.array([[0, 1]] * 2))
-
     def test_a_callable_may_return_a_tuple_for_arrays_and_lists_within_a_tuple(self) -> None:
         pool = stepper_of([CountingEnv] * 2)
         assert_identical(rollout(pool, as_policy(lambda obs: (0, 1)), 2).act, np.array([[0, 1]] * 2))
