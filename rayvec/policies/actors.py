@@ -99,7 +99,8 @@ class MLPActor:
             zeros = np.zeros((len(weight), len(parts["log_std"])), np.float32)
             self._arrays[-1] = (np.hstack([weight, zeros]), np.concatenate([bias, parts["log_std"]]))
         if "obs_mean" in parts:
-            self._moments = parts["obs_mean"].sum(0, dtype=np.float64), parts["obs_scale"]
+            scale = parts["obs_scale"].reshape(-1, self.encoder.num_features).sum(0)  # of float64, too
+            self._moments = parts["obs_mean"].sum(0, dtype=np.float64), scale
 
 
 def _activate(activation: Activation, rows: Float) -> None:
