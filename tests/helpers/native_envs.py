@@ -102,25 +102,6 @@ class Final(SyncVectorEnv):
         return obs, rew, terminated, truncated, {**empty, **info}
 
 
-class Swapped(gymnasium.vector.VectorWrapper):
-    """Returns last observations with the keys in another order than its space, and a NaN in each."""
-
-    def __init__(self) -> None:
-        super().__init__(counting(3, "SameStep"))
-        number = gymnasium.spaces.Box(-1, 1, (), np.float32)
-        self.single_observation_space = gymnasium.spaces.Dict(count=CountingEnv.observation_space, number=number)
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        obs, info = super().reset(seed=seed, options=options)
-        return {"count": obs, "number": np.zeros(3)}, info
-
-    def step(self, actions: Any) -> Any:
-        obs, rew, terminated, truncated, info = super().step(actions)
-        if "final_obs" in info:
-            info["final_obs"] = {"number": np.full(3, np.nan), "count": obs.copy()}
-        return {"count": obs, "number": np.zeros(3)}, rew, terminated, truncated, info
-
-
 class Says(SyncVectorEnv):
     """Returns infos without masks, those of steps in nested dicts; the caller resets it."""
 
@@ -134,25 +115,6 @@ class Says(SyncVectorEnv):
     def step(self, actions: Any) -> Any:
         obs, rew, terminated, truncated, _ = super().step(actions)
         return obs, rew, terminated, truncated, {"deep": {"down": {"step": obs[:, 3]}}, "both": obs[:, 3]}
-
-
-class Clears(SyncVectorEnv):
-    """Returns its own arrays, into which the next reset writes; the caller resets it."""
-
-    def __init__(self) -> None:
-        super().__init__([CountingEnv] * 3, autoreset_mode=AutoresetMode.DISABLED)
-        self._own: list[Any] = []
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        for own in self._own:
-            own[...] = 0
-        return super().reset(seed=seed, options=options)
-
-    def step(self, actions: Any) -> Any:
-        obs, *flags, _ = super().step(actions)
-        steps = obs[:, 3].copy()
-        self._own = [*flags, steps]
-        return obs, *flags, {"step": steps, "deep": {"step": steps}}
 
 
 class Fails(SyncVectorEnv):

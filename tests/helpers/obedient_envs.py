@@ -123,20 +123,6 @@ class FailsAfterAnEnd(SameAgain):
     fails_at = 3
 
 
-class LongToLoad:
-    """A policy that takes two seconds to load, as one does that imports torch."""
-
-    def __init__(self) -> None:
-        self.seconds = 2.0
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        time.sleep(self.seconds)
-
-    def __call__(self, obs: Any) -> Any:
-        return np.full(len(obs), GO)
-
-
 class GatedEnv(CountingEnv):
     """After some steps it waits for a file."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from typing import Any
@@ -66,19 +65,6 @@ class Unloadable:
         return int, ("no number",)
 
 
-def _none_under_ray() -> int:
-    if "ray" in sys.modules:
-        raise ValueError("no number")
-    return 3
-
-
-class UnloadableUnderRay:
-    """Is unpickled as 3 in workers, and raises in actors of Ray."""
-
-    def __reduce__(self) -> Any:
-        return _none_under_ray, ()
-
-
 class Returns(CountingEnv):
     def back(self, value: Any) -> Any:
         return value
@@ -104,24 +90,6 @@ class OwnError(Exception):
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{text} ({code})")
-
-
-class OneInfo(CountingEnv):
-    """Uses the same info dict for ever; episodes of two steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._info: dict[str, Any] = {}
-
-    def reset(self, **kwargs: Any) -> Any:
-        obs, _ = super().reset(**kwargs)
-        self._info["at"] = f"reset {self._episode}"
-        return obs, self._info
-
-    def step(self, action: Any) -> Any:
-        obs, reward, _, _, _ = super().step(action)
-        self._info["at"] = f"step {self._t}"
-        return obs, reward, self._t == 2, False, self._info
 
 
 class OddInfo(CountingEnv):
@@ -172,15 +140,3 @@ class PressesCtrlC(CountingEnv):
             os.kill(self._pid, signal.SIGINT)
             time.sleep(0.3)
         return super().step(action)
-
-
-class InterruptsItsClose(CountingEnv):
-    """Its close interrupts a process, which waits for it, and does not end."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__()
-        self._pid = pid
-
-    def close(self) -> None:
-        os.kill(self._pid, signal.SIGINT)
-        time.sleep(300)

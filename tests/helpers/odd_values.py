@@ -188,30 +188,6 @@ class NoInfo(OddValues):
         return self._info if self._t else {}
 
 
-class NoText(Exception):
-    """Its text can't be read."""
-
-    def __str__(self) -> str:
-        raise LookupError("no text")
-
-
-class RaisesNoText(OddValues):
-    def info(self) -> Any:
-        if self._t:
-            raise NoText
-        return {}
-
-
-class NoMetadata(OddValues):
-    metadata = None  # type: ignore[assignment]
-
-
-class LockedMetadata(OddValues):
-    def __init__(self) -> None:
-        super().__init__()
-        self.metadata = {"lock": threading.Lock()}
-
-
 LOCK = threading.Lock()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any, ClassVar
@@ -24,8 +24,6 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack,
 
 from rayvec.errors import ConfigError, EnvError
 from rayvec.stable_baselines3 import RayVecEnv
-
-EnvFns = Sequence[Callable[[], Any]]
 
 
 class Optional(CountingEnv):

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers.vector import NormalizeObservation, RecordEpisodeStatistics, TransformReward
 from helpers.native_envs import Fails, Final, Odd, cartpoles, counting
 from helpers.simple_policies import still
@@ -306,32 +306,6 @@ class TestCalls:
             assert reward.tolist() == [2.0, 2.0]
             env.set_attr("episode_count", 5)
             assert env.get_attr("episode_count") == (5, 5)
-
-
-class Labelled(CartPoleVectorEnv):
-    """Has a method that returns a list for each environment, of different lengths."""
-
-    label: Any = None
-
-    def ragged(self) -> list[list[int]]:
-        return [[1], [1, 2]]
-
-
-class FailsOnce(CartPoleVectorEnv):
-    """Takes one seed, and raises from a step if it is told to; the caller resets it."""
-
-    metadata: ClassVar[Any] = {**CartPoleVectorEnv.metadata, "autoreset_mode": AutoresetMode.DISABLED}
-    is_healthy = True
-    seed_of_reset: int | None = None
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.seed_of_reset = seed
-        return super().reset(seed=seed)
-
-    def step(self, action: Any) -> Any:
-        if not self.is_healthy:
-            raise ValueError("told to raise")
-        return super().step(action)
 
 
 class TestSeeds:
