@@ -334,7 +334,7 @@ class TestInput:
     def test_a_callable_has_no_weights(self, inference: Any) -> None:
         with local([CountingEnv]) as env:
             collector = Collector(env, still, inference)
-            with pytest.raises(ConfigError, match="a policy that has weights"):
+            with pytest.raises(ConfigError, match="which has none"):
                 collector.set_weights(np.ones(3, np.float32))
             assert collector.collect(n_step=2).stats.n_collected_steps == 2
 
