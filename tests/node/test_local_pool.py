@@ -196,14 +196,9 @@ def test_a_chunk_stays_nowhere_without_ray() -> None:
     assert "by_reference=True" in said and "initialised" in said
 
 
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(
-    ("num_nodes", "text"),
-    [(0, "num_nodes=0, which is this machine"), (None, "All of 2 nodes .*pass num_nodes=1 or less")],
-)
-def test_ranks_are_apart_from_environments_on_nodes(tmp_path: Path, num_nodes: int | None, text: str) -> None:
-    config = rayvec.PPOConfig(run_dir=tmp_path / "a", num_nodes=num_nodes, workers_per_node=1, learners="dedicated")
-    with pytest.raises(ConfigError, match=text):
+def test_ranks_are_apart_from_environments_on_nodes(tmp_path: Path) -> None:
+    config = rayvec.PPOConfig(run_dir=tmp_path / "a", num_nodes=0, workers_per_node=1, learners="dedicated")
+    with pytest.raises(ConfigError, match="num_nodes=0 was passed with learners='dedicated'"):
         rayvec.train(config)
 
 
