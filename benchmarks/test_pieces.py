@@ -18,7 +18,7 @@ from rayvec.bench.ways import RandomActions
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos
 from rayvec.data.join_chunks import join_chunks
 from rayvec.learners.returns import gae
-from rayvec.tianshou.collect.buffers import ChunkInsertion
+from rayvec.tianshou.collect.buffers import add_chunk
 from rayvec.training import checkpoint
 
 RETURNS = [(128, 8), (128, 128), (2048, 64)]
@@ -105,7 +105,7 @@ CHUNKS = {
 
 
 def add_in_bulk(buffer: Any, chunk: Chunk) -> None:
-    ChunkInsertion(buffer, chunk).add(0, chunk.num_steps)
+    add_chunk(buffer, chunk, list(chunk.infos))
 
 
 @pytest.mark.parametrize("add", [add_in_order, add_in_bulk], ids=["one by one", "bulk"])

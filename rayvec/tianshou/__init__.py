@@ -9,11 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rayvec.errors import ConfigError
-
 if TYPE_CHECKING:
     from rayvec.tianshou.agents import (
-        AgentPolicy as AgentPolicy,
         load_critic as load_critic,
         load_policy as load_policy,
         save_policy as save_policy,
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from rayvec.tianshou.policies import TianshouPolicy as TianshouPolicy
 
 _HOMES = {
-    "AgentPolicy": "rayvec.tianshou.agents",
     "Collector": "rayvec.tianshou.collect.collector",
     "IMPALA": "rayvec.tianshou.learn.impala",
     "IMPALATrainingStats": "rayvec.tianshou.learn.impala",
@@ -51,25 +47,8 @@ __all__ = [*_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'rayvec.tianshou' has no attribute {name!r}")
-    try:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    except ImportError as error:
-        _check_version(error)
-        raise
-    globals()[name] = value
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return value
-
-
-def _check_version(cause: ImportError) -> None:
-    """Raises a ConfigError where an import failed because of an older Tianshou."""
-    import tianshou
-
-    version = getattr(tianshou, "__version__", "of an unknown version")
-    if not str(version).startswith("2."):
-        raise ConfigError(
-            f"Tianshou {version} is installed, and rayvec.tianshou works with Tianshou 2. Run pip install "
-            "'tianshou>=2', and port policies of Tianshou 1 to algorithms."
-        ) from cause
 
 
 def __dir__() -> list[str]:

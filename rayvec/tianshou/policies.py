@@ -1,17 +1,17 @@
-"""Tianshou's policies as policies that act where the environments are.
-
-A policy is sent pickled. After that only its parameters and buffers are sent, as one flat vector, bit for bit. Where
-anything else of it has changed, such as the epsilon of a DQN, it is sent again.
-"""
+"""Tianshou's policies as policies that act where the environments are."""
 
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import random
 import secrets
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 from gymnasium import Space
@@ -19,17 +19,19 @@ from numpy.typing import NDArray
 from tianshou.algorithm.algorithm_base import Algorithm, Policy
 from tianshou.data import Batch, to_numpy
 from tianshou.data.collector import get_stddev_from_dist
+from tianshou.exploration import BaseNoise
+from torch.nn.parameter import is_lazy
 
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NoiseSpec
-from rayvec.tianshou.policy_state import pickled_without_tensors, seed_own_generators, tensors_of
 
 __all__ = ["RandomActions", "TianshouPolicy", "joint_logp", "policy_entry", "record_logp", "records_logp"]
 
 _ARRAY, _TENSOR = "array:", "tensor:"
 _PROCESS = secrets.token_hex(8)
 """Names this process."""
+_GENERATORS = (Space, np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
 class TianshouPolicy:
@@ -55,16 +57,16 @@ class TianshouPolicy:
         self._policy: Policy = policy.policy if isinstance(policy, Algorithm) else policy
         self._exploration_noise = exploration_noise
         self._state: Any = None
+        self._loaded = b""  # the policy without its tensors, where that came from another process
         self._seeds_own = self._seeds_global = False
-        # Without autograd torch evaluates an LSTM by another kernel, which differs in the last bits.
-        self._with_grad = any(isinstance(module, torch.nn.RNNBase) for module in self._policy.modules())
 
     def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
         """Chooses actions for k environments; see :class:`rayvec.rollout.loop.ActingPolicy`."""
         if self._seeds_own:
-            self._seed(noise)
+            self._seed(_whole(noise[0, 0]))
         batch: Any = Batch(obs=obs, info=Batch())
-        with torch.set_grad_enabled(self._with_grad):
+        # Without autograd torch evaluates an LSTM by another kernel, which differs in the last bits.
+        with torch.set_grad_enabled(any(isinstance(module, torch.nn.RNNBase) for module in self._policy.modules())):
             result = self._policy(batch, self._state)
         act = to_numpy(result.act)
         if self._exploration_noise:
@@ -88,63 +90,95 @@ class TianshouPolicy:
             self._state[rows] = None if self._state.dtype == object else 0
 
     def weights(self) -> NDArray[np.float32]:
-        """Returns parameters and buffers as one flat vector of bits, which mean nothing as numbers."""
-        tensors = [tensor.cpu().reshape(-1).view(torch.uint8).numpy() for tensor in tensors_of(self._policy)]
-        stream = np.concatenate([np.zeros(0, np.uint8), *tensors])
-        return np.pad(stream, (0, -len(stream) % 4)).view(np.float32)
-
-    def structure(self) -> bytes:
-        """Returns what :meth:`weights` don't hold. A copy acts as the policy does while this does not change.
-
-        States of random generators are left out.
+        """Returns the policy as it is, its parameters bit for bit, as a vector of bytes that mean no numbers.
 
         Raises:
-            ConfigError: The policy can't be pickled.
+            ConfigError: A lazy layer has not run yet.
         """
-        try:
-            return pickled_without_tensors(self._policy)
-        except Exception as error:
-            raise ConfigError(f"The policy can't be pickled: {error}. Pass inference='driver'.") from error
+        tensors = [*self._policy.parameters(), *self._policy.buffers()]
+        if any(map(is_lazy, tensors)):
+            raise ConfigError(
+                "A lazy layer of the policy has no shapes yet: it gets them when it first runs. Call the policy once "
+                "before: policy(Batch(obs=obs, info=Batch())), with obs of env.reset()."
+            )
+        file = io.BytesIO()
+        _Pickler(file, tensors).dump((self._policy, self._exploration_noise))
+        data = [_bytes_of(each.detach().cpu()) for each in tensors]
+        content = pickle.dumps((_PROCESS, file.getvalue(), np.concatenate([np.zeros(0, np.uint8), *data])))
+        return np.frombuffer(content + bytes(-len(content) % 4), np.float32)
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Loads what :meth:`weights` returned in another process.
 
-        Raises:
-            ConfigError: It comes from a policy with other parameters.
+        Where more than the tensors has changed since the last time, the policy is replaced. Its hidden state stays.
         """
-        tensors = list(tensors_of(self._policy))
-        *ends, size = np.cumsum([0, *(each.numel() * each.element_size() for each in tensors)])
-        if weights.size != -(-size // 4):
-            raise ConfigError(
-                f"The weights have {weights.size} numbers, but the policy takes {-(-size // 4)}. Pass what weights() "
-                "of the same TianshouPolicy returned; publish a changed policy again."
-            )
-        parts = np.split(np.ascontiguousarray(weights).view(np.uint8)[:size].copy(), ends[1:])
-        with torch.no_grad():
-            for tensor, part in zip(tensors, parts, strict=False):
-                tensor.copy_(torch.from_numpy(part.copy()).view(tensor.dtype).view(tensor.shape))
+        process, structure, data = pickle.loads(np.ascontiguousarray(weights).tobytes())
+        if structure != self._loaded:
+            self._loaded = structure
+            self._policy, self._exploration_noise = _Unpickler(io.BytesIO(structure)).load()
+            self._policy.eval()
+            self._seeds_own = True  # else each copy would draw the same
+            self._seeds_global = process != _PROCESS  # the driver's generators are the caller's
+        for own in map(_bytes_of, chain(self._policy.parameters(), self._policy.buffers())):
+            own[:], data = data[: own.size], data[own.size :]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Moves a copy to the CPU; the hidden state stays behind."""
-        policy = self._policy
-        if any(tensor.is_cuda for tensor in tensors_of(policy)):
-            policy = copy.deepcopy(policy).cpu()
-        return {"policy": policy, "exploration_noise": self._exploration_noise, "process": _PROCESS}
+        return {"weights": self.weights()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["policy"], exploration_noise=state["exploration_noise"])  # type: ignore[misc]
-        self._policy.eval()
-        self._seeds_own = True  # else each copy would draw the same
-        self._seeds_global = state["process"] != _PROCESS  # the driver's generators are the caller's
+        self._state, self._loaded = None, b""
+        self.load_weights(state["weights"])
 
-    def _seed(self, noise: NDArray[np.float64]) -> None:
+    def _seed(self, seed: int) -> None:
+        """Seeds the generators that are attributes of modules or noises, and in workers the global ones."""
         self._seeds_own = False
-        seed = _whole(noise[0, 0])
-        seed_own_generators(self._policy, seed)
+        holders = [vars(module) for module in self._policy.modules()]
+        holders += [vars(value) for held in holders for value in held.values() if isinstance(value, BaseNoise)]
+        generators = [value for held in holders for value in held.values() if isinstance(value, _GENERATORS)]
+        for number, generator in enumerate(generators, 1):
+            if isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = type(generator.bit_generator)(seed + number).state
+            else:
+                seed_it: Any = getattr(generator, "manual_seed", generator.seed)
+                seed_it((seed + number) % 2**31)
         if self._seeds_global:
             torch.manual_seed(seed)
             np.random.seed(seed % 2**32)
             random.seed(seed)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves out tensors, for each of which its number and its form stand."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        forms = [(k, type(each), each.requires_grad, each.dtype, each.shape) for k, each in enumerate(tensors)]
+        self._forms = dict(zip(map(id, tensors), forms, strict=True))
+
+    def persistent_id(self, value: Any) -> Any:
+        """Returns what stands for an object; None for one that is pickled as usual."""
+        return self._forms.get(id(value))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes tensors where the pickler has left them out."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._made: dict[int, torch.Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        """Returns a tensor, or parameter, of the form of the one that was left out."""
+        number, kind, needs_grad, dtype, shape = pid
+        if number not in self._made:
+            tensor = torch.empty(shape, dtype=dtype)
+            self._made[number] = torch.nn.Parameter(tensor, needs_grad) if kind is torch.nn.Parameter else tensor
+        return self._made[number]
+
+
+def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Returns the bytes of a contiguous tensor on the CPU, which may be written."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 class RandomActions:
@@ -204,8 +238,7 @@ def policy_entry(extras: dict[str, NDArray[Any]]) -> Batch:
     for name, value in extras.items():
         for prefix in (_ARRAY, _TENSOR):
             if name.startswith(prefix):
-                path = name.removeprefix(prefix).split("/")
-                *path, last = [key.replace("~1", "/").replace("~0", "~") for key in path]
+                *path, last = name.removeprefix(prefix).split("/")
                 place = entry
                 for key in path:
                     place = place.__dict__.setdefault(key, Batch())
@@ -214,11 +247,10 @@ def policy_entry(extras: dict[str, NDArray[Any]]) -> Batch:
 
 
 def _flatten(value: Any, path: str) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yields arrays with their paths, keys escaped as in a JSON pointer."""
+    """Yields arrays with their paths."""
     if isinstance(value, dict | Batch):
         for key, part in value.items():
-            name = key.replace("~", "~0").replace("/", "~1")
-            yield from _flatten(part, f"{path}/{name}" if path else name)
+            yield from _flatten(part, f"{path}/{key}" if path else key)
     elif isinstance(value, torch.Tensor):
         yield _TENSOR + path, value.detach().cpu().numpy()
     elif value is not None:

@@ -67,11 +67,8 @@ class Misfit(Line):
         odd = {
             "float64": obs.astype(np.float64),
             "list": obs.tolist(),
-            "ints": obs.astype(int),
             "longer": np.zeros(3 + self._x),
-            "none": None,
             "text": f"x={self._x}",
-            "dict": {"x": self._x, "obs": obs},
         }
         return odd.get(self._kind, obs) if self._x != 2 else obs
 
@@ -79,15 +76,8 @@ class Misfit(Line):
         x = self._x
         odd = {
             "int": x,
-            "float32": np.float32(x / 3),
-            "turns": (x, 0.5, np.float32(x / 7), True)[x % 4],
             "agents": [x, -x],
             "array": np.array([x / 3, 1.0]),
-            "zero_d": np.array(x / 3),
-            "huge": 2**60 + x,
-            "nan": np.float32("nan"),
-            "npfloat": np.float64(x),
-            "bool": x % 2 == 0,
         }
         return odd.get(self._kind, super()._reward())
 
@@ -101,36 +91,6 @@ class Ragged(Line):
 
     def _obs(self) -> Any:
         return np.full(self.size, self._start)
-
-
-class Bare:
-    """No Gymnasium environment at all: no spaces, no keywords, no metadata."""
-
-    def __init__(self) -> None:
-        self._x = 0
-
-    def reset(self, start: int = 0) -> Any:
-        self._x = start
-        return {"nodes": {self._x}}, {}
-
-    def step(self, action: Any) -> Any:
-        self._x += action
-        return {"nodes": set(range(self._x))}, 1.0, self._x > 3, False, {}
-
-    def close(self) -> None:
-        pass
-
-
-class OwnSeed(Line):
-    """Has a ``seed`` of its own, of the old kind."""
-
-    def seed(self, seed: int | None = None) -> list[int | None]:
-        return [seed, 7]
-
-
-class NoGymReset(Line):
-    def reset(self, **kwargs: Any) -> Any:
-        return self._obs()
 
 
 class Held(Line):

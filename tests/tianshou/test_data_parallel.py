@@ -7,8 +7,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,7 @@ from helpers import tianshou_algorithms as kit
 from helpers.waiting import alive, wait_until
 from tianshou.algorithm.algorithm_base import Algorithm
 from tianshou.algorithm.modelfree.sac import FixedAlpha
-from tianshou.data import Batch, Collector, VectorReplayBuffer
+from tianshou.data import Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OnPolicyTrainerParams
 
@@ -107,14 +105,6 @@ def test_other_algorithms_keep_their_ranks_equal() -> None:
     assert (buffer.weight[np.arange(120)] != before).any()
 
 
-def test_gradients_that_do_not_come_from_backward_are_an_error() -> None:
-    with (
-        parallel(kit.make("npg")) as other,
-        pytest.raises(LearnerError, match=r"ranks of NPG have learned different weights.*plain algorithm"),
-    ):
-        kit.updates(other, kit.fill(other), count=1)
-
-
 class TestDriver:
     def test_shares_policy_nets_and_optimizers_and_gets_numbers_back(self) -> None:
         algorithm, one = kit.make("td3"), kit.make("td3")
@@ -181,10 +171,6 @@ class TestDriver:
                 assert difference(each, other) == 0
                 assert vars(each).keys() == vars(kit.make("td3")).keys()
 
-    def test_update_outside_of_a_training_step(self) -> None:
-        with parallel(kit.make("dqn")) as other, pytest.raises(RuntimeError, match="training step"):
-            other.update(buffer=kit.fill(other), sample_size=8)
-
     def test_tianshous_trainer_runs_it(self) -> None:
         algorithm = kit.cartpole_ppo()
         start = copy.deepcopy(algorithm)
@@ -210,6 +196,7 @@ class TestRefused:
         ("make", "settings", "error"),
         [
             (lambda: kit.make("ppo").policy, {}, "not its policy"),
+            (lambda: kit.make("npg"), {}, "its gradients by backward"),
             (lambda: kit.make("dqn"), {"num_learners": 0}, "num_learners"),
             (lambda: kit.make("dqn"), {"device": "tpu"}, "device"),
         ],
@@ -218,33 +205,16 @@ class TestRefused:
         with pytest.raises(ConfigError, match=error):
             data_parallel(make(), **settings)
 
-    def test_returns_that_each_rank_would_scale_by_its_own(self) -> None:
-        algorithm = kit.make("ppo_recomputing")
-        algorithm.return_scaling = True
-        with pytest.raises(ConfigError, match="return_scaling=True can't be computed on several ranks"):
-            parallel(algorithm)
-
-    def test_what_cannot_be_pickled(self) -> None:
-        algorithm = kit.make("dqn")
-        algorithm.lock = threading.Lock()
-        with pytest.raises(ConfigError, match="can't be pickled"):
-            parallel(algorithm)
+    def test_what_the_algorithm_holds(self) -> None:
+        scales, locked = kit.make("ppo_recomputing"), kit.make("dqn")
+        scales.return_scaling, locked.lock = True, threading.Lock()
+        for algorithm, error in ((scales, "return_scaling=True can't be computed"), (locked, "get an algorithm by")):
+            with pytest.raises((ConfigError, TypeError), match=error):
+                parallel(algorithm)
 
     def test_a_second_time(self) -> None:
         with parallel(kit.make("dqn"), 1) as other, pytest.raises(ConfigError, match="data-parallel already"):
             parallel(other)
-
-    def test_tianshou_1(self, tmp_path: Path) -> None:
-        (tmp_path / "tianshou").mkdir()
-        (tmp_path / "tianshou" / "__init__.py").write_text('__version__ = "1.2.0"\n')
-        path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run(
-            [sys.executable, "-c", "from rayvec.tianshou import data_parallel"],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 1 and "rayvec.tianshou works with Tianshou 2." in done.stderr
 
 
 def test_public_names_are_no_modules() -> None:
@@ -274,8 +244,8 @@ class TestLostRanks:
         other.close()  # once more
         for pid in pids:
             wait_until(lambda pid=pid: not alive(pid), "the rank has ended")
-        with pytest.raises(LearnerError, match="closed"):
-            kit.updates(other, kit.fill(other), count=1)
+        kit.updates(other, kit.fill(other), count=1)  # with new ranks
+        other.close()
 
     def test_what_a_loss_raises_is_raised(self) -> None:
         with parallel(kit.make("dqn")) as other:
@@ -294,11 +264,3 @@ class TestLostRanks:
         del other
         gc.collect()
         wait_until(lambda: not alive(pid), "the rank has ended")
-
-
-def test_nothing_of_tianshou_is_replaced() -> None:
-    split = vars(Batch)["split"]
-    with parallel(kit.make("ppo"), 1) as other:
-        kit.updates(other, kit.fill(other), count=1)
-    assert vars(Batch)["split"] is split
-    assert not {"step", "compute_episodic_return"} & {*vars(other), *vars(other.optim)}

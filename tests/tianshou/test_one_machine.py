@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import signal
 import subprocess
 import sys
 from contextlib import closing
 from functools import partial
 from typing import Any
 
-import cloudpickle
 import gymnasium
 import numpy as np
 import pytest
 import tianshou.data
-from gymnasium.error import ClosedEnvironmentError
 from helpers.exact import DriftEnv
 from helpers.kinds import within
 from helpers.testing import CountingEnv, FaultyEnv
-from helpers.tianshou_envs import Line
 from helpers.tianshou_lockstep import assert_same, in_lockstep
-from helpers.waiting import DEADLINE_S, alive, wait_until
+from helpers.waiting import DEADLINE_S
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.data import VectorReplayBuffer
 from tianshou.env import DummyVectorEnv, SubprocVectorEnv
 from tianshou.utils.net.common import Net
 
-from rayvec.errors import WorkerLostError
-from rayvec.rollout.loop import CallablePolicy
 from rayvec.tianshou import Collector, RayVectorEnv
-from rayvec.vector.ray_vec_env import RayVecEnv
 
 ENGINES = {"workers": 2, "this process": 0}
 CARTPOLES = [partial(gymnasium.make, "CartPole-v1", max_episode_steps=12)] * 5
@@ -73,33 +64,6 @@ class TestNumbers:
         with closing(make(CARTPOLES, workers)) as ours, closing(reference(CARTPOLES)) as theirs:
             assert in_lockstep(ours, theirs, 40) > 3
 
-    @pytest.mark.parametrize("workers", ENGINES.values(), ids=ENGINES)
-    def test_are_those_of_gymnasiums_adapter(self, workers: int) -> None:
-        other = RayVecEnv(CARTPOLES, num_nodes=0, workers_per_node=workers, autoreset_mode="Disabled")
-        with closing(make(CARTPOLES, workers)) as venv, other:
-            assert_same(venv.reset(seed=4)[0], other.reset(seed=[4] * 5)[0])
-            for t in range(30):
-                action = (np.arange(5) + t) % 2
-                ours, theirs = venv.step(action), other.step(action)
-                for got, expected in zip(ours[:4], theirs[:4], strict=True):
-                    assert_same(got, expected, f"step {t}")
-                done = theirs[2] | theirs[3]
-                if done.any():
-                    obs, _ = other.reset(options={"reset_mask": done})
-                    assert_same(venv.reset(np.flatnonzero(done))[0], obs[done])
-
-    def test_where_it_runs_can_be_seen(self) -> None:
-        with closing(make([Line] * 5, 2)) as venv:
-            [node] = venv.topology.nodes
-            assert (node.worker_bounds, venv.transports) == ((0, 3, 5), ("shm",))
-            [(name, (_, *workers))] = venv.worker_pids().items()
-            assert name == node.name
-            assert venv.get_env_attr("pid") == [workers[0]] * 3 + [workers[1]] * 2
-        with closing(make([Line] * 5, 0)) as venv:
-            assert venv.worker_pids() == {venv.topology.nodes[0].name: [os.getpid()]}
-        with closing(RayVectorEnv([Line] * 40, num_nodes=0)) as venv:
-            assert venv.topology.nodes[0].num_workers == len(os.sched_getaffinity(0))
-
 
 def test_in_this_process_a_collector_draws_from_the_generators_that_tianshous_draws_from() -> None:
     model = Net(state_shape=(2,), action_shape=2, hidden_sizes=(8,))
@@ -120,19 +84,6 @@ def test_in_this_process_a_collector_draws_from_the_generators_that_tianshous_dr
 
 
 class TestAsync:
-    def test_every_environment_has_a_worker(self) -> None:
-        with closing(make([Line] * 3, 1, wait_num=1)) as venv:
-            assert len(set(venv.get_env_attr("pid"))) == 3
-            venv.reset()
-            answered: set[int] = set()
-            infos = venv.step(np.zeros(3, int))[-1]
-            while True:
-                answered |= {info["env_id"] for info in infos}
-                if not venv.waiting_id:
-                    break
-                infos = within(DEADLINE_S, partial(venv.step, None))[-1]
-            assert answered == {0, 1, 2} == set(venv.ready_id)
-
     def test_in_this_process_all_answer_at_once(self) -> None:
         with closing(make(CARTPOLES, 0, wait_num=2)) as ours, closing(DummyVectorEnv(CARTPOLES)) as theirs:
             assert ours.is_async
@@ -142,19 +93,6 @@ class TestAsync:
 
 class TestFaults:
     """Environment 3 of four fails in its third step; two workers hold two environments each."""
-
-    @pytest.mark.parametrize(
-        ("fault", "error"), [("raise", ValueError), ("kill", WorkerLostError), ("hang", WorkerLostError)]
-    )
-    def test_without_restarts_it_is_raised(self, fault: Any, error: type[Exception]) -> None:
-        venv = _faulty(fault)
-        pids = [pid for node in venv.worker_pids().values() for pid in node[1:]]
-        with pytest.raises(error) as caught:
-            for _ in range(3):
-                within(DEADLINE_S, partial(venv.step, np.zeros(4, int)))
-        assert venv.is_closed
-        assert re.search("environments? (2 to )?3", f"{caught.value} {caught.value.__cause__}")
-        wait_until(lambda: not any(map(alive, pids)), "the workers have ended")
 
     @pytest.mark.parametrize("fault", ["raise", "kill", "hang"])
     def test_with_restarts_the_others_notice_nothing(self, fault: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -174,47 +112,6 @@ class TestFaults:
             assert ours.topology.nodes[0].name in caplog.text
             assert ours.reset([3])[0][0, 2] == 0
 
-    def test_an_environment_of_this_process_that_raises(self) -> None:
-        venv = _faulty("raise", 0, on_env_error="restart")
-        with closing(venv):
-            infos = [venv.step(np.zeros(4, int))[-1] for _ in range(3)][-1]
-            assert [bool(info.get("env_restarted")) for info in infos] == [False, False, False, True]
-        venv = _faulty("raise", 0)
-        with pytest.raises(ValueError, match="broken"):
-            for _ in range(3):
-                venv.step(np.zeros(4, int))
-        assert venv.is_closed
-
-    def test_a_worker_that_dies_between_steps_is_replaced(self) -> None:
-        with closing(make([Line] * 4, on_env_error="restart")) as venv:
-            venv.reset()
-            [(_, *_, killed)] = venv.worker_pids().values()
-            os.kill(killed, signal.SIGKILL)
-            infos = within(DEADLINE_S, partial(venv.step, np.zeros(4, int)))[-1]
-            assert [bool(info.get("env_restarted")) for info in infos] == [False, False, True, True]
-            assert killed not in venv.worker_pids()[venv.topology.nodes[0].name]
-
-    def test_a_constructor_that_hangs(self) -> None:
-        make([Line]).close()  # starts the fork server, whose start would count too
-        with pytest.raises(WorkerLostError, match=r"within 0\.5 s \(start_timeout_s\)"):
-            within(DEADLINE_S, partial(make, [partial(FaultyEnv, "hang", "init")], start_timeout_s=0.5))
-
-    def test_a_child_that_is_forked_leaves_the_environments_alone(self) -> None:
-        with closing(make([Line] * 2)) as venv:
-            venv.reset()
-            child = os.fork()
-            if not child:
-                status = 1
-                try:
-                    venv.step(np.zeros(2, int))
-                except ClosedEnvironmentError:
-                    venv.close()
-                    status = 0
-                finally:
-                    os._exit(status)
-            assert os.waitpid(child, 0)[1] == 0
-            assert len(venv.step(np.zeros(2, int))[0]) == 2
-
 
 def test_chunks_leave_environments_busy_until_they_are_waited_for() -> None:
     with closing(make([DriftEnv] * 2)) as venv:
@@ -223,7 +120,7 @@ def test_chunks_leave_environments_busy_until_they_are_waited_for() -> None:
         venv.rollout_async(store, 5, 0, 0)
         with pytest.raises(AssertionError, match="chunk"):
             venv.worker_pids()
-        again = venv.publish_pickled(cloudpickle.dumps(CallablePolicy(lambda obs: np.ones(len(obs), int))))
+        again = venv.publish(lambda obs: np.ones(len(obs), int))
         venv.rollout_async(again, 5, 5, 0)
         first, second = venv.rollout_wait(), venv.rollout_wait()
         assert first.chunk is not None and second.chunk is not None

@@ -24,8 +24,7 @@ from tianshou.data import (
 )
 
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos, tree_map
-from rayvec.errors import ConfigError
-from rayvec.tianshou.collect.buffers import ChunkInsertion
+from rayvec.tianshou.collect.buffers import add_chunk as insert
 
 SHAPES: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Any]] = {
     "flat": lambda rng, lead: rng.normal(size=(*lead, 3)).astype(np.float32),
@@ -79,18 +78,21 @@ def make_chunk(
 
 
 def add_chunk(buffer: Any, chunk: Chunk, policy: Batch | None = None) -> Any:
-    return ChunkInsertion(buffer, chunk, policy=policy).add(0, chunk.num_steps)
+    return insert(buffer, chunk, list(chunk.infos), policy=policy)
 
 
 def as_batch(tree: Any) -> Any:
     return Batch({key: as_batch(value) for key, value in tree.items()}) if isinstance(tree, dict) else tree
 
 
-def add_in_order(buffer: ReplayBuffer, chunk: Chunk, policy: Batch | None = None) -> list[dict[str, Any]]:
-    """The reference: what Tianshou's Collector does with the answers of a vector environment."""
+def add_in_order(buffer: ReplayBuffer, chunk: Chunk, policy: Batch | None = None) -> Any:
+    """The reference: what Tianshou's Collector does with the answers of a vector environment.
+
+    Returns returns and lengths of the episodes that ended.
+    """
     following = chunk.next_obs()
     infos = {(item.t, item.n): item.info for item in chunk.infos}
-    rows = []
+    returns, lens = [np.zeros(0)], [np.zeros(0, int)]
     for t in range(chunk.num_steps):
         ids = np.flatnonzero(chunk.valid[t])
         if not len(ids):
@@ -107,21 +109,10 @@ def add_in_order(buffer: ReplayBuffer, chunk: Chunk, policy: Batch | None = None
             done=chunk.done[t][ids],
             info=info,
         )
-        index, returns, lens, starts = buffer.add(batch, buffer_ids=ids)
-        for row, n in enumerate(ids.tolist()):
-            rows.append(
-                {"t": t, "n": n, "index": index[row], "return": returns[row], "len": lens[row], "start": starts[row]}
-            )
-    return rows
-
-
-def assert_same_results(added: Any, rows: list[dict[str, Any]]) -> None:
-    t, n = (np.array([row[key] for row in rows], int) for key in ("t", "n"))
-    assert (added.index >= 0).sum() == len(rows)
-    np.testing.assert_array_equal(added.index[t, n], [row["index"] for row in rows])
-    np.testing.assert_array_equal(added.returns[t, n], [float(row["return"]) for row in rows])
-    np.testing.assert_array_equal(added.lens[t, n], [row["len"] for row in rows])
-    np.testing.assert_array_equal(added.starts[t, n], [row["start"] for row in rows])
+        _, ep_return, ep_len, _ = buffer.add(batch, buffer_ids=ids)
+        returns.append(ep_return[chunk.done[t][ids]])
+        lens.append(ep_len[chunk.done[t][ids]])
+    return np.concatenate(returns), np.concatenate(lens)
 
 
 @st.composite
@@ -137,7 +128,6 @@ def plans(draw: st.DrawFn, kinds: tuple[str, ...] = ("flat", "dict", "number", "
         "invalid": draw(st.sampled_from([0.0, 0.0, 0.2])),
         "kind": kind,
         "infos": draw(st.lists(st.sampled_from(sorted(INFOS)), min_size=4, max_size=4)),
-        "pieces": draw(st.booleans()),
         "options": {
             "ignore_obs_next": draw(st.booleans()),
             "save_only_last_obs": kind == "frames" and draw(st.booleans()),
@@ -152,24 +142,16 @@ def hold_against_add(plan: dict[str, Any], make: Callable[[], Any]) -> None:
     rng = np.random.default_rng(plan["seed"])
     for steps, infos in zip(plan["steps"], plan["infos"], strict=False):
         chunk = make_chunk(rng, steps, plan["envs"], plan["kind"], infos, plan["end"], plan["invalid"])
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                rows = add_in_order(expected, chunk)
-        except (ValueError, TypeError, RuntimeError) as error:  # infos that Tianshou can't hold beside those before
-            with pytest.raises(type(error)), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                add_chunk(got, chunk)
-            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if plan["pieces"] and steps > 1:
-                insertion, middle = ChunkInsertion(got, chunk), steps // 2
-                for start, stop in ((0, middle), (middle, steps)):
-                    part = [{**row, "t": row["t"] - start} for row in rows if start <= row["t"] < stop]
-                    assert_same_results(insertion.add(start, stop), part)
-            else:
-                assert_same_results(add_chunk(got, chunk), rows)
+            try:
+                ended = add_in_order(expected, chunk)
+            except (ValueError, TypeError, RuntimeError) as error:  # infos that Tianshou can't hold beside those before
+                with pytest.raises(type(error)):
+                    add_chunk(got, chunk)
+                return
+            for mine, theirs in zip(add_chunk(got, chunk), ended, strict=True):
+                np.testing.assert_array_equal(mine, theirs)
         assert_same_buffer(got, expected)
 
 
@@ -267,8 +249,8 @@ def test_a_restart_truncates_the_transition_that_an_earlier_chunk_brought(place:
     add_chunk(buffer, lone_chunk(rng, 4))
     valid = np.ones((3, 2), bool)
     valid[0, 1] = False
-    added = add_chunk(buffer, lone_chunk(rng, 3, valid=valid, restarts=np.array([[0, 1]])))
-    assert not added.ended.any()
+    returns, _ = add_chunk(buffer, lone_chunk(rng, 3, valid=valid, restarts=np.array([[0, 1]])))
+    assert not len(returns)
     rows = buffer[:]
     cut = rows.info.env_id == 1
     assert rows.truncated[cut].tolist() == rows.done[cut].tolist() == [False] * 3 + [True] + [False] * 2
@@ -287,9 +269,8 @@ def test_an_episode_that_a_fault_has_cut_within_a_chunk_is_not_counted(place: in
     finals = np.stack([chunk.obs[3, 0], rng.normal(size=3).astype(np.float32)])
     places, restarts = np.array([[2, 0], [4, 1]]), np.array([[3, 0], [5, 1]])
     chunk = replace(chunk, restarts=restarts, cuts=places[:1])  # the second ended by itself
-    added = add_chunk(buffer, replace(chunk, final_index=places, final_obs=finals))
-    assert np.argwhere(added.ended).tolist() == [[4, 1]]
-    assert added.lens[4, 1] == 5 and added.lens.sum() == 5 and added.returns[2, 0] == 0.0
+    _, lens = add_chunk(buffer, replace(chunk, final_index=places, final_obs=finals))
+    assert lens.tolist() == [5]
     assert buffer[:].truncated.sum() == 2
     assert buffer.buffers[-2]._ep_len == 2
 
@@ -301,10 +282,3 @@ def test_a_part_of_observations_may_be_empty() -> None:
     add_chunk(buffer, replace(chunk, obs=parts[0], last_obs=parts[1], final_obs=parts[2]))
     assert buffer[:].obs.none.shape == (6, 0)
     np.testing.assert_array_equal(buffer[:].obs.x, chunk.obs.swapaxes(0, 1).reshape(6, -1))
-
-
-@pytest.mark.parametrize("place", [lambda obs: (obs,), lambda obs: {"x": {"y": (obs,)}}], ids=["alone", "in dicts"])
-def test_tuples_are_refused(place: Callable[[Any], Any]) -> None:
-    chunk = lone_chunk(np.random.default_rng(0), 3)
-    with pytest.raises(ConfigError, match="Tuple"):
-        add_chunk(VectorReplayBuffer(10, 2), replace(chunk, obs=place(chunk.obs)))

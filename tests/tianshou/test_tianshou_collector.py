@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,15 +31,13 @@ from tianshou.data import (
     ReplayBuffer,
     VectorReplayBuffer,
 )
-from tianshou.data.buffer.buffer_base import MalformedBufferError
-from tianshou.env import DummyVectorEnv, VectorEnvNormObs
+from tianshou.env import DummyVectorEnv
 from tianshou.trainer import OnPolicyTrainerParams
 from tianshou.utils.net.common import Net
 from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 
-from rayvec.errors import ConfigError, EnvError
+from rayvec.errors import ConfigError
 from rayvec.tianshou import Collector, RayVectorEnv
-from rayvec.tianshou.collect.checks import are_equal, check_policy_and_env
 
 MakeVenv = Callable[..., RayVectorEnv]
 
@@ -108,23 +105,10 @@ def box_policy() -> Exact:
 
 
 class TestSteps:
-    def test_stats_may_be_named_as_a_type_argument(self, venvs: dict[str, RayVectorEnv]) -> None:
-        collector = Collector[CollectStats](Exact(), venvs["drift"])
-        assert isinstance(collector, Collector) and isinstance(collector, tianshou.data.Collector)
-        collector.reset()
-        assert type(collector.collect(n_step=10)) is CollectStats
-
     def test_fills_the_same_buffer(self, venvs: dict[str, RayVectorEnv]) -> None:
         mine, other = pair(venvs)
         for n_step in (5, 52, 1, 300):
             collect_both(mine, other, n_step=n_step)
-
-    @pytest.mark.parametrize(("n_step", "n_episode"), [(5, 20), (200, 2)])
-    def test_of_both_counts_the_first_that_is_reached_ends_it(
-        self, venvs: dict[str, RayVectorEnv], n_step: int, n_episode: int
-    ) -> None:
-        mine, other = pair(venvs)
-        collect_both(mine, other, n_step=n_step, n_episode=n_episode)
 
     @pytest.mark.parametrize("noise", [False, True])
     def test_maps_actions_and_explores(self, venvs: dict[str, RayVectorEnv], noise: bool) -> None:
@@ -168,20 +152,17 @@ class TestSteps:
         assert make_policy is Exact or counts_of(collector.buffer)
 
     @pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"max_staleness": 2}], ids=str)
-    @pytest.mark.parametrize("change", [("exploration_noise", True), ("policy.temperature", 1.0)])
-    def test_a_policy_with_a_hidden_state_that_is_copied_again_begins_new_episodes(
-        self, change: tuple[str, Any], settings: dict[str, Any], caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_hidden_state_stays_where_more_than_weights_changes(self, settings: dict[str, Any]) -> None:
         with closing(local([Drift] * 5)) as env:
             collector: Any = Collector(Remembers(), env, VectorReplayBuffer(1000, 5), **settings)
             collector.reset()
             collector.collect(n_step=15)
-            owner, _, name = change[0].rpartition(".")
-            setattr(collector.policy if owner else collector, name, change[1])
+            collector.policy.temperature = 1.0
             for n_step in (15, 100):
                 collector.collect(n_step=n_step)
+                collector.exploration_noise = True
         assert_joins_no_episodes(collector.buffer)
-        assert counts_of(collector.buffer) and caplog.text.count("was copied to the workers again") == 1
+        assert counts_of(collector.buffer) and len(collector.buffer.done) > collector.collect_episode > 0
 
     def test_newest_weights_act(self, venvs: dict[str, RayVectorEnv]) -> None:
         mine, other = pair(venvs)
@@ -212,26 +193,11 @@ def counts_of(buffer: Any) -> bool:
     return True
 
 
-def test_an_exception_that_generators_use_keeps_its_type() -> None:
-    fns = [partial(FaultyEnv, "raise", at=5, error=StopIteration)]
-    with RayVectorEnv(fns, num_nodes=0, workers_per_node=0) as venv:
-        collector = Collector(Exact(), venv)
-        collector.reset()
-        with pytest.raises(StopIteration) as caught:
-            collector.collect(n_step=9)
-    assert isinstance(caught.value.__cause__, EnvError)
-
-
 class TestEpisodes:
     @pytest.mark.parametrize("n_episode", [1, 3, 5, 17, 100])
     def test_follows_tianshous_schedule(self, venvs: dict[str, RayVectorEnv], n_episode: int) -> None:
         mine, other = pair(venvs, "drift", make_buffer=lambda: VectorReplayBuffer(1000, 5))
         collect_both(mine, other, n_episode=n_episode)
-
-    def test_follows_it_again_where_episodes_need_no_chance(self, venvs: dict[str, RayVectorEnv]) -> None:
-        mine, other = pair(venvs, "drift", make_buffer=lambda: VectorReplayBuffer(1000, 5))
-        collect_both(mine, other, n_step=35)
-        collect_both(mine, other, n_episode=12)
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
     @pytest.mark.parametrize(
@@ -297,24 +263,9 @@ class TestEpisodes:
         mine = Collector(Exact(), venvs["drift"], VectorReplayBuffer(5000, 5), unbiased=True)
         mine.reset()
         mine.collect(n_step=15)
-        with pytest.raises(ConfigError, match=r"in mid-episode.*reset_before_collect=True"):
-            mine.collect(n_episode=5)
-        first = mine.collect(n_episode=5, reset_before_collect=True)
-        assert first.n_collected_episodes == mine.collect(n_episode=5).n_collected_episodes == 5
-
-    def test_an_observation_that_is_not_finite_is_logged_with_its_place(
-        self, venvs: dict[str, RayVectorEnv], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        collector = Collector(Exact(), venvs["drift"], VectorReplayBuffer(500, 5), raise_on_nan_in_buffer=True)
-        collector.reset()
-        venvs["drift"].set_env_attr("nan_at", 3, 0)
-        with pytest.raises(MalformedBufferError):
-            collector.collect(n_step=50)
-        venvs["drift"].set_env_attr("nan_at", None)
-        place = (
-            "(observation before step 3|last observation, after step 2,) of environment 0"  # of a chunk of any length
-        )
-        assert re.search(f"not finite: nan in the {place}", caplog.text)
+        for _ in range(2):
+            assert mine.collect(n_episode=5).n_collected_episodes == 5
+        assert_joins_no_episodes(mine.buffer)
 
 
 class TestAgents:
@@ -359,6 +310,8 @@ class TestAgents:
         with pytest.raises(ConfigError, match=r"have the shapes.*\(3,\)"):
             collector.collect(n_step=50)
         env.set_env_attr("alone_at", None)
+        collector.collect(n_step=100)
+        assert_joins_no_episodes(collector.buffer)
 
 
 def test_step_hook_changes_what_is_stored(venvs: dict[str, RayVectorEnv]) -> None:
@@ -367,17 +320,6 @@ def test_step_hook_changes_what_is_stored(venvs: dict[str, RayVectorEnv]) -> Non
 
     mine, other = pair(venvs, on_step_hook=hook)
     collect_both(mine, other, n_step=40)
-
-
-@pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_a_function_that_is_set_on_the_collector_sees_every_episode(inference: Any) -> None:
-    seen: list[int] = []
-    with closing(local([Drift] * 2)) as env:
-        collector = Collector(Exact(), env, VectorReplayBuffer(400, 2), inference=inference)
-        collector.run_on_episode_done = lambda episode: seen.append(len(episode))  # type: ignore[method-assign]
-        collector.reset()
-        stats = [collector.collect(n_step=100) for _ in range(2)]
-    assert seen == [*stats[0].lens, *stats[1].lens] and len(stats[1].lens)
 
 
 def test_random_actions_come_from_the_space(venvs: dict[str, RayVectorEnv]) -> None:
@@ -391,18 +333,19 @@ def test_random_actions_come_from_the_space(venvs: dict[str, RayVectorEnv]) -> N
     assert mine.collect(n_episode=6, random=True).n_collected_episodes == 6
 
 
-def test_a_policy_that_cannot_be_pickled_acts_in_the_driver(
-    venvs: dict[str, RayVectorEnv], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_policy_that_cannot_be_pickled_acts_in_the_driver_alone(venvs: dict[str, RayVectorEnv]) -> None:
     def make() -> Exact:
         policy = Exact()
         policy.held = threading.Lock()  # type: ignore[assignment]
         return policy
 
-    mine, other = pair(venvs, make_policy=make)
-    collect_both(mine, other, n_step=30)
-    collect_both(mine, other, n_episode=7)
-    assert "can't be pickled" in caplog.text
+    collector = Collector(make(), venvs["drift"])
+    collector.reset()
+    with pytest.raises(TypeError, match="inference='driver'"):
+        collector.collect(n_step=30)
+    other = Collector(make(), venvs["drift"], inference="driver")
+    other.reset()
+    assert other.collect(n_step=30).n_collected_steps == 30
 
 
 @pytest.fixture(scope="module")
@@ -416,10 +359,9 @@ def faulty() -> Iterator[Callable[..., Any]]:
 
 def test_a_failing_environment_leaves_no_lie_in_the_buffer(faulty: Callable[..., Any]) -> None:
     """Environment 1 fails in every seventh step: in the middle of a chunk, or in the first of its steps."""
-    shown: list[Any] = []
     for first in (12, 4):
         buffer = VectorReplayBuffer(100, 2)
-        collector = faulty(buffer, on_episode_done_hook=shown.append)
+        collector = faulty(buffer)
         collector.env.seed([100, 200])  # episodes of many steps
         collector.env.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
         collector.reset()
@@ -435,16 +377,7 @@ def test_a_failing_environment_leaves_no_lie_in_the_buffer(faulty: Callable[...,
         assert sum(s.n_collected_episodes for s in stats) == collector.collect_episode == 0
         assert sum(s.n_collected_steps for s in stats) == collector.collect_step == len(collector.buffer)
         assert len(collector.buffer) == first + 24 - 2
-        assert not shown and not sum(len(s.returns) + len(s.lens) for s in stats)
-
-
-def test_environments_that_fail_before_anything_is_stored(faulty: Callable[..., Any]) -> None:
-    collector = faulty(VectorReplayBuffer(100, 2))
-    collector.reset()
-    collector.env.set_env_attr("_fault", "raise")
-    collector.env.set_env_attr("_at", 0)
-    collector.env.set_env_attr("_calls", {"init": 1, "reset": 0, "step": 0})
-    assert collector.collect(n_step=2).n_collected_steps == len(collector.buffer) == 0
+        assert not sum(len(s.returns) + len(s.lens) for s in stats)
 
 
 def test_by_step_a_failed_step_is_one_truncated_row_without_reward() -> None:
@@ -492,18 +425,6 @@ def test_the_unmodified_on_policy_trainer_runs(venvs: dict[str, RayVectorEnv]) -
     assert stats.pred_dist_std_array[0, 0] == pytest.approx(torch_std.prod().sqrt().item(), abs=1e-6)
 
 
-def test_it_is_a_collector(venvs: dict[str, RayVectorEnv]) -> None:
-    collector = Collector(Exact(), venvs["drift"], VectorReplayBuffer(500, 5))
-    collector.reset()
-    assert collector.collect(n_step=10).n_collected_steps == 10
-    assert isinstance(collector, tianshou.data.BaseCollector)
-
-
-def test_before_the_first_reset_it_says_so(venvs: dict[str, RayVectorEnv]) -> None:
-    with pytest.raises(ValueError, match="Initial obs"):
-        Collector(Exact(), venvs["drift"]).collect(n_step=5)
-
-
 def test_what_cannot_work_is_refused(venvs: dict[str, RayVectorEnv]) -> None:
     drift, ours = venvs["drift"], r"Pass rayvec\.tianshou\.RayVectorEnv"
     for policy, env, settings, words in (
@@ -520,34 +441,6 @@ def test_what_cannot_work_is_refused(venvs: dict[str, RayVectorEnv]) -> None:
     collector.reset()
     with pytest.raises(ConfigError, match="unbiased=True requires chunks"):
         collector.collect(n_episode=5)
-
-
-@pytest.mark.parametrize("setting", [{}, {"max_staleness": 1}], ids=str)
-def test_counts_that_are_none(setting: dict[str, Any]) -> None:
-    with closing(RayVectorEnv([Drift], num_nodes=0, workers_per_node=0)) as env:
-        collector = Collector(box_policy(), env, VectorReplayBuffer(8, 1), **setting)
-        collector.reset()
-        for name, count in (("n_step", -4), ("n_step", 2.5), ("n_step", "4"), ("n_episode", -1), ("n_episode", 1.5)):
-            with pytest.raises(ConfigError, match=f"^{name} is {re.escape(repr(count))}"):
-                collector.collect(**{name: count})
-        assert len(collector.buffer) == 0
-
-
-def test_counters_and_time(venvs: dict[str, RayVectorEnv]) -> None:
-    mine, _ = pair(venvs)
-    first = mine.collect(n_step=20)
-    second = mine.collect(n_step=20)
-    assert mine.collect_step == 40
-    assert mine.collect_time == pytest.approx(first.collect_time + second.collect_time)
-    mine.reset()
-    assert (mine.collect_step, mine.collect_episode, mine.collect_time, len(mine.buffer)) == (0, 0, 0.0, 0)
-
-
-def test_over_other_vector_environments_it_is_tianshous() -> None:
-    env = DummyVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
-    collector = Collector(Exact(), env)
-    collector.reset()
-    assert collector.collect(n_episode=3).n_collected_episodes == 3
 
 
 def scaled(base: Any) -> Any:
@@ -577,17 +470,6 @@ def test_step_and_reset_of_a_subclass_are_called() -> None:
             Collector(Exact(), env, prefetch=True)
 
 
-def test_a_step_that_was_set_on_the_object_is_called() -> None:
-    calls: list[Any] = []
-    with closing(local([Drift] * 2)) as env:
-        step = env.step
-        env.step = lambda *args: calls.append(args) or step(*args)  # type: ignore[method-assign,func-returns-value]
-        collector = Collector(Exact(), env, VectorReplayBuffer(200, 2))
-        collector.reset()
-        collector.collect(n_step=60)
-    assert len(calls) == 30
-
-
 class Gives(Policy):
     """Gives one action always; its noise adds one. What it draws is random."""
 
@@ -611,79 +493,20 @@ def acts(collector: Any) -> list[int]:
     return collector.buffer.act[collector.buffer.sample_indices(0)].tolist()
 
 
-class TestAttributesThatAreSetLater:
-    @pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"max_staleness": 2}], ids=str)
-    def test_another_policy_or_noise_acts(self, settings: dict[str, Any]) -> None:
-        with closing(local([Drift] * 2)) as env:
-            collector = Collector(Gives(0), env, VectorReplayBuffer(100, 2), **settings)
-            collector.reset()
-            collector.collect(n_step=4)
-            collector.policy = Gives(3)
-            stats: Any = [collector.collect(n_step=4) for _ in range(3)]
-            assert acts(collector)[-4:] == [3] * 4 and set(acts(collector)) == {0, 3}
-            assert not settings or max(each.staleness for each in stats) in (1, 2)
-            collector.exploration_noise = True
-            collector.reset()
-            collector.collect(n_step=4)
-            assert acts(collector) == [4] * 4
-
-    def test_other_environments_are_stepped_after_a_reset(self) -> None:
-        first = local([Drift] * 2)
-        collector = Collector(Gives(0), first, VectorReplayBuffer(100, 2))
-        first.seed([11, 22])  # no episode of theirs ends in the first two steps
+@pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"max_staleness": 2}], ids=str)
+def test_another_policy_or_noise_that_is_set_acts(settings: dict[str, Any]) -> None:
+    with closing(local([Drift] * 2)) as env:
+        collector = Collector(Gives(0), env, VectorReplayBuffer(100, 2), **settings)
         collector.reset()
         collector.collect(n_step=4)
-        with closing(local([partial(Wide, 9)] * 2)) as collector.env:
-            first.close()
-            with pytest.raises(ValueError, match="Initial obs"):
-                collector.collect(n_step=4)
-            collector.reset(reset_buffer=False)
-            assert collector.buffer.truncated.sum() == 2  # the episodes of the first environments end where they are
-            assert collector.collect(n_step=40, random=True).n_collected_steps == 40
-            assert max(acts(collector)) > 2
-
-    def test_a_policy_that_is_refused_stays_refused(self) -> None:
-        with closing(local([Drift] * 2)) as env:
-            collector = Collector(Gives(0), env, VectorReplayBuffer(100, 2), prefetch=True)
-            collector.reset()
-            collector.collect(n_step=4)
-            actor = DiscreteActor(preprocess_net=Net(state_shape=2, hidden_sizes=[8]), action_shape=2)
-            on_policy = DiscreteActorPolicy(actor=actor, action_space=spaces.Discrete(2))
-            for policy, error in ((on_policy, "its present policy"), (torch.nn.Linear(2, 2), "Tianshou 2")):
-                collector.policy = policy
-                for _ in range(2):
-                    with pytest.raises(ConfigError, match=error):
-                        collector.collect(n_step=4)
-
-    @pytest.mark.parametrize("settings", [{"prefetch": True}, {"max_staleness": 2}], ids=str)
-    def test_environments_that_are_replaced_are_free_for_use(self, settings: dict[str, Any]) -> None:
-        with closing(local([Drift] * 2)) as first, closing(local([Drift] * 2)) as second:
-            collector = Collector(Gives(0), first, VectorReplayBuffer(100, 2), **settings)
-            for env in (first, second, first):
-                collector.env = env
-                collector.reset()
-                assert collector.collect(n_step=4).n_collected_steps == 4
-
-
-class NumPySeeded(Drift):
-    """Takes integers of NumPy as seeds, which Gymnasium refuses."""
-
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
-        return super().reset(seed=None if seed is None else int(seed))
-
-
-@pytest.mark.parametrize("seeded", [lambda env, seed: env.seed(seed), lambda env, seed: env.reset(seed=np.int64(seed))])
-def test_vector_environments_with_other_seeds_get_other_random_actions(seeded: Any) -> None:
-    drawn = []
-    for seed in (0, 100):
-        with closing(local([NumPySeeded] * 2)) as env:
-            torch.manual_seed(0)
-            seeded(env, seed)
-            collector = Collector(Gives(None), env, VectorReplayBuffer(100, 2))
-            collector.reset()
-            collector.collect(n_step=40, random=True)
-            drawn.append(acts(collector))
-    assert drawn[0] != drawn[1]
+        collector.policy = Gives(3)
+        stats: Any = [collector.collect(n_step=4) for _ in range(3)]
+        assert acts(collector)[-4:] == [3] * 4 and set(acts(collector)) == {0, 3}
+        assert not settings or max(each.staleness for each in stats) in (1, 2)
+        collector.exploration_noise = True
+        collector.reset()
+        collector.collect(n_step=4)
+        assert acts(collector) == [4] * 4
 
 
 def test_equal_runs_in_one_process_are_equal_and_two_collectors_differ() -> None:
@@ -719,80 +542,19 @@ def test_random_actions_come_from_the_space_of_each_environment() -> None:
         assert [int(part.act.max()) for part in collector.buffer.buffers] == [1, 8]
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_a_refused_collect_does_not_hide_that_the_environments_were_used(is_wrapped: bool) -> None:
-    with closing(local([Drift] * 2)) as inner:
-        env = VectorEnvNormObs(inner, update_obs_rms=False) if is_wrapped else inner
+def test_a_refused_collect_does_not_hide_that_the_environments_were_used() -> None:
+    with closing(local([Drift] * 2)) as env:
         collector = Collector(Exact(), env, VectorReplayBuffer(400, 2))
         collector.reset(gym_reset_kwargs={"seed": 1})
         collector.collect(n_step=10)
-        inner.reset()
+        env.reset()
         with pytest.raises(ConfigError):
             collector.collect(n_step=-4)
         collector.collect(n_step=200)
         assert_joins_no_episodes(collector.buffer)
 
 
-def test_a_reset_after_a_lost_collect_has_the_arguments_of_the_call() -> None:
-    def hook(*transitions: Any) -> None:
-        if collector.collect_step == 0:
-            raise RuntimeError("once")
-
-    seen: list[Any] = []
-
-    class Notes(Drift):
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-            seen.append(options)
-            return super().reset(seed=seed)
-
-    with closing(local([Notes] * 2)) as env:
-        collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), on_step_hook=hook)
-        collector.reset()
-        with pytest.raises(RuntimeError, match="once"):
-            collector.collect(n_step=4)
-        collector.set_on_step_hook(None)
-        seen.clear()
-        collector.collect(n_step=2, gym_reset_kwargs={"options": {"level": 1}})
-        assert seen == [{"level": 1}] * 2
-
-
-def test_environments_without_further_data_are_not_reset() -> None:
-    class Finite(DummyVectorEnv):
-        def reset(self, env_id: Any = None, **kwargs: Any) -> Any:
-            resets.append(env_id)
-            if len(resets) % 3 == 0:
-                raise StopIteration
-            return super().reset(env_id, **kwargs)
-
-    resets: list[Any] = []
-    collector = Collector(Exact(), Finite([Drift] * 2), VectorReplayBuffer(2000, 2))
-    collector.reset()
-    for count in (3, 6):
-        with pytest.raises(StopIteration):
-            collector.collect(n_step=1000)
-        assert len(resets) == count
-    assert all(env_id is not None for env_id in resets[1:])
-
-
-class Coin(spaces.Space[Any]):
-    """A space without an equality of its own."""
-
-    def __init__(self) -> None:
-        super().__init__((), np.int64)
-
-    def sample(self, mask: Any = None, probability: Any = None) -> Any:
-        return int(self.np_random.integers(2))
-
-
-def test_spaces_without_equality_are_equal_if_they_are_of_one_class() -> None:
-    assert are_equal([Coin(), Coin()]) and are_equal([spaces.Discrete(2), spaces.Discrete(2)])
-    assert not are_equal([Coin(), spaces.Discrete(2)]) and not are_equal([spaces.Discrete(2), spaces.Discrete(3)])
-
-
-@pytest.mark.parametrize("settings", [{}, {"max_staleness": 1}, {"inference": "driver"}], ids=str)
-def test_after_an_exception_of_a_hook_no_transition_joins_two_episodes(
-    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_an_exception_of_a_hook_no_transition_joins_two_episodes() -> None:
     calls: list[Any] = []
 
     def hook(episode: Any) -> None:
@@ -801,23 +563,9 @@ def test_after_an_exception_of_a_hook_no_transition_joins_two_episodes(
             raise RuntimeError("once")
 
     with closing(local([Drift] * 2)) as env:
-        collector = Collector(Exact(), env, VectorReplayBuffer(600, 2), on_episode_done_hook=hook, **settings)
+        collector = Collector(Exact(), env, VectorReplayBuffer(600, 2), on_episode_done_hook=hook)
         collector.reset()
         with pytest.raises(RuntimeError, match="once"):
             collector.collect(n_step=200)
         collector.collect(n_step=200)
-        assert "resetting all environments" in caplog.text
-        buffer = collector.buffer
-        rows = buffer.sample_indices(0)
-        inner = ~buffer.done[rows] & (buffer.next(rows) != rows)
-        assert inner.sum() > 150
-        np.testing.assert_array_equal(buffer.obs[buffer.next(rows[inner])], buffer.obs_next[rows[inner]])
-
-
-def test_vector_environments_of_gymnasium_that_are_tianshous_too_are_taken() -> None:
-    """EnvPool's are: they have a length."""
-
-    class Sized(gymnasium.vector.SyncVectorEnv):
-        __len__ = lambda self: self.num_envs  # noqa: E731
-
-    check_policy_and_env(Exact(), Sized([Drift]))
+        assert_joins_no_episodes(collector.buffer)

@@ -65,4 +65,4 @@ def test_off_policy_experiments_prefetch() -> None:
 
 def test_a_factory_pickles() -> None:
     factory = pickle.loads(pickle.dumps(RayCollectorFactory(inference="driver", unbiased=True)))
-    assert vars(factory) == {"inference": "driver", "unbiased": True, "prefetch": False, "max_staleness": None}
+    assert factory.options == {"inference": "driver", "unbiased": True}

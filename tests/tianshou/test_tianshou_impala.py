@@ -198,16 +198,6 @@ def test_its_policy_records_wherever_it_goes() -> None:
     assert not records_logp(make(cls=A2C).policy)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"rho_bar": 0.0}, {"c_bar": -1.0}, {"vtrace_lambda": 1.5}, {"gamma": 2.0}],
-    ids=lambda each: next(iter(each)),
-)
-def test_what_makes_no_sense_is_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(AssertionError, match=r"should be"):
-        IMPALA(**make_parts("discrete"), optim=AdamOptimizerFactory(), **settings)
-
-
 @pytest.fixture(scope="module")
 def venv() -> Iterator[RayVectorEnv]:
     made = RayVectorEnv([DriftEnv] * 4, num_nodes=0, workers_per_node=1)

@@ -56,13 +56,6 @@ def test_steps_are_those_of_single_environments(mode: str) -> None:
                 np.testing.assert_array_equal(ours.reset(ended)[0], theirs.reset(ended)[0])
 
 
-def test_a_list_of_equal_seeds_is_taken_as_it_is() -> None:
-    with closing(local([partial(counting, 2)], workers_per_node=0)) as env:
-        assert env.seed([7, 7]) == [[7], [7]] and env.get_env_attr("_seed") == [7, 7]
-        env.reset(seed=3)
-        assert env.get_env_attr("_seed") == [3, 4]
-
-
 class FailsPartially(SyncVectorEnv):
     """Raises from a reset of some of its environments."""
 
@@ -83,13 +76,6 @@ def test_a_call_for_any_row_raises_what_its_sub_batch_raises(workers: int) -> No
             env.reset([4])
 
 
-def test_attributes() -> None:
-    with closing(local([partial(counting, 2)] * 2, workers_per_node=0)) as env:
-        assert len(env) == 4 and env.action_space[3].n == 2
-        env.set_env_attr("label", 5)
-        assert env.get_env_attr("label") == [5] * 4
-
-
 def test_what_cannot_work() -> None:
     with pytest.raises(ConfigError, match="steps as a whole"):
         local([partial(counting, 2)], wait_num=1)
@@ -104,7 +90,7 @@ def test_a_seed_of_a_reset_is_any_whole_number_and_other_arguments_are_refused()
         expected = env.reset(seed=7)[0]
         for seed in (np.int64(7), np.int32(7)):
             np.testing.assert_array_equal(env.reset(seed=seed)[0], expected)
-        with pytest.raises(ConfigError, match=r"seed=\[1, 2\]"):
+        with pytest.raises(ConfigError, match="seed"):
             env.reset(seed=[1, 2])
         with pytest.raises(ConfigError, match="level"):
             env.reset(level=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from tianshou.algorithm.algorithm_base import Algorithm
 from tianshou.data import ReplayBuffer
@@ -18,25 +18,14 @@ class RayCollectorFactory(CollectorFactory):
     """Makes :class:`rayvec.tianshou.Collector`, for ``ExperimentBuilder.with_collector_factory``.
 
     Args:
-        inference: Where the policy acts: ``"worker"`` or ``"driver"``.
-        unbiased: Whether ``n_episode`` assigns every environment its share of episodes beforehand.
-        prefetch: Whether the workers take the next chunk while the algorithm updates. It applies to training: to
-            collectors that get a buffer.
-        max_staleness: Collects asynchronously, for training; see :class:`rayvec.tianshou.Collector`.
+        prefetch: As for the collector. It applies to training: to collectors that get a buffer.
+        max_staleness: The same.
+        **options: Other keywords of the collector: `inference`, `unbiased`.
     """
 
-    def __init__(
-        self,
-        *,
-        inference: Literal["worker", "driver"] = "worker",
-        unbiased: bool = False,
-        prefetch: bool = False,
-        max_staleness: int | None = None,
-    ) -> None:
-        self.inference = inference
-        self.unbiased = unbiased
-        self.prefetch = prefetch
-        self.max_staleness = max_staleness
+    def __init__(self, *, prefetch: bool = False, max_staleness: int | None = None, **options: Any) -> None:
+        self.for_training = {"prefetch": prefetch, "max_staleness": max_staleness}
+        self.options = options
 
     def create_collector(
         self,
@@ -56,13 +45,5 @@ class RayCollectorFactory(CollectorFactory):
         Raises:
             ConfigError: Settings that can't be combined, or `prefetch` for an algorithm that does not support it.
         """
-        return Collector(
-            algorithm,
-            vector_env,
-            buffer,
-            exploration_noise,
-            inference=self.inference,
-            unbiased=self.unbiased,
-            prefetch=self.prefetch and buffer is not None,
-            max_staleness=None if buffer is None else self.max_staleness,
-        )
+        options: dict[str, Any] = self.options if buffer is None else {**self.options, **self.for_training}
+        return Collector(algorithm, vector_env, buffer, exploration_noise, **options)

@@ -7,45 +7,62 @@ Otherwise the result depends on the step, and :func:`info_columns` returns None.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tianshou.data import Batch
 
-from rayvec.data import Chunk, tree_map
-from rayvec.data.columns import Columns, having, is_mask, mask_of, select
-from rayvec.data.infos import ChunkInfo
+from rayvec.data import ChunkInfo, objects
 
 __all__ = ["info_columns", "info_rows"]
 
-
-class _IrregularError(Exception):
-    """The values of a key are not all numbers of one type, arrays of one form, texts, or dicts."""
+_REGULAR = (int, float, complex, np.number, np.bool_, np.ndarray, str)
 
 
-def info_columns(chunk: Chunk, env_ids: NDArray[np.int64], held: Any) -> dict[str, Any] | None:
-    """Returns the infos of a chunk's valid steps, ``[T, N, ...]`` for each key, nested as the infos are.
+def info_columns(infos: Iterable[tuple[int, dict[Any, Any]]], size: int, held: Any) -> dict[str, Any] | None:
+    """Returns infos as columns ``[size, ...]``, nested as the infos are.
 
     Args:
-        chunk: The chunk.
-        env_ids: What to write under ``env_id``, ``int64 [N]``.
+        infos: Infos with the row that each belongs to.
+        size: The number of rows.
         held: The infos that the buffer holds already, a Batch, or None.
 
     Returns:
-        Columns, with 0 or None where a step has no such key; None if they depend on the step that they are of.
+        Columns, with 0 or None where a row has no such key; None if they depend on the step that they are of.
     """
-    lead = chunk.valid.shape
-    infos = chunk.infos if chunk.valid.all() else chunk.infos.where(lambda t, n: chunk.valid[t, n])
-    ours = {key: column for key, column in infos.columns.items() if key not in ("env_id", "_env_id")}
-    try:
-        columns = _spread(ours, infos.places @ (lead[1], 1), lead[0] * lead[1])
-        columns["env_id"] = np.tile(env_ids, lead[0])
-        _check_kinds(columns, held)
-    except _IrregularError:
+    gathered: dict[Any, tuple[list[int], list[Any]]] = {}
+    for row, info in infos:
+        for key, value in info.items():
+            rows, values = gathered.setdefault(key, ([], []))
+            rows.append(row)
+            values.append(value)
+    columns: dict[str, Any] = {}
+    for key, (rows, values) in gathered.items():
+        before = held.get(key) if isinstance(held, Batch) else None
+        if set(map(type, values)) == {dict} and all(values) and (before is None or isinstance(before, Batch)):
+            columns[key] = info_columns(zip(rows, values, strict=True), size, before)
+        else:
+            columns[key] = _column(rows, values, size, before)
+        if columns[key] is None or not isinstance(key, str):
+            return None
+    return columns
+
+
+def _column(rows: list[int], values: list[Any], size: int, held: Any) -> NDArray[Any] | None:
+    """Returns one column; None unless all values, and what the buffer holds, are of one form."""
+    kind, *others = set(map(type, values))
+    forms = {(each.dtype, each.shape) for each in values} if kind is np.ndarray else ()
+    if others or len(forms) > 1 or not issubclass(kind, _REGULAR):
         return None
-    return cast(dict[str, Any], tree_map(lambda column: column.reshape(*lead, *column.shape[1:]), columns))
+    array = objects(values) if kind is str else np.array(values)
+    fits = held is None or (isinstance(held, np.ndarray) and (held.dtype.kind == "O") == (kind is str))
+    if not fits or (kind is not str and array.dtype.kind not in "biufc"):
+        return None
+    column = np.full((size, *array.shape[1:]), None if kind is str else 0, array.dtype)
+    column[rows] = array
+    return column
 
 
 def info_rows(infos: Sequence[ChunkInfo], columns: NDArray[np.intp], env_ids: NDArray[np.int64]) -> NDArray[Any]:
@@ -58,42 +75,4 @@ def info_rows(infos: Sequence[ChunkInfo], columns: NDArray[np.intp], env_ids: ND
     """
     by_column = {item.n: item.info for item in infos}
     pairs = zip(columns.tolist(), env_ids.tolist(), strict=True)
-    rows = ({**by_column.get(column, {}), "env_id": env_id} for column, env_id in pairs)
-    return np.fromiter(rows, object, len(columns))
-
-
-def _spread(columns: Columns, at: NDArray[np.int64], size: int) -> dict[str, Any]:
-    """Spreads columns of infos over `size` rows; `at` says which of them theirs are."""
-    spread: dict[str, Any] = {}
-    for key, column in columns.items():
-        if is_mask(key, columns):
-            continue
-        rows = np.flatnonzero(mask_of(key, columns, len(at)))
-        is_dict = type(column) is dict
-        if not isinstance(key, str) or (is_dict and not having(column, len(at))[rows].all()):
-            raise _IrregularError
-        if is_dict:
-            spread[key] = _spread(select(column, rows), at[rows], size)
-            continue
-        values = column[rows]
-        is_text = values.dtype == object and set(map(type, values)) == {str}
-        if values.dtype.kind not in "biufc" and not is_text:
-            raise _IrregularError
-        spread[key] = np.full((size, *values.shape[1:]), None if is_text else 0, values.dtype)
-        spread[key][at[rows]] = values
-    return spread
-
-
-def _check_kinds(columns: dict[str, Any], held: Any) -> None:
-    """What is missing becomes 0 among numbers, None among objects: both must agree on which they are."""
-    if not isinstance(held, Batch):
-        return
-    for key, column in columns.items():
-        if key not in held:
-            continue
-        if isinstance(column, dict) != isinstance(held[key], Batch):
-            raise _IrregularError
-        if isinstance(column, dict):
-            _check_kinds(column, held[key])
-        elif (held[key].dtype == object) != (column.dtype == object):
-            raise _IrregularError
+    return objects([{**by_column.get(column, {}), "env_id": env_id} for column, env_id in pairs])

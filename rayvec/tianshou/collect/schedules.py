@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.collect.episode_quotas import EPISODE_CHUNK_STEPS
 
-__all__ = ["MAX_STEPS", "Schedule", "StepCount", "TianshouEpisodes"]
+__all__ = ["MAX_STEPS", "StepCount", "TianshouEpisodes"]
 
 MAX_STEPS = 128
 """Steps of a chunk where their number is known beforehand; it bounds the memory that chunks take."""
-
-
-class Schedule(Protocol):
-    """Says how many steps to take next, and which steps of a chunk were requested; see ``EpisodeQuotas`` too."""
-
-    def next_steps(self) -> int:
-        """Returns how many steps the next chunk has; 0 once everything has been taken."""
-        ...
-
-    def take(self, valid: NDArray[np.bool_], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Returns which steps of the next chunk were requested.
-
-        Args:
-            valid: Steps that happened, ``bool [T, N]``.
-            ended: Steps that ended an episode that counts, ``bool [T, N]``.
-        """
-        ...
 
 
 class StepCount:
@@ -49,11 +30,11 @@ class StepCount:
         self._max_steps = max_steps
 
     def next_steps(self) -> int:
-        """See :class:`Schedule`."""
+        """Returns how many steps the next chunk has; 0 once everything has been taken."""
         return max(0, min(self.left, self._max_steps))
 
     def take(self, valid: NDArray[np.bool_], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """See :class:`Schedule`."""
+        """Returns which steps of a chunk were requested; see :meth:`EpisodeQuotas.take`."""
         self.left -= len(valid)
         return valid
 
@@ -70,11 +51,11 @@ class TianshouEpisodes:
         self._takes_part = np.arange(num_envs) < n_episode
 
     def next_steps(self) -> int:
-        """See :class:`Schedule`."""
+        """Returns how many steps the next chunk has; 0 once everything has been taken."""
         return EPISODE_CHUNK_STEPS if self._left > 0 else 0
 
     def take(self, valid: NDArray[np.bool_], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """See :class:`Schedule`."""
+        """Returns which steps of a chunk were requested; see :meth:`EpisodeQuotas.take`."""
         belongs = valid & self._takes_part
         for t in np.flatnonzero(ended.any(1)).tolist():
             columns = np.flatnonzero(ended[t] & self._takes_part)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkInfos, Tree, objects, tree_map
+from rayvec.data import Chunk, ChunkInfo, Tree, objects, tree_map
 from rayvec.data.columns import unwrapped
 from rayvec.data.layouts import index_tree
 from rayvec.errors import ConfigError
@@ -76,25 +76,24 @@ def _rewards(rew: NDArray[np.float64], infos: Sequence[dict[str, Any]]) -> NDArr
     return np.stack([other if reward is None else reward for reward, other in zip(given, instead, strict=True)])
 
 
-def assembled_chunk(chunk: Chunk) -> Chunk:
-    """Returns a chunk with the environments' own infos and, of several agents, rewards ``rew [T, N, *rew_shape]``.
+def assembled_chunk(chunk: Chunk) -> tuple[Chunk, list[ChunkInfo]]:
+    """Returns a chunk and the infos of its steps, as the environments returned them.
 
-    These are 0 where no step happened. The infos of resets are left out.
+    Rewards of several agents are ``rew [T, N, *rew_shape]``, 0 where no step happened.
 
     Raises:
         ConfigError: Not all rewards have one shape.
     """
     infos = [item._replace(info=unwrapped(dict(item.info))) for item in chunk.infos]
     rewards = {(item.t, item.n): item.info.pop(REWARD) for item in infos if REWARD in item.info}
-    own = ChunkInfos.of(item for item in infos if item.info)
-    if not rewards:
-        return replace(chunk, infos=own, reset_infos=ChunkInfos())
-    shapes = {reward.shape for reward in rewards.values()} | ({()} if len(rewards) < chunk.valid.sum() else set())
-    if len(shapes) > 1:
-        raise ConfigError(
-            f"The rewards of a chunk have the shapes {sorted(shapes)}. Let all environments return rewards of one "
-            "shape at every step."
-        )
-    rew = np.zeros((*chunk.rew.shape, *shapes.pop()))
-    rew[tuple(np.array(list(rewards)).T)] = list(rewards.values())
-    return replace(chunk, rew=rew, infos=own, reset_infos=ChunkInfos())
+    if rewards:
+        shapes = {reward.shape for reward in rewards.values()} | ({()} if len(rewards) < chunk.valid.sum() else set())
+        if len(shapes) > 1:
+            raise ConfigError(
+                f"The rewards of a chunk have the shapes {sorted(shapes)}. Let all environments return rewards of one "
+                "shape at every step."
+            )
+        rew = np.zeros((*chunk.rew.shape, *shapes.pop()))
+        rew[tuple(np.array(list(rewards)).T)] = list(rewards.values())
+        chunk = replace(chunk, rew=rew)
+    return chunk, [item for item in infos if item.info]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, Literal
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from numpy.typing import NDArray
 from tianshou.env import BaseVectorEnv
 
@@ -23,8 +22,8 @@ from rayvec.errors import ConfigError, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RestartPolicy
 from rayvec.tianshou.env.assembly import StepResult, observations, step_result
-from rayvec.tianshou.env.pool_env import SEEDS, AnySpace, PoolEnv
-from rayvec.vector.chunks import ChunkAdapter, WeightStore
+from rayvec.tianshou.env.pool_env import PoolEnv
+from rayvec.vector.chunks import ChunkAdapter
 
 __all__ = ["RayVectorEnv", "RayVectorEnvType"]
 
@@ -74,6 +73,8 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
 
     # Tianshou's own costs time at every access; the attributes that it serves are properties here.
     __getattribute__ = object.__getattribute__
+    num_collectors = 0
+    """How many collectors these environments have had."""
 
     # noinspection PyMissingConstructor
     def __init__(
@@ -107,8 +108,6 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         assert timeout is None or timeout > 0, f"timeout is {timeout}, it should be positive if provided!"
         self.is_async = wait_num not in (None, 0, most) or timeout is not None
         self.waiting_id: list[int] = []
-        self._failed = False
-        self._num_collectors = self._last_seed = 0
         self._open(
             factory,
             num_nodes=num_nodes,
@@ -129,21 +128,12 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         self._guarded(lambda: self._allocate(_joint_space(spaces), spaces.action))
         self._plain_actions = not isinstance(spaces.action, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple))
 
-    @property
-    def is_closed(self) -> bool:  # type: ignore[override]
-        """Whether the environments are closed."""
-        return self.closed
-
+    is_closed = property(lambda self: self.closed, doc="Whether the environments are closed.")
     action_space = _of_each("action_space", "The space of each environment's actions.")
     observation_space = _of_each("observation_space", "The space of each environment's observations.")
     metadata = _of_each("metadata", "The metadata of each environment.")
     spec = _of_each("spec", "The spec of each environment.")
     reward_range = _of_each("reward_range", "The range of each environment's rewards, which Gymnasium no longer has.")
-
-    @property
-    def workers(self) -> Any:  # type: ignore[override]
-        """Raises an ``AttributeError``: a worker process steps several environments."""
-        raise AttributeError("RayVectorEnv has no `workers`. Use get_env_attr, set_env_attr, step and reset with ids.")
 
     def get_env_attr(self, key: str, id: Ids = None) -> list[Any]:
         """Returns an attribute of some environments, each from the outermost wrapper that has it.
@@ -189,25 +179,23 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         ids = self._free_ids(env_id)
         if len(ids) == 0:
             raise IndexError("a reset needs at least one environment, but got no id")
+        rows = self._pool_ids(ids)
+        seeds: list[int | None] = [None] * len(ids)
         given = kwargs.get("seed")
+        if given is None or isinstance(given, Integral):
+            kwargs.pop("seed", None)
+            # native: one seed for all would be the same for every sub-batch
+            seeds = [given if given is None else int(given) + row * self._native for row in rows.tolist()]
+        options = {"kwargs": kwargs} if kwargs else None
         if self._native:
-            seed = _native_seed(kwargs)
-        else:
-            seed = kwargs.pop("seed") if type(given) is int else None
-        pool_ids = self._pool_ids(ids)
-        seeds: list[int | None] = [seed] * len(ids)
-        if self._native and seed is not None:  # one seed for all would be the same for every sub-batch
-            seeds = [seed + env_id for env_id in pool_ids.tolist()]
-        self._last_seed = int(given) if isinstance(given, Integral) else self._last_seed
-        infos = self._reset(pool_ids, seeds, {"kwargs": kwargs} if kwargs else None)
-        return observations(self._envs.arrays, as_slice(pool_ids), len(ids), of_reset=True), objects(infos)
-
-    def _reset(
-        self, ids: NDArray[np.int64], seeds: Sequence[int | None], options: Mapping[str, Any] | None
-    ) -> list[dict[str, Any]]:
-        if self._native:
-            options = (options or {}).get("kwargs", {}).get("options")
-        return self._exchange(Command(Op.RESET, ids, rest=(seeds, options)))
+            if others := kwargs.keys() - {"options"}:
+                raise ConfigError(
+                    f"A reset of native sub-batches got {sorted(others)}. It takes a whole number as seed, from which "
+                    "each environment gets its own, and options. For other seeds call env.seed([...]) before."
+                )
+            options = kwargs.get("options")
+        infos = self._exchange(Command(Op.RESET, rows, rest=(seeds, options)))
+        return observations(self._envs.arrays, as_slice(rows), len(ids), of_reset=True), objects(infos)
 
     def step(self, action: Any, id: Ids = None) -> StepResult:
         """Steps some environments.
@@ -283,23 +271,20 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         columns = {env_id: self._accepted(self._envs.take(self._tickets.pop(env_id))).infos for env_id in answered}
         return {env_id: infos_of(infos, [env_id])[0] for env_id, infos in columns.items()}
 
-    def seed(self, seed: int | list[int] | None = None) -> list[list[int] | None]:
-        """Seeds the action space and the random numbers of each environment, which resets most environments.
+    def seed(self, seed: int | list[int] | None = None) -> list[Any]:
+        """Seeds the action space and the random numbers of each environment, which resets it.
 
         Args:
             seed: A base, to which each environment's index is added; a list with one for each; or None.
 
         Returns:
-            The result of each environment's ``seed``, or else the seed that it was reset with, in a list.
+            The seed that each environment was reset with, in a list.
         """
         self._assert_idle()
         self._assert_id(self._wrap_id(None))
         seeds = env_seeds(seed, self.env_num)
-        self._last_seed = seeds[0] or 0
-        infos = self._reset(self._everyone, seeds, {"seed": True})
-        if self._native:
-            return [[each] for each in seeds]  # type: ignore[list-item]
-        return [info[SEEDS] for info in infos]
+        self._exchange(Command(Op.RESET, self._everyone, rest=(seeds, None if self._native else {"seed": True})))
+        return [[each] for each in seeds]
 
     def render(self, **kwargs: Any) -> list[Any]:
         """Returns what each environment renders.
@@ -318,34 +303,16 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         Raises:
             AssertionError: It has been called before.
         """
-        if self._failed:  # it is closed already, which the caller need not know
-            self._failed = False
+        if self.closed and self._closed_by is not None:  # by a call that failed: a `finally` may close it again
             return
         super()._assert_is_not_closed()
         self._close_envs()
 
-    def _close_failed(self, error: BaseException | None = None) -> None:
-        super()._close_failed(error)
-        self._failed = True  # after close(), which raises where it is called twice
-
     @property
-    def gives_arrays(self) -> bool:
-        """Whether observations are arrays of the space's shape and data type, or dicts of such."""
-        return not self._envs.layout.objects
-
-    def publish_pickled(self, pickled: bytes, first_version: int = 0) -> WeightStore:
-        """Sends a policy, pickled as `as_policy` returns it, to every worker; a chunk may be pending."""
-        self._assert_is_not_closed()
-        return self._publish(pickled, first_version)
-
-    def next_noise_seed(self, base: int) -> int:
-        """Returns the seed of a new collector's noise; each collector gets another one, in equal runs the same ones.
-
-        It depends on `base`, on the last seed of the environments, and on how many collectors they have had.
-        """
-        self._num_collectors += 1
-        entropy = [base % 2**64, self._last_seed % 2**64, self._num_collectors]
-        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+    def takes_chunks(self) -> bool:
+        """Whether chunks of the environments are what `step` and `reset` would return."""
+        is_plain = (type(self).step, type(self).reset) == (RayVectorEnv.step, RayVectorEnv.reset)
+        return is_plain and not self.is_async and not self._envs.layout.objects
 
     # What the public methods share.
 
@@ -357,7 +324,8 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
 
     def _assert_idle(self, name: str = "") -> None:
         self._assert_is_not_closed()
-        assert not self._pending, "Cannot interact with environments that take a chunk for a prefetching collector."
+        is_free = not self._pending or name == "publish"
+        assert is_free, "Cannot interact with environments that take a chunk for a prefetching collector."
 
     def _exchange(self, command: Command) -> list[dict[str, Any]]:
         """Executes a step or a reset of some environments. Returns their infos."""
@@ -408,21 +376,7 @@ class RayVectorEnvType:
 
 def _joint_space(spaces: PoolSpaces) -> gymnasium.Space[Any]:
     """Returns a space whose arrays hold the observations of every environment, or a space of any objects."""
-    every = (spaces.observation, *spaces.observations)
-    if all(ArrayLayout.of(space) is not None for space in every) and all(
-        is_space_dtype_shape_equiv(space, spaces.observation) for space in every
-    ):
-        return spaces.observation
-    return AnySpace()
-
-
-def _native_seed(kwargs: dict[str, Any]) -> int | None:
-    """Takes the seed out of the arguments of a reset of native sub-batches, and checks the others."""
-    seed: Any = kwargs.pop("seed", None)
-    others = kwargs.keys() - {"options"}
-    if others or isinstance(seed, bool) or not (seed is None or isinstance(seed, Integral)):
-        raise ConfigError(
-            f"A reset of native sub-batches got seed={seed!r} and {sorted(others)}. It takes a whole number as seed, "
-            "from which each environment gets its own, and options. For other seeds call env.seed([...]) before."
-        )
-    return None if seed is None else int(seed)
+    every = spaces.observations
+    if every and not (all(map(ArrayLayout.of, every)) and spaces.misfit(spaces.observation) is None):
+        return gymnasium.Space()
+    return spaces.observation

@@ -10,9 +10,9 @@ The algorithm's own code runs. Two things join it to the other ranks, and neithe
 from __future__ import annotations
 
 import pickle
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +22,7 @@ from tianshou.data import Batch
 from torch import Tensor
 from torch.autograd import Variable
 
-from rayvec.distributed.rank import pack, unpack
-from rayvec.errors import LearnerError
-from rayvec.learners.ranks import Ranks, gather_values, global_moments, global_range
+from rayvec.learners.ranks import Ranks, global_moments, global_range
 from rayvec.tianshou.learn.algorithm_state import AlgorithmState
 
 __all__ = ["AlgorithmRank", "Shard"]
@@ -60,85 +58,49 @@ class AlgorithmRank:
         self._ranks, self._device = ranks, device
         self._algorithm: Any = pickle.loads(pickled).to(device)
         self._state = AlgorithmState(self._algorithm)
-        self._state.restore(self._state.tensors())  # moves states of optimizers to where the parameters are
-        self._is_checked = ranks.size == 1
-        if ranks.size > 1:
-            self._gradients = _GradientSum(list(self._algorithm.parameters()), ranks)
-        if hasattr(self._algorithm, "ranks"):
-            self._algorithm.ranks = ranks
+        self._gradients = _GradientSum(list(self._algorithm.parameters()), ranks)
 
-    def update(
-        self, tensors: Any, numbers: list[dict[str, Any]], seed: int, how: dict[str, Any], shard: Shard
-    ) -> tuple[Any, ...]:
+    def update(self, state: Any, seed: int, how: dict[str, Any], shard: Shard) -> tuple[Any, ...]:
         """Learns from this rank's rows, together with all others.
 
         Args:
-            tensors: Packed weights and states of optimizers, where they are not those after the last update.
-            numbers: Of the driver's algorithm.
+            state: Of the driver's algorithm.
             seed: Of the generators that the algorithm draws from; each rank adds its number.
             how: What Tianshou passes to ``_update_with_batch``.
             shard: The rows.
 
         Returns:
-            New priorities of the rows, if there are some; and on rank 0 its statistics, numbers and packed tensors.
+            New priorities of the rows, if there are some; and on rank 0 its statistics and state.
         """
-        algorithm = self._algorithm
-        if tensors is not None:
-            self._state.restore(unpack(tensors))
-        self._state.set_numbers(numbers)
+        algorithm, count = self._algorithm, shard.stop - shard.start
+        self._state.write(state)
         torch.manual_seed(seed + self._ranks.rank)
         np.random.seed((seed + self._ranks.rank) % 2**32)
-        count = shard.stop - shard.start
-        self._set_share(count / shard.total)
+        self._gradients.share = count / shard.total
+        if hasattr(algorithm, "ranks"):
+            algorithm.ranks, algorithm.own_rows = self._ranks, slice(0, count)
         normalizes = getattr(algorithm, "advantage_normalization", False)
-        batch = _rank_batch(shard, self._device, self._minibatch if normalizes else self._set_share)
         if normalizes:
             algorithm.advantage_normalization = False  # `_minibatch` does it, by the moments of all rows
+        batch = _rank_batch(shard, self._device, partial(self._minibatch, normalizes))
         if getattr(algorithm, "recompute_adv", False):  # what PPO then reads of the buffer
             view = SimpleNamespace(terminated=batch.terminated, unfinished_index=lambda: np.zeros(0, np.int64))
             algorithm._buffer, algorithm._indices = view, np.arange(len(batch))
-            algorithm.own_rows = slice(0, count)
-        try:
-            stats = algorithm._update_with_batch(batch, **how)
-        finally:
-            if normalizes:
-                algorithm.advantage_normalization = True
-        self._check_weights()
+        stats = algorithm._update_with_batch(batch, **how)
+        if normalizes:
+            algorithm.advantage_normalization = True
         weight = torch.as_tensor(batch.weight)[:count].detach().cpu() if "weight" in batch.get_keys() else None
-        if self._ranks.rank:
-            return (weight,)
-        return weight, stats, self._state.numbers(), pack(self._state.tensors())
+        return (weight,) if self._ranks.rank else (weight, stats, self._state.read())
 
-    def _set_share(self, share: float, minibatch: Any = None) -> None:
-        if self._ranks.size > 1:
-            self._gradients.share = share
-
-    def _minibatch(self, share: float, minibatch: Any) -> None:
-        """Normalises advantages by the moments of the minibatches of all ranks."""
-        self._set_share(share)
-        count = len(minibatch.adv) if share else 0
-        _, total = global_range(self._ranks, count)
-        mean, var = global_moments(self._ranks, minibatch.adv[None], [count])
-        std = (var * total / (total - 1)).sqrt() + self._algorithm._eps
-        minibatch.adv = ((minibatch.adv - mean) / std).to(minibatch.adv.dtype)
-
-    def _check_weights(self) -> None:
-        """Checks after the first update that all ranks have learned the same weights.
-
-        Raises:
-            LearnerError: On all ranks, if they differ.
-        """
-        if self._is_checked:
-            return
-        self._is_checked, digest = True, 0
-        for parameter in (each for each in self._algorithm.parameters() if each.requires_grad):
-            flat = parameter.detach().cpu().contiguous().reshape(-1)
-            digest = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), digest)
-        if len(set(gather_values(self._ranks, np.array([digest])))) > 1:
-            raise LearnerError(
-                f"The ranks of {type(self._algorithm).__name__} have learned different weights: it does not get its "
-                "gradients by backward(). Use the plain algorithm."
-            )
+    def _minibatch(self, normalizes: bool, share: float, minibatch: Any) -> None:
+        """Notes this rank's share of a minibatch, and normalises advantages by the moments of all ranks' rows."""
+        self._gradients.share = share
+        if normalizes:
+            count = len(minibatch.adv) if share else 0
+            _, total = global_range(self._ranks, count)
+            mean, var = global_moments(self._ranks, minibatch.adv[None], [count])
+            std = (var * total / (total - 1)).sqrt() + self._algorithm._eps
+            minibatch.adv = ((minibatch.adv - mean) / std).to(minibatch.adv.dtype)
 
 
 class _GradientSum:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from tianshou.algorithm.modelfree.a2c import A2CTrainingStats
 from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
 from tianshou.algorithm.optim import OptimizerFactory
 from tianshou.data import ReplayBuffer, SequenceSummaryStats, to_numpy, to_torch_as
-from tianshou.data.types import LogpOldProtocol, RolloutBatchProtocol
 from tianshou.utils import RunningMeanStd
 from tianshou.utils.net.common import ActorCritic
 from tianshou.utils.net.continuous import ContinuousCritic
@@ -41,13 +40,6 @@ class IMPALATrainingStats(A2CTrainingStats):
     rho_clip_fraction: float
 
 
-class IMPALABatchProtocol(LogpOldProtocol, Protocol):
-    """A batch with what the update adds: ``is_last``, where what was collected of an environment ends."""
-
-    act: torch.Tensor
-    is_last: NDArray[np.bool_]
-
-
 class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
     """Importance-weighted actor-learner architecture (Espeholt et al., 2018), arXiv:1802.01561.
 
@@ -61,12 +53,10 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
     random with recorded ones.
 
     Attributes:
-        recompute_adv: Says that each pass computes targets anew, so that ranks hold whole episodes.
         ranks: The ranks that learn together, where :func:`~rayvec.tianshou.data_parallel` computes the updates.
         own_rows: The rows of the batch that are this rank's.
     """
 
-    recompute_adv = True
     ranks: Ranks = ALONE
     own_rows = slice(None)
 
@@ -126,14 +116,8 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         self.return_scaling = return_scaling
         self.ret_rms = RunningMeanStd()
 
-    def _preprocess_batch(
-        self,
-        batch: RolloutBatchProtocol,
-        buffer: ReplayBuffer,
-        indices: NDArray[np.int64],
-    ) -> IMPALABatchProtocol:
+    def _preprocess_batch(self, batch: Any, buffer: ReplayBuffer, indices: NDArray[np.int64]) -> Any:
         """Adds the log-probabilities of the policy that acted, and where the steps of an environment end."""
-        batch = cast(IMPALABatchProtocol, batch)
         like = next(self.critic.parameters())
         batch.act = to_torch_as(batch.act, like)
         recorded: Any = batch.policy.get("logp", None)
@@ -151,7 +135,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         logp, v_s, v_s_ = (torch.cat(part) for part in zip(*parts, strict=True))
         return logp, v_s, v_s_
 
-    def _add_targets(self, batch: IMPALABatchProtocol) -> torch.Tensor:
+    def _add_targets(self, batch: Any) -> torch.Tensor:
         """Adds V-trace targets and advantages by the present policy and critic; returns importance weights."""
         logp, batch.v_s, v_s_ = self._evaluate(batch)
         scale = np.sqrt(self.ret_rms.var + np.finfo(np.float32).eps) if self.return_scaling else 1.0
@@ -162,7 +146,8 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         batch.adv = to_torch_as(advantages / scale, batch.v_s)
         if self.return_scaling:
             self.ret_rms.update(gather_values(self.ranks, returns[self.own_rows]))
-        return log_ratio.exp()
+        weights: torch.Tensor = log_ratio.exp()
+        return weights
 
     def compute_vtrace(
         self, batch: Any, value: NDArray[Any], next_value: NDArray[Any], log_ratio: NDArray[Any]
@@ -192,12 +177,7 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
         returns, advantages = (each.numpy() for each in found)
         return returns, advantages
 
-    def _update_with_batch(  # type: ignore[override]
-        self,
-        batch: IMPALABatchProtocol,
-        batch_size: int | None,
-        repeat: int,
-    ) -> IMPALATrainingStats:
+    def _update_with_batch(self, batch: Any, batch_size: int | None, repeat: int) -> IMPALATrainingStats:
         """Passes `repeat` times over the batch, with new targets for each pass; None makes a pass one step."""
         losses, actor_losses, vf_losses, ent_losses, weights = [], [], [], [], []
         split_batch_size = batch_size or -1
