@@ -165,7 +165,7 @@ def paths() -> None:
             (1, "chunk of a machine", "cluster.node"),
             (0, "parts are joined", "data.join_chunks"),
             (0, "episodes counted", "collect.collector"),
-            (0, "minibatch rows", "learners.minibatches"),
+            (0, "minibatch rows", "learners.ranks"),
             (0, "loss and gradient", "learners.ppo"),
         ],
         lanes,
