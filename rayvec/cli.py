@@ -182,13 +182,15 @@ def main(args: Sequence[str] | None = None) -> int:
             _print_error(f"sys.exit({end.code!r}) was called in the run", end)
         raise
     except Exception as error:
+        is_written = True
         try:
             print(end="", flush=True)
         except OSError:  # what can't be written is dropped, else Python would report it once more at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            is_written = False
         if text := _explanation(error):
             _print_error(text, error)
-        elif isinstance(error, BrokenPipeError):  # such as that of `rayvec eval RUN_DIR | head -1`
+        elif isinstance(error, BrokenPipeError) and not is_written:  # such as that of `rayvec eval RUN_DIR | head -1`
             return 128 + signal.SIGPIPE
         else:
             raise

@@ -195,10 +195,20 @@ class PPOConfig(ActorCriticConfig):
             f"minibatch_size is {self.minibatch_size}. It must be at least sequence_length * num_learners = {least}.",
         )
         require(
-            not self.normalize_advantage or self.minibatch_size > 1,
-            "minibatch_size is 1: normalised, the advantage of one step is 0, and the policy learns nothing from it. "
-            "Raise minibatch_size, or pass normalize_advantage=False.",
+            not self.normalize_advantage or self._smallest_minibatch > 1,
+            f"minibatch_size is {self.minibatch_size}, which leaves minibatches of one step: normalised, its advantage "
+            "is 0, and the policy learns nothing from it. Raise minibatch_size, or pass normalize_advantage=False.",
         )
+
+    @property
+    def _smallest_minibatch(self) -> int:
+        """Fewest steps that a minibatch of whole rollouts can have."""
+        num_minibatches = max(1, round(self.steps_per_iteration / self.minibatch_size))
+        if self.recurrent is None:
+            return self.steps_per_iteration // num_minibatches
+        num_sequences = self.num_envs * -(-self.num_steps // self.sequence_length)
+        shortest = (self.num_steps - 1) % self.sequence_length + 1
+        return shortest * max(1, num_sequences // num_minibatches)
 
     @property
     def minibatches(self) -> tuple[int, int]:

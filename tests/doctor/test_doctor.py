@@ -33,7 +33,7 @@ def test_a_node_in_order() -> None:
         ({"quota_cores": 1.5}, {}, "warning", "cores", ["8 in Ray", "quota of 1.5", "--num-cpus=2"]),
         ({"cores": 4}, {}, "warning", "cores", ["4 usable", "--num-cpus=4"]),
         ({"niceness": 15}, {}, "warning", "niceness", ["nice 15", "RAY_worker_niceness=0"]),
-        ({"files": 100}, {}, "error", "open files", ["need 136", "ulimit -n"]),
+        ({"files": 100}, {}, "error", "open files", ["need 104", "ulimit -n"]),
         ({"files": 1024}, {}, "warning", "open files", ["ulimit -n"]),
         ({"shm_free": 1 << 20}, {}, "error", "/dev/shm", ["1 MiB free", "--shm-size"]),
         ({"shm_total": GIB // 16, "shm_free": GIB // 16}, {}, "warning", "/dev/shm", ["64 MiB", "--shm-size"]),

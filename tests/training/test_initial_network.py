@@ -118,7 +118,7 @@ def test_weights_for_other_spaces(tmp_path: Path, env: Any, words: str | None) -
 
 def test_statistics_that_the_run_does_not_have(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, normalize_obs=True))
-    with pytest.raises(ConfigError, match=r"obs_moments\.mean has the shape \(4,\), and this run needs None"):
+    with pytest.raises(ConfigError, match=r"obs_mean has the shape \(4,\), and this run needs None"):
         rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a"))
 
 

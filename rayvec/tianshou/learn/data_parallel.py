@@ -153,7 +153,8 @@ class DataParallel:
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
+        plain = self.plain()
+        return object.__new__, (type(plain),), vars(plain)
 
     def _update_with_batch(self, batch: Any, batch_size: int | None = None, repeat: int = 1) -> TrainingStats:
         how = {"batch_size": batch_size, "repeat": repeat} if isinstance(self, OnPolicyAlgorithm) else {}
