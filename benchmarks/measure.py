@@ -18,7 +18,6 @@ from peer_process import HERE, Measured, PeerProcess
 
 from rayvec.bench.results import machine
 from rayvec.bench.terminal import ratio, show_table, spread
-from rayvec.training.atomic_files import installed_versions
 
 _T = TypeVar("_T")
 
@@ -87,6 +86,8 @@ def show_ms(title: str, names: Sequence[str], found: Mapping[str, list[Measured]
 
 def heading() -> str:
     """Returns the command, the machine and the versions that a table was measured with."""
+    from rayvec.training.atomic_files import installed_versions  # not at the top: old checkouts lack it
+
     at = machine()
     found = ", ".join(f"{name} {number}" for name, number in installed_versions().items())
     load = f"load {os.getloadavg()[0]:.1f}"
