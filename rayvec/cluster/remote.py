@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from gymnasium import Space
 
 from rayvec.cluster.node import Node, NodeChunk, NodeSpec, begun, bytes_of, changes_rows, result_leaves, store_seeds
@@ -53,6 +54,7 @@ class RemoteNode:
     def __init__(self, process: Any, spec: NodeSpec) -> None:
         self.name, self._process, self._spec = f"node {spec.name}", process, spec
         self._pending: list[Command] = []
+        self._last_step: Command | None = None
         self._sent_weights: dict[int, int] = {}
 
     def start(self) -> None:
@@ -142,7 +144,13 @@ class RemoteNode:
             if self._sent_weights.get(order.key) == order.version:
                 command = command._replace(rest=order._replace(weights=None))
             self._sent_weights[order.key] = order.version
-        self._send(*command)
+        if _is_like(command, self._last_step):
+            with suppress(OSError):  # the answer says it
+                self._stream.send(Head(has_rows=True), [bytes_of(np.ascontiguousarray(command.actions))])
+        else:
+            self._send(*command)
+        if command.op == Op.STEP:
+            self._last_step = command
         self._pending.append(command)
 
     def wait(self, timeout_s: float) -> Answer | None:
@@ -185,9 +193,9 @@ class RemoteNode:
 class NodeServer:
     """Serves the driver at the other end of a stream until it closes the connection.
 
-    A frame of the driver holds a command, or the name and the arguments of a method of this class. Every command that
-    has arrived is started before an answer is awaited, so that groups of environments step independently. Commands may
-    be answered in any order.
+    A frame of the driver holds a command, the name and the arguments of a method of this class, or only the actions of
+    a step that is else like the last one. Every command that has arrived is started before an answer is awaited, so
+    that groups of environments step independently. Commands may be answered in any order.
 
     Args:
         stream: To the driver.
@@ -197,6 +205,7 @@ class NodeServer:
     """
 
     _node: Node | None = None
+    _last_step: Command
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -222,15 +231,23 @@ class NodeServer:
 
     def _receive(self) -> None:
         """Reads a frame, and starts what it asks for."""
-        message = self._stream.read_message(self._stream.read_head())
+        head = self._stream.read_head()
         node, place = self._node, len(self._node.pending) if self._node else 0
+        if head.has_rows:
+            request = [*self._last_step._replace(actions=np.empty_like(self._last_step.actions))]
+            self._stream.read_into([bytes_of(request[2])])
+        else:
+            message = self._stream.read_message(head)
         try:
-            op, *rest = message.load()
+            op, *rest = request if head.has_rows else message.load()
             if isinstance(op, str):
                 answer = Answer(value=getattr(self, op)(*rest))
             else:
                 assert node is not None
-                node.post(self._with_weights(Command(op, *rest)))
+                command = self._with_weights(Command(op, *rest))
+                if op == Op.STEP:
+                    self._last_step = command
+                node.post(command)
                 return
         except FAILURES as error:  # such as a class that this process can't import
             answer = Answer(failure=captured(error, node.name if node else "a node"), place=place)
@@ -292,3 +309,13 @@ class NodeServer:
             where = "a node, in what an environment returned (infos, observations or results)"
             message = pack(tuple(Answer(failure=captured(error, where))))
         self._stream.send(Head(answer.place, has_rows), arrays, message)
+
+
+def _is_like(command: Command, last: Command | None) -> bool:
+    """Whether a command is a step that differs from the last one in the values of its actions alone."""
+    if last is None or command.op != Op.STEP or command.rows is not last.rows or command.mode != last.mode:
+        return False
+    new, old = command.actions, last.actions
+    if type(new) is not np.ndarray or type(old) is not np.ndarray or new.dtype.hasobject:
+        return False
+    return bool(new.dtype == old.dtype and new.shape == old.shape)
