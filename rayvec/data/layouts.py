@@ -161,10 +161,10 @@ def _fitted(value: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
         ValueError: The value has another shape.
         TypeError: The value's data type can't be cast to `dtype`.
     """
-    if type(value) is np.ndarray and value.dtype is dtype and value.shape == shape:
-        return value
     if dtype.hasobject:
         return deepcopy(value)  # environments may reuse the object
+    if type(value) is np.ndarray and value.dtype == dtype and value.shape == shape:
+        return value
     fitted = np.asarray(value)
     if fitted.shape != shape:
         raise ValueError(
