@@ -47,7 +47,6 @@ __all__ = [
     "counted",
     "duration",
     "first_line",
-    "origin",
 ]
 
 
@@ -272,11 +271,6 @@ def duration(seconds: float) -> str:
     """
     size, unit = (1.0, "s") if seconds >= 0.9995 else (1e-3, "ms") if seconds >= 0.9995e-3 else (1e-6, "µs")
     return f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds / size:.3g} {unit}"
-
-
-def origin(error: BaseException) -> str:
-    """Returns where another process, or an environment, raised an error or its cause; an empty text if none did."""
-    return next((where for each in (error, error.__cause__) if (where := getattr(each, "raised_in", None))), "")
 
 
 def first_line(error: BaseException) -> str:

@@ -168,9 +168,12 @@ class LocalWorker:
         while self._num_posted < min(len(self._pending), MAX_POSTED):
             if self._num_posted == 0:
                 self._since = time.monotonic()
-            with suppress(OSError):  # it has died: wait() says so
+            try:
                 send(self._channel, self._pending[self._num_posted][1])
-            self._num_posted += 1
+            except OSError as error:
+                if error.errno is None:  # raised by a handler of a signal, for example a TimeoutError
+                    raise
+            self._num_posted += 1  # a worker that has died: wait() says so
 
     def wait(self, timeout_s: float) -> Answer | None:
         """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`."""
