@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-GREETING = b"rayvec environment server 1\n"
+GREETING = b"rayvec environment server 2\n"
 """Ends with the version of the protocol, which both sides must share."""
 _LENGTHS = struct.Struct("!IQ")
 _PID = struct.Struct("!Q")
@@ -58,23 +58,42 @@ def packed(message: Any) -> bytes:
     Raises:
         TypeError: Something else is in it.
     """
-    arrays: list[np.ndarray] = []
-    text = json.dumps(_plain(message, arrays, "")).encode()
-    data = b"".join([array.tobytes() for array in arrays])
+    text, data = _encoded(message)
     return _LENGTHS.pack(len(text), len(data)) + text + data
 
 
-def receive(connection: socket.socket) -> Any:
-    """Receives the next message.
+def _encoded(message: Any) -> tuple[bytes, bytes]:
+    arrays: list[np.ndarray] = []
+    text = json.dumps(_plain(message, arrays, "")).encode()
+    return text, b"".join([array.tobytes() for array in arrays])
 
-    Raises:
-        OSError: The connection has ended.
-    """
-    text_bytes, array_bytes = _LENGTHS.unpack(_receive_exactly(connection, _LENGTHS.size))
-    if text_bytes > _MAX_JSON:
-        raise ConnectionError("a message has an impossible length")
-    text = json.loads(_receive_exactly(connection, text_bytes).decode())
-    return _restored(text, memoryview(_receive_exactly(connection, array_bytes)))
+
+class Messages:
+    """The messages of a connection. The text of one that is equal to the text before has length 0 and is not sent."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sent = b""
+        self._received: Any = None
+
+    def pack(self, message: Any) -> bytes:
+        """Returns the next message that is sent, as :func:`packed` does. It must be sent."""
+        text, data = _encoded(message)
+        new, self._sent = b"" if text == self._sent else text, text
+        return _LENGTHS.pack(len(new), len(data)) + new + data
+
+    def receive(self) -> Any:
+        """Receives the next message.
+
+        Raises:
+            OSError: The connection has ended.
+        """
+        text_bytes, array_bytes = _LENGTHS.unpack(_receive_exactly(self._connection, _LENGTHS.size))
+        if text_bytes > _MAX_JSON or (not text_bytes and self._received is None):
+            raise ConnectionError("a message has an impossible length")
+        if text_bytes:
+            self._received = json.loads(_receive_exactly(self._connection, text_bytes).decode())
+        return _restored(self._received, memoryview(_receive_exactly(self._connection, array_bytes)))
 
 
 def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
@@ -307,6 +326,7 @@ class Served:
             truncated = bool(done and info.get("TimeLimit.truncated", False))
             result = obs, reward, bool(done and not truncated), truncated, info
         obs, reward, terminated, truncated, info = result
+        reward = np.float64(reward) if type(reward) is float else reward  # so that the texts of steps are equal
         return {"obs": obs, "reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
 
     def render(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -363,14 +383,15 @@ def serve(connection: socket.socket, served: Served) -> None:
         EndOfService: rayvec asks this server to end.
         OSError: The connection has ended.
     """
+    messages = Messages(connection)
     while True:
-        request = receive(connection)
+        request = messages.receive()
         if request["op"] == "end":
             raise EndOfService
         try:
-            answer = packed(getattr(served, request["op"])(request))
+            answer = messages.pack(getattr(served, request["op"])(request))
         except Exception as error:
-            answer = packed(_failure(error))
+            answer = messages.pack(_failure(error))
         connection.sendall(answer)
 
 

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rayvec.env_server import packed, receive
+from rayvec.env_server import Messages
 from rayvec.errors import ConfigError
 
 __all__ = ["ServerEnv", "ServerEnvMaker"]
@@ -70,6 +70,7 @@ class ServerEnv(gymnasium.Env[Any, Any]):
 
     def __init__(self, connection: socket.socket, handover: socket.socket, name: str) -> None:
         self._connection, self._handover, self._name = connection, handover, name
+        self._messages = Messages(connection)
         made = self._ask("open")
         self.observation_space = space_of(made["observation_space"])
         self.action_space = space_of(made["action_space"])
@@ -122,10 +123,10 @@ class ServerEnv(gymnasium.Env[Any, Any]):
             ConnectionError: The server is lost.
             Exception: What the environment raised: of the same type if that is one of Python's own.
         """
-        message = packed({"op": op, **request})
+        message = self._messages.pack({"op": op, **request})
         try:
             self._connection.sendall(message)
-            answer: dict[str, Any] = receive(self._connection)
+            answer: dict[str, Any] = self._messages.receive()
         except OSError as error:
             raise ConnectionError(f"{self._name} was lost in {op}: {error}") from None
         if "error" in answer:
