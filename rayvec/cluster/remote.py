@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +22,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import NodeLostError, RemoteFailure, first_line
 from rayvec.fleet.commands import NO_NEWS, Answer, ChildLost, Command, Op
 from rayvec.node.machine import CLOSE_S
-from rayvec.node.messages import pack, packed_message
+from rayvec.node.messages import Message, pack, packed_message
 from rayvec.node.processes import remove_folder
 
 __all__ = ["NodeServer", "RemoteNode"]
@@ -70,9 +71,17 @@ class RemoteNode:
         self._send("start", self._spec, [os.path.abspath(entry) for entry in sys.path])
 
     def _send(self, *request: Any) -> None:
-        message = packed_message(request)
-        with suppress(OSError):  # the answer says it
-            self._stream.send(Head(), (), message)
+        self._transmit(Head(), (), packed_message(request))
+
+    def _transmit(self, head: Head, arrays: Sequence[Any] = (), message: Message | None = None) -> None:
+        """Sends a frame. A lost connection is reported by the answer."""
+        try:
+            self._stream.send(head, arrays, message)
+        except EOFError:
+            pass
+        except OSError as error:
+            if error.errno is None:  # raised by a handler of a signal, for example a TimeoutError
+                raise
 
     def _reply(self) -> Any:
         """Waits for the result of a method of the server.
@@ -145,8 +154,7 @@ class RemoteNode:
                 command = command._replace(rest=order._replace(weights=None))
             self._sent_weights[order.key] = order.version
         if _is_like(command, self._last_step):
-            with suppress(OSError):  # the answer says it
-                self._stream.send(Head(has_rows=True), [bytes_of(np.ascontiguousarray(command.actions))])
+            self._transmit(Head(has_rows=True), [bytes_of(np.ascontiguousarray(command.actions))])
         else:
             self._send(*command)
         if command.op == Op.STEP:

@@ -146,6 +146,26 @@ class TestFaults:
             assert not set(seeds) & {7.0, 8.0} and len(set(seeds)) == 2
             assert fleet.take_replaced() == {"node": 1}
 
+    def test_an_exception_of_a_signal_handler_ends_the_sending_of_a_command(self) -> None:
+        """The node is stopped, so that the connection has no room for it."""
+
+        def alarm(number: int, frame: Any) -> None:
+            raise TimeoutError("the alarm")
+
+        with cluster_of([Steps], (FAR,)) as fleet:
+            reset(fleet)
+            pid, *_ = fleet.pids()[fleet.topology.nodes[0].name]
+            before = signal.signal(signal.SIGALRM, alarm)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+                with pytest.raises(TimeoutError, match="the alarm"):
+                    fleet.post(Command(Op.CALL, np.arange(1), rest=("reset", (bytes(1 << 26),), {})))
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+                os.kill(pid, signal.SIGKILL)
+
     def test_without_another_place_it_is_an_error(self) -> None:
         with cluster_of([Steps] * 2, (FAR,), rehost=False) as fleet:
             reset(fleet)
