@@ -68,6 +68,7 @@ ADJUSTABLE = (
     "on_env_error",
     "step_timeout_s",
     "start_timeout_s",
+    "restart_env_every",
     "on_bad_obs",
     "on_node_loss",
     "groups",
@@ -223,6 +224,10 @@ class TrainConfig:
 
     start_timeout_s: Positive = 300.0
     """Seconds that a worker may take to make all its environments, one after another, or to load a policy."""
+
+    restart_env_every: Count | None = None
+    """After how many finished episodes an environment is closed and made again, for simulators that leak; unset: never.
+    Its next episode has a seed of its own. Native sub-batches do not support it."""
 
     on_bad_obs: Literal["raise", "keep"] = "raise"
     """What happens to an observation or a reward that is NaN or infinite: "raise" ends the run, "keep" keeps it."""

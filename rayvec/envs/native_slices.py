@@ -28,6 +28,11 @@ class NativeSlice(Slice):
     _unit_kind = "native sub-batch"
 
     def _set_up(self) -> None:
+        if self._restart_every:
+            raise ConfigError(
+                f"restart_env_every={self._restart_every} was passed with native sub-batches. Their environments can't "
+                "be made again one by one: leave it out, or make ordinary environments."
+            )
         sizes = [env.num_envs for env in self._envs]
         self.spaces = PoolSpaces.join(list(zip(sizes, map(spaces_of, self._envs), strict=True)))
         self.native_mode, self.num_envs = self.spaces.native_mode, sum(sizes)

@@ -55,7 +55,7 @@ class Slice:
         factory: Makes exactly the units of this slice.
         first_id: Global index of the first environment, for errors and seeds.
         where: Name of this process, for errors.
-        restart_policy: Whether units that raise are restarted.
+        restart_policy: Whether units that raise are restarted, and after how many episodes environments are.
 
     Attributes:
         spaces: The spaces and metadata of the environments.
@@ -80,6 +80,7 @@ class Slice:
     ) -> None:
         self.first_id, self._where, self._factory, self._owner = first_id, where, factory, os.getpid()
         self._restart, self._budget = restart_policy.restart, RestartBudget()
+        self._restart_every, self._num_finished = restart_policy.every, [0] * factory.num_envs
         self._envs: list[Any] = []
         self._notes: list[str] = []
         self.progress: Any = np.zeros(1, np.int64)
@@ -191,11 +192,13 @@ class Slice:
         if is_over and mode == Autoreset.SAME_STEP:
             self._infos.append((row, {"final_obs": copied(obs), "final_info": own_info(info)}))
             self._episode[row] = ENDED
+            self._num_finished[row] += 1
             self._reset_unit(row)
             return
         self._write_obs(row, obs)
         if is_over:
             self._episode[row] = ENDED
+            self._num_finished[row] += 1
         if info or type(info) is not dict:
             self._infos.append((row, own_info(info)))
 
@@ -227,6 +230,11 @@ class Slice:
 
     def _reset_unit(self, unit: int, **kwargs: Any) -> None:
         """Resets one environment. The first reset after a restart has a seed of its own."""
+        if self._restart_every and self._num_finished[unit] >= self._restart_every:
+            self._make_again(unit)
+            if kwargs.get("seed") is None:
+                self.arrays["restarts"][unit] += 1
+                self._to_seed.add(unit)
         if unit in self._to_seed and (seed := seed_of(self.arrays, unit, self.first_id + unit)) is not None:
             kwargs["seed"] = seed
         self._to_seed.discard(unit)
@@ -279,15 +287,20 @@ class Slice:
                 self._failure = self._failure or self._too_often(failure)
                 return
             try:
-                with failures_ignored():
-                    self._envs[unit].close()
                 self._note_restart(unit, failure)
-                self._envs[unit] = self._factory.make(unit)
-                self._check_distinct()
+                self._make_again(unit)
                 again()
                 return
             except FAILURES as raised:
                 error = raised
+
+    def _make_again(self, unit: int) -> None:
+        """Closes a unit and makes another in its place."""
+        with failures_ignored():
+            self._envs[unit].close()
+        self._envs[unit] = self._factory.make(unit)
+        self._num_finished[unit] = 0
+        self._check_distinct()
 
     def _rows(self, unit: int) -> slice:
         return self._unit_rows[unit]

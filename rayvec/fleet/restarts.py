@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.errors import ConfigError, check_choice
+from rayvec.errors import ConfigError, check_choice, check_count
 
 __all__ = [
     "ENV_ARRAYS",
@@ -135,18 +135,26 @@ class RestartPolicy:
         step_timeout_s: A worker that takes longer for one step counts as hung and is killed. None sets no limit.
         start_timeout_s: A worker that takes longer to make its environments, or to load a policy, counts as hung and is
             killed.
+        every: After how many finished episodes an environment is closed and made again. None keeps it.
     """
 
     restart: bool = False
     step_timeout_s: float | None = None
     start_timeout_s: float = 300.0
+    every: int | None = None
 
     @classmethod
-    def of(cls, on_env_error: str, step_timeout_s: float | None, start_timeout_s: float = 300.0) -> RestartPolicy:
+    def of(
+        cls,
+        on_env_error: str,
+        step_timeout_s: float | None,
+        start_timeout_s: float = 300.0,
+        restart_env_every: int | None = None,
+    ) -> RestartPolicy:
         """Returns the restart policy for the arguments of a vector environment.
 
         Raises:
-            ConfigError: `on_env_error` is unknown, or a timeout is not positive.
+            ConfigError: `on_env_error` is unknown, or a timeout or `restart_env_every` is not positive.
         """
         check_choice("on_env_error", on_env_error, ("raise", "restart"))
         if step_timeout_s is not None and not _is_time(step_timeout_s):
@@ -159,7 +167,8 @@ class RestartPolicy:
                 f"start_timeout_s is {start_timeout_s!r}. It must be more than 0 seconds: pass several times what the "
                 "slowest constructor or import takes. The default is 300."
             )
-        return cls(on_env_error == "restart", step_timeout_s, start_timeout_s)
+        every = None if restart_env_every is None else check_count("restart_env_every", restart_env_every)
+        return cls(on_env_error == "restart", step_timeout_s, start_timeout_s, every)
 
 
 def _is_time(value: Any) -> bool:

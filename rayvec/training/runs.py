@@ -120,7 +120,15 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         sizes = sub_batch_sizes(num_envs, config.num_nodes, config.workers_per_node)
         makes = {"env": [functools.partial(make_native, size) for size in sizes], "native": True}
     reads_infos = config.native is not None or getattr(LEARNERS[type(config)], "reads_infos", True)
-    names = ("num_nodes", "workers_per_node", "probe", "groups", "step_timeout_s", "start_timeout_s")
+    names = (
+        "num_nodes",
+        "workers_per_node",
+        "probe",
+        "groups",
+        "step_timeout_s",
+        "start_timeout_s",
+        "restart_env_every",
+    )
 
     def make(*own: Any, masks: bool = True) -> RayVecEnv:
         keep = () if reads_infos else (functools.partial(KeepInfos, names=config.episode_metrics, masks=masks),)

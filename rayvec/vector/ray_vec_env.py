@@ -70,6 +70,9 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         on_env_error: What happens to an environment that raises, and to those of a worker that dies or hangs.
             ``"raise"`` closes all environments. ``"restart"`` restarts the affected ones; the others continue. A
             failed step returns the last true observation, reward 0, truncated, and ``info["env_restarted"]``.
+        restart_env_every: After how many finished episodes an environment is closed and made again, for simulators that
+            leak. Its next episode has a seed of its own, as after a failure, unless :meth:`reset` passes one. Native
+            sub-batches do not support it.
         on_node_loss: ``"rehost"`` restarts environments of a lost node on others; ``"raise"`` is a ``NodeLostError``.
         preload: Modules that the workers import once for each node, such as ``("torch",)``. A module that starts a
             thread is refused. Workers share random generators and files that it opens: see docs/own-environment.md.
@@ -104,6 +107,7 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         step_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
         on_env_error: Literal["raise", "restart"] = "raise",
+        restart_env_every: int | None = None,
         on_node_loss: Literal["rehost", "raise"] = "rehost",
         preload: Sequence[str] = (),
         address: str | None = None,
@@ -112,7 +116,7 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         seed: int | None = None,
     ) -> None:
         check_choice("groups", groups, (1, 2))
-        restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
+        restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s, restart_env_every)
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native, seed=seed, first_id=first_id)
         self.spec = factory.spec
         self.copy = check_flag("copy", copy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.fleet_kit import RESTART, Steps, slice_of
 
+from rayvec import RayVecEnv
 from rayvec.data.layouts import ArrayLayout
 from rayvec.envs.slices import Slice, own_arrays
 from rayvec.errors import ConfigError, EnvError
 from rayvec.fleet.commands import Answer, Autoreset, Command, Op
-from rayvec.fleet.restarts import NO_RESTARTS
+from rayvec.fleet.restarts import NO_RESTARTS, restart_seed
 
 MODES = [Autoreset.NEXT_STEP, Autoreset.SAME_STEP]
 
@@ -131,6 +133,48 @@ class TestFailures:
         with pytest.raises(OSError, match="no licence") as caught:
             slice_of([Steps, make], first_id=7)
         assert "environment 8" in str(caught.value.__cause__)
+
+
+class Leaks(Steps):
+    """Notes in a file of its own each time that it is made."""
+
+    def __init__(self, env_index: int, folder: Path) -> None:
+        super().__init__(length=2)
+        with (folder / str(env_index)).open("a") as file:
+            file.write("x")
+
+
+class TestMadeAgain:
+    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+    def test_after_some_episodes_with_a_seed_of_its_own(
+        self, tmp_path: Path, mode: AutoresetMode, workers: int
+    ) -> None:
+        where: dict[str, Any] = {"num_nodes": 0, "workers_per_node": workers, "autoreset_mode": mode}
+        with RayVecEnv(Leaks, 2, env_kwargs={"folder": tmp_path}, restart_env_every=2, **where) as env:
+            seen = [env.reset(seed=5)[0]]
+            for _ in range(12):
+                obs, _, _, truncated, info = env.step([0, 0])
+                assert "env_restarted" not in info
+                assert truncated.all() == (obs[:, 1] == (2 if mode == AutoresetMode.NEXT_STEP else 0)).all()
+                seen += [obs] if not obs[:, 1].any() else []
+            for env_id in range(2):
+                seeds = [5 + env_id, *(restart_seed(5 + env_id, env_id, k) for k in (1, 2, 3))]
+                began = [(episode + 1, float(seed or 0)) for seed in seeds for episode in range(2)]
+                assert [(obs[env_id, 0], obs[env_id, 2]) for obs in seen] == began[: len(seen)]
+                assert (tmp_path / str(env_id)).read_text() == "x" * ((len(seen) + 1) // 2)
+            env.reset(seed=9)
+            for _ in range(4):
+                env.step([0, 0])
+            assert env.reset(seed=9)[0][:, 2].tolist() == [9, 10]
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [{"env": [Steps], "restart_env_every": 0}, {"env": [lambda: SyncVectorEnv([Steps])], "native": True}],
+    )
+    def test_it_is_a_number_of_episodes_of_ordinary_environments(self, arguments: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match="restart_env_every"):
+            RayVecEnv(**{"restart_env_every": 1, "num_nodes": 0, "workers_per_node": 0, **arguments})
 
 
 class TestNative:
