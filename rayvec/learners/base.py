@@ -163,7 +163,9 @@ def check_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 def _described(tree: Any) -> Any:
     """Returns a tree of dicts with shapes in place of its tensors, without what has other shapes in other runs."""
     if isinstance(tree, Mapping):
-        return {name: _described(part) for name, part in tree.items() if name not in ("replay", "returns")}
+        return {
+            name: _described(part) for name, part in tree.items() if name not in ("replay", "rank_local", "returns")
+        }
     return tuple(tree.shape) if isinstance(tree, Tensor) else "a value"
 
 

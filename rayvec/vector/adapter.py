@@ -109,7 +109,7 @@ class Adapter:
 
         def start() -> None:
             if not name == self._pending == "send":
-                self._assert_idle(name)
+                self._assert_idle(name if name == "send" else f"{name}_async")
             elif group in self._posted:
                 raise AlreadyPendingCallError(f"Calling `send` for group {group}, whose last step is pending.", name)
             self._posted[group], self._pending = self._post(command), name
@@ -153,6 +153,7 @@ class Adapter:
         log_notes(answer.notes)
         if answer.failure is not None:
             error = answer.failure.rebuild()
+            self._assert_open_after(error)
             if closes or isinstance(error, _LOSSES):
                 self._close_failed(error)
             raise error
@@ -176,13 +177,17 @@ class Adapter:
         except (NotReady, AlreadyPendingCallError, NoAsyncCallError, ClosedEnvironmentError):
             raise
         except BaseException as error:
-            if self.closed and self._closed_by is None and isinstance(error, Exception):
-                raise ClosedEnvironmentError("`close()` was called by another thread during this call.") from error
+            self._assert_open_after(error)
             if stays_open is None or not stays_open(error):
                 self._close_failed(error)
             raise
         finally:
             self._lock.release()
+
+    def _assert_open_after(self, error: BaseException) -> None:
+        """Says so if an error of a call comes from a `close` of another thread."""
+        if self.closed and self._closed_by is None and isinstance(error, Exception):
+            raise ClosedEnvironmentError("`close()` was called by another thread during this call.") from error
 
     def _assert_same_process(self) -> None:
         if self._is_forked:

@@ -15,6 +15,7 @@ from helpers.actor_critic_kit import distance
 from helpers.sac_kit import make_batch, make_falling_learner, make_learner
 
 import rayvec
+from rayvec.errors import LearnerError
 from rayvec.learners.base import KeepsRankLocalState
 from rayvec.policies.networks import flat_weights
 
@@ -56,7 +57,6 @@ def test_a_group_equals_a_learner_and_resumes_exactly(make_group: MakeGroup, cap
         group.load_state_dict(state)
         assert [group.update(make_batch(seed=seed)) for seed in (3, 4)] == following
         np.testing.assert_array_equal(group.weights(), weights)
-        group.load_state_dict({"of_ranks" if name == "rank_local" else name: part for name, part in state.items()})
         assert not caplog.text
 
         group.load_state_dict(learner.state_dict())
@@ -75,16 +75,20 @@ def test_a_group_equals_a_learner_and_resumes_exactly(make_group: MakeGroup, cap
 def test_with_a_rank_every_replay_is_lost_and_refills(
     make_group: MakeGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a warning; the batch of the update under way is stored once, and updates go on where they were."""
+    """The update of the lost rank raises; the next one has new ranks, a warning, and the state that was saved last."""
     mark = tmp_path / "fallen"
     group = make_group(2, lambda: make_falling_learner(mark, 1))
     for seed in range(2):
         metrics = group.update(make_batch(seed=seed))
     assert metrics["num_updates"] == 16
+    group.state_dict()  # new ranks continue from here
     weights = group.weights()
+    with pytest.raises(LearnerError, match=r"rank 1 on .* is lost"):
+        group.update(make_batch(seed=2))
+    assert mark.exists()
     with caplog.at_level(logging.WARNING):
         assert group.update(make_batch(seed=2)) == {}
-    assert mark.exists() and "the replay refills" in caplog.text
+    assert "the replay refills" in caplog.text
     np.testing.assert_array_equal(group.weights(), weights)
     metrics = group.update(make_batch(seed=3))
     assert (metrics["num_updates"], metrics["replay_steps"]) == (32, 32)

@@ -250,12 +250,13 @@ def test_shared_memory_that_environments_forget_ends_with_the_program() -> None:
     wait_until(lambda: done.stdout.strip() not in shm_names(), "the memory is removed")
 
 
-def test_close_by_another_thread_ends_a_wait() -> None:
+@pytest.mark.parametrize("num_nodes", [0, 1])
+def test_close_by_another_thread_ends_a_wait(num_nodes: int, ray_cluster: object) -> None:
     class Waits(CountingEnv):
         def step(self, action: Any) -> Any:
             threading.Event().wait()
 
-    env = make(Waits, 2, on_env_error="restart")
+    env = RayVecEnv([Waits] * 2, num_nodes=num_nodes, workers_per_node=2)
     env.reset(seed=0)
     pids = worker_pids(env)
     env.step_async(np.zeros(2, int))
