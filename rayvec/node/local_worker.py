@@ -265,9 +265,9 @@ class LocalWorker:
 
     def _close_files(self) -> None:
         self._channel.close()
-        if self._stack_fd >= 0:
-            os.close(self._stack_fd)
-            self._stack_fd = -1
+        stack_fd, self._stack_fd = self._stack_fd, -1  # two threads may do this: one waits, another closes
+        if stack_fd >= 0:
+            os.close(stack_fd)
 
     def close(self) -> None:
         """Asks the worker to close its environments once it has executed the pending commands."""
