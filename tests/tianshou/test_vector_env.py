@@ -460,3 +460,25 @@ def test_ctrl_c_while_a_step_is_waited_for_closes_everything(make: MakeVenv, wai
     assert venv.is_closed
     with pytest.raises(AssertionError):
         venv.reset()
+
+
+class WithoutSpaces(gymnasium.Env[Any, Any]):
+    """Observations are any objects."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return {"first"}, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return {action}, 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_environments_without_spaces(workers: int) -> None:
+    venv = RayVectorEnv([WithoutSpaces] * 2, num_nodes=0, workers_per_node=workers)
+    try:
+        assert venv.reset()[0].tolist() == [{"first"}, {"first"}]
+        assert venv.step(np.array([3, 4]))[0].tolist() == [{3}, {4}]
+        assert venv.get_env_attr("observation_space") == [None, None]
+    finally:
+        venv.close()
