@@ -22,7 +22,7 @@ from gymnasium import spaces
 from measure import heading, interleaved, share_modules, simulated_cluster
 
 from rayvec.bench.terminal import show_table, spread
-from rayvec.data.topology import usable_cores
+from rayvec.data.cores import usable_cores
 
 KINDS = {"sleep 1 ms": (1e-3, 0.0), "sleep 5 ms": (5e-3, 0.0), "sleep 20 ms": (2e-2, 0.0)}
 KINDS |= {"compute 1 ms": (0.0, 1e-3), "half 5 ms": (2.5e-3, 2.5e-3)}

@@ -33,7 +33,7 @@ import ray
 from ray._private import worker
 from ray.exceptions import RpcError
 
-from rayvec.data.topology import usable_cores
+from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError, NodeLostError, first_line
 from rayvec.node.object_store import room_for
 

@@ -20,7 +20,8 @@ from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, StopEarly, 
 from rayvec.data import Batch, Chunk, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
 from rayvec.data.episodes import EpisodeTracker
-from rayvec.data.join_chunks import bad_obs_error, counted_ends
+from rayvec.data.finite_checks import bad_obs_error
+from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import ConfigError, check_choice, check_count, check_flag
 from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.chunks import WeightStore

@@ -1,14 +1,10 @@
-"""Which node holds which environments, and how many cores a process may use."""
+"""Which node holds which environments."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -16,7 +12,7 @@ from numpy.typing import NDArray
 
 from rayvec.errors import ConfigError
 
-__all__ = ["NodeSlice", "Topology", "even_bounds", "quota_cores", "split_groups", "usable_cores"]
+__all__ = ["NodeSlice", "Topology", "even_bounds", "split_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,31 +117,3 @@ def even_bounds(num_envs: int, num_parts: int, first: int = 0) -> tuple[int, ...
     small, larger = divmod(num_envs, num_parts)
     sizes = [small + (part < larger) for part in range(num_parts)]
     return tuple(accumulate(sizes, initial=first))
-
-
-def usable_cores() -> int:
-    """Returns the number of cores that this process may use: its affinity, and at most its container's quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota = quota_cores()
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
-
-
-def quota_cores(root: Path = Path("/")) -> float | None:
-    """Returns the processor quota of this process's control group (version 2) and of those around it, in cores.
-
-    Args:
-        root: Directory that holds ``proc`` and ``sys``.
-
-    Returns:
-        The smallest quota, or None without one.
-    """
-    quotas: list[float] = []
-    top = root / "sys/fs/cgroup"
-    with contextlib.suppress(OSError):
-        inner = top / (root / "proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-        for folder in (inner, *inner.parents):
-            if folder.is_relative_to(top):
-                with contextlib.suppress(OSError, ValueError):  # "max" is no quota
-                    quota, period = map(int, (folder / "cpu.max").read_text().split())
-                    quotas.append(quota / period)
-    return min(quotas, default=None)

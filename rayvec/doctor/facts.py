@@ -18,7 +18,7 @@ from typing import Any
 
 from rayvec import __version__
 from rayvec.cluster.node_facts import started_with
-from rayvec.data.topology import quota_cores
+from rayvec.data.cores import quota_cores
 from rayvec.envs.step_time import StepTime, measure_step
 
 __all__ = ["echo", "measure_env", "read_facts", "round_trip"]

@@ -18,7 +18,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, _find_spec, load_env_creator
 
 from rayvec.envs.pickled_parts import PickledParts, carrying_sys, pickled_for_workers
-from rayvec.envs.spaces import as_vector_env
+from rayvec.envs.vector_envs import as_vector_env
 from rayvec.errors import ConfigError, check_count, check_flag
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What environments and policies raise when they fail, and the signals that a process leaves to its owner."""
+"""What environments and policies raise when they fail, and how a process describes it to another."""
 
 from __future__ import annotations
 
@@ -9,18 +9,10 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+from rayvec.envs.owner_signals import is_left_to_owner
 from rayvec.errors import EnvError, RemoteFailure
 
-__all__ = [
-    "FAILURES",
-    "captured",
-    "end_if_forked",
-    "failures_ignored",
-    "is_ctrl_c",
-    "is_left_to_owner",
-    "leave_to_owner",
-    "restore_in_children",
-]
+__all__ = ["FAILURES", "captured", "end_if_forked", "failures_ignored", "is_ctrl_c"]
 
 FAILURES = BaseException
 """What environments, policies and learners raise when they fail. :func:`captured` lets Ctrl-C pass."""
@@ -86,35 +78,3 @@ def failures_ignored() -> Iterator[None]:
     except FAILURES as error:
         if is_ctrl_c(error):
             raise
-
-
-def leave_to_owner(*numbers: signal.Signals) -> None:
-    """Makes this process ignore signals that reach every process of a job: the owner decides.
-
-    A handler that does nothing, and not SIG_IGN, which programs that an environment starts would inherit. In native
-    code, most calls that the signal interrupts resume; poll, select and sleeps return EINTR.
-    """
-    for number in numbers:
-        signal.signal(number, _do_nothing)
-        signal.siginterrupt(number, False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-
-
-def is_left_to_owner(number: signal.Signals) -> bool:
-    """Whether this process ignores a signal in that way."""
-    return signal.getsignal(number) is _do_nothing
-
-
-def restore_in_children() -> None:
-    """Gives processes that fork from this one the defaults again: an environment may end its own by signals."""
-    os.register_at_fork(after_in_child=_restore)
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    pass
-
-
-def _restore() -> None:
-    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-        if is_left_to_owner(number):
-            signal.signal(number, default)

@@ -12,7 +12,8 @@ from rayvec.data.columns import Columns, as_columns, mask_of, merge, select
 from rayvec.data.layouts import ArrayLayout, index_tree
 from rayvec.data.trees import objects, tree_leaves, tree_map
 from rayvec.envs.slices import CUT, ENDED, NEW, RUNNING, Slice, own_info, values_of
-from rayvec.envs.spaces import PoolSpaces, has_single_envs, layer_with, spaces_of
+from rayvec.envs.spaces import PoolSpaces
+from rayvec.envs.vector_envs import has_single_envs, layer_with, spaces_of
 from rayvec.errors import ConfigError, EnvError
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RESTARTED, seed_of

@@ -1,4 +1,4 @@
-"""What environments say of themselves when they have been made, and vector environments that users' callables make."""
+"""What environments say of themselves when they have been made: spaces, metadata, sizes of native sub-batches."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from rayvec.data.layouts import ArrayLayout
 from rayvec.errors import ConfigError
 from rayvec.fleet.commands import Autoreset
 
-__all__ = ["PoolSpaces", "as_vector_env", "has_single_envs", "layer_with", "spaces_of"]
+__all__ = ["PoolSpaces"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,92 +105,3 @@ class PoolSpaces:
         """Returns the index of the first environment whose observations don't fit arrays of `space`, or None."""
         candidates = enumerate(self.observations or (self.observation,))
         return next((i for i, each in candidates if not is_space_dtype_shape_equiv(each, space)), None)
-
-
-def as_vector_env(env: Any) -> VectorEnv[Any, Any, Any]:
-    """Returns what a callable made as a vector environment.
-
-    Raises:
-        ConfigError: It is neither a vector environment nor an EnvPool that steps as a whole.
-    """
-    if any(kind.__module__.startswith("envpool.") for kind in type(env).__mro__):
-        return _EnvPool(env)
-    if not isinstance(env, VectorEnv):
-        raise ConfigError(
-            f"A callable has made a {type(env).__module__}.{type(env).__qualname__}. With native=True, each callable "
-            "makes a vector environment, a gymnasium.vector.VectorEnv. Leave native out if it makes one environment."
-        )
-    return env
-
-
-def spaces_of(env: VectorEnv[Any, Any, Any]) -> PoolSpaces:
-    """Returns the spaces, metadata and size of a vector environment.
-
-    Raises:
-        ConfigError: It has no autoreset mode, or no arrays hold elements of its spaces.
-    """
-    observation, action, metadata = env.single_observation_space, env.single_action_space, dict(env.metadata or {})
-    kind = type(env).__name__
-    try:
-        mode = AutoresetMode(metadata.get("autoreset_mode"))
-    except ValueError as error:
-        raise ConfigError(
-            f"The autoreset_mode in the metadata of a {kind} is {metadata.get('autoreset_mode')!r}. Set it to a "
-            "gymnasium.vector.AutoresetMode: it says when environments whose episode has ended are reset."
-        ) from error
-    for name, space in (("observation", observation), ("action", action)):
-        if ArrayLayout.of(space) is None:
-            raise ConfigError(
-                f"The {name}s of a {kind} are {space}. Native sub-batches need a Box, Discrete, MultiDiscrete or "
-                "MultiBinary space, or a Dict or Tuple of them: make it an ordinary environment, or convert it by a "
-                "wrapper."
-            )
-    metadata["autoreset_mode"], render_mode = mode, getattr(env, "render_mode", None)
-    return PoolSpaces(observation, action, metadata, render_mode, sub_batches=(env.num_envs,))
-
-
-def has_single_envs(env: Any) -> bool:
-    """Whether a vector environment consists of single ones, each with a seed and attributes of its own."""
-    return isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
-
-
-def layer_with(env: Any, name: str) -> Any:
-    """Returns the outermost wrapper of a vector environment that has an attribute, or else what is wrapped."""
-    while isinstance(env, VectorWrapper) and not hasattr(env, name):
-        env = env.env
-    return env
-
-
-class _EnvPool(VectorEnv[Any, Any, Any]):
-    """EnvPool's Gymnasium interface as a vector environment.
-
-    Seeds count only when a pool is made. Infos have indices of environments within the pool, which are left out.
-    """
-
-    def __init__(self, pool: Any) -> None:
-        self.num_envs = int(pool.config["num_envs"])
-        if pool.config["batch_size"] not in (0, self.num_envs):
-            raise ConfigError(
-                f"An EnvPool has batch_size={pool.config['batch_size']} of {self.num_envs} environments. A native "
-                "sub-batch steps as a whole: leave batch_size out."
-            )
-        self.pool, self.render_mode = pool, getattr(pool, "render_mode", None)
-        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, **(getattr(pool, "metadata", None) or {})}
-        self.single_observation_space, self.single_action_space = pool.observation_space, pool.action_space
-        self.observation_space = batch_space(pool.observation_space, self.num_envs)
-        self.action_space = batch_space(pool.action_space, self.num_envs)
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        obs, info = self.pool.reset()
-        return obs, _without_ids(info)
-
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        *results, info = self.pool.step(actions)
-        return *results, _without_ids(info)
-
-    def close(self, **kwargs: Any) -> None:
-        self.pool.close()
-
-
-def _without_ids(info: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in info.items() if key not in ("env_id", "players")}

@@ -34,7 +34,7 @@ from multiprocessing.process import parent_process
 from pathlib import Path
 from typing import Any
 
-from rayvec.envs.failures import leave_to_owner, restore_in_children
+from rayvec.envs.owner_signals import leave_to_owner, restore_in_children
 from rayvec.errors import ConfigError
 
 __all__ = [

@@ -12,7 +12,7 @@ import signal
 import sys
 
 import rayvec.node.worker_main  # noqa: F401  # what every worker needs
-from rayvec.envs.failures import leave_to_owner
+from rayvec.envs.owner_signals import leave_to_owner
 from rayvec.node.processes import PRELOAD, import_modules, kill_with_parent
 
 _OWNER_END_S = 1.0

@@ -23,8 +23,9 @@ from gymnasium.envs.registration import EnvSpec
 from rayvec.collect.episode_quotas import episode_quotas
 from rayvec.config import TrainConfig
 from rayvec.data.batch import join_stats
+from rayvec.data.cores import usable_cores
 from rayvec.data.global_random import seed_globals
-from rayvec.data.topology import even_bounds, usable_cores
+from rayvec.data.topology import even_bounds
 from rayvec.distributed.process_host import ProcessHost
 from rayvec.distributed.rank import divided_workers, pack, unpack
 from rayvec.distributed.rank_group import RankGroup, RankHost

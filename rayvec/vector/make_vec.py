@@ -13,7 +13,8 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, VectorizeMode, _find_spec
 
-from rayvec.data.topology import even_bounds, usable_cores
+from rayvec.data.cores import usable_cores
+from rayvec.data.topology import even_bounds
 from rayvec.envs.factory import spec_of
 from rayvec.errors import ConfigError, check_choice, check_count, check_node_range
 from rayvec.vector.ray_vec_env import RayVecEnv

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from rayvec.data.topology import Topology, usable_cores
+from rayvec.data.cores import usable_cores
+from rayvec.data.topology import Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, check_choice, check_count
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy

@@ -16,7 +16,8 @@ from helpers.testing import CountingEnv
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk
-from rayvec.data.join_chunks import find_bad_obs, join_chunks, summarize
+from rayvec.data.finite_checks import find_bad_obs
+from rayvec.data.join_chunks import join_chunks, summarize
 from rayvec.errors import EnvError
 from rayvec.vector.ray_vec_env import RayVecEnv
 

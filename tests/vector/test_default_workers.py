@@ -17,7 +17,7 @@ from helpers.waiting_envs import Noted, make_noted, make_sleeping, make_subproce
 import rayvec
 import rayvec.stable_baselines3
 import rayvec.tianshou
-from rayvec.data.topology import quota_cores, usable_cores
+from rayvec.data.cores import quota_cores, usable_cores
 from rayvec.errors import ConfigError, EnvError
 
 MANY = usable_cores() + 2

@@ -1,0 +1,40 @@
+"""Signals that a process leaves to the process that owns it, as workers leave Ctrl-C to the driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+__all__ = ["is_left_to_owner", "leave_to_owner", "restore_in_children"]
+
+
+def leave_to_owner(*numbers: signal.Signals) -> None:
+    """Makes this process ignore signals that reach every process of a job: the owner decides.
+
+    A handler that does nothing, and not SIG_IGN, which programs that an environment starts would inherit. In native
+    code, most calls that the signal interrupts resume; poll, select and sleeps return EINTR.
+    """
+    for number in numbers:
+        signal.signal(number, _do_nothing)
+        signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+def is_left_to_owner(number: signal.Signals) -> bool:
+    """Whether this process ignores a signal in that way."""
+    return signal.getsignal(number) is _do_nothing
+
+
+def restore_in_children() -> None:
+    """Gives processes that fork from this one the defaults again: an environment may end its own by signals."""
+    os.register_at_fork(after_in_child=_restore)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    pass
+
+
+def _restore() -> None:
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        if is_left_to_owner(number):
+            signal.signal(number, default)
