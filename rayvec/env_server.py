@@ -69,7 +69,7 @@ def _encoded(message: Any) -> tuple[bytes, bytes]:
 
 
 class Messages:
-    """The messages of a connection. The text of one that is equal to the text before has length 0 and is not sent."""
+    """The messages of a connection. A text that equals that of the message before is sent as a text of length 0."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -77,7 +77,7 @@ class Messages:
         self._received: Any = None
 
     def pack(self, message: Any) -> bytes:
-        """Returns the next message that is sent, as :func:`packed` does. It must be sent."""
+        """Returns the bytes of the next message. Send them: the message after it may leave out its text."""
         text, data = _encoded(message)
         new, self._sent = b"" if text == self._sent else text, text
         return _LENGTHS.pack(len(new), len(data)) + new + data
@@ -326,7 +326,7 @@ class Served:
             truncated = bool(done and info.get("TimeLimit.truncated", False))
             result = obs, reward, bool(done and not truncated), truncated, info
         obs, reward, terminated, truncated, info = result
-        reward = np.float64(reward) if type(reward) is float else reward  # so that the texts of steps are equal
+        reward = np.float64(reward) if type(reward) is float else reward  # an array is no part of the text
         return {"obs": obs, "reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
 
     def render(self, request: dict[str, Any]) -> dict[str, Any]:

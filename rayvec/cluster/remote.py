@@ -22,7 +22,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import NodeLostError, RemoteFailure, first_line
 from rayvec.fleet.commands import NO_NEWS, Answer, ChildLost, Command, Op
 from rayvec.node.machine import CLOSE_S
-from rayvec.node.messages import Message, pack, packed_message
+from rayvec.node.messages import Message, is_raised_by_handler, pack, packed_message
 from rayvec.node.processes import remove_folder
 
 __all__ = ["NodeServer", "RemoteNode"]
@@ -74,13 +74,13 @@ class RemoteNode:
         self._transmit(Head(), (), packed_message(request))
 
     def _transmit(self, head: Head, arrays: Sequence[Any] = (), message: Message | None = None) -> None:
-        """Sends a frame. A lost connection is reported by the answer."""
+        """Sends a frame. If the connection is lost, the wait for the answer raises."""
         try:
             self._stream.send(head, arrays, message)
         except EOFError:
             pass
         except OSError as error:
-            if error.errno is None:  # raised by a handler of a signal, for example a TimeoutError
+            if is_raised_by_handler(error):
                 raise
 
     def _reply(self) -> Any:

@@ -29,9 +29,9 @@ class NativeSlice(Slice):
     _unit_kind = "native sub-batch"
 
     def _set_up(self) -> None:
-        if self._restart_every:
+        if self._max_episodes:
             raise ConfigError(
-                f"restart_env_every={self._restart_every} was passed with native sub-batches. Their environments can't "
+                f"restart_env_every={self._max_episodes} was passed with native sub-batches. Their environments can't "
                 "be made again one by one: leave it out, or make ordinary environments."
             )
         sizes = [env.num_envs for env in self._envs]

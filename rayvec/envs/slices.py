@@ -55,7 +55,7 @@ class Slice:
         factory: Makes exactly the units of this slice.
         first_id: Global index of the first environment, for errors and seeds.
         where: Name of this process, for errors.
-        restart_policy: Whether units that raise are restarted, and after how many episodes environments are.
+        restart_policy: Whether units that raise are restarted, and how many episodes an environment is kept for.
 
     Attributes:
         spaces: The spaces and metadata of the environments.
@@ -80,7 +80,7 @@ class Slice:
     ) -> None:
         self.first_id, self._where, self._factory, self._owner = first_id, where, factory, os.getpid()
         self._restart, self._budget = restart_policy.restart, RestartBudget()
-        self._restart_every, self._num_finished = restart_policy.every, [0] * factory.num_envs
+        self._max_episodes, self._num_finished = restart_policy.max_episodes, [0] * factory.num_envs
         self._envs: list[Any] = []
         self._notes: list[str] = []
         self.progress: Any = np.zeros(1, np.int64)
@@ -230,7 +230,7 @@ class Slice:
 
     def _reset_unit(self, unit: int, **kwargs: Any) -> None:
         """Resets one environment. The first reset after a restart has a seed of its own."""
-        if self._restart_every and self._num_finished[unit] >= self._restart_every:
+        if self._max_episodes and self._num_finished[unit] >= self._max_episodes:
             self._make_again(unit)
             if kwargs.get("seed") is None:
                 self.arrays["restarts"][unit] += 1

@@ -135,13 +135,13 @@ class RestartPolicy:
         step_timeout_s: A worker that takes longer for one step counts as hung and is killed. None sets no limit.
         start_timeout_s: A worker that takes longer to make its environments, or to load a policy, counts as hung and is
             killed.
-        every: After how many finished episodes an environment is closed and made again. None keeps it.
+        max_episodes: After how many finished episodes an environment is closed and made again. None keeps it.
     """
 
     restart: bool = False
     step_timeout_s: float | None = None
     start_timeout_s: float = 300.0
-    every: int | None = None
+    max_episodes: int | None = None
 
     @classmethod
     def of(
@@ -167,8 +167,8 @@ class RestartPolicy:
                 f"start_timeout_s is {start_timeout_s!r}. It must be more than 0 seconds: pass several times what the "
                 "slowest constructor or import takes. The default is 300."
             )
-        every = None if restart_env_every is None else check_count("restart_env_every", restart_env_every)
-        return cls(on_env_error == "restart", step_timeout_s, start_timeout_s, every)
+        max_episodes = None if restart_env_every is None else check_count("restart_env_every", restart_env_every)
+        return cls(on_env_error == "restart", step_timeout_s, start_timeout_s, max_episodes)
 
 
 def _is_time(value: Any) -> bool:

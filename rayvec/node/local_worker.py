@@ -20,7 +20,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import LIMITS_REMEDY, RemoteFailure, WorkerLostError
 from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, ChildLost, Command, Op
 from rayvec.node.memory import ChunkColumns, MachineBlock, action_leaves
-from rayvec.node.messages import MAX_POSTED, dumps, packed, receive, send, send_files
+from rayvec.node.messages import MAX_POSTED, dumps, is_raised_by_handler, packed, receive, send, send_files
 from rayvec.node.processes import OwnedProcess
 from rayvec.node.worker_main import STACK_SIGNAL, Attachment, WorkerSpec, worker_main
 
@@ -171,9 +171,9 @@ class LocalWorker:
             try:
                 send(self._channel, self._pending[self._num_posted][1])
             except OSError as error:
-                if error.errno is None:  # raised by a handler of a signal, for example a TimeoutError
+                if is_raised_by_handler(error):
                     raise
-            self._num_posted += 1  # a worker that has died: wait() says so
+            self._num_posted += 1  # of a worker that has died, wait() says so
 
     def wait(self, timeout_s: float) -> Answer | None:
         """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`."""

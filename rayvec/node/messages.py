@@ -19,6 +19,7 @@ __all__ = [
     "MAX_POSTED",
     "Message",
     "dumps",
+    "is_raised_by_handler",
     "pack",
     "packed",
     "packed_message",
@@ -125,6 +126,11 @@ def send(channel: socket.socket, data: bytes) -> None:
         file.write(data)
         file.flush()
         send_files(channel, file.fileno())
+
+
+def is_raised_by_handler(error: OSError) -> bool:
+    """Whether a signal's handler raised an error of a send, such as ``TimeoutError``: no number says what failed."""
+    return error.errno is None
 
 
 def receive(channel: socket.socket) -> bytes:

@@ -185,7 +185,7 @@ class Adapter:
             self._lock.release()
 
     def _assert_open_after(self, error: BaseException) -> None:
-        """Says so if an error of a call comes from a `close` of another thread."""
+        """Raises a ``ClosedEnvironmentError`` if another thread's `close` caused the error of a call."""
         if self.closed and self._closed_by is None and isinstance(error, Exception):
             raise ClosedEnvironmentError("`close()` was called by another thread during this call.") from error
 

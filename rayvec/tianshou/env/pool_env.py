@@ -45,16 +45,14 @@ class PoolEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Makes an environment fit a pool; the adapter calls its methods beside Gymnasium's.
 
     Args:
-        env: The environment. Values of a space that it lacks are any objects.
+        env: The environment. A space that it lacks is an :class:`AnySpace`.
     """
 
     def __init__(self, env: Any) -> None:
-        has_spaces = [hasattr(env, name) for name in ("observation_space", "action_space")]
         super().__init__(env if isinstance(env, gymnasium.Env) else check_env(env))
-        if not has_spaces[0]:
-            self.observation_space = AnySpace()
-        if not has_spaces[1]:
-            self.action_space = AnySpace()
+        for name in ("observation_space", "action_space"):
+            if not hasattr(env, name):
+                setattr(self, name, AnySpace())
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Resets with the arguments of :meth:`RayVectorEnv.reset`, or seeds as Tianshou does.
