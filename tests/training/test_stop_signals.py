@@ -166,7 +166,7 @@ gymnasium.register("Stuck-v0", Stuck)
 def test_the_second_ctrl_c_waits_for_no_environment(tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     run_dir = tmp_path / "a"
-    arguments = ["train", "impala", "--env-id=stuck:Stuck-v0", "--num-steps=50", "--num-nodes=1"]
+    arguments = ["train", "impala", "--env-id=stuck:Stuck-v0", "--num-steps=50", "--num-nodes=1", "--no-probe"]
     with running([*arguments, f"--run-dir={run_dir}"], tmp_path) as command:
         metrics = run_dir / "metrics.jsonl"
         command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) == 1)
