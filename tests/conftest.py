@@ -59,20 +59,6 @@ def pytest_configure(config: pytest.Config) -> None:
         Finalize(None, shutil.rmtree, (tempfile.tempdir, True), exitpriority=-200)  # after multiprocessing's own
 
 
-def pytest_keyboard_interrupt() -> None:
-    """Cancels the timer that pytest-timeout was starting for a test: this process would wait for it in the end."""
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer):
-            thread.cancel()
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Removes the folders of ``tmp_path`` after Ctrl-C. Otherwise pytest keeps those of failed tests, and no others."""
-    folder = session.config._tmp_path_factory._basetemp  # type: ignore[attr-defined]
-    if exitstatus == pytest.ExitCode.INTERRUPTED and folder is not None:
-        session.config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects slow tests without ``--all``."""
     if not config.getoption("--all"):
@@ -102,23 +88,18 @@ def pytest_collection_finish() -> None:
 def ray_cluster() -> Iterator[object]:
     """Two simulated nodes on this machine, 24 and 8 cores; the driver runs on the first."""
     import ray
-    from helpers.reaper import end_reaper, start_reaper
     from ray.cluster_utils import Cluster
 
     directory = tempfile.mkdtemp(prefix="c-")
     os.mkdir(f"{directory}/ray")
     os.environ["RAY_TMPDIR"] = directory  # so that no stray address file names our cluster to others
-    reaper = start_reaper(directory)  # ends the cluster also when this process is killed
-    try:
-        head = {"num_cpus": 24, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-        cluster = _patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-        _patiently(lambda: cluster.add_node(num_cpus=8))
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        yield cluster
-        ray.shutdown()
-        cluster.shutdown()
-    finally:
-        end_reaper(reaper)
+    head = {"num_cpus": 24, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    cluster = _patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
+    _patiently(lambda: cluster.add_node(num_cpus=8))
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
 
 
 def _patiently(start: Callable[[], Any]) -> Any:

@@ -18,38 +18,15 @@ ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
 PINNED_RAY = re.search(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]  # type: ignore[index]
 
-# Field names of the API reference of KubeRay 1.5 (ray.io/v1).
-RAY_CLUSTER = {
-    *("rayVersion", "headGroupSpec", "workerGroupSpecs", "authOptions", "enableInTreeAutoscaling", "suspend"),
-    *("autoscalerOptions", "gcsFaultToleranceOptions", "headServiceAnnotations", "managedBy", "upgradeStrategy"),
-}
-RAY_JOB = {
-    *("entrypoint", "rayClusterSpec", "submissionMode", "backoffLimit", "shutdownAfterJobFinishes", "metadata"),
-    *("ttlSecondsAfterFinished", "activeDeadlineSeconds", "runtimeEnvYAML", "jobId", "submitterPodTemplate"),
-    *("entrypointNumCpus", "entrypointNumGpus", "entrypointResources", "clusterSelector", "submitterConfig"),
-    *("managedBy", "deletionStrategy", "suspend"),
-}
-HEAD = {"template", "rayStartParams", "serviceType", "headService", "enableIngress", "resources", "labels"}
-WORKERS = {
-    *("groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "idleTimeoutSeconds", "scaleStrategy"),
-    *("template", "rayStartParams", "suspend", "resources", "labels"),
-}
-CONTAINER = {
-    *("name", "image", "env", "envFrom", "resources", "securityContext", "ports", "volumeMounts", "command", "args"),
-    *("lifecycle", "imagePullPolicy", "livenessProbe", "readinessProbe", "workingDir"),
-}
-
 
 def documents(name: str) -> Iterator[dict[str, Any]]:
     yield from yaml.safe_load_all((CLUSTER / name).read_text())
 
 
 def check_cluster(spec: dict[str, Any]) -> None:
-    """Asserts that the fields of a RayCluster's spec are known, and that pods have what rayvec needs."""
-    assert set(spec) <= RAY_CLUSTER
+    """Asserts that pods have what rayvec needs."""
     assert spec["rayVersion"] == PINNED_RAY and spec["authOptions"] == {"mode": "token"}
     head, workers = spec["headGroupSpec"], spec["workerGroupSpecs"]
-    assert set(head) <= HEAD and all(set(each) <= WORKERS for each in workers)
     for group in (head, *workers):
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         pod = group["template"]["spec"]
@@ -57,7 +34,6 @@ def check_cluster(spec: dict[str, Any]) -> None:
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
         (container,) = pod["containers"]
-        assert set(container) <= CONTAINER
         assert container["image"] == f"rayvec:{rayvec.__version__}"
         assert container["resources"]["requests"] == container["resources"]["limits"]
         assert {"name": "RAY_worker_niceness", "value": "0"} in container["env"]
@@ -70,11 +46,9 @@ def check_cluster(spec: dict[str, Any]) -> None:
 def test_kuberay(name: str, kind: str) -> None:
     claim, resource = documents(name)
     assert claim["kind"] == "PersistentVolumeClaim"
-    assert set(resource) == {"apiVersion", "kind", "metadata", "spec"}
     assert resource["apiVersion"] == "ray.io/v1" and resource["kind"] == kind
     spec = resource["spec"]
     if kind == "RayJob":
-        assert set(spec) <= RAY_JOB and "\n" not in spec["entrypoint"]
         subprocess.run(["bash", "-n", "-c", spec["entrypoint"]], check=True)
         spec = spec["rayClusterSpec"]
     check_cluster(spec)
@@ -139,10 +113,3 @@ def test_scripts(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
     text = path.read_text()
     assert "set -euo pipefail" in text and "RAY_AUTH_MODE=token" in text
-
-
-def test_none_is_left_out() -> None:
-    assert {path.name for path in CLUSTER.iterdir()} == {
-        *("Dockerfile", "Dockerfile.dockerignore", "aws.yaml", "compose.yaml", "raycluster.yaml", "rayjob.yaml"),
-        *("runtime_env.yaml", "slurm.sh", "submit.sh"),
-    }

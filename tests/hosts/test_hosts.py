@@ -7,11 +7,8 @@ end hosts.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,9 +31,8 @@ from helpers.hosts import (
     unblock,
     unplug,
 )
-from helpers.network import Cluster, Host, Network
+from helpers.network import Cluster, Host
 from helpers.training_kit import lengthen, lines_of
-from helpers.waiting import alive, wait_until
 
 from rayvec.training.loggers import read_metrics
 
@@ -247,45 +243,6 @@ def test_the_port_of_a_stream_takes_nobody_after_the_driver(cluster: Cluster) ->
         program.until(restarted=[])
         assert python(other, STRANGER, address, str(port)) == "refused"
         program.until(restarted=[])
-
-
-def test_hosts_end_with_the_process_that_made_them() -> None:
-    """Also if it is killed."""
-    code = "from helpers.network import Network; import time; n = Network(2)"
-    code += "; print(*[each.space.pid for each in n.hosts], flush=True); time.sleep(600)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    with process.stdout:
-        pids = [int(word) for word in process.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(alive, pids))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        wait_until(lambda: not any(map(alive, pids)))
-
-
-def test_hosts_end_although_a_child_holds_their_pipes() -> None:
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
-    with Network(2) as network:
-        pids = [int(host.space.pid) for host in network.hosts]
-        child.start()
-    try:
-        assert not any(map(alive, pids))
-    finally:
-        child.kill()
-        child.join()
-
-
-def test_an_interrupt_while_a_host_is_made_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    pids = []
-
-    def interrupt(host: Host) -> None:
-        pids.append(int(host.space.pid))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Host, "_connect", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        Network(1)
-    assert not any(map(alive, pids))
 
 
 @long
