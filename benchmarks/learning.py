@@ -30,15 +30,14 @@ from pathlib import Path
 
 import numpy as np
 import tyro
+from matplotlib.figure import Figure
 from measure import heading
 from numpy.typing import NDArray
 
 from rayvec.bench.terminal import show_table
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.evaluation import evaluate_run
-from rayvec.training.loggers import read_metrics
-from rayvec.training.plots import COLORS, curves_figure, episode_mean
-from rayvec.training.run_dir import load_result, load_run
+from rayvec.training.run_dir import load_result, load_run, read_metrics
 
 RAYVEC = [sys.executable, "-m", "rayvec"]
 INTERRUPTED = 130
@@ -147,25 +146,26 @@ def interquartile_mean(values: NDArray[np.float64]) -> float:
 def curve(run_dir: Path, grid: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the mean return of the episodes that ended around each point of `grid`, in steps; NaN without any."""
     lines = read_metrics(run_dir / "metrics.jsonl")
-    points = [(line["steps"], episode_mean(line), line["episodes"]) for line in lines if line["episodes"]]
-    steps, returns, episodes = np.array(points, np.float64).reshape(-1, 3).T
+    points = [(line["steps"], line["return_sum"], line["episodes"]) for line in lines if line["episodes"]]
+    steps, sums, episodes = np.array(points, np.float64).reshape(-1, 3).T
     near = np.abs(steps - grid[:, None]) <= grid[-1] / 40
     counts = near @ episodes
-    return np.divide(near @ (returns * episodes), counts, out=np.full(len(grid), np.nan), where=counts > 0)
+    return np.divide(near @ sums, counts, out=np.full(len(grid), np.nan), where=counts > 0)
 
 
 def draw(outcomes: dict[str, list[Outcome]], path: Path, title: str) -> None:
     """Draws the curve of every seed and the mean, of each name that has runs."""
-    figure, (axes,) = curves_figure()
-    for (name, runs), colour in zip(outcomes.items(), COLORS, strict=False):
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for number, (name, runs) in enumerate(outcomes.items()):
         if not runs:
             continue
         grid = np.linspace(0, max(item.steps for item in runs), 101)
         curves = np.array([curve(item.run_dir, grid) for item in runs])
         known = ~np.isnan(curves).any(0)
-        axes.plot(grid, curves.T, color=colour, alpha=0.35, linewidth=1)
+        axes.plot(grid, curves.T, color=f"C{number}", alpha=0.35, linewidth=1)
         label = f"{name}, mean of {len(runs)} seeds" if len(runs) > 1 else f"{name}, one seed"
-        axes.plot(grid[known], curves[:, known].mean(0), color=colour, linewidth=2.5, label=label)
+        axes.plot(grid[known], curves[:, known].mean(0), color=f"C{number}", linewidth=2.5, label=label)
     axes.set(title=title, xlabel="environment steps", ylabel="return of the exploring policy")
     axes.legend(frameon=False)
     figure.savefig(path)

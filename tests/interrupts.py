@@ -29,8 +29,7 @@ from helpers.processes import Command, assert_nothing_left, running
 from helpers.training_kit import SMALL, options
 from helpers.waiting import shm_names
 
-from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_run
+from rayvec.training.run_dir import load_run, read_metrics
 
 _STEPS, _TOTAL_STEPS = 64, 10_240
 _LOOP_S = 0.5

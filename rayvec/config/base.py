@@ -285,11 +285,6 @@ class TrainConfig:
         require(value <= limit, f"{name} is {value}. It must be at most {of} = {limit}{why}.")
 
     @property
-    def title(self) -> str:
-        """Environment, algorithm and seed, for a person."""
-        return f"{self.native or self.env_id} · {self.algorithm.upper()} · seed {self.seed}"
-
-    @property
     def steps_per_iteration(self) -> int:
         """Environment steps between two updates of the weights."""
         raise NotImplementedError

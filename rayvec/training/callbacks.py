@@ -8,9 +8,8 @@ see :func:`rayvec.training.default_callbacks.default_callbacks`.
 from __future__ import annotations
 
 import logging
-import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,70 +65,46 @@ class TrainResult:
 
 @dataclass
 class MetricsLine:
-    """What one line of ``metrics.jsonl`` says: sums over the iterations since the line before.
+    """What one line of ``metrics.jsonl`` says of the iterations since the line before.
 
     Attributes:
-        sums: Environment steps, episodes that ended, their returns, ranks that were stopped early, bytes sent.
-        times_s: Wall time by activity, and by what workers did meanwhile.
+        sums: By name: steps, episodes that ended, their returns, wall time by activity (with a second slash by what
+            workers did meanwhile), and for decentralized ranks those that were stopped early and bytes sent.
+        latest: By name, metrics of the latest update and of the latest evaluation.
         staleness: Of the oldest weights that acted, in updates.
-        staleness_counts: How many columns of chunks were 0, 1, 2, ... updates old.
-        learner: Metrics of the latest update.
-        evaluation: The latest evaluation.
     """
 
-    sums: dict[str, float] = field(default_factory=dict)
-    times_s: dict[str, float] = field(default_factory=dict)
+    sums: Any = field(default_factory=Counter)
+    latest: dict[str, float] = field(default_factory=dict)
     staleness: int = 0
-    staleness_counts: Counter[int] = field(default_factory=Counter)
-    learner: dict[str, float] = field(default_factory=dict)
-    evaluation: Evaluation | None = None
 
     def add(self, iteration: Iteration) -> None:
         """Adds an iteration."""
         stats = iteration.stats
-        counted = {"steps": stats.n_collected_steps, "episodes": stats.n_collected_episodes}
-        of_ranks = {"ranks_cut": iteration.num_cut, "sent_bytes": iteration.sent_bytes}
-        _add(self.sums, {**counted, **of_ranks, "return_sum": float(stats.returns.sum())})
-        _add(self.times_s, iteration.all_times_s)
+        self.sums.update(steps=stats.n_collected_steps, episodes=stats.n_collected_episodes)
+        self.sums.update({f"time_s/{name}": seconds for name, seconds in iteration.all_times_s.items()})
+        self.sums.update(return_sum=float(stats.returns.sum()))
+        if "wait" in iteration.times_s:
+            self.sums.update(ranks_cut=iteration.num_cut, sent_bytes=iteration.sent_bytes)
         self.staleness = max(self.staleness, stats.staleness)
-        self.staleness_counts.update(dict(enumerate(stats.staleness_counts)))
-        self.learner.update(iteration.metrics)
-
-    def add_evaluation(self, evaluation: Evaluation, seconds: float) -> None:
-        """Adds an evaluation, which took some time."""
-        self.evaluation = evaluation
-        _add(self.times_s, {"evaluate": seconds})
-
-    @property
-    def split_s(self) -> dict[str, float]:
-        """Wall time by activity."""
-        return {name: seconds for name, seconds in self.times_s.items() if "/" not in name}
+        self.latest.update({f"learner/{name}": value for name, value in iteration.metrics.items()})
 
     def metrics(self, progress: Progress) -> dict[str, Any]:
         """Returns the metrics by name; returns, lengths and metrics of episodes are about the last 100 of them."""
-        returns, whole_s = progress.recent_returns, sum(self.split_s.values())
-        of_ranks = ("ranks_cut", "sent_bytes") if "wait" in self.times_s else ()
+        returns = progress.recent_returns
+        whole_s = sum(seconds for name, seconds in self.sums.items() if name.count("/") == 1)
         return {
+            **self.sums,
             "steps": progress.steps,
-            "episodes": self.sums.get("episodes", 0),
-            "return_sum": self.sums.get("return_sum", 0.0),
             "return_mean": float(np.mean(returns)) if returns else None,
             "return_min": min(returns, default=None),
             "return_max": max(returns, default=None),
             "len_mean": float(np.mean(progress.recent_lens)) if returns else None,
             **{f"episode/{name}": mean for name, mean in progress.metric_means().items()},
-            "steps_per_s": self.sums.get("steps", 0) / whole_s if whole_s else None,
+            "steps_per_s": self.sums["steps"] / whole_s if whole_s else None,
             "staleness": self.staleness,
-            **{f"time_s/{name}": seconds for name, seconds in self.times_s.items()},
-            **{f"learner/{name}": value for name, value in self.learner.items()},
-            **{name: self.sums[name] for name in of_ranks},
-            **({} if self.evaluation is None else self.evaluation.metrics),
+            **self.latest,
         }
-
-
-def _add(sums: dict[str, float], amounts: Mapping[str, float]) -> None:
-    for name, amount in amounts.items():
-        sums[name] = sums.get(name, 0) + amount
 
 
 @dataclass
@@ -223,7 +198,8 @@ class RunContext:
         progress.eval_return = mean = evaluation.return_mean
         self.is_best = progress.best_return is None or mean > progress.best_return
         progress.best_return = mean if self.is_best else progress.best_return
-        self.line.add_evaluation(evaluation, seconds)
+        self.line.sums.update({"time_s/evaluate": seconds})
+        self.line.latest.update(evaluation.metrics)
         self.metrics = self.line.metrics(progress)
 
     def stop(self, reason: str) -> None:
@@ -243,23 +219,9 @@ class RunContext:
 
         Args:
             name: Its name there is ``callback/<name>``.
-            value: A number, also one of NumPy or torch; NaN and infinity become null in ``metrics.jsonl``.
-
-        Raises:
-            ConfigError: The value is not a number, or the run has ended, so that no line follows.
+            value: One number, also one of NumPy or torch; NaN and infinity become null in ``metrics.jsonl``.
         """
-        if self.result is not None:
-            raise ConfigError(
-                f"log({name!r}, ...) was called in on_end, after the last line of metrics. Log in on_iteration, "
-                "on_evaluation or on_checkpoint, or write to a file in context.run_dir."
-            )
-        try:
-            self.logged[f"callback/{name}"] = float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several numbers
-            raise ConfigError(
-                f"log({name!r}, {reprlib.repr(value)}) was called. The value must be one number: log the mean, or "
-                "several numbers by names of their own."
-            ) from None
+        self.logged[f"callback/{name}"] = float(value)
 
     def request_checkpoint(self) -> None:
         """Lets the next iteration end with a checkpoint."""
@@ -284,7 +246,7 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
 
 def has_hooks(value: Any) -> bool:
     """Whether an object has a method of callbacks."""
-    return any(callable(getattr(value, hook, None)) for hook in HOOKS)
+    return any(hasattr(value, hook) for hook in HOOKS)
 
 
 def call(callbacks: Sequence[Any], hook: str, context: RunContext) -> None:

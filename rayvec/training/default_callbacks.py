@@ -1,38 +1,66 @@
-"""The callbacks that every run has: checkpoints, evaluations, progress, metrics, trackers and the learning curve."""
+"""The callbacks that every run has: checkpoints, evaluations, progress, metrics and the learning curve."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
+import math
+import os
 import sys
 import textwrap
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 from rich.table import Column
+from torch.utils.tensorboard import SummaryWriter
 
 from rayvec.config import TrainConfig
+from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
+from rayvec.training.atomic_files import written_whole
 from rayvec.training.callbacks import BestModel, RunContext
 from rayvec.training.evaluation import evaluate, saying_where
-from rayvec.training.loggers import MetricsFile, RayMetrics, TensorBoard, WeightsAndBiases
 from rayvec.training.plots import draw_learning_curve
+from rayvec.training.run_dir import read_metrics
 from rayvec.training.runs import make_eval_env, network_of
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Checkpointer", "Evaluator", "LearningCurve", "ShowProgress", "default_callbacks"]
+__all__ = [
+    *("COUNTERS", "GAUGES", "Checkpointer", "Evaluator", "LearningCurve", "MetricsFile", "RayMetrics", "ShowProgress"),
+    *("TensorBoard", "WeightsAndBiases", "default_callbacks"),
+]
 
 _LINE_INTERVAL_S = 5.0
 """How often a line is printed where there is no terminal to draw a bar on."""
 _BESIDE = 15
 """Columns of the bar and the remaining time at least, with what divides them."""
 
+COUNTERS = {
+    "rayvec_steps_total": ("Environment steps taken.", ()),
+    "rayvec_episodes_total": ("Episodes ended.", ()),
+    "rayvec_iterations_total": ("Iterations: rounds of collecting and learning.", ()),
+    "rayvec_time_seconds_total": ("Wall time by activity.", ("activity",)),
+    "rayvec_restarts_total": ("Restarts of environments, workers and nodes.", ("kind",)),
+    "rayvec_ranks_cut_total": ("Decentralized ranks that were stopped early.", ()),
+    "rayvec_sent_bytes_total": ("Bytes that decentralized ranks sent over the network.", ()),
+}
+"""What each counter counts, from the start of the process, and its labels besides ``run``. Ray adds ``ray_``."""
+
+GAUGES = {
+    "rayvec_return_mean": "Mean return of the last 100 episodes.",
+    "rayvec_staleness_updates": "Updates published after the oldest weights that acted.",
+}
+"""What each gauge measures."""
+
 
 def default_callbacks(config: TrainConfig) -> list[Any]:
     """Returns the callbacks of a run with these settings, in their order; callbacks of a user follow them."""
-    tracker = [] if config.track is None else [WeightsAndBiases(config)]
+    tracker = [] if config.track is None else [WeightsAndBiases()]
     evaluations = [] if config.eval_interval_steps is None else [Evaluator(), BestModel()]
     logs = [MetricsFile(), TensorBoard(), RayMetrics()]
     return [*tracker, Checkpointer(), *evaluations, ShowProgress(), *logs, LearningCurve()]
@@ -112,7 +140,7 @@ class ShowProgress:
 
     def __init__(self) -> None:
         self._bar: Bar | None = None
-        self._line, self._printed_s = "", 0.0
+        self._printed_s = 0.0
 
     def on_start(self, context: RunContext) -> None:
         """Says that the first iteration begins."""
@@ -121,14 +149,13 @@ class ShowProgress:
         self._total = config.num_iterations * config.steps_per_iteration
         if console.is_terminal:
             self._room = console.width - 2 * len(f"{self._total:,}") - _BESIDE
-            self._bar = Bar(
+            columns = (
                 TextColumn("{task.completed:,}/{task.total:,}"),
                 BarColumn(None, table_column=Column(ratio=1)),  # in the room that the others leave
                 TextColumn("{task.description}", table_column=Column(no_wrap=True)),
                 TimeRemainingColumn(compact=True),
-                console=console,
-                expand=True,
             )
+            self._bar = Bar(*columns, console=console, expand=True)
             self._bar.add_task("", total=self._total)
             self._bar.start()
         if steps < config.total_steps:
@@ -139,38 +166,30 @@ class ShowProgress:
         self._show(context.progress.steps, progress_text(context))
 
     def _show(self, steps: int, text: str) -> None:
-        if self._bar:
+        if self._bar is not None:
             fitting = textwrap.shorten(text, self._room, placeholder="")
             self._bar.update(self._bar.task_ids[0], completed=min(steps, self._total), description=fitting)
-        else:
-            self._line = f"{steps:,}/{self._total:,} steps · {text}"
-            if steps >= self._total or time.monotonic() - self._printed_s >= _LINE_INTERVAL_S:
-                self._printed_s = time.monotonic()
-                self._print()
-
-    def _print(self) -> None:
-        if self._line:
-            print(self._line, file=sys.stderr, flush=True)
-        self._line = ""
+        elif steps >= self._total or time.monotonic() - self._printed_s >= _LINE_INTERVAL_S:
+            self._printed_s = time.monotonic()
+            print(f"{steps:,}/{self._total:,} steps · {text}", file=sys.stderr, flush=True)
 
     def on_close(self, context: RunContext) -> None:
-        """Ends the bar, or prints the last line."""
-        with contextlib.suppress(OSError):  # a terminal that was closed does not end the run
-            if self._bar:
-                self._bar.stop()
-            self._print()
+        """Ends the bar."""
+        if self._bar is not None:
+            self._bar.stop()
 
 
 def progress_text(context: RunContext) -> str:
     """Returns steps/s, recent return, greedy evaluation and shares of wall time, in one line."""
-    progress, metrics, split_s = context.progress, context.metrics, context.line.split_s
+    progress, metrics = context.progress, context.metrics
     returned = "none yet" if metrics["return_mean"] is None else f"{metrics['return_mean']:.2f}"
     parts = [f"{metrics['steps_per_s']:,.0f} steps/s", f"return {returned}"]
     parts += [f"{name} {mean:.2f}" for name, mean in progress.metric_means().items()]
     if progress.eval_return is not None:
         parts.append(f"greedy {progress.eval_return:.2f}, best {progress.best_return:.2f}")
-    whole_s = sum(split_s.values())
-    parts.append(", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in split_s.items()))
+    activities = {name[7:]: s for name, s in metrics.items() if name.startswith("time_s/") and name.count("/") == 1}
+    whole_s = sum(activities.values())
+    parts.append(", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in activities.items()))
     return " · ".join(parts)
 
 
@@ -178,9 +197,172 @@ class LearningCurve:
     """Draws ``learning_curve.png`` when the run ends, also by an error."""
 
     def on_close(self, context: RunContext) -> None:
-        """Draws the picture, with the evaluation after training."""
-        result = context.result
-        has_evaluation = result is not None and result.eval_return_mean == result.eval_return_mean
-        last = (result.total_steps, result.eval_return_mean) if result is not None and has_evaluation else None
+        """Draws the picture."""
         if context.run_dir.is_dir():
-            draw_learning_curve(context.run_dir, context.config.title, last)
+            draw_learning_curve(context.run_dir)
+
+
+class MetricsFile:
+    """Writes ``metrics.jsonl``: lines of JSON, each an object with ``steps`` and the metrics since the line before.
+
+    Lines of steps after the checkpoint from which a run starts again are dropped: the run writes them again. Damaged
+    lines are dropped, too; the last one is damaged if the computer lost power.
+    """
+
+    def on_start(self, context: RunContext) -> None:
+        """Drops lines that the run will write again."""
+        path = context.run_dir / "metrics.jsonl"
+        kept = [line for line in read_metrics(path) if line["steps"] <= context.progress.steps]
+        with written_whole(path) as file:
+            file.write("".join(map(_json_line, kept)).encode())
+
+    def on_log(self, context: RunContext) -> None:
+        """Appends a line; NaN and infinity become null.
+
+        Raises:
+            ConfigError: The directory of the run is gone.
+        """
+        try:
+            with (context.run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(_json_line(context.metrics))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"The directory of the run, {context.run_dir}, is gone: it was removed or renamed. Resume the run "
+                "from where it is now, or start it again."
+            ) from None
+
+
+def _json_line(metrics: Mapping[str, Any]) -> str:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+class TensorBoard:
+    """Writes the numbers of ``metrics.jsonl`` for TensorBoard, and the evaluation after training."""
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def on_start(self, context: RunContext) -> None:
+        """Begins a file; points of later steps are hidden, since the run writes them again."""
+        self.on_close(context)
+        self._writer = SummaryWriter(os.fspath(context.run_dir), purge_step=context.progress.steps + 1)
+
+    def on_log(self, context: RunContext) -> None:
+        """Writes the metrics of a line."""
+        names = [name for name in context.metrics if name != "steps" and not name.startswith("eval/")]
+        self._write({name: context.metrics[name] for name in names}, context)
+
+    def on_evaluation(self, context: RunContext) -> None:
+        """Writes the metrics of an evaluation."""
+        if context.evaluation is not None:
+            self._write(context.evaluation.metrics, context)
+
+    def on_close(self, context: RunContext) -> None:
+        """Writes what was logged after the last line, and closes the file."""
+        if self._writer is not None:
+            self._write(context.logged, context)
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, values: Mapping[str, float | None], context: RunContext) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, context.progress.steps)
+
+
+class WeightsAndBiases:
+    """Lets Weights & Biases copy what TensorBoard gets; it stands before `TensorBoard` in the list of callbacks.
+
+    A run of it that is open already is used, and stays open. Otherwise a run begins in the project ``WANDB_PROJECT``,
+    or else "rayvec", with its files beside the run's directory. A resumed run continues in the same one.
+
+    Raises:
+        ConfigError: The package is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._run: Any = None
+        try:
+            self._wandb: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ConfigError(
+                f"track='wandb' needs the package wandb: {error}. Install it: pip install wandb. Or leave track out."
+            ) from error
+
+    def on_start(self, context: RunContext) -> None:
+        """Begins or continues a run of Weights & Biases.
+
+        Raises:
+            ConfigError: The service can't be reached.
+        """
+        if self._run is None and self._wandb.run is not None:
+            with contextlib.suppress(ValueError):  # it copies already
+                self._wandb.tensorboard.patch()
+        elif self._run is None:
+            try:
+                self._run = self._wandb.init(
+                    project=os.environ.get("WANDB_PROJECT", "rayvec"),
+                    name=context.run_dir.name,
+                    id=context.progress.tracker_run,
+                    resume="allow",
+                    dir=os.fspath(context.run_dir.parent),
+                    config=context.config.to_plain(),
+                    sync_tensorboard=True,
+                )
+            except (self._wandb.errors.Error, OSError) as error:
+                raise ConfigError(
+                    f"Weights & Biases can't be reached: {' '.join(str(error).split())[:300]}. Run `wandb login`, "
+                    "set WANDB_MODE=offline, or leave track out."
+                ) from error
+        if self._run is not None:
+            context.progress.tracker_run = self._run.id
+
+    def on_close(self, context: RunContext) -> None:
+        """Ends the run that was begun; TensorBoard must be closed before."""
+        if self._run is not None:
+            self._run.finish(exit_code=int(context.error is not None))
+
+
+class RayMetrics:
+    """Counts what iterations did, in the metrics of Ray. Where Ray is not initialised it does nothing.
+
+    Each metric has the label ``run``, the name of the run's directory. Every run has this callback already.
+    """
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Any] = {}
+
+    def on_iteration(self, context: RunContext) -> None:
+        """Adds the latest iteration."""
+        ray, iteration = sys.modules.get("ray"), context.iteration
+        if ray is None or not ray.is_initialized() or iteration is None:
+            return
+        stats, run = iteration.stats, {"run": context.run_dir.name}
+        restarts = {"environment": stats.n_restarts, **stats.n_replaced}
+        counted: list[tuple[str, float, dict[str, str]]] = [
+            ("steps", stats.n_collected_steps, run),
+            ("episodes", stats.n_collected_episodes, run),
+            ("iterations", 1, run),
+            ("ranks_cut", iteration.num_cut, run),
+            ("sent_bytes", iteration.sent_bytes, run),
+            *(("time_seconds", s, {**run, "activity": name}) for name, s in iteration.all_times_s.items()),
+            *(("restarts", number, {**run, "kind": kind}) for kind, number in restarts.items()),
+        ]
+        self._metrics = self._metrics or _declared()
+        for name, amount, labels in counted:
+            if amount > 0:  # Ray refuses to add 0
+                self._metrics[f"rayvec_{name}_total"].inc(amount, labels)
+        self._metrics["rayvec_staleness_updates"].set(stats.staleness, run)
+        if (return_mean := context.metrics.get("return_mean")) is not None:
+            self._metrics["rayvec_return_mean"].set(return_mean, run)
+
+
+def _declared() -> dict[str, Any]:
+    from ray.util.metrics import Counter, Gauge
+
+    counters = {name: Counter(name, text, ("run", *labels)) for name, (text, labels) in COUNTERS.items()}
+    return {**counters, **{name: Gauge(name, text, ("run",)) for name, text in GAUGES.items()}}

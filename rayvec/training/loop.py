@@ -272,7 +272,7 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
     def _end_line(self) -> None:
         """Lets callbacks write the metrics since the last line, if there are any, with what they have logged."""
         context = self.context
-        if context.line.sums:
+        if "steps" in context.line.sums:
             context.metrics |= context.logged
             context.logged.clear()
             self.call("on_log")

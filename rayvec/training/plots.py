@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +16,10 @@ from rayvec.config.references import is_unnamed
 from rayvec.config.schema import field_names
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import local_path, written_whole
-from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_config, load_result
+from rayvec.training.run_dir import load_config, load_result, read_metrics
 
-__all__ = ["COLORS", "Curves", "curves_figure", "draw_learning_curve", "episode_mean", "plot_runs", "read_runs"]
+__all__ = ["Curves", "draw_learning_curve", "plot_runs", "read_runs"]
 
-COLORS = ("#4477aa", "#ee7733", "#228833", "#aa3377", "#66ccee", "#ccbb44", "#bbbbbb")
-_POINTS = 200
 _IGNORED_IN_GROUPS = {"seed", "run_dir", "env_id", "preset", "plugin", *ADJUSTABLE} - {
     *("learners", "num_learners", "sync_fraction", "variable_lengths", "precision")
 }
@@ -59,34 +56,10 @@ class Curves(NamedTuple):
         return f"{self.label} (runs: {len(self.runs)}, seeds: {', '.join(map(str, seeds))}){greedy}"
 
 
-def draw_learning_curve(run_dir: Path, title: str, greedy: tuple[int, float] | None = None) -> None:
-    """Draws ``learning_curve.png`` of a run: training episodes and evaluations.
-
-    The smoothed line is a centred mean over about a twelfth of the run, each line of metrics weighted by its
-    number of episodes.
-
-    Args:
-        run_dir: Directory of the run.
-        title: The title.
-        greedy: Steps at the greedy evaluation after training and its mean return, to be marked.
-
-    Raises:
-        ConfigError: The file can't be made.
-        OSError: The disk is full.
-    """
-    lines = list(read_metrics(run_dir / "metrics.jsonl"))
-    steps, smooth, means = _training_points(lines)
-    figure, (axes,) = curves_figure()
-    axes.plot(steps, means, ".", color=COLORS[0], alpha=0.35, label="mean return per line of metrics.jsonl")
-    axes.plot(steps, smooth, color=COLORS[0], label="smoothed" if len(steps) else "no episode has ended")
-    if (evaluations := _points(lines, "eval/return_mean")).size:
-        axes.plot(*evaluations, ".-", color=COLORS[1], label="greedy evaluations during training")
-    if greedy:
-        axes.plot(*greedy, "D", color=COLORS[1], label=f"greedy evaluation after training: {greedy[1]:.2f}")
-    axes.legend()
-    axes.set(title=title, xlabel="environment steps", ylabel="return (sum of rewards in an episode)")
-    with written_whole(run_dir / "learning_curve.png") as file:
-        figure.savefig(file, format="png")
+def draw_learning_curve(run_dir: Path) -> None:
+    """Draws ``learning_curve.png`` of a run, as `plot_runs` does."""
+    run = _read(run_dir)
+    plot_runs([Curves(run.config.algorithm.upper(), run.config.env_id, [run])], run_dir / "learning_curve.png")
 
 
 def read_runs(run_dirs: Iterable[Path | str]) -> list[Curves]:
@@ -101,9 +74,14 @@ def read_runs(run_dirs: Iterable[Path | str]) -> list[Curves]:
     runs: dict[Path, _Run] = {}
     for run_dir in dict.fromkeys(local_path(each) for each in run_dirs if not os.path.isfile(each)):
         try:
-            runs[run_dir] = _read(run_dir)
+            run = _read(run_dir)
         except ConfigError as error:
             print(f"rayvec: left out {run_dir}: {error}", file=sys.stderr)
+            continue
+        if run.training.size:
+            runs[run_dir] = run
+        else:
+            print(f"rayvec: left out {run_dir}: no episode has ended", file=sys.stderr)
     if not runs:
         raise ConfigError("There is no run to plot. Pass directories of runs, such as runs/*.")
     groups: dict[tuple[str, str], list[_Run]] = {}
@@ -114,11 +92,18 @@ def read_runs(run_dirs: Iterable[Path | str]) -> list[Curves]:
 
 
 def _read(run_dir: Path) -> _Run:
-    config, lines = load_config(run_dir), list(read_metrics(run_dir / "metrics.jsonl"))
-    training = _training_points(lines)[:2]
-    if not training.size:
-        raise ConfigError(f"{run_dir / 'metrics.jsonl'} has no ended episodes, of which a curve is made.")
-    return _Run(config, training, _points(lines, "eval/return_mean"), load_result(run_dir).get("eval_return_mean"))
+    """Reads a run. Returns are smoothed: a mean over about a twelfth of the run, weighted by numbers of episodes."""
+    config, result, lines = load_config(run_dir), load_result(run_dir), list(read_metrics(run_dir / "metrics.jsonl"))
+    ended = [(line["steps"], line["return_sum"], line["episodes"]) for line in lines if line.get("episodes")]
+    steps, sums, episodes = np.array(ended, np.float64).reshape(-1, 3).T
+    reach = max(1, len(steps) // 25)
+    total, weight = (np.convolve(np.pad(each, reach), np.ones(2 * reach + 1), "valid") for each in (sums, episodes))
+    smooth = total / weight if ended else sums
+    evaluated = [(line["steps"], line["eval/return_mean"]) for line in lines if "eval/return_mean" in line]
+    final = result.get("eval_return_mean")
+    if final is not None:
+        evaluated.append((result["total_steps"], final))
+    return _Run(config, np.array([steps, smooth]), np.array(evaluated, np.float64).reshape(-1, 2).T, final)
 
 
 def _label(run_dir: Path, config: TrainConfig, others: Sequence[TrainConfig]) -> str:
@@ -135,24 +120,24 @@ def plot_runs(groups: Sequence[Curves], path: Path | str) -> None:
     """Draws returns over steps, smoothed, one panel for each environment and one line for each group.
 
     The line is the mean over runs; the area around it is one standard deviation wide in both directions, whose divisor
-    is the number of runs. Lines end where the shortest run of their group does. Greedy evaluations during training are
-    dashed.
+    is the number of runs. Lines end where the shortest run of their group does. Greedy evaluations are dashed.
 
     Args:
         groups: The runs.
         path: The picture; its suffix names the format, by default PNG.
 
     Raises:
-        ConfigError: matplotlib writes no such format.
+        ConfigError: matplotlib writes no such format, or the file can't be made.
+        OSError: The disk is full.
     """
+    from matplotlib.figure import Figure  # here: loading it would delay a run's start
+
     path, env_ids = local_path(path), list(dict.fromkeys(group.env_id for group in groups))
-    figure, panels = curves_figure(len(env_ids))
-    for axes, env_id in zip(panels, env_ids, strict=True):
+    figure = Figure(figsize=(8, 4.5 * len(env_ids)), dpi=150, layout="constrained")
+    for axes, env_id in zip(figure.subplots(len(env_ids), squeeze=False).flat, env_ids, strict=True):
         for number, group in enumerate(each for each in groups if each.env_id == env_id):
-            color = COLORS[number % len(COLORS)]
-            _draw(axes, [run.training for run in group.runs], color=color, label=str(group))
-            if all(run.evaluations.size for run in group.runs):
-                _draw(axes, [run.evaluations for run in group.runs], color=color, linestyle="--")
+            _draw(axes, [run.training for run in group.runs], color=f"C{number}", label=str(group))
+            _draw(axes, [run.evaluations for run in group.runs], color=f"C{number}", linestyle="--", marker=".")
         axes.set(title=env_id, xlabel="environment steps (dashed: greedy evaluations)", ylabel="return")
         axes.legend(fontsize="small")
     with written_whole(path) as file:
@@ -162,41 +147,12 @@ def plot_runs(groups: Sequence[Curves], path: Path | str) -> None:
             raise ConfigError(f"{path} is no picture: {error}. Pass a name such as curves.png.") from None
 
 
-def _draw(axes: Any, runs: Sequence[NDArray[np.float64]], *, color: str, **style: Any) -> None:
-    grid = np.linspace(max(run[0, 0] for run in runs), min(run[0, -1] for run in runs), _POINTS)
+def _draw(axes: Any, runs: Sequence[NDArray[np.float64]], **style: Any) -> None:
+    if not all(run.size for run in runs):
+        runs = [np.full((2, 1), np.nan)]  # it has a label in the legend
+    end = min(run[0, -1] for run in runs)
+    grid = np.unique([step for run in runs for step in run[0] if step <= end])
     values = np.array([np.interp(grid, *run) for run in runs])
     mean, spread = values.mean(0), values.std(0)
-    axes.plot(grid, mean, color=color, **style)
-    axes.fill_between(grid, mean - spread, mean + spread, color=color, alpha=0.2)
-
-
-def curves_figure(count: int = 1) -> tuple[Any, list[Any]]:
-    """Returns a new figure and its `count` axes, one below the other, for savefig without a screen."""
-    from matplotlib.figure import Figure  # here: loading it would delay a run's start
-
-    figure = Figure(figsize=(8, 4.5 * count), dpi=150, layout="constrained")
-    return figure, list(np.ravel(figure.subplots(count, squeeze=False)))
-
-
-def _points(lines: Iterable[Mapping[str, Any]], name: str) -> NDArray[np.float64]:
-    """Returns steps and values of one metric, of the lines that have it, ``[2, L]``."""
-    points = [(line["steps"], line[name]) for line in lines if line.get(name) is not None]
-    return np.array(points, np.float64).reshape(-1, 2).T
-
-
-def episode_mean(line: Mapping[str, Any]) -> float:
-    """Returns the mean return of the episodes that ended since the line before, of which there is at least one."""
-    mean: float = line["return_sum"] / line["episodes"]
-    return mean
-
-
-def _training_points(lines: Iterable[Mapping[str, Any]]) -> NDArray[np.float64]:
-    """Returns steps, smoothed returns, and returns as they are, of the lines in which episodes ended, ``[3, L]``."""
-    points = [(line["steps"], episode_mean(line), line["episodes"]) for line in lines if line.get("episodes")]
-    steps, returns, episodes = np.array(points, np.float64).reshape(-1, 3).T
-    reach = max(1, len(steps) // 25)
-    total, weight = (
-        np.array([values[max(0, i - reach) : i + reach + 1].sum() for i in range(len(steps))])
-        for values in (returns * episodes, episodes)
-    )
-    return np.array([steps, total / weight, returns])
+    axes.plot(grid, mean, **style)
+    axes.fill_between(grid, mean - spread, mean + spread, color=style["color"], alpha=0.2)

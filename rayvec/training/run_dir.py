@@ -41,6 +41,7 @@ __all__ = [
     "load_result",
     "load_run",
     "locked",
+    "read_metrics",
     "resume_command",
     "save_config",
     "save_result",
@@ -202,6 +203,15 @@ def load_result(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} can't be read: {error}. Restore the file from a copy, or remove it.") from None
     return result
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of a metrics file but those that are incomplete or damaged; nothing if it is absent."""
+    for data in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):  # no JSON, or no UTF-8
+            line = json.loads(data)
+            if isinstance(line, dict) and isinstance(line.get("steps"), int):
+                yield line
 
 
 def resume_command(config: TrainConfig, run_dir: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rayvec.config import PPOConfig
-from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import read_metrics
 
 HERE = {"num_nodes": 0, "workers_per_node": 0}
 """Environments are stepped in the process of the test."""

@@ -34,7 +34,7 @@ from helpers.hosts import (
 from helpers.network import Cluster, Host
 from helpers.training_kit import lengthen, lines_of
 
-from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import read_metrics
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 pytestmark = on_hosts

@@ -15,7 +15,7 @@ import pytest
 from helpers.hosts import long, on_hosts
 from helpers.network import DEADLINE_S, Network, kill_group, without_ray
 
-from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import read_metrics
 
 pytestmark = on_hosts
 ROOT = Path(__file__).parents[2]

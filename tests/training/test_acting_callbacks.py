@@ -15,8 +15,7 @@ from helpers.training_kit import HERE, tiny
 import rayvec
 from rayvec.errors import ConfigError
 from rayvec.training.default_callbacks import LearningCurve, ShowProgress
-from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_run
+from rayvec.training.run_dir import load_run, read_metrics
 
 SLOW = pytest.mark.slow
 WORKERS = {"num_nodes": 0, "workers_per_node": 2}

@@ -20,8 +20,7 @@ import rayvec
 from rayvec.cli import main
 from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
-from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_run
+from rayvec.training.run_dir import load_run, read_metrics
 
 SLOW = pytest.mark.slow
 EVALUATED = {"eval_interval_steps": 128, "eval_episodes": 3}

@@ -19,7 +19,7 @@ import rayvec
 from rayvec.distributed import rank_placement
 from rayvec.distributed.rank_placement import RankNodes, ResourceRequest
 from rayvec.errors import ConfigError
-from rayvec.training.loggers import read_metrics
+from rayvec.training.run_dir import read_metrics
 
 ELASTIC = {**SMALL, "learners": "decentralized", "num_learners": 2, "num_nodes": (1, 2), "workers_per_node": 1}
 

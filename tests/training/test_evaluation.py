@@ -15,8 +15,7 @@ import rayvec
 from rayvec import PPOConfig
 from rayvec.errors import ConfigError
 from rayvec.training.evaluation import evaluate_run
-from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_run
+from rayvec.training.run_dir import load_run, read_metrics
 from rayvec.wrappers import StaggeredStart
 
 SLOW = pytest.mark.slow

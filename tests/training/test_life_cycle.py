@@ -15,8 +15,7 @@ from helpers.training_kit import HERE, assert_same, lines_of, options
 
 import rayvec
 from rayvec.cli import main
-from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_run
+from rayvec.training.run_dir import load_run, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

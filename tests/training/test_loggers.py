@@ -26,10 +26,9 @@ from rayvec.data import CollectStats
 from rayvec.errors import ConfigError
 from rayvec.learners.ppo import PPOLearner
 from rayvec.training.callbacks import MetricsLine, RunContext, call
-from rayvec.training.default_callbacks import ShowProgress
-from rayvec.training.loggers import MetricsFile, TensorBoard, read_metrics
+from rayvec.training.default_callbacks import MetricsFile, ShowProgress, TensorBoard
 from rayvec.training.plots import draw_learning_curve
-from rayvec.training.run_dir import load_result
+from rayvec.training.run_dir import load_result, read_metrics, save_config
 from rayvec.training.runs import LEARNERS
 from rayvec.training.trainer import Iteration, Progress
 
@@ -181,7 +180,8 @@ def test_learning_curve_of_any_number_of_points(count: int, tmp_path: Path) -> N
     lines: list[dict[str, Any]] = [{"steps": i, "return_sum": float(i), "episodes": 1} for i in range(count)]
     lines.append({"steps": 9, "return_sum": 0.0, "episodes": 0, "eval/return_mean": 2.0})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    draw_learning_curve(tmp_path, "title", (count, 1.0))
+    save_config(tmp_path, CONFIG)
+    draw_learning_curve(tmp_path)
     assert matplotlib.image.imread(tmp_path / "learning_curve.png").std() > 0.01
 
 

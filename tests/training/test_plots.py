@@ -50,7 +50,7 @@ def test_runs_are_grouped_by_what_they_learn(runs: Path, tmp_path: Path, capsys:
         ("CartPole-v1", "PPO, learning_rate=0.001", [1]),
         ("Pendulum-v1", "PPO", [1]),
     ]
-    assert [run.evaluations.shape for run in groups[0].runs] == [(2, 1)] * 2
+    assert [run.evaluations.shape for run in groups[0].runs] == [(2, 2)] * 2, "and the one after training"
     for name, begins in {"a.pdf": b"%PDF", "a.SVG": b"<?xml", "plain": b"\x89PNG"}.items():
         plot_runs(groups, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(begins)

@@ -20,8 +20,7 @@ from helpers.training_kit import HERE, SMALL, lengthen, lines_of, options
 import rayvec
 from rayvec.config import TrainConfig
 from rayvec.training.evaluation import evaluate_run
-from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_run
+from rayvec.training.run_dir import load_run, read_metrics
 
 pytestmark = pytest.mark.timeout(600)
 

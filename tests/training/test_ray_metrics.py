@@ -12,7 +12,8 @@ import pytest
 from helpers.training_kit import tiny
 
 import rayvec
-from rayvec.training.loggers import COUNTERS, GAUGES, read_metrics
+from rayvec.training.default_callbacks import COUNTERS, GAUGES
+from rayvec.training.run_dir import read_metrics
 
 
 def test_metrics_are_those_of_the_iterations(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,7 @@ from rayvec import PPOConfig
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.checkpoint import restore
-from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import begin_run_dir, load_run, locked
+from rayvec.training.run_dir import begin_run_dir, load_run, locked, read_metrics
 from rayvec.training.runs import make_env, make_learner
 from rayvec.training.trainer import Progress, Trainer
 

@@ -19,8 +19,7 @@ from helpers.training_kit import SMALL, options, tiny
 
 import rayvec
 import rayvec.training.loop  # now, so that it keeps none of the functions that a test replaces
-from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_run
+from rayvec.training.run_dir import load_run, read_metrics
 from rayvec.training.stop_signals import Interrupts, Terminated
 
 pytestmark = pytest.mark.timeout(600)  # commands in processes of their own, on a busy machine

@@ -18,8 +18,7 @@ import rayvec
 from rayvec import PPOConfig, TrainConfig
 from rayvec.learners.ppo import PPOLearner
 from rayvec.training.evaluation import evaluate_run
-from rayvec.training.loggers import read_metrics
-from rayvec.training.run_dir import load_run
+from rayvec.training.run_dir import load_run, read_metrics
 from rayvec.training.runs import LEARNERS, make_env, make_learner
 from rayvec.training.trainer import Progress, Trainer
 
