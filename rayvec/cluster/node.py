@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, RolloutTimes, Tree
 from rayvec.data.join_chunks import join_chunks, summarize
+from rayvec.data.resources import EnvResources
 from rayvec.data.trees import as_slice, tree_leaves
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.envs.pickled_parts import PickledParts
@@ -41,6 +42,7 @@ class NodeSpec(NamedTuple):
         preload: Modules that the fork server imports.
         restart_policy: Whether environments that raise, and workers that die or hang, are replaced.
         first_id: Global index of the first environment, or native sub-batch.
+        resources: What each environment claims, if this is set.
     """
 
     parts: PickledParts
@@ -50,6 +52,7 @@ class NodeSpec(NamedTuple):
     preload: tuple[str, ...]
     restart_policy: RestartPolicy
     first_id: int
+    resources: EnvResources | None = None
 
     def in_parts(self, bounds: Any) -> PickledParts:
         """Returns the pickled factories."""
@@ -85,14 +88,15 @@ class Node:
     Args:
         spec: What its machine starts with.
         keep: Keeps a chunk that stays here. Returns what stands for it.
-        await_cores: Called before the machine starts.
-        release: Called when it has ended.
+        claim: What is claimed from Ray for it: `wait()` returns the GPUs once the rest is reserved too, `release()`
+            makes all of it free again.
 
     Attributes:
         name: What errors call it.
         machine: The machine; :meth:`start` starts it.
         pending: The pending commands, and what to wait for.
         allocation: The spaces that all nodes share, and the global index of the first environment, for :meth:`open`.
+        gpus: The GPUs that are claimed for its environments.
     """
 
     transport = "shm"
@@ -103,11 +107,10 @@ class Node:
         self,
         spec: NodeSpec,
         keep: Callable[[Chunk], Any] = lambda chunk: chunk,
-        await_cores: Callable[[], None] = lambda: None,
-        release: Callable[[], None] = lambda: None,
+        claim: Any = None,
     ) -> None:
         self.name, self._spec = f"node {spec.name}", spec
-        self._keep, self._await_cores, self._release = keep, await_cores, release
+        self._keep, self._claim, self.gpus = keep, claim, list[str]()
         self.pending: list[tuple[Command, Ticket | Future[Answer]]] = []
         self._own_policies: set[int] = set()
         self._copies: list[tuple[Any, Any]] = []
@@ -115,7 +118,8 @@ class Node:
 
     def start(self) -> None:
         """Starts the workers."""
-        self._await_cores()
+        if self._claim is not None:
+            self.gpus = self._claim.wait()
         spec: Any = self._spec
         limits, first_id = spec.restart_policy, spec.first_id
         self.machine = Machine(
@@ -227,8 +231,9 @@ class Node:
                 self.machine.close(timeout_s)
         finally:
             self._actor.shutdown(wait=False, cancel_futures=True)
-            release, self._release = self._release, lambda: None
-            release()
+            claim, self._claim = self._claim, None
+            if claim is not None:
+                claim.release()
 
     def join(self, timeout_s: float) -> bool:
         """Returns whether it has ended, which :meth:`close` has waited for."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 from rayvec.cluster.cluster import Cluster
-from rayvec.cluster.placement import free_nodes
-from rayvec.cluster.ray_places import Demand, ElasticPlaces, RayPlaces
+from rayvec.cluster.elastic_places import ElasticPlaces
+from rayvec.cluster.nodes import free_nodes
+from rayvec.cluster.placement import Demand
+from rayvec.cluster.ray_places import RayPlaces
 from rayvec.cluster.ray_session import RaySession
 from rayvec.data import NodeSlice, Topology
+from rayvec.data.resources import EnvResources
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
@@ -35,6 +38,7 @@ def open_cluster(
     restart_policy: RestartPolicy = NO_RESTARTS,
     rehost: bool = False,
     address: str | None = None,
+    resources: EnvResources | None = None,
 ) -> Cluster:
     """Connects to Ray, finds nodes with free cores, and starts environments on them.
 
@@ -50,20 +54,30 @@ def open_cluster(
         restart_policy: Whether environments that raise, and workers that die or hang, are replaced.
         rehost: Whether environments of a lost node resume on another.
         address: Of a running Ray cluster.
+        resources: What is claimed for each environment, in place of cores for workers. Each environment then gets a
+            worker of its own, unless `workers_per_node` is set.
 
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.
     """
-    sizes: dict[str, Any] = {"worker_per_env": worker_per_env}
-    demand = Demand(factory, tuple(preload), restart_policy, num_nodes, workers_per_node, claim_cpus, sizes)
-    places = (ElasticPlaces if isinstance(num_nodes, tuple | list) else RayPlaces)(demand)
+    demand = Demand(
+        factory.num_envs,
+        num_nodes,
+        workers_per_node,
+        worker_per_env=worker_per_env,
+        claim_cpus=claim_cpus,
+        resources=resources,
+    )
+    kind = ElasticPlaces if isinstance(num_nodes, tuple | list) else RayPlaces
+    places = kind(factory, preload, restart_policy, demand)
     session = RaySession(address)
     try:
-        if probe and not (workers_per_node or worker_per_env or factory.native):
-            sizes |= _probe(demand)
+        if probe and demand.takes_what_is_free and not (worker_per_env or factory.native):
+            places.demand = _probed(places)
         for attempt in range(_START_ATTEMPTS):
             topology = places.topology()
-            if unclaimed := [node.name for node in topology.nodes if claim_cpus and not node.num_cpus]:
+            unclaimed = [node.name for node in topology.nodes if not node.num_cpus]
+            if unclaimed and claim_cpus and resources is None:
                 logger.warning("no core is free on %s: workers run there without claiming any", ", ".join(unclaimed))
             try:
                 return Cluster(topology, places, rehost=rehost, release=session.release)
@@ -77,21 +91,23 @@ def open_cluster(
         raise
 
 
-def _probe(demand: Demand) -> dict[str, Any]:
-    """Measures steps of one environment, if there are more of them than cores. Returns the sizes of placement.
+def _probed(places: RayPlaces) -> Demand:
+    """Measures steps of one environment, if there are more of them than cores. Returns the demand that follows.
 
     It runs on the driver's node if that has cores, else on the first node that has.
     """
-    nodes = free_nodes()[: max(demand.num_nodes) if isinstance(demand.num_nodes, tuple | list) else demand.num_nodes]
-    if not nodes or sum(node.cpus for node in nodes) >= demand.factory.num_envs:
-        return {}
+    demand = places.demand
+    most = demand.num_nodes[1] if isinstance(demand.num_nodes, tuple | list) else demand.num_nodes
+    nodes = [node for node in free_nodes() if node.total_cpus][:most]
+    if not nodes or sum(node.cpus for node in nodes) >= demand.num_envs:
+        return demand
     place = NodeSlice(nodes[0].node_id, nodes[0].address, (0, 1), 0)
 
     def opened(factory: EnvFactory, restart_policy: RestartPolicy) -> Cluster:
-        return Cluster(Topology((place,)), RayPlaces(demand._replace(factory=factory, restart_policy=restart_policy)))
+        return Cluster(Topology((place,)), RayPlaces(factory, places.preload, restart_policy, Demand(1)))
 
-    step = log_probe(lambda: probe_step(demand.factory, demand.restart_policy, opened))
+    step = log_probe(lambda: probe_step(places.factory, places.restart_policy, opened))
     if step is None or not step.waits:
-        return {}
+        return demand
     cores = max(MIN_WAITING_CORES, step.busy)
-    return {"worker_per_env": True, "max_workers": MAX_WAITING_WORKERS, "cores_per_worker": cores}
+    return replace(demand, worker_per_env=True, max_workers=MAX_WAITING_WORKERS, cores_per_worker=cores)

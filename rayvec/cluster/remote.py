@@ -207,6 +207,7 @@ class NodeServer:
 
     Args:
         stream: To the driver.
+        gpus: The GPUs that are claimed for the environments.
 
     Attributes:
         kept: Chunks that stay here, by number, until Ray's object store gets them.
@@ -215,8 +216,8 @@ class NodeServer:
     _node: Node | None = None
     _last_step: Command
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, stream: Stream, gpus: Sequence[str] = ()) -> None:
+        self._stream, self._gpus = stream, list(gpus)
         self.kept: dict[int, Chunk] = {}
         self._numbers = itertools.count()
         self._weights: dict[int, tuple[int, Any]] = {}
@@ -265,6 +266,7 @@ class NodeServer:
         """Starts the workers. Returns the spaces of the environments. Policies are found by the driver's path."""
         sys.path[:] = dict.fromkeys([*path, *sys.path])
         self._node = Node(spec, self._keep)
+        self._node.gpus = self._gpus
         self._node.start()
         return self._node.spaces()
 

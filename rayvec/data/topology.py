@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -64,10 +64,6 @@ class Topology:
     def of_this_node(cls, worker_bounds: Sequence[int] = (0,)) -> Topology:
         """Returns the topology of a driver or rank that steps its environments on its own node, without Ray."""
         return cls((NodeSlice(*cls.this_node, tuple(worker_bounds), 0),))
-
-    def without_claims(self) -> Topology:
-        """Returns the same without a claim to any core."""
-        return Topology(tuple(replace(node, num_cpus=0) for node in self.nodes))
 
 
 def split_groups(

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import ray
 
-from rayvec.cluster.placement import choose_nodes, free_nodes, leaving_nodes, look_until
+from rayvec.cluster.nodes import choose_nodes, free_nodes, leaving_nodes, look_until
 from rayvec.cluster.ray_session import unreachable
 from rayvec.data.topology import even_bounds
 from rayvec.distributed.rank import RankPlacement, divided_workers
@@ -209,11 +209,12 @@ def capacities(request: ResourceRequest) -> list[NodeCapacity]:
         is_wanted = request.nodes is None or node.node_id in request.nodes
         if not is_wanted or node.node_id in gone or node.node_id in request.avoid_nodes:
             continue
-        capacity = node.cpus // request.num_cpus if request.num_cpus else node.all_cpus
+        cpus = int(node.cpus)
+        capacity = cpus // request.num_cpus if request.num_cpus else node.all_cpus
         if request.num_gpus:
-            capacity = min(capacity, int(node.gpus // request.num_gpus))
+            capacity = min(capacity, int(node.free.get("GPU", 0) // request.num_gpus))
         capacity = min(capacity, request.per_node or capacity)
-        found.append(NodeCapacity(node.node_id, node.address, capacity, node.cpus, node.all_cpus))
+        found.append(NodeCapacity(node.node_id, node.address, capacity, cpus, node.all_cpus))
     return found
 
 

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
-import pytest
 import ray
+from helpers.testing import CountingEnv
 from helpers.waiting import wait_until
 
-from rayvec.cluster.ray_places import CoreClaim
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 
-class Claims:
-    """Claims cores within an actor."""
+class Trial:
+    """Has environments within an actor, as a search does."""
 
-    def claim(self, num_cpus: int) -> bool:
-        self._claim = CoreClaim(ray.get_runtime_context().get_node_id(), num_cpus)
-        return self._claim.wait(60.0)
-
-    def release(self) -> None:
-        self._claim.release()
+    def open(self) -> None:
+        self._env = RayVecEnv([CountingEnv], num_nodes=1, workers_per_node=1)
 
 
 def free_cores() -> float:
     return float(ray.available_resources().get("CPU", 0.0))
 
 
-@pytest.mark.parametrize(
-    "end",
-    [ray.kill, pytest.param(lambda actor: ray.get(actor.release.remote()), marks=pytest.mark.slow)],
-    ids=["killed", "released"],
-)
-def test_cores_claimed_within_an_actor(ray_cluster: object, end: Callable[[object], None]) -> None:
+def test_cores_claimed_within_an_actor_that_is_killed(ray_cluster: object) -> None:
     """The job goes on, as that of a search does whose trial has ended."""
     before = ray.cluster_resources()["CPU"]
     wait_until(lambda: free_cores() == before, "tests before have closed their environments")
-    actor = ray.remote(Claims).options(num_cpus=0).remote()  # type: ignore[attr-defined]
-    assert ray.get(actor.claim.remote(1))
+    kind: Any = ray.remote(Trial)
+    trial = kind.options(num_cpus=0).remote()
+    ray.get(trial.open.remote())
     wait_until(lambda: free_cores() == before - 1, "the core is claimed")
-    end(actor)
+    ray.kill(trial)
     wait_until(lambda: free_cores() == before, "the core is free")

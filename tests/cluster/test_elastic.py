@@ -21,7 +21,7 @@ from hypothesis import example, given, strategies as st
 from soak.auditor import Auditor
 from soak.witness import Asking, Witness
 
-from rayvec.cluster import ray_places
+from rayvec.cluster import elastic_places
 from rayvec.cluster.placement import assign_parts
 from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError, NodeLostError
@@ -72,7 +72,7 @@ def test_a_range_that_is_none(num_nodes: Any, expected: str) -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_fewer_nodes_than_the_least_number() -> None:
     """It waits up to the limit for a start, and says what it found."""
-    with pytest.raises(ConfigError, match=r"3 nodes with 2 free cores each, within start_timeout_s=0.2"):
+    with pytest.raises(ConfigError, match=r"3 nodes with 2 CPU each, within start_timeout_s=0.2"):
         RayVecEnv([CountingEnv] * 4, num_nodes=(3, 4), workers_per_node=2, start_timeout_s=0.2)
 
 
@@ -237,8 +237,8 @@ def test_a_collector_with_prefetch(nodes: Nodes, max_staleness: int | None) -> N
 @pytest.mark.slow
 def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Environments stay on a node that announces to leave; once it is gone, it is one clear error."""
-    monkeypatch.setattr(ray_places, "_REPLACE_S", 0.5)
-    monkeypatch.setattr(ray_places, "_POLL_S", 0.0)
+    monkeypatch.setattr(elastic_places, "REPLACE_S", 0.5)
+    monkeypatch.setattr(elastic_places, "_POLL_S", 0.0)
     first = nodes.join()
     with RayVecEnv([CountingEnv] * 4, num_nodes=(2, 3), workers_per_node=1) as env:
         env.reset(seed=1)

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import ray
+from helpers.waiting import wait_until
 from hypothesis import given, strategies as st
 
+from rayvec.cluster.nodes import FreeNode, free_nodes
 from rayvec.cluster.open_cluster import open_cluster
-from rayvec.cluster.placement import FreeNode, free_nodes, plan_topology
+from rayvec.cluster.placement import Demand, plan_topology
+from rayvec.data.resources import EnvResources
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
+from rayvec.fleet.restarts import RestartPolicy
 
 nodes_of_any_size = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=6).map(
     lambda cores: [FreeNode(f"{i:040x}", f"10.0.0.{i}", min(free, all), all) for i, (free, all) in enumerate(cores)]
@@ -28,7 +33,7 @@ def test_every_plan_is_sound_or_explained(
     nodes: list[FreeNode], num_envs: int, num_nodes: int | None, workers_per_node: int | None, worker_per_env: bool
 ) -> None:
     try:
-        topology = plan_topology(nodes, num_envs, num_nodes, workers_per_node, worker_per_env=worker_per_env)
+        topology = plan_topology(nodes, Demand(num_envs, num_nodes, workers_per_node, worker_per_env=worker_per_env))
     except ConfigError:
         wanted = [min(workers_per_node, node.all_cpus) if workers_per_node else 0 for node in nodes]
         usable = sum(node.cpus >= cores for node, cores in zip(nodes, wanted, strict=True))
@@ -70,7 +75,7 @@ def test_every_plan_is_sound_or_explained(
 )
 def test_plans(cpus: list[int], kwargs: dict[str, Any], bounds: list[tuple[int, ...]]) -> None:
     nodes = [FreeNode(f"{i:040x}", f"10.0.0.{i}", count) for i, count in enumerate(cpus)]
-    assert [node.worker_bounds for node in plan_topology(nodes, **kwargs).nodes] == bounds
+    assert [node.worker_bounds for node in plan_topology(nodes, Demand(**kwargs)).nodes] == bounds
 
 
 @pytest.mark.parametrize("kwargs", [{"num_nodes": -1}, {"workers_per_node": 0}, {"workers_per_node": True}])
@@ -98,7 +103,7 @@ def free(cpus: int, all_cpus: int, name: str = "a") -> FreeNode:
     ],
 )
 def test_claimed_cores(nodes: list[FreeNode], kwargs: dict[str, Any], claims: list[float]) -> None:
-    assert [node.num_cpus for node in plan_topology(nodes, 10, **kwargs).nodes] == claims
+    assert [node.num_cpus for node in plan_topology(nodes, Demand(10, **kwargs)).nodes] == claims
 
 
 @pytest.mark.parametrize(
@@ -112,12 +117,71 @@ def test_claimed_cores(nodes: list[FreeNode], kwargs: dict[str, Any], claims: li
 )
 def test_too_few_cores_for_what_was_asked(nodes: list[FreeNode], kwargs: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        plan_topology(nodes, 10, **kwargs)
+        plan_topology(nodes, Demand(10, **kwargs))
+
+
+def having(name: str = "a", **free: float) -> FreeNode:
+    return FreeNode(name * 40, "10.0.0.1", int(free["CPU"]), int(free["CPU"]), free, free)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_nodes", "resources", "workers_per_node", "bounds"),
+    [
+        ([having(CPU=4), having("b", CPU=9)], None, EnvResources(2), None, [(0, 1, 2), (2, 3, 4, 5, 6)]),
+        ([having(CPU=4), having("b", CPU=12)], 1, EnvResources(2), None, [(0, 1, 2, 3, 4, 5, 6)]),
+        ([having(CPU=4), having("b", CPU=12)], 1, EnvResources(2), 2, [(0, 3, 6)]),
+        ([having(CPU=9), having("b", CPU=0, sim=6)], None, EnvResources(0, custom={"sim": 1}), 1, [(0, 6)]),
+        ([having(CPU=9, GPU=1), having("b", CPU=9, GPU=2)], None, EnvResources(1, 0.4), 2, [(0, 1, 2), (2, 4, 6)]),
+    ],
+)
+def test_places_of_environments_that_need_resources(
+    nodes: list[FreeNode],
+    num_nodes: int | None,
+    resources: EnvResources,
+    workers_per_node: int | None,
+    bounds: list[tuple[int, ...]],
+) -> None:
+    topology = plan_topology(nodes, Demand(6, num_nodes, workers_per_node, resources=resources))
+    assert [node.worker_bounds for node in topology.nodes] == bounds
+    assert [node.num_cpus for node in topology.nodes] == [resources.cores * len(n.env_range) for n in topology.nodes]
+
+
+@pytest.mark.parametrize(
+    ("resources", "words"),
+    [
+        (EnvResources(5), r"10 environments: together they need 50 CPU \(8 free, 8 in all"),
+        (EnvResources(0, 0.25), r"need 3 GPU \(2 free, 2 in all"),
+        (EnvResources(0, custom={"license": 1}), r"need 10 license \(0 free, 0 in all"),
+    ],
+)
+def test_resources_that_the_cluster_lacks(resources: EnvResources, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_topology([having(CPU=8, GPU=2)], Demand(10, resources=resources))
+
+
+def test_claims_of_resources(ray_cluster: Any) -> None:
+    """Environments go where their resource is. Each sees a GPU that is claimed for it."""
+    node = ray_cluster.add_node(num_cpus=2, num_gpus=2, resources={"sim": 3})
+    resources = EnvResources(0.5, 0.5, {"sim": 1})
+    try:
+        cluster = open_cluster(EnvFactory.build("CartPole-v1", 3), resources=resources)
+        (place,) = cluster.topology.nodes
+        assert place.node_id == node.node_id and place.worker_bounds == (0, 1, 2, 3)
+        wait_until(lambda: ray.available_resources().get("GPU", 0) == 0, "whole GPUs are claimed")
+        assert ray.available_resources().get("sim", 0) == 0
+        with pytest.raises(ConfigError, match=r"need 1 GPU \(0 free, 2 in all"):
+            open_cluster(
+                EnvFactory.build("CartPole-v1", 1),
+                resources=EnvResources(0, 1),
+                restart_policy=RestartPolicy(start_timeout_s=0.5),
+            )
+        cluster.close()
+        wait_until(lambda: ray.available_resources().get("GPU") == 2, "the GPUs are free again")
+    finally:
+        ray_cluster.remove_node(node)
 
 
 def test_the_drivers_own_node_is_first(ray_cluster: object) -> None:
-    import ray
-
     nodes = free_nodes()
     assert nodes[0].node_id == ray.get_runtime_context().get_node_id()
     assert len(nodes) == 2 and all(node.cpus >= 1 for node in nodes)

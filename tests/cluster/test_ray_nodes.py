@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.fleet_kit import OverFleet, Steps, reset, step
 from helpers.kinds import ALL_SPACES, env_fns, in_lockstep
 
-from rayvec.cluster import ray_places
+from rayvec.cluster import node_actor
 from rayvec.cluster.open_cluster import open_cluster
 from rayvec.cluster.stream import connect
 from rayvec.data import ChunkRequest
@@ -120,7 +120,7 @@ def test_a_stream_that_can_not_be_connected(
         ports.append(port)
         return connect(address, port if len(ports) > num_refused else 1, key)
 
-    monkeypatch.setattr(ray_places, "connect", connect_elsewhere)
+    monkeypatch.setattr(node_actor, "connect", connect_elsewhere)
     if num_refused == 1:
         cluster_of([Steps] * 4, num_nodes=2).close()
     else:

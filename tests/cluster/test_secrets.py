@@ -61,7 +61,7 @@ def test_keys_of_streams_are_in_no_log_command_line_or_environment(
         keys.append(draw(size))
         return keys[-1]
 
-    monkeypatch.setattr("rayvec.cluster.ray_places.secrets.token_bytes", drawn)
+    monkeypatch.setattr("rayvec.cluster.node_actor.secrets.token_bytes", drawn)
     with caplog.at_level("DEBUG"), rayvec.RayVecEnv([ShowsEnvironment] * 4, num_nodes=2, workers_per_node=2) as env:
         assert env.transports == ("shm", "tcp") and keys
         env.reset(seed=1)

@@ -53,7 +53,7 @@ def test_a_number_of_nodes_is_waited_for(
         return nodes[: len(looks)]
 
     monkeypatch.setattr("rayvec.distributed.rank_placement.capacities", look)
-    monkeypatch.setattr("rayvec.cluster.placement._LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("rayvec.cluster.nodes._LOOK_AGAIN_S", 0.0)
     assert rank_share(2, num_nodes, None, is_restart=is_restart) == expected
     monkeypatch.setattr("rayvec.distributed.rank_placement._JOIN_TIMEOUT_S", 0.0)
     with pytest.raises(ConfigError, match="2 nodes of 3 for decentralized ranks"):

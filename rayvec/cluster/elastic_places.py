@@ -1,0 +1,164 @@
+"""Where environments run while nodes join and leave the cluster."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rayvec.cluster.nodes import FreeNode, choose_nodes, free_nodes, leaving_nodes, look_until
+from rayvec.cluster.placement import assign_parts, num_parts
+from rayvec.cluster.ray_places import DISTRUST_S, REPLACE_S, RayPlaces, look_while_requested
+from rayvec.cluster.ray_session import check_head, unreachable
+from rayvec.data import NodeSlice, Topology
+from rayvec.data.topology import even_bounds
+from rayvec.errors import ConfigError, NodeLostError, check_node_range, counted
+
+__all__ = ["ElasticPlaces"]
+
+logger = logging.getLogger(__name__)
+
+_FREED_S = 1.0
+_POLL_S = 1.0
+
+
+class ElasticPlaces(RayPlaces):
+    """Places parts of the environments on the nodes that are there, each part as a node of its own.
+
+    The arguments are those of :class:`~rayvec.cluster.ray_places.RayPlaces`; `num_nodes` of the demand is a pair.
+
+    Raises:
+        ConfigError: The range is not valid, or there are fewer environments than nodes.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        demand = self.demand
+        self._low, self._high = check_node_range(demand.num_nodes)
+        if self._high > demand.num_envs:
+            raise ConfigError(
+                f"num_nodes={tuple(demand.num_nodes)} was passed with {demand.num_envs} environments. Each node holds "
+                f"at least one: let max be at most {demand.num_envs}, or make more environments."
+            )
+        self._bounds = even_bounds(demand.num_envs, num_parts(self._high, demand.num_envs))
+        self._part_size = self._bounds[1]
+        self._rooms: dict[str, int] = {}  # of each node that holds parts, when it got the first of them
+        self._next_poll_s = {True: 0.0, False: 0.0}
+        self._leaving: Collection[str] = ()
+
+    def topology(self) -> Topology:
+        """Places all parts, and waits until there are enough nodes.
+
+        Raises:
+            ConfigError: There are too few.
+        """
+        demand, timeout_s, enough = self.demand, self.restart_policy.start_timeout_s, self._are_enough
+        nodes = look_until(partial(self._usable, ()), enough, _FREED_S)
+        if not enough(nodes):  # by default, nodes without a free core are better than none
+            look = partial(self._usable, (), least=0 if demand.takes_what_is_free else 1)
+            of_node = {"CPU": float(demand.workers_per_node or 1)}
+            if demand.resources is not None:
+                of_node = demand.resources.claim(-(-demand.num_envs // self._low))
+            nodes = look_while_requested(look, enough, timeout_s, [of_node] * self._low, "STRICT_SPREAD")
+        if not enough(nodes):
+            there = ", ".join(f"{node.address}: {node.cpus:g} free" for node in free_nodes()) or "none"
+            listed = ", ".join(f"{amount:g} {name}" for name, amount in of_node.items())
+            raise ConfigError(
+                f"There were not {counted(self._low, 'node')} with {listed} each, within "
+                f"start_timeout_s={timeout_s:g}; free cores: {there}. Start more nodes, lower min of "
+                "num_nodes=(min, max), or raise start_timeout_s."
+            )
+        node_of = assign_parts([None] * (len(self._bounds) - 1), self._weights(nodes))
+        return Topology(tuple(self._places(dict(enumerate(node_of)), nodes).values()))
+
+    def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
+        """Returns which parts move now, and where to. It reads the nodes once a second.
+
+        Nothing moves while there are too few nodes, a node that holds parts is lost, or the head does not answer.
+        """
+        now = time.monotonic()
+        if now < self._next_poll_s[leaving_only]:
+            return {}
+        self._next_poll_s[leaving_only] = now + _POLL_S
+        holders = {each.node_id for each in slices}
+        try:
+            nodes = self._usable(holders)
+        except NodeLostError as error:
+            self._next_poll_s = dict.fromkeys((True, False), now + DISTRUST_S)
+            logger.warning("no environments move for %g s: %s", DISTRUST_S, error)
+            return {}
+        if not self._are_enough(nodes) or not holders <= {node.node_id for node in nodes} | {*self._leaving}:
+            return {}
+        node_of = assign_parts([each.node_id for each in slices], self._weights(nodes))
+        moving = {
+            k: node
+            for k, (each, node) in enumerate(zip(slices, node_of, strict=True))
+            if node != each.node_id and (self.leaves(each) or not leaving_only) and node not in self.distrusted()
+        }
+        return self._places(moving, nodes)
+
+    def leaves(self, place: NodeSlice) -> bool:
+        """Whether a node has announced that it leaves."""
+        return place.node_id in self._leaving
+
+    def another(self, k: int, slices: Sequence[NodeSlice], error: Exception) -> NodeSlice:
+        """Returns where the environments of a lost node resume; waits at most 8 s until there are enough nodes."""
+        check_head(error)
+        self.distrust(slices[k])
+        current = [None if i == k or at.node_id in self.distrusted() else at.node_id for i, at in enumerate(slices)]
+        holders = [node_id for node_id in current if node_id is not None]
+        nodes = look_until(partial(self._usable, holders), self._are_enough, REPLACE_S)
+        if not self._are_enough(nodes):  # only the actor may have died
+            self._distrusted.clear()
+            nodes = self._usable(holders)
+        if not self._are_enough(nodes):
+            raise NodeLostError(
+                f"{counted(len(nodes), 'node')} of at least {self._low} for num_nodes=({self._low}, {self._high}) "
+                f"remain after a loss ({error}). Start more nodes, or lower min."
+            ) from error
+        return self._places({k: assign_parts(current, self._weights(nodes))[k]}, nodes)[k]
+
+    def _usable(self, holders: Collection[str], least: int = 1) -> list[FreeNode]:
+        """Reads from Ray the nodes that may hold parts: those that do, then those that answer and have room."""
+        distrusted = self.distrusted()
+        self._leaving = leaving_nodes()
+        self._rooms = {node_id: room for node_id, room in self._rooms.items() if node_id in holders}
+        may_hold = [
+            node
+            for node in self._free_nodes()
+            if node.node_id in holders or (node.node_id not in distrusted and self._room(node) >= least)
+        ]
+        nodes = choose_nodes(may_hold, holders, self._leaving, self._high)
+        silent = unreachable({node.node_id: node.raylet for node in nodes if node.node_id not in holders})
+        self._distrusted.update(dict.fromkeys(silent, time.monotonic() + DISTRUST_S))
+        return [node for node in nodes if node.node_id not in silent]
+
+    def _room(self, node: FreeNode) -> int:
+        """Returns how many workers a node has room for, with resources how many parts."""
+        room = self.demand.room(node)
+        return room if self.demand.resources is None else room // self._part_size
+
+    def _are_enough(self, nodes: Sequence[FreeNode]) -> bool:
+        if len(nodes) < self._low or self.demand.resources is None:
+            return len(nodes) >= self._low
+        return sum(self._rooms.get(node.node_id, self._room(node)) for node in nodes) >= len(self._bounds) - 1
+
+    def _weights(self, nodes: Sequence[FreeNode]) -> dict[str, int]:
+        """Returns the room of each node when it got its first part."""
+        for node in nodes:
+            self._rooms.setdefault(node.node_id, max(1, self._room(node)))
+        return {node.node_id: self._rooms[node.node_id] for node in nodes}
+
+    def _places(self, node_of: Mapping[int, str], nodes: Sequence[FreeNode]) -> dict[int, NodeSlice]:
+        """Returns the place of each part, with its workers and the free cores that it claims."""
+        left = {node.node_id: node for node in nodes}
+        parts_per_node = -(-(len(self._bounds) - 1) // self._high)
+        places = {}
+        for part, node_id in node_of.items():
+            cores = -(-self._rooms[node_id] // parts_per_node)
+            places[part] = self.demand.place(left[node_id], range(*self._bounds[part : part + 2]), cores)
+            left[node_id] = replace(left[node_id], cpus=left[node_id].cpus - places[part].num_cpus)
+        return places

@@ -1,0 +1,124 @@
+"""The nodes of the connected cluster, and what is free on them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import ray
+
+from rayvec.cluster.ray_session import Address, check_head
+
+__all__ = ["FreeNode", "choose_nodes", "free_nodes", "leaving_nodes", "look_until", "reserved_bundles"]
+
+_LOOK_AGAIN_S = 0.25
+_T = TypeVar("_T")
+_NodeT = TypeVar("_NodeT", bound=Any)
+
+
+@dataclass(frozen=True, slots=True)
+class FreeNode:
+    """A node and what is free on it.
+
+    Attributes:
+        node_id: Ray's node id, in hexadecimal.
+        address: The node's own IP address.
+        cpus: Number of free whole cores.
+        all_cpus: Number of whole cores, whether they are free or not.
+        free: What is free, by Ray's names of resources.
+        total: What there is.
+        raylet: Address and port of its raylet.
+    """
+
+    node_id: str
+    address: str
+    cpus: float
+    all_cpus: int = 0
+    free: Mapping[str, float] = field(default_factory=dict)
+    total: Mapping[str, float] = field(default_factory=dict)
+    raylet: Address = ("", 0)
+
+    @property
+    def total_cpus(self) -> int:
+        """Number of whole cores, at least of the free ones."""
+        return max(self.all_cpus, int(self.cpus))
+
+
+def reserved_bundles() -> tuple[Any, dict[str, list[tuple[int, dict[str, float]]]]]:
+    """Returns this process's placement group, and its bundles but the first by node: the index and amounts of each.
+
+    A trial of Ray Tune, for example, runs in the first bundle and has the others reserved for its workers.
+    """
+    group = ray.util.get_current_placement_group()
+    bundles: dict[str, list[tuple[int, dict[str, float]]]] = {}
+    if group is not None and group.bundle_count > 1:
+        nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        for index, bundle in list(enumerate(group.bundle_specs))[1:]:
+            bundles.setdefault(nodes[index], []).append((index, bundle))
+    return group, bundles
+
+
+def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
+    """Returns the connected cluster's live nodes. The driver's own node comes first.
+
+    In a placement group with bundles for workers, only the bundles' cores count.
+
+    Args:
+        claimed_too: Whether to count what is already claimed in Ray, for pools that claim nothing.
+
+    Raises:
+        NodeLostError: The head of the cluster does not answer.
+    """
+    from ray._private.state import available_resources_per_node
+
+    check_head()  # without it, Ray would wait for it without end
+    here = ray.get_runtime_context().get_node_id()
+    available, bundles = available_resources_per_node(), reserved_bundles()[1]
+    nodes = []
+    for node in (node for node in ray.nodes() if node["Alive"]):
+        node_id, address, total = node["NodeID"], node["NodeManagerAddress"], node["Resources"]
+        free = total if claimed_too else available.get(node_id, {})
+        if bundles:
+            reserved = Counter[str]({"CPU": 0})
+            for _, amounts in bundles.get(node_id, ()):
+                reserved.update(amounts)
+            free, total = free | reserved, total | reserved
+        cpus, all_cpus = int(free.get("CPU", 0)), int(total.get("CPU", 0))
+        nodes.append(FreeNode(node_id, address, cpus, all_cpus, free, total, (address, node["NodeManagerPort"])))
+    return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
+
+
+def leaving_nodes() -> frozenset[str]:
+    """Returns the ids of the nodes that Ray drains: they announced that they leave. The driver's own is not among them.
+
+    What runs on a draining node continues, but nothing new is placed there.
+    """
+    from ray._private.state import state
+
+    return frozenset(state.get_draining_nodes()) - {ray.get_runtime_context().get_node_id()}
+
+
+def choose_nodes(nodes: Sequence[_NodeT], used: Collection[str], leaving: Collection[str], most: int) -> list[_NodeT]:
+    """Returns the nodes that a run uses while nodes join and leave the cluster.
+
+    Args:
+        nodes: The nodes that are suited, each with its `node_id`.
+        used: Ids of the nodes that the run uses now. They come first.
+        leaving: Ids of the nodes that announced that they leave. They are left out.
+        most: The greatest number of nodes.
+    """
+    staying = [node for node in nodes if node.node_id not in leaving]
+    return sorted(staying, key=lambda node: node.node_id not in used)[:most]
+
+
+def look_until(look: Callable[[], _T], is_enough: Callable[[_T], Any], timeout_s: float) -> _T:
+    """Repeats `look` until it finds enough or the timeout expires. Returns what it found last."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = look()
+        if is_enough(found) or time.monotonic() >= deadline:
+            return found
+        time.sleep(_LOOK_AGAIN_S)
