@@ -201,7 +201,12 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _prepare_exit() -> None:
-    """Makes Ctrl-C end the process without a traceback, and skips the last garbage collection."""
+    """Makes Ctrl-C end the process without a traceback, and skips the last garbage collection.
+
+    Python notes a KeyboardInterrupt that leaves source text in `exec`, and ends ``python -m`` by the signal, whatever
+    the exit code is; the next such text clears the note.
+    """
+    exec("")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.freeze()

@@ -331,6 +331,13 @@ def test_sigterm_lets_a_command_clean_up() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned\n", "rayvec: interrupted\n")
 
 
+def test_the_exit_code_of_ctrl_c_while_generated_code_runs(tmp_path: Path) -> None:
+    (tmp_path / "generated.py").write_text("exec('import signal; signal.raise_signal(signal.SIGINT)')")
+    command = [sys.executable, "-m", "rayvec", "--plugin", "generated", "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "rayvec: interrupted\n")
+
+
 PRESSED_AT_EXIT = """
 import atexit, os, signal, sys
 from rayvec.cli import main
