@@ -79,9 +79,9 @@ def columns_of(infos: Iterable[tuple[int, dict[Any, Any]]], num_envs: int) -> Co
         if key != "final_obs" and all(isinstance(value, dict) for _, value in items):
             columns[key] = columns_of(items, num_envs)
         else:
-            kinds = {_kind(value) for _, value in items}
-            column = _blank(None if key == "final_obs" or len(kinds) > 1 else items[0][1], num_envs)
-            columns[key] = column if len(kinds) == 1 or key == "final_obs" else column.view(Mixed)
+            kinds = {object} if key == "final_obs" else {_kind(value) for _, value in items}
+            column = _blank(None if kinds == {object} or len(kinds) > 1 else items[0][1], num_envs)
+            columns[key] = column if len(kinds) == 1 else column.view(Mixed)
             for row, value in items:
                 column[row] = value
         mask = columns[f"_{key}"] = np.zeros(num_envs, bool)

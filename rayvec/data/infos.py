@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data.columns import Columns, columns_of, having, info_of, merge, select
+from rayvec.data.columns import Columns, columns_of, info_of, merge, select
 from rayvec.data.trees import copied
 
 __all__ = ["ChunkInfo", "ChunkInfos"]
@@ -58,19 +58,6 @@ class ChunkInfos(Sequence[ChunkInfo]):
         """Makes columns of infos that are in order."""
         each = list(infos)
         return cls([info[:2] for info in each], columns_of(enumerate(info.info for info in each), len(each)))
-
-    @classmethod
-    def of_steps(cls, steps: Sequence[tuple[int, NDArray[np.bool_], Columns]]) -> ChunkInfos:
-        """Takes from columns with a row for each environment, at some steps, those of the marked environments."""
-        if not steps:
-            return cls()
-        count = len(steps[0][1])
-        joined = merge(
-            [(slice(k * count, (k + 1) * count), each[2]) for k, each in enumerate(steps)], len(steps) * count
-        )
-        places = np.stack([np.repeat([t for t, *_ in steps], count), np.tile(np.arange(count), len(steps))], 1)
-        rows = np.flatnonzero(np.concatenate([each[1] for each in steps]) & having(joined, len(places)))
-        return cls(places[rows], select(joined, rows))._in_order()
 
     @classmethod
     def join(cls, parts: Sequence[ChunkInfos], offsets: Sequence[int]) -> ChunkInfos:

@@ -179,7 +179,11 @@ class Slice:
         mode = command.mode
         if self._episode[row] != RUNNING and self._step_is_replaced(row, mode):
             return
-        obs, reward, terminated, truncated, info = values_of("step", 5, self._envs[row].step(action))
+        values = self._envs[row].step(action)
+        try:
+            obs, reward, terminated, truncated, info = values
+        except (TypeError, ValueError):
+            obs, reward, terminated, truncated, info = values_of("step", 5, values)  # which says what is wrong
         try:
             self._rew[row] = reward
         except (TypeError, ValueError) as error:

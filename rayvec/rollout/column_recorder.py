@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, StepBatch, Tree, tree_map
-from rayvec.data.columns import Columns, mask_of
+from rayvec.data.columns import Columns, having, mask_of, merge, select
 from rayvec.data.infos import ChunkInfos
 from rayvec.data.join_chunks import check_extras
 from rayvec.data.layouts import ArrayLayout, tree_writer
@@ -73,7 +74,7 @@ class ColumnRecorder:
             truncated=empty(lead, np.bool_),
             valid=empty(lead, np.bool_),
             last_obs=empty_like(obs, lead[1:]),
-            final_index=places_of(()),
+            final_index=np.zeros((0, 2), np.int64),
             final_obs=None,
         )
         self._chunk.valid[:] = True
@@ -81,17 +82,12 @@ class ColumnRecorder:
         self._extras: dict[str, NDArray[Any]] = {}
         self._forms: dict[int, list[Any]] = {}
         self._states: list[NDArray[np.float32]] = []
-        self._finals: list[tuple[NDArray[np.int64], NDArray[np.int64], Tree]] = []
-        self._infos: list[tuple[int, NDArray[np.bool_], Columns]] = []
-        self._reset_infos: list[tuple[int, NDArray[np.bool_], Columns]] = []
-        self._restarts: list[tuple[int, int]] = []
-        self._cuts: list[tuple[int, int]] = []
+        self._finals: list[tuple[NDArray[np.int64], NDArray[Any]]] = []  # ``t * N + n``, and the observations there
+        self._infos: list[tuple[int, bool, Columns]] = []  # and whether they are those of an episode's last step
         self._ended = np.zeros((num_steps + 1, len(env_ids)), bool)  # before step t; only where the next step resets
-        self._asked = np.zeros((len(columns), len(env_ids)), bool)
         for group, batch in enumerate(batches):
-            self._asked[group, columns[group]] = True
             self._ended[0, columns[group]] = next_step & (batch.terminated | batch.truncated)
-            self._add_infos(-1, group, batch)
+            self._add_infos(-1, batch)
 
     def add_obs(self, t: int, group: int, obs: Tree) -> None:
         """Records what the policy sees before step t; after the last step, what it would see next."""
@@ -130,7 +126,7 @@ class ColumnRecorder:
         is_array = type(actions) is np.ndarray
         forms = [(name, leaf.shape, leaf.dtype) for name, leaf in ({"": actions} | extras).items()] if is_array else []
         if not is_array or forms != self._forms.get(group):
-            check_rows(actions, extras, int(self._asked[group].sum()), self._action_layout)
+            check_rows(actions, extras, len(self._chunk.env_ids[self._columns[group]]), self._action_layout)
             self._make_room(actions, extras)
             self._forms[group] = forms
         assign(self._act, at, actions)
@@ -167,116 +163,103 @@ class ColumnRecorder:
         chunk.rew[t, columns] = batch.rew
         chunk.terminated[t, columns] = batch.terminated
         chunk.truncated[t, columns] = batch.truncated
-        if batch.info:
-            self._add_infos(t, group, batch)
         if self._next_step:
             self._ended[t + 1, columns] = batch.terminated | batch.truncated
+        if batch.info:
+            self._add_infos(t, batch)
 
-    def _add_infos(self, t: int, group: int, batch: StepBatch) -> None:
-        columns, asked = dict(batch.info), self._asked[group]
-        final_obs, ended = columns.pop("final_obs", None), columns.pop("_final_obs", None)
-        final_info = columns.pop("final_info", None)
-        columns.pop("_final_info", None)
-        of_reset = asked & self._ended[t] if t >= 0 else asked
-        if t < 0:
-            restarted = restarted_in(columns, len(asked)) & asked
-            self._restarts += [(-1, n) for n in np.flatnonzero(restarted).tolist()]
-        elif self._next_step or final_obs is None:
-            self._take_back(t, columns, asked)
-        else:
-            done = self._chunk.terminated[t] | self._chunk.truncated[t] if ended is None else np.asarray(ended, bool)
-            of_reset = asked & done
-            final_info = final_info if isinstance(final_info, dict) else {}
-            last = of_reset & ~self._take_back(t, final_info, of_reset)
-            rows = np.flatnonzero(last)
-            shown = tree_map(lambda leaf: np.asarray(leaf)[rows], final_obs)
-            self._finals.append((np.full(len(rows), t), rows, shown))
-            self._infos.append((t, last, final_info))
-        for infos, among in ((self._infos, asked & ~of_reset), (self._reset_infos, of_reset)):
-            if columns and among.any():
-                infos.append((t, among, columns))
-
-    def _take_back(self, t: int, columns: Any, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Marks steps that failed: their episodes were cut after the step before, at the observation before step t.
-
-        Args:
-            t: The step.
-            columns: Infos that say which environments were restarted.
-            among: Whose infos count, ``bool [N]``.
-
-        Returns:
-            Whose step failed, ``bool [N]``.
-        """
-        chunk = self._chunk
-        failed: NDArray[np.bool_] = among & restarted_in(columns, len(among)) & chunk.truncated[t]
-        rows = np.flatnonzero(failed)
-        self._restarts += [(t, n) for n in rows.tolist()]
-        chunk.valid[t, rows] = chunk.truncated[t, rows] = False
-        if t > 0 and len(rows):
-            ended = ~chunk.valid[t - 1] | chunk.terminated[t - 1] | chunk.truncated[t - 1] | self._ended[t - 1]
-            cut = rows[~ended[rows]]
-            chunk.truncated[t - 1, cut] = True
-            self._cuts += [(t - 1, n) for n in cut.tolist()]
-            if not self._next_step:
-                shown = tree_map(lambda leaf: leaf[t][cut], chunk.obs)
-                self._finals.append((np.full(len(cut), t - 1), cut, shown))
-        return failed
+    def _add_infos(self, t: int, batch: StepBatch) -> None:
+        infos, num_envs = dict(batch.info), self._chunk.num_envs
+        final_obs, final_info = infos.pop("final_obs", None), infos.pop("final_info", None)
+        for mask in ("_final_obs", "_final_info"):
+            infos.pop(mask, None)
+        if infos:
+            self._infos.append((t, False, infos))
+        if final_obs is not None and t >= 0 and not self._next_step:
+            rows = self.begun_in(t, batch)
+            if RESTARTED in infos:
+                rows = rows[~restarted_in(infos, num_envs)[rows]]
+            self._finals.append((t * num_envs + rows, final_obs[rows]))
+            if final_info and isinstance(final_info, dict):
+                self._infos.append((t, True, final_info))
 
     def chunk(self, first_step: int, weights_version: int) -> Chunk:
         """Returns the chunk."""
-        chunk, num_steps = self._chunk, self.num_steps
+        names = "obs", "rew", "terminated", "truncated", "valid"
+        steps = {"act": self._act, "extras": self._extras, **{name: getattr(self._chunk, name) for name in names}}
+        cut = {name: tree_map(lambda leaf: leaf[: self.num_steps], tree) for name, tree in steps.items()}
+        chunk = replace(self._chunk, **cut, first_step=first_step, weights_version=weights_version)
+        infos = self._add_faults(chunk)
         if self._next_step:
-            is_step = ~self._ended[:-1]  # not a reset: that is no transition, without reward and end of an episode
+            is_step = ~self._ended[: self.num_steps]  # not a reset: that is no transition, without an end of an episode
             for flags in (chunk.valid, chunk.terminated, chunk.truncated):
                 flags &= is_step
             chunk.rew[~is_step] = 0.0
-            self._add_shown_finals()
-        final_index, final_obs = self._final_arrays()
-        steps = {"act": self._act, "extras": self._extras}
-        steps |= {name: getattr(chunk, name) for name in ("obs", "rew", "terminated", "truncated", "valid")}
-        return replace(
-            chunk,
-            **{name: tree_map(lambda leaf: leaf[:num_steps], tree) for name, tree in steps.items()},
-            final_index=final_index,
-            final_obs=final_obs,
-            states=np.stack(self._states) if self._states else chunk.states,
-            infos=ChunkInfos.of_steps(self._infos),
-            reset_infos=ChunkInfos.of_steps(self._reset_infos),
-            restarts=places_of(sorted(self._restarts)),
-            cuts=places_of(sorted(self._cuts)),
-            weights_version=weights_version,
-            first_step=first_step,
-        )
+        final_index, final_obs = self._final_arrays(chunk)
+        states = np.stack(self._states) if self._states else chunk.states
+        return replace(chunk, final_index=final_index, final_obs=final_obs, states=states, **infos)
 
-    def _add_shown_finals(self) -> None:
-        """Adds the last observations of episodes: the policy has seen them before the step that resets."""
-        chunk, num_steps = self._chunk, self.num_steps
-        t, n = np.nonzero((chunk.terminated | chunk.truncated)[:num_steps])
-        inner, last = np.flatnonzero(t < num_steps - 1), np.flatnonzero(t == num_steps - 1)
-        after = tree_map(lambda leaf: leaf[t[inner] + 1, n[inner]], chunk.obs)
-        self._finals.append((t[inner], n[inner], after))
-        self._finals.append((t[last], n[last], tree_map(lambda leaf: leaf[n[last]], chunk.last_obs)))
+    def _add_faults(self, chunk: Chunk) -> dict[str, Any]:
+        """Marks steps that failed: their episodes were cut after the step before, at the observation before the step.
 
-    def _final_arrays(self) -> tuple[NDArray[np.int64], Tree]:
-        """Returns the places ``(t, n)`` of ends of episodes, in order, and the observations there."""
-        found = [np.stack([t, rows], 1) for t, rows, _ in self._finals]
-        places = np.concatenate([places_of(()), *found])
-        final_obs = empty_like(self._chunk.last_obs, (len(places),))
-        write, start = tree_writer(final_obs), 0
-        for _, rows, obs in self._finals:
-            if isinstance(obs, np.ndarray) and obs.dtype.hasobject:  # an observation in each row
-                for row, each in enumerate(obs, start):
-                    write(row, each)
+        Returns:
+            Infos, restarts and cuts of the chunk.
+        """
+        num_envs, rows = chunk.num_envs, len(self._infos) * chunk.num_envs
+        infos = merge([(slice(k * num_envs, (k + 1) * num_envs), each[2]) for k, each in enumerate(self._infos)], rows)
+        # Steps count from 0 here, the reset before the chunk's first step.
+        t = np.repeat(np.array([t + 1 for t, _, _ in self._infos], np.int64), num_envs)
+        n = np.tile(np.arange(num_envs), len(self._infos))
+        is_final = np.repeat(np.array([each[1] for each in self._infos], bool), num_envs)
+        failed = np.zeros((chunk.num_steps + 1, num_envs), bool)
+        restarted = restarted_in(infos, rows)
+        failed[t[restarted], n[restarted]] = True
+        failed[1:] &= chunk.truncated
+        begins = np.ones_like(failed)
+        begins[1:] = self._ended[: chunk.num_steps] if self._next_step else chunk.done
+        is_end = is_final & (begins & ~failed)[t, n]
+        of_reset = ~is_final & begins[t, n]
+
+        def chunk_infos(keep: NDArray[np.bool_]) -> ChunkInfos:
+            found = np.flatnonzero(keep & having(infos, rows))
+            found = found[np.lexsort((n[found], t[found]))]
+            return ChunkInfos(np.stack([t[found] - 1, n[found]], 1), select(infos, found))
+
+        chunk.valid[failed[1:]] = chunk.truncated[failed[1:]] = False
+        cuts = failed[2:] & (chunk.valid & ~chunk.done & ~self._ended[: chunk.num_steps])[:-1]
+        chunk.truncated[:-1] |= cuts
+        return {
+            "infos": chunk_infos(is_end | ~(is_final | of_reset)),
+            "reset_infos": chunk_infos(of_reset),
+            "restarts": np.argwhere(failed) - (1, 0),
+            "cuts": np.argwhere(cuts),
+        }
+
+    def _final_arrays(self, chunk: Chunk) -> tuple[NDArray[np.int64], Tree]:
+        """Returns the places ``(t, n)`` of ends of episodes, in order, and the observations there.
+
+        The policy has seen them before the next step, unless that is the first of another episode.
+        """
+        index = np.argwhere(chunk.done)
+        t, n = index.T
+        inner = t < chunk.num_steps - 1
+
+        def following(leaf: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
+            found = last[n]
+            found[inner] = leaf[t[inner] + 1, n[inner]]
+            return found
+
+        final_obs = tree_map(following, chunk.obs, chunk.last_obs)
+        if self._finals:
+            places = np.searchsorted(t * chunk.num_envs + n, np.concatenate([keys for keys, _ in self._finals]))
+            shown = [each for _, each in self._finals]
+            if not any(each.dtype.hasobject for each in shown):
+                final_obs[places] = np.concatenate(shown)
             else:
-                assign(final_obs, slice(start, start + len(rows)), obs)
-            start += len(rows)
-        order = np.argsort(places @ (self._chunk.num_envs, 1), kind="stable")  # fast where they are in order
-        return places[order], tree_map(lambda leaf: leaf[order], final_obs)
-
-
-def places_of(places: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Returns steps of environments as an array ``[k, 2]``."""
-    return np.array(places, np.int64).reshape(-1, 2)
+                write = tree_writer(final_obs)
+                for place, obs in zip(places.tolist(), chain(*shown), strict=True):
+                    write(place, obs)
+        return index, final_obs
 
 
 def check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, layout: ArrayLayout | None) -> None:
@@ -306,11 +289,4 @@ def empty_like(tree: Tree, leading: tuple[int, ...], empty: Empty = np.empty) ->
 
 def assign(target: Tree, index: Any, source: Tree) -> None:
     """Writes a batch into some rows of a tree, whatever the order of its keys."""
-    if isinstance(target, dict):
-        for key, part in target.items():
-            assign(part, index, source[key])
-    elif isinstance(target, tuple):
-        for part, value in zip(target, source, strict=True):
-            assign(part, index, value)
-    else:
-        target[index] = source
+    tree_map(lambda part, rows: part.__setitem__(index, rows), target, source)

@@ -1,4 +1,4 @@
-"""The rollout loop: a policy and a pool take T steps, wherever the policy acts.
+"""The rollout loop: a policy and environments take T steps, wherever the policy acts.
 
 The same function runs in every worker over its own environments, and in the driver over all of them. With
 more than one group the policy acts on one group while the environments of the others step.
@@ -10,20 +10,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, StepBatch, Tree, as_slice
 from rayvec.data.chunk import Cut
-from rayvec.data.layouts import ArrayLayout, index_tree
+from rayvec.data.layouts import ArrayLayout
 from rayvec.errors import ConfigError
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.rollout.column_recorder import ColumnRecorder, Empty, restarted_in
 
-__all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "Stepper", "Stopwatch", "as_policy", "rollout"]
+if TYPE_CHECKING:
+    from rayvec.rollout.policy_host import PolicyHost
+
+__all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "Stopwatch", "as_policy", "rollout"]
 
 
 class ActingPolicy(Protocol):
@@ -100,50 +103,6 @@ def as_policy(policy: Any) -> ActingPolicy:
     )
 
 
-class Stepper:
-    """The environments of a slice or of a fleet, as a rollout steps them.
-
-    Args:
-        target: Executes commands, with the methods and arrays of :class:`rayvec.fleet.fleet.Fleet`.
-        action_layout: How actions lie in arrays; None where they are objects.
-        first_id: Global index of the first environment.
-        native_mode: The autoreset mode of native sub-batches; None for ordinary environments.
-
-    Attributes:
-        notes: What was restarted, for the log, until the caller clears the list.
-    """
-
-    def __init__(
-        self,
-        target: Any,
-        action_layout: ArrayLayout | None,
-        first_id: int = 0,
-        native_mode: Autoreset | None = None,
-    ) -> None:
-        self.num_envs, self.first_id, self.native_mode = target.num_envs, first_id, native_mode
-        self.action_layout, self.target = action_layout, target
-        self.notes: list[str] = []
-
-    def results(self, ticket: Any, env_ids: NDArray[np.int64], rows: Any) -> StepBatch:
-        """Waits for a command, and returns its results as views of the arrays.
-
-        Args:
-            ticket: Of the command.
-            env_ids: Its environments.
-            rows: The same, a slice if they are consecutive.
-
-        Raises:
-            Exception: What an environment raised that was not restarted. Its ``__cause__`` is an ``EnvError``.
-        """
-        self.target.wait(ticket)
-        answer, arrays = self.target.take(ticket), self.target.arrays
-        self.notes += answer.notes
-        if answer.failure is not None:
-            raise answer.failure.rebuild()
-        rew, terminated, truncated = (arrays[name][rows] for name in ("rew", "terminated", "truncated"))
-        return StepBatch(env_ids, index_tree(arrays["obs"], rows), rew, terminated, truncated, answer.infos)
-
-
 @dataclass(slots=True)
 class Stopwatch:
     """Measures where the time of a rollout goes.
@@ -158,7 +117,7 @@ class Stopwatch:
 
 
 def rollout(
-    pool: Stepper,
+    host: PolicyHost,
     policy: ActingPolicy,
     num_steps: int,
     *,
@@ -171,14 +130,14 @@ def rollout(
     empty: Empty = np.empty,
     cut: Cut | None = None,
 ) -> Chunk:
-    """Takes `num_steps` steps of every environment of `pool`, or fewer if `cut` says so.
+    """Takes `num_steps` steps of every environment, or fewer if `cut` says so.
 
     Environments that are between two episodes are reset first; those whose episode ends are reset within
     the step. Episodes that have not ended continue in the next chunk. Native sub-batches that reset in their next step
     do so here too: that step is not `valid`.
 
     Args:
-        pool: The environments, ids 0 to N-1.
+        host: Has the environments, ids 0 to N-1.
         policy: Chooses the actions.
         num_steps: T.
         noise_seed: Seed of the noise.
@@ -192,47 +151,47 @@ def rollout(
         cut: Called after each step. The rollout ends once it returns True.
 
     Returns:
-        The chunk; it shares no memory with the pool.
+        The chunk; it shares no memory with the environments' arrays.
     """
     now, stopwatch = time.perf_counter, stopwatch or Stopwatch()
     begin_episodes = getattr(policy, "begin_episodes", None)
     state_to_record = getattr(policy, "state_to_record", None)
     if groups is None or begin_episodes is not None:
-        groups = [np.arange(pool.num_envs)]
-    env_ids, columns = pool.first_id + np.arange(pool.num_envs), [as_slice(ids) for ids in groups]
+        groups = [np.arange(host.num_envs)]
+    env_ids, columns = host.first_id + np.arange(host.num_envs), [as_slice(ids) for ids in groups]
     noise = keyed_noise(policy.noise, seed=noise_seed, env_ids=env_ids, first_step=first_step, num_steps=num_steps)
-    tickets = [pool.target.post(Command(Op.BEGIN, ids)) for ids in groups]
-    batches = [pool.results(*each) for each in zip(tickets, groups, columns, strict=True)]
-    next_step = pool.native_mode == Autoreset.NEXT_STEP
+    tickets = [host.target.post(Command(Op.BEGIN, ids)) for ids in groups]
+    batches = [host.results(*each) for each in zip(tickets, groups, columns, strict=True)]
+    next_step = host.native_mode == Autoreset.NEXT_STEP
     autoreset = Autoreset.NEXT_STEP if next_step else Autoreset.SAME_STEP
-    recorder = ColumnRecorder(num_steps, env_ids, columns, batches, pool.action_layout, empty, next_step=next_step)
+    recorder = ColumnRecorder(num_steps, env_ids, columns, batches, host.action_layout, empty, next_step=next_step)
     if begin_episodes is not None:
         begin_episodes(_begun_before(batches[0], groups[0] if begun is None else begun))
     for t in range(num_steps + 1):
         for group, ids in enumerate(groups):
             if t > 0:
                 began_s = now()
-                batches[group] = pool.results(tickets[group], ids, columns[group])
+                batches[group] = host.results(tickets[group], ids, columns[group])
                 stopwatch.environment_s += now() - began_s
                 recorder.add_results(t - 1, group, batches[group])
                 if begin_episodes is not None:
                     begin_episodes(recorder.begun_in(t - 1, batches[group]))
-                if group == 0 and cut is not None and cut(t * pool.num_envs):
+                if group == 0 and cut is not None and cut(t * host.num_envs):
                     recorder.num_steps = t
             obs = batches[group].obs
             recorder.add_obs(t, group, obs)
             if t < recorder.num_steps:
                 began_s = now()
-                if state_to_record is not None and (state := state_to_record(t, pool.num_envs)) is not None:
+                if state_to_record is not None and (state := state_to_record(t, host.num_envs)) is not None:
                     recorder.add_state(state)
                 given = recorder.to_act_on(t, group, obs)
                 actions, extras = _two_results(policy.act(given, noise[t, columns[group]]))
                 stopwatch.inference_s += now() - began_s
                 if type(actions) is not np.ndarray:
-                    actions = _stacked(actions, pool.action_layout)
+                    actions = _stacked(actions, host.action_layout)
                 recorder.add_actions(t, group, actions, extras)
                 began_s = now()  # a slice of this process steps now
-                tickets[group] = pool.target.post(Command(Op.STEP, ids, actions, autoreset))
+                tickets[group] = host.target.post(Command(Op.STEP, ids, actions, autoreset))
                 stopwatch.environment_s += now() - began_s
         if t == recorder.num_steps:
             break

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkRequest, RolloutTimes, Tree
+from rayvec.data import Chunk, ChunkRequest, RolloutTimes, StepBatch, Tree
 from rayvec.data.chunk import Cut
-from rayvec.data.layouts import ArrayLayout
+from rayvec.data.layouts import ArrayLayout, index_tree
 from rayvec.fleet.commands import Autoreset
 from rayvec.rollout.column_recorder import Empty
-from rayvec.rollout.loop import ActingPolicy, Stepper, Stopwatch, as_policy, rollout
+from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
 
 __all__ = ["ChunkOrder", "ChunkPlace", "PolicyHost", "TakenChunk"]
 
@@ -81,6 +81,9 @@ class PolicyHost:
         first_id: Global index of the first environment.
         native_mode: The autoreset mode of native sub-batches; None for ordinary environments.
         groups: Partition of the rows: the policy acts on one group while the next one steps. One group by default.
+
+    Attributes:
+        notes: What was restarted, for the log, until the caller takes the list.
     """
 
     def __init__(
@@ -91,8 +94,9 @@ class PolicyHost:
         native_mode: Autoreset | None = None,
         groups: Sequence[NDArray[np.int64]] | None = None,
     ) -> None:
-        self._stepper = Stepper(target, action_layout, first_id, native_mode)
-        self.groups = groups
+        self.num_envs, self.first_id, self.native_mode = target.num_envs, first_id, native_mode
+        self.action_layout, self.target, self.groups = action_layout, target, groups
+        self.notes: list[str] = []
         self._policies: dict[int, ActingPolicy] = {}
         self._versions: dict[int, int] = {}
         self._begun = np.zeros(target.num_envs, bool)
@@ -116,8 +120,27 @@ class PolicyHost:
 
     def take_notes(self) -> tuple[str, ...]:
         """Returns what was restarted since the last call, for the log."""
-        notes, self._stepper.notes = tuple(self._stepper.notes), []
+        notes, self.notes = tuple(self.notes), []
         return notes
+
+    def results(self, ticket: Any, env_ids: NDArray[np.int64], rows: Any) -> StepBatch:
+        """Waits for a command, and returns its results as views of the arrays.
+
+        Args:
+            ticket: Of the command.
+            env_ids: Its environments.
+            rows: The same, a slice if they are consecutive.
+
+        Raises:
+            Exception: What an environment raised that was not restarted. Its ``__cause__`` is an ``EnvError``.
+        """
+        self.target.wait(ticket)
+        answer, arrays = self.target.take(ticket), self.target.arrays
+        self.notes += answer.notes
+        if answer.failure is not None:
+            raise answer.failure.rebuild()
+        rew, terminated, truncated = (arrays[name][rows] for name in ("rew", "terminated", "truncated"))
+        return StepBatch(env_ids, index_tree(arrays["obs"], rows), rew, terminated, truncated, answer.infos)
 
     def take(self, order: ChunkOrder, cut: Cut | None = None, empty: Empty = np.empty) -> TakenChunk:
         """Takes a chunk with a loaded policy. `cut` and `empty` are those of :func:`rayvec.rollout.loop.rollout`."""
@@ -138,7 +161,7 @@ class PolicyHost:
         """Takes a chunk with a policy of this process."""
         began_s, stopwatch = time.perf_counter(), Stopwatch()
         chunk = rollout(
-            self._stepper,
+            self,
             policy,
             request.num_steps,
             noise_seed=request.noise_seed,

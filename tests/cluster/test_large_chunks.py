@@ -11,7 +11,7 @@ from conftest import MakeVec
 from gymnasium import spaces
 from helpers.chunks import assert_same_chunk
 from helpers.exact import SpaceEnv, TablePolicy
-from helpers.fleet_kit import reset_with, stepper_of
+from helpers.fleet_kit import host_of, reset_with
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
@@ -21,7 +21,7 @@ from rayvec.rollout.loop import rollout
 def serial_chunks(fns: list[Any], num_steps: list[int], seed: int) -> list[Chunk]:
     """What one process makes of the same."""
     chunks: list[Chunk] = []
-    pool, ids = stepper_of(fns), np.arange(len(fns))
+    pool, ids = host_of(fns), np.arange(len(fns))
     reset_with(pool, [seed + i for i in ids.tolist()])
     for t in num_steps:
         first_step = sum(chunk.num_steps for chunk in chunks)

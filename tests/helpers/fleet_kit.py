@@ -22,7 +22,7 @@ from rayvec.fleet.commands import Answer, Autoreset, ChildLost, Command, Op
 from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.in_process import InProcess
-from rayvec.rollout.loop import Stepper
+from rayvec.rollout.policy_host import PolicyHost
 from rayvec.vector.batching import in_batch_order
 
 RESTART = RestartPolicy(restart=True)
@@ -96,14 +96,14 @@ def fleet_of(
     return fleet
 
 
-def stepper_of(env_fns: Sequence[Callable[[], Any]], first_id: int = 0) -> Stepper:
-    """Returns environments of this process as a rollout steps them."""
+def host_of(env_fns: Sequence[Callable[[], Any]], first_id: int = 0) -> PolicyHost:
+    """Returns environments of this process, over which policies act."""
     pool = InProcess(slice_of(env_fns, first_id=first_id))
     pool.allocate(pool.spaces.observation, pool.spaces.action)
-    return Stepper(pool, ArrayLayout.of(pool.spaces.action), first_id)
+    return PolicyHost(pool, ArrayLayout.of(pool.spaces.action), first_id)
 
 
-def reset_with(pool: Stepper, seeds: Sequence[int]) -> None:
+def reset_with(pool: PolicyHost, seeds: Sequence[int]) -> None:
     """Resets environments, each with its seed."""
     pool.target.post(Command(Op.RESET, np.arange(len(seeds)), rest=(list(seeds), None)))
 

@@ -18,7 +18,7 @@ from helpers.chunks import assert_same_chunk
 from helpers.diarist import Diarist
 from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
 from helpers.examples import examples
-from helpers.fleet_kit import reset_with, stepper_of
+from helpers.fleet_kit import host_of, reset_with
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 from hypothesis import given, strategies as st
@@ -28,7 +28,8 @@ from rayvec.data import Chunk, tree_map
 from rayvec.data.join_chunks import join_chunks
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE, keyed_noise
-from rayvec.rollout.loop import CallablePolicy, Stepper, as_policy, rollout
+from rayvec.rollout.loop import CallablePolicy, as_policy, rollout
+from rayvec.rollout.policy_host import PolicyHost
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
@@ -77,7 +78,7 @@ def shared(ray_cluster: object) -> Iterator[Make]:
 
 def serial_chunks(env: Any, policy: Any, lengths: list[int], seed: int) -> list[Chunk]:
     """What one process alone makes of the same environments."""
-    pool = stepper_of([env] * NUM_ENVS)
+    pool = host_of([env] * NUM_ENVS)
     reset_with(pool, [seed + i for i in range(NUM_ENVS)])
     chunks, step = [], 0
     for length in lengths:
@@ -167,12 +168,12 @@ class TestTopologies:
 
 class TestChunk:
     @pytest.fixture
-    def pool(self) -> Stepper:
-        pool = stepper_of(([CountingEnv] * 3), first_id=10)
+    def pool(self) -> PolicyHost:
+        pool = host_of(([CountingEnv] * 3), first_id=10)
         reset_with(pool, [10, 11, 12])
         return pool
 
-    def test_infos_stand_where_they_were_said(self, pool: Stepper) -> None:
+    def test_infos_stand_where_they_were_said(self, pool: PolicyHost) -> None:
         chunk = rollout(pool, as_policy(lambda obs: np.zeros(len(obs), int)), 30)
         said = {(info.t, info.n): info.info for info in chunk.infos}
         began = {(info.t, info.n): info.info for info in chunk.reset_infos}
@@ -186,14 +187,14 @@ class TestChunk:
         assert chunk.env_ids.tolist() == [10, 11, 12]
 
     def test_the_reset_before_the_first_step_stands_at_minus_one(self) -> None:
-        pool = stepper_of([CountingEnv] * 2)
+        pool = host_of([CountingEnv] * 2)
         chunk = rollout(pool, as_policy(lambda obs: np.zeros(len(obs), int)), 1)
         assert [(info.t, info.n, info.info) for info in chunk.reset_infos if info.t < 0] == [
             (-1, 0, {"began": 0}),
             (-1, 1, {"began": 0}),
         ]
 
-    def test_final_observations_are_those_of_the_ends(self, pool: Stepper) -> None:
+    def test_final_observations_are_those_of_the_ends(self, pool: PolicyHost) -> None:
         chunk = rollout(pool, TablePolicy(), 30)
         assert_identical(chunk.final_index, np.argwhere(chunk.done))
         t, n = chunk.final_index.T
@@ -201,7 +202,7 @@ class TestChunk:
         assert (chunk.final_obs[:, 2] == chunk.obs[t, n, 2] + 1).all()
         assert chunk.terminated.any() and chunk.truncated.any() and not (chunk.terminated & chunk.truncated).any()
 
-    def test_a_chunk_is_in_memory_of_its_own(self, pool: Stepper) -> None:
+    def test_a_chunk_is_in_memory_of_its_own(self, pool: PolicyHost) -> None:
         first = rollout(pool, TablePolicy(), 5)
         kept = {field.name: getattr(first, field.name) for field in fields(first)}
         copies = {name: tree_map(np.copy, value) for name, value in kept.items() if isinstance(value, np.ndarray)}
@@ -210,7 +211,7 @@ class TestChunk:
             assert_identical(kept[name], copy, name)
             assert kept[name].flags.writeable
 
-    def test_noise_is_that_of_seed_environment_and_step(self, pool: Stepper) -> None:
+    def test_noise_is_that_of_seed_environment_and_step(self, pool: PolicyHost) -> None:
         policy = RecordsNoise()
         chunk = rollout(pool, policy, 6, noise_seed=8, first_step=100)
         expected = keyed_noise(policy.noise, seed=8, env_ids=np.array([10, 11, 12]), first_step=100, num_steps=6)
@@ -221,7 +222,7 @@ class TestChunk:
     def test_groups_of_any_members_give_the_same_chunk(self, order: list[int], split: int) -> None:
         chunks = []
         for groups in (None, [np.array(order[:split]), np.array(order[split:])]):
-            pool = stepper_of([CountingEnv] * 4)
+            pool = host_of([CountingEnv] * 4)
             reset_with(pool, [0, 1, 2, 3])
             chunks.append(rollout(pool, TablePolicy(), 15, noise_seed=1, groups=groups))
         assert_same_chunk(*chunks)
@@ -288,15 +289,15 @@ class TestPolicies:
             return {key: np.full(2, " pq".index(key)) for key in next(orders)}
 
         action_space = spaces.Dict(p=spaces.Discrete(9), q=spaces.Discrete(9))
-        pool = stepper_of([partial(SpaceEnv, spaces.Discrete(3), action_space)] * 2)
+        pool = host_of([partial(SpaceEnv, spaces.Discrete(3), action_space)] * 2)
         chunk = rollout(pool, as_policy(policy), 4)
         assert (chunk.act["p"] == 1).all() and (chunk.act["q"] == 2).all()
 
     def test_a_callable_may_return_a_tuple_for_arrays_and_lists_within_a_tuple(self) -> None:
-        pool = stepper_of([CountingEnv] * 2)
+        pool = host_of([CountingEnv] * 2)
         assert_identical(rollout(pool, as_policy(lambda obs: (0, 1)), 2).act, np.array([[0, 1]] * 2))
         pairs = spaces.Tuple([spaces.Discrete(9), spaces.Discrete(9)])
-        pool = stepper_of([partial(SpaceEnv, spaces.Discrete(3), pairs)] * 3)
+        pool = host_of([partial(SpaceEnv, spaces.Discrete(3), pairs)] * 3)
         chunk = rollout(pool, as_policy(lambda obs: [[1, 2, 3], [4, 5, 6]]), 2)
         assert_identical(chunk.act, (np.array([[1, 2, 3]] * 2), np.array([[4, 5, 6]] * 2)))
 
@@ -306,7 +307,7 @@ class TestPolicies:
             (np.array([0, 1]), {"x": np.array([True, False]), "y": ["a", "b"]}),
             (np.array([0.5, 1]), {"x": np.array([7, 8]), "y": ["abc", "d"]}),
         )
-        chunk = rollout(stepper_of([CountingEnv] * 2), policy, 2)
+        chunk = rollout(host_of([CountingEnv] * 2), policy, 2)
         assert_identical(chunk.act, np.array([[0, 1], [0.5, 1]]))
         assert_identical(chunk.extras, {"x": np.array([[1, 0], [7, 8]]), "y": np.array([["a", "b"], ["abc", "d"]])})
 
@@ -317,13 +318,13 @@ class TestPolicies:
         """Before, a chunk had whatever was in memory where an extra was missing."""
         policy = Returns((np.zeros(2, int), {"a": np.ones(2)}), (np.zeros(2, int), extras))
         with pytest.raises(ConfigError, match="returned extras"):
-            rollout(stepper_of([CountingEnv] * 2), policy, 2)
+            rollout(host_of([CountingEnv] * 2), policy, 2)
 
     @pytest.mark.parametrize("extras", [{}, {"a": np.ones(1), "b": np.ones(1)}, {"a": np.ones((1, 1))}])
     def test_extras_that_differ_among_workers_are_an_error(self, extras: Any) -> None:
         """Before, what only some workers had was lost, or a KeyError."""
         policies = [Returns((np.zeros(1, int), each)) for each in ({"a": np.ones(1)}, extras)]
-        chunks = [rollout(stepper_of([CountingEnv]), policy, 2) for policy in policies]
+        chunks = [rollout(host_of([CountingEnv]), policy, 2) for policy in policies]
         with pytest.raises(ConfigError, match="returned extras"):
             join_chunks(chunks)
 
@@ -337,11 +338,11 @@ class TestPolicies:
     @pytest.mark.parametrize("results", [np.zeros(2, int), None, (np.zeros(2, int), None), (np.zeros(2, int), {}, {})])
     def test_act_returns_two_results(self, results: Any) -> None:
         with pytest.raises(ConfigError, match="a dict of what is recorded"):
-            rollout(stepper_of([CountingEnv] * 2), Returns(results), 2)
+            rollout(host_of([CountingEnv] * 2), Returns(results), 2)
 
     @pytest.mark.parametrize("actions", [[0], [0, 0, 0], 0, [[0], [0], [0]]])
     def test_a_wrong_number_of_actions_is_explained(self, actions: Any) -> None:
-        pool = stepper_of([CountingEnv] * 2)
+        pool = host_of([CountingEnv] * 2)
         with pytest.raises(ConfigError, match=r"for 2 observations\. It must return one action"):
             rollout(pool, as_policy(lambda obs: actions), 2)
 
