@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -59,24 +59,29 @@ class Cluster(Fleet):
     ) -> None:
         self._places, self._slices = places, list(topology.nodes)
         self._rehost, self._release = rehost, release
+        try:
+            nodes, sizes, self.spaces = self._started(self._slices)
+        except ChildLost as lost:
+            raise lost.error from lost
+        bounds = np.cumsum([0, *sizes]).tolist()
+        super().__init__(nodes, bounds, self._replacement, restarts=RESTARTS_OF_A_NODE)
+
+    def _started(self, places: Sequence[NodeSlice]) -> tuple[list[Any], list[int], PoolSpaces]:
+        """Starts nodes. Returns them, how many environments each has, and the spaces of these."""
         nodes: list[Any] = []
         try:
-            for place in self._slices:
-                nodes.append(places.open(place))  # what has begun to start is killed if the next fails
+            for place in places:
+                nodes.append(self._places.open(place))  # what has begun to start is killed if the next fails
             for node in sorted(nodes, key=_is_own):  # the others start while it does
                 node.start()
             found = [node.spaces() for node in nodes]
-            sizes = [each.num_envs or len(at.env_range) for each, at in zip(found, self._slices, strict=True)]
-            self.spaces = PoolSpaces.join(list(zip(sizes, found, strict=True)))
-        except BaseException as error:
+            sizes = [each.num_envs or len(at.env_range) for each, at in zip(found, places, strict=True)]
+            return nodes, sizes, PoolSpaces.join(list(zip(sizes, found, strict=True)))
+        except BaseException:
             for node in nodes:
                 with suppress(Exception):
                     node.kill()
-            if isinstance(error, ChildLost):
-                raise error.error from error
             raise
-        bounds = np.cumsum([0, *sizes]).tolist()
-        super().__init__(nodes, bounds, self._replacement, restarts=RESTARTS_OF_A_NODE)
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays of the driver and of all nodes for these spaces."""
@@ -143,19 +148,15 @@ class Cluster(Fleet):
 
     def _opened(self, k: int, place: NodeSlice) -> Any:
         """Starts a node for the environments of node k."""
-        node = self._places.open(place)
+        (node,), _, spaces = self._started([place])
         node.allocation = *self._spaces, int(self.bounds[k])
-        try:
-            node.start()
-            found = node.spaces().sub_batches
-            if found != (expected := self.spaces.sub_batches[place.env_range.start : place.env_range.stop]):
-                raise ConfigError(
-                    f"A native sub-batch that was restarted has another number of environments: {list(found)} in place "
-                    f"of {list(expected)}. Let each callable return the same vector environment every time."
-                )
-        except BaseException:
+        expected = self.spaces.sub_batches[place.env_range.start : place.env_range.stop]
+        if spaces.sub_batches != expected:
             node.kill()
-            raise
+            raise ConfigError(
+                f"A native sub-batch that was restarted has another number of environments: {list(spaces.sub_batches)} "
+                f"in place of {list(expected)}. Let each callable return the same vector environment every time."
+            )
         return node
 
     @property

@@ -274,21 +274,3 @@ class OnlyOnce(CountingEnv):
     def __init__(self, directory: Path, index: int) -> None:
         super().__init__()
         (directory / f"{index}").touch(exist_ok=False)
-
-
-@pytest.mark.slow
-def test_on_node_loss_raise(nodes: Nodes) -> None:
-    """A node that announces is left; one that ends without notice is an error."""
-    with RayVecEnv([CountingEnv] * 4, num_nodes=(1, 2), workers_per_node=1, on_node_loss="raise") as env:
-        chunks = [env.rollout(first_actions, 5, seed=1)]
-        first = nodes.join()
-        until_moved(env, lambda: chunks.append(env.rollout(first_actions, 5)), [None, first])
-        nodes.announce(first)
-        until_moved(env, lambda: chunks.append(env.rollout(first_actions, 5)), [None])
-        second = nodes.join()
-        until_moved(env, lambda: chunks.append(env.rollout(first_actions, 5)), [None, second])
-        assert is_right(chunks)
-        nodes.kill(second)
-        with pytest.raises(NodeLostError):
-            for _ in range(100):
-                env.rollout(first_actions, 5)

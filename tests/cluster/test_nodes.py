@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import cloudpickle
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -20,7 +19,6 @@ from helpers.kinds import ALL_SPACES, MODES, env_fns, in_lockstep
 from helpers.node_kit import FAR, OWN, cluster_of
 
 from rayvec.data import ChunkRequest
-from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.policies.noise import NO_NOISE
 from rayvec.rollout.policy_host import ChunkOrder
@@ -33,16 +31,6 @@ class TestEquivalence:
         fns = env_fns(5, space, space)
         with cluster_of(fns, workers=2) as fleet, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
             assert in_lockstep(OverFleet(fleet, fleet.spaces, mode), sync, 12, options={"level": 2}) > 10
-
-    @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-    def test_native_sub_batches(self, mode: str) -> None:
-        fns, mode_ = [partial(gymnasium.make, "CartPole-v1")], AutoresetMode(mode)
-        native = partial(SyncVectorEnv, fns * 2, autoreset_mode=mode_)
-        with (
-            cluster_of([native] * 3, native=True) as fleet,
-            closing(SyncVectorEnv(fns * 6, autoreset_mode=mode_)) as sync,
-        ):
-            assert in_lockstep(OverFleet(fleet, fleet.spaces, mode_), sync, 60) > 6
 
     def test_large_observations_and_actions(self) -> None:
         class Large(Steps):
@@ -165,42 +153,6 @@ class TestFaults:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
                 os.kill(pid, signal.SIGKILL)
-
-    def test_without_another_place_it_is_an_error(self) -> None:
-        with cluster_of([Steps] * 2, (FAR,), rehost=False) as fleet:
-            reset(fleet)
-            os.kill(fleet.pids()[fleet.topology.nodes[0].name][0], signal.SIGKILL)
-            with pytest.raises(NodeLostError, match="is lost"):
-                step(fleet)
-
-    def test_a_worker_of_a_node_that_is_killed(self) -> None:
-        with cluster_of([Steps] * 2, (FAR,), policy=RESTART) as fleet:
-            reset(fleet)
-            os.kill(fleet.pids()[fleet.topology.nodes[0].name][1], signal.SIGKILL)
-            answer = step(fleet)
-            assert fleet.arrays["truncated"].all() and "worker 0" in answer.notes[0]
-        with cluster_of([Steps] * 2, (FAR,)) as fleet:
-            reset(fleet)
-            os.kill(fleet.pids()[fleet.topology.nodes[0].name][1], signal.SIGKILL)
-            with pytest.raises(WorkerLostError, match="SIGKILL"):
-                step(fleet)
-
-    def test_a_failure_says_where_it_came_from(self) -> None:
-        with cluster_of([Steps, partial(Steps, 4, (2,))]) as fleet:
-            reset(fleet)
-            step(fleet)
-            with pytest.raises(RuntimeError, match="boom") as caught:
-                step(fleet)
-            cause = str(caught.value.__cause__)
-            assert isinstance(caught.value.__cause__, EnvError)
-            assert "environment 1, seed 6" in cause and "node-1" in cause
-
-    def test_a_constructor_that_raises(self) -> None:
-        def broken() -> Any:
-            raise ValueError("no such level")
-
-        with pytest.raises(ValueError, match="no such level"), cluster_of([Steps, broken]):
-            pass
 
     def test_what_a_node_can_not_unpickle(self) -> None:
         with cluster_of([Steps] * 2, (FAR,)) as fleet, pytest.raises(ModuleNotFoundError, match="nowhere"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from contextlib import closing
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -24,7 +22,6 @@ from rayvec.data import ChunkRequest
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.fleet.commands import Command, Op
-from rayvec.fleet.restarts import RestartPolicy
 from rayvec.rollout.policy_host import ChunkOrder
 
 
@@ -42,20 +39,6 @@ def test_equal_to_sync_vector_env(ray_cluster: object) -> None:
     with closing(fleet), closing(SyncVectorEnv(fns)) as sync:
         assert fleet.transports == ("shm", "tcp")
         assert in_lockstep(ours, sync, 12, options={"level": 2}) > 10
-
-
-def test_an_actor_that_dies_is_replaced(ray_cluster: object) -> None:
-    with closing(cluster_of([Steps] * 4, num_nodes=2, rehost=True, restart_policy=RestartPolicy(True))) as fleet:
-        reset(fleet)
-        step(fleet)
-        pids = fleet.pids()
-        os.kill(pids[fleet.topology.nodes[1].name][0], signal.SIGKILL)
-        step(fleet)
-        assert fleet.arrays["truncated"].tolist() == [False, False, True, True]
-        assert fleet.take_replaced() == {"node": 1}
-        step(fleet)
-        step(fleet)
-        assert fleet.arrays["obs"][:, 1].tolist() == [4, 4, 1, 1]
 
 
 class Folder(Steps):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 RAYVEC = [sys.executable, "-m", "rayvec"]
@@ -17,18 +17,20 @@ DEADLINE_S = 150.0  # a Ray that starts in 5 s needs a minute on a machine with 
 
 
 class Command:
-    """A running ``rayvec ...``, leader of its own session, with output in files below `directory`."""
+    """A running ``rayvec ...``, or another program, leader of its own session, with output in files in `directory`."""
 
-    def __init__(self, arguments: list[str], directory: Path) -> None:
+    def __init__(
+        self, arguments: list[str], directory: Path, program: Sequence[str] = RAYVEC, **variables: str
+    ) -> None:
         self._mark = f"RAYVEC_TEST_MARK={uuid.uuid4()}".encode()
         name, _, value = self._mark.decode().partition("=")
         environment = {key: text for key, text in os.environ.items() if not key.startswith("RAY_")}
         self.stdout, self.stderr = directory / "stdout.txt", directory / "stderr.txt"
         with self.stdout.open("w") as stdout, self.stderr.open("w") as stderr:
             self.process = subprocess.Popen(
-                [*RAYVEC, *arguments],
+                [*program, *arguments],
                 cwd=directory,
-                env={**environment, name: value},
+                env={**environment, **variables, name: value},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
