@@ -157,7 +157,7 @@ class Decentralized:
     """
 
     def __init__(self, env: Env, num_nodes: int, cores_per_node: int, address: str) -> None:
-        request = ResourceRequest(cores_per_node, 0, per_node=1, num_nodes=num_nodes)
+        request = ResourceRequest(cores_per_node, 0, num_nodes=num_nodes)
         self._group = RankGroup(functools.partial(_Rank, env, cores_per_node), num_nodes, RayHost(request, address))
 
     def set_step(self, step_s: float) -> None:

@@ -18,7 +18,7 @@ from rayvec.data import Batch, Chunk
 from rayvec.distributed.rank import pack, unpack
 from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
-from rayvec.distributed.shards import RemoteShard, copy_batch, cut_batch, fetch_shard, rank_bounds, split_refs
+from rayvec.distributed.shards import RemoteShard, fetch_shard, split_batch, split_refs
 from rayvec.errors import LearnerError, check_count
 from rayvec.learners.base import Learner, MeasuresObservations, set_learning_rate
 from rayvec.learners.ranks import Ranks
@@ -54,9 +54,7 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
             its module there.
         learner_threads: Number of threads that torch may use on each rank.
         num_cpus: Cores that each rank claims; by default as many as `learner_threads`.
-        ranks_per_node: The most ranks of a node; by default as many as fit, on as few nodes as possible.
-        nodes: Ray's ids of the nodes that may be used; by default all.
-        avoid_nodes: Ids of nodes that may not be used, such as those on which environments step.
+        avoid_nodes: Ray's ids of nodes that may not be used, such as those on which environments step.
         timeout_s: How long ranks wait for each other, in seconds.
         num_nodes: 0 runs the ranks as processes of this machine, without Ray. Unset: as Ray actors.
         address: Of a running Ray cluster.
@@ -77,8 +75,6 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         *,
         learner_threads: int = 1,
         num_cpus: int | None = None,
-        ranks_per_node: int | None = None,
-        nodes: Collection[str] | None = None,
         avoid_nodes: Collection[str] = (),
         timeout_s: float = 60.0,
         num_nodes: Literal[0] | None = None,
@@ -87,7 +83,6 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         saves_state: bool = True,
     ) -> None:
         check_count("num_learners", num_learners)
-        check_count("learner_threads", learner_threads)
         self._weights: NDArray[np.float32] | None = None
         self._state: Any = None
         self._saves_state, self._saved_at_s = saves_state, 0.0
@@ -96,8 +91,6 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
             open_host,
             device=device,
             num_cpus=learner_threads if num_cpus is None else num_cpus,
-            ranks_per_node=ranks_per_node,
-            nodes=nodes,
             avoid_nodes=avoid_nodes,
             num_nodes=num_nodes,
             address=address,
@@ -158,8 +151,6 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         Raises:
             LearnerError: As the learner raises it; or a rank was lost; or a chunk was lost with its node.
         """
-        if not batch.chunks and not batch.chunk_refs:
-            raise LearnerError("The batch has neither chunks nor chunk_refs. Collect one with rayvec.Collector.")
         if batch.stats.staleness_counts and self.num_learners > 1:
             raise LearnerError(
                 "The batch comes from a collector with max_staleness, in which an environment may have several columns "
@@ -185,8 +176,7 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         elif group.num_ranks == 1:  # chunks of a batch with max_staleness may differ in their environments
             parts = [group.put(batch)]
         else:
-            shards = [cut_batch(batch, *bounds) for bounds in rank_bounds(batch, group.num_ranks)]
-            parts = [group.put(copy_batch(shard)) for shard in shards]
+            parts = [group.put(shard) for shard in split_batch(batch, group.num_ranks)]
         return group.run(name, [(part,) for part in parts])
 
     def _save(self, state: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import math
 import multiprocessing
@@ -25,7 +24,7 @@ from rayvec.data.global_random import seed_globals
 from rayvec.distributed.rank import MakeStore, RankPlacement, lost
 from rayvec.distributed.stragglers import Arrivals, SharedArrivals
 from rayvec.envs.failures import FAILURES
-from rayvec.errors import LIMITS_REMEDY, ConfigError, LearnerError
+from rayvec.errors import LIMITS_REMEDY, ConfigError
 from rayvec.node.processes import OwnedProcess
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ _PRELOAD = ("rayvec.distributed.rank",)
 """The fork server imports torch once for all ranks."""
 _START_S = 300.0
 """How long the fork server may import before it forks a rank."""
-_REFUSED = (errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""What the system answers at a limit; other ranks would meet it too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +75,7 @@ class ProcessHost:
         """Starts a rank; the arguments are those of its :class:`~rayvec.distributed.rank.Rank`.
 
         Raises:
-            LearnerError: The system refuses another process, or another open file.
-            RankLostError: The fork server ended, or did not answer.
+            RankLostError: The system refuses another process, or the fork server did not answer.
         """
         pipe, theirs = multiprocessing.Pipe()
         args = _own_gpu(placement.rank, device), placement, device, threads, timeout_s, theirs
@@ -89,9 +85,7 @@ class ProcessHost:
             process.pid  # noqa: B018  # waits until it has been forked
         except (EOFError, OSError) as error:
             pipe.close()
-            if isinstance(error, OSError) and error.errno in _REFUSED:
-                raise LearnerError(f"{placement} could not start: {error}. {LIMITS_REMEDY}") from error
-            raise lost(placement, f"its process could not start ({error})") from error
+            raise lost(placement, f"its process could not start ({error}). {LIMITS_REMEDY}") from error
         return _Process(placement, pipe, process)
 
     def call(self, process: _Process, name: str, *args: Any) -> _Call:

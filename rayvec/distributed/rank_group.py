@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
@@ -29,7 +28,7 @@ import cloudpickle
 
 from rayvec.distributed.rank import RankPlacement, lost
 from rayvec.envs.pickled_parts import carrying_sys
-from rayvec.errors import ConfigError, LearnerError, RankLostError, RemoteFailure, check_choice, check_count
+from rayvec.errors import LearnerError, RankLostError, RemoteFailure
 from rayvec.learners.ranks import ClosableRanks
 
 if TYPE_CHECKING:
@@ -97,7 +96,6 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
     ) -> None:
         self._host, self._answer_s = host, max(timeout_s, _ANSWER_S)
         self._ranks: list[Any] = []
-        self._creator = os.getpid()
         try:
             self.placements: tuple[RankPlacement, ...] = tuple(host.place(num_ranks, fewer=fewer))
             for placement in self.placements:
@@ -195,13 +193,11 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
         return self.gather(self.post(name), self._answer_s)
 
     def close(self, *, terminate: bool = False) -> None:
-        """Ends the ranks; does nothing in a child that was forked. May be called again.
+        """Ends the ranks. May be called again.
 
         Args:
             terminate: Whether they end at once, without `close` of their objects.
         """
-        if os.getpid() != self._creator:
-            return
         if self._ranks and not terminate:
             try:
                 self.gather(self.post("close"), _CLOSE_S)
@@ -219,40 +215,25 @@ def open_host(
     *,
     device: str = "cpu",
     num_cpus: int = 1,
-    ranks_per_node: int | None = None,
-    nodes: Collection[str] | None = None,
     avoid_nodes: Collection[str] = (),
     num_nodes: Literal[0] | None = None,
     address: str | None = None,
 ) -> RankHost:
-    """Returns what runs ranks.
+    """Returns what runs ranks: as few nodes of a Ray cluster as possible, or processes of this machine.
 
     Args:
         device: ``"cpu"``, or ``"cuda"`` for one GPU for each rank.
         num_cpus: Cores that each rank claims.
-        ranks_per_node: The most ranks of a node; by default as many as fit, on as few nodes as possible.
-        nodes: Ray's ids of the nodes that may be used; by default all.
         avoid_nodes: Ids of nodes that may not be used.
-        num_nodes: 0 runs the ranks as processes of this machine, without Ray; the other settings have no effect then.
-            Unset: as Ray actors.
+        num_nodes: 0 runs the ranks as processes of this machine, without Ray; `num_cpus` and `avoid_nodes` have no
+            effect then. Unset: as Ray actors.
         address: Of a running Ray cluster.
-
-    Raises:
-        ConfigError: Settings that can't work.
     """
-    check_choice("device", device, ("cpu", "cuda"))
-    if ranks_per_node is not None:
-        check_count("ranks_per_node", ranks_per_node)
     if num_nodes == 0 and address is None:
         from rayvec.distributed.process_host import ProcessHost
 
         return ProcessHost()
-    if num_nodes is not None:
-        raise ConfigError(
-            f"num_nodes={num_nodes!r} and address={address!r} can't be combined: num_nodes=0 runs ranks as processes "
-            "of this machine, without Ray. Leave one of them out."
-        )
     from rayvec.distributed.rank_placement import ResourceRequest  # these import Ray
     from rayvec.distributed.ray_host import RayHost
 
-    return RayHost(ResourceRequest(num_cpus, int(device == "cuda"), ranks_per_node, nodes, avoid_nodes), address)
+    return RayHost(ResourceRequest(num_cpus, int(device == "cuda"), avoid_nodes=avoid_nodes), address)

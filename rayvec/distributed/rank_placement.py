@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import ray
@@ -25,11 +25,6 @@ _NODES_INTERVAL_S = 1.0
 """How often nodes that joined or leave are looked for."""
 _WAIT_S = 300.0
 _WAIT_AGAIN_S = 8.0
-_REMEDY = (
-    "Ask for fewer ranks, workers, threads or nodes of environments, make a LearnerGroup before environments claim all "
-    "cores, or pass num_cpus=0 to it"
-)
-_REMEDY_OF_DEDICATED = "Add a node on which no environments step, or ask for fewer ranks or threads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +34,6 @@ class ResourceRequest:
     Attributes:
         num_cpus: Cores that each rank claims.
         num_gpus: GPUs that each rank claims.
-        per_node: The most ranks of a node; None for as many as fit.
         nodes: Ids of the nodes that may be used; None for all.
         avoid_nodes: Ids of nodes that may not be used.
         num_nodes: Over how many nodes ranks are spread evenly; None for as few as possible.
@@ -47,7 +41,6 @@ class ResourceRequest:
 
     num_cpus: int
     num_gpus: int
-    per_node: int | None = None
     nodes: Collection[str] | None = None
     avoid_nodes: Collection[str] = ()
     num_nodes: int | None = None
@@ -72,9 +65,7 @@ class NodeCapacity:
     all_cpus: int = 0
 
 
-def place_ranks(
-    nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int | None = None, remedy: str = _REMEDY
-) -> list[RankPlacement]:
+def place_ranks(nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int | None = None) -> list[RankPlacement]:
     """Places ranks on as few nodes as possible, since those of one node sum fastest; of equal nodes on the first.
 
     With `num_nodes`, it spreads them evenly over the largest nodes, if these have room.
@@ -92,7 +83,8 @@ def place_ranks(
         raise ConfigError(
             f"There is no room for {counted(num_ranks, 'rank')}: "
             f"{', '.join(f'{node.host}: room for {node.capacity}' for node in nodes) or 'no node that may be used'}. "
-            f"Each needs free cores, and with CUDA a free GPU. {remedy}."
+            "Each needs free cores, and with CUDA a free GPU. Ask for fewer ranks, workers, threads or nodes of "
+            "environments, add a node, or pass num_cpus=0 to a LearnerGroup."
         )
     chosen = _spread(nodes, num_ranks, num_nodes) if num_nodes else []
     unused = list(nodes)
@@ -116,14 +108,6 @@ def _spread(nodes: Sequence[NodeCapacity], num_ranks: int, num_nodes: int) -> li
     return chosen if fits else []
 
 
-def _waits_for_spread(nodes: Sequence[NodeCapacity], num_ranks: int, request: ResourceRequest) -> bool:
-    """Whether ranks can be spread only once cores are free that the lost ranks had claimed."""
-    if not request.num_nodes or not request.num_cpus or _spread(nodes, num_ranks, request.num_nodes):
-        return False
-    later = [replace(node, capacity=node.all_cpus // request.num_cpus) for node in nodes]
-    return bool(_spread(later, num_ranks, request.num_nodes))
-
-
 def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = False) -> list[RankPlacement]:
     """Places ranks on the connected cluster; waits for at most 10 s until claims that were just returned are free.
 
@@ -136,26 +120,18 @@ def find_placements(num_ranks: int, request: ResourceRequest, *, fewer: bool = F
     Raises:
         ConfigError: The cluster has too little capacity.
     """
-    remedy = _REMEDY_OF_DEDICATED if request.avoid_nodes else _REMEDY
-    deadline, spread_by = time.monotonic() + _PLACE_S, time.monotonic() + _JOIN_TIMEOUT_S
+    began_s = time.monotonic()
     while True:
-        try:
-            nodes = capacities(request)
-            if fewer and time.monotonic() < spread_by and _waits_for_spread(nodes, num_ranks, request):
-                time.sleep(_POLL_INTERVAL_S)
-                continue
-            return place_ranks(nodes, num_ranks, request.num_nodes, remedy)
-        except ConfigError:
-            if request.num_gpus and not ray.cluster_resources().get("GPU"):
-                raise ConfigError(
-                    "The cluster has no GPU, and device='cuda' needs one for each of "
-                    f"{counted(num_ranks, 'rank')}. Pass device='cpu', or add nodes with GPUs."
-                ) from None
-            is_late, room = time.monotonic() >= deadline, sum(node.capacity for node in nodes)
-            if fewer and room and (is_late or all(node.cpus == node.all_cpus for node in nodes)):
-                return place_ranks(nodes, room)
-            if is_late:
-                raise
+        nodes, waited_s = capacities(request), time.monotonic() - began_s
+        room = sum(node.capacity for node in nodes)
+        is_even = not request.num_nodes or bool(_spread(nodes, num_ranks, request.num_nodes))
+        if room >= num_ranks and (is_even or not fewer or waited_s > _JOIN_TIMEOUT_S):
+            return place_ranks(nodes, num_ranks, request.num_nodes)
+        is_late = waited_s > _PLACE_S
+        if fewer and room and (is_late or all(node.cpus == node.all_cpus for node in nodes)):
+            return place_ranks(nodes, room)
+        if is_late:
+            return place_ranks(nodes, num_ranks)  # which raises
         time.sleep(_POLL_INTERVAL_S)
 
 
@@ -213,7 +189,6 @@ def capacities(request: ResourceRequest) -> list[NodeCapacity]:
         capacity = cpus // request.num_cpus if request.num_cpus else node.all_cpus
         if request.num_gpus:
             capacity = min(capacity, int(node.free.get("GPU", 0) // request.num_gpus))
-        capacity = min(capacity, request.per_node or capacity)
         found.append(NodeCapacity(node.node_id, node.address, capacity, cpus, node.all_cpus))
     return found
 

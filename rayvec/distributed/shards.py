@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from rayvec.data import Batch, Chunk, ChunkRef
 from rayvec.data.join_chunks import join_chunks
 from rayvec.data.topology import even_bounds
 
-__all__ = ["ChunkPart", "RemoteShard", "copy_batch", "cut_batch", "fetch_shard", "rank_bounds", "split_refs"]
+__all__ = ["ChunkPart", "RemoteShard", "fetch_shard", "overlap", "split_batch", "split_refs"]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkPart:
-    """Some environments of a chunk in the object store.
-
-    Attributes:
-        ref: Reference to the chunk.
-        start: The first of these environments among those of the chunk.
-        stop: One after the last.
-    """
-
-    ref: Any
-    start: int
-    stop: int
+ChunkPart: TypeAlias = tuple[Any, int, int]
+"""Some environments of a chunk in the object store: a reference to it, the first of them, and one after the last."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteShard:
+class RemoteShard(NamedTuple):
     """A rank's environments of a batch whose chunks lie in the object store.
 
     Attributes:
@@ -42,23 +30,14 @@ class RemoteShard:
     stats: Any
 
 
-def rank_bounds(batch: Batch, num_ranks: int) -> list[tuple[int, int]]:
+def split_batch(batch: Batch, num_ranks: int) -> list[Batch]:
     """Divides the environments of a batch, ascending with rank, as evenly as possible; a rank may get none."""
-    return list(pairwise(even_bounds(batch.chunks[0].num_envs, num_ranks)))
-
-
-def cut_batch(batch: Batch, start: int, stop: int) -> Batch:
-    """Returns the environments `start` to ``stop - 1`` of a batch; its arrays are views."""
-    return replace(batch, chunks=tuple(chunk.columns(start, stop) for chunk in batch.chunks))
-
-
-def copy_batch(batch: Batch) -> Batch:
-    """Returns a batch whose arrays lie in one piece each: those of a range of environments are scattered in memory."""
-    return replace(batch, chunks=tuple(join_chunks([chunk]) for chunk in batch.chunks))
+    bounds = pairwise(even_bounds(batch.chunks[0].num_envs, num_ranks))
+    return [replace(batch, chunks=tuple(chunk.columns(*each) for chunk in batch.chunks)) for each in bounds]
 
 
 def split_refs(batch: Batch, num_ranks: int) -> list[RemoteShard]:
-    """Divides a batch in the object store as `rank_bounds` does; each rank gets the references that it needs."""
+    """Divides a batch in the object store as `split_batch` does; each rank gets the references that it needs."""
     bounds = even_bounds(sum(len(ref.env_ids) for ref in batch.chunk_refs[0]), num_ranks)
     return [
         RemoteShard(tuple(overlap(refs, *bounds[rank : rank + 2]) for refs in batch.chunk_refs), batch.stats)
@@ -73,20 +52,20 @@ def overlap(refs: Sequence[ChunkRef], start: int, stop: int) -> tuple[ChunkPart,
 
     >>> import numpy as np
     >>> refs = [ChunkRef(np.arange(3), 8, "a"), ChunkRef(np.arange(3, 7), 8, "b")]
-    >>> [(part.ref, part.start, part.stop) for part in overlap(refs, 2, 5)]
-    [('a', 2, 3), ('b', 0, 2)]
+    >>> overlap(refs, 2, 5)
+    (('a', 2, 3), ('b', 0, 2))
     """
     parts, first = [], 0
     for ref in refs:
         width = len(ref.env_ids)
         low, high = max(start - first, 0), min(stop - first, width)
         if low < high:
-            parts.append(ChunkPart(ref.ref, low, high))
+            parts.append((ref.ref, low, high))
         first += width
-    return tuple(parts) or (ChunkPart(refs[0].ref, 0, 0),)
+    return tuple(parts) or ((refs[0].ref, 0, 0),)
 
 
 def fetch_shard(shard: RemoteShard, fetch: Callable[[Any], Chunk]) -> Batch:
     """Returns a rank's environments as a batch; `fetch` returns a chunk by its reference."""
-    chunks = [join_chunks([fetch(part.ref).columns(part.start, part.stop) for part in parts]) for parts in shard.parts]
+    chunks = [join_chunks([fetch(ref).columns(start, stop) for ref, start, stop in parts]) for parts in shard.parts]
     return Batch(tuple(chunks), shard.stats)

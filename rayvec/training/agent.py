@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from rayvec.config import TrainConfig
 from rayvec.data import Tree, tree_leaves, tree_map
-from rayvec.errors import ConfigError, first_line
+from rayvec.errors import ConfigError
 from rayvec.policies.distributions import Categorical, Gaussian, TanhGaussian
 from rayvec.policies.encoders import assembled, leaf_spaces
-from rayvec.policies.networks import ActorCriticModule, load_flat_weights
+from rayvec.policies.networks import load_flat_weights
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic
@@ -135,11 +135,8 @@ class Agent:
             with memory returns a pair: this, and the state for the next call.
 
         Raises:
-            ConfigError: The shape fits neither, a state does not fit, a number is not finite, or the observation space
-                does not have a whole number or a choice.
+            ConfigError: The shape fits neither, or a state does not fit.
         """
-        if deterministic not in (True, False):
-            raise ConfigError(f"deterministic is {deterministic!r}. It must be True, or False to draw an action.")
         batch, is_single = self._batched(obs)
         count = len(next(iter(tree_leaves(batch))))
         policy = self._policies[deterministic]
@@ -167,61 +164,43 @@ class Agent:
             path: Ends with ``.onnx``.
 
         Raises:
-            ConfigError: The path has another ending, the network can't be exported, or ONNX is not installed.
+            ConfigError: The path has another ending, or the network has several actions.
+            ImportError: ONNX is not installed: ``pip install onnx onnxruntime onnxscript``.
         """
         return export(self.module, self.observation_space, local_path(path))
 
     def _batched(self, obs: Any) -> tuple[Tree, bool]:
         """Returns observations as a batch, and whether they are of one environment."""
+        space = self.observation_space
         try:
-            arrays = _arrays(obs, self.observation_space)
-        except (TypeError, KeyError, IndexError, RuntimeError) as error:  # tensors raise the last
-            raise self._misfit(f"{type(error).__name__}: {error}") from None
-        leaves = zip(tree_leaves(arrays), leaf_spaces(self.observation_space), strict=True)
-        shapes = [(array.shape, space.shape or ()) for array, (_, space) in leaves]
-        fits = all(shape[len(shape) - len(expected) :] == expected for shape, expected in shapes)
-        leading = {shape[: len(shape) - len(expected)] for shape, expected in shapes}
-        if not fits or len(leading) > 1 or len(next(iter(leading))) > 1:
-            raise self._misfit(f"arrays of shapes {[shape for shape, _ in shapes]}")
-        if leading == {()}:
-            return tree_map(lambda array: array[None], arrays), True
-        return arrays, False
+            arrays = _arrays(obs, space)
+            leaves = zip(tree_leaves(arrays), leaf_spaces(space), strict=True)
+            (lengths,) = {_leading(array.shape, leaf.shape or ()) for array, (_, leaf) in leaves}
+        except (TypeError, KeyError, IndexError, ValueError, RuntimeError) as error:  # tensors raise the last
+            raise ConfigError(
+                f"The agent was given {repr(obs)[:200]} ({error}). It acts on one observation of {space}, or on a "
+                "batch with one more dimension in front. Pass what the environment returned, with the wrappers of "
+                "training."
+            ) from None
+        return (arrays, False) if lengths else (tree_map(lambda array: array[None], arrays), True)
 
-    def _misfit(self, got: str) -> ConfigError:
-        return ConfigError(
-            f"The agent was given {got}. It acts on one observation of {self.observation_space}, or on a batch "
-            "with one more dimension in front. Pass what the environment returned, with the wrappers of training."
-        )
+
+def _leading(shape: tuple[int, ...], expected: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the dimensions of an array before those of one observation: none, or one."""
+    lengths = shape[: len(shape) - len(expected)]
+    if shape != (*lengths, *expected) or len(lengths) > 1:
+        raise ValueError(f"an array of shape {shape}, expected {expected}")
+    return lengths
 
 
 def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
-    """Returns observations as a tree of arrays in the dtypes of a space.
-
-    Raises:
-        ConfigError: A number is not finite, or the space does not have it, whatever the bounds of a Box.
-    """
+    """Returns observations as a tree of arrays in the dtypes of a space."""
     match space:
         case spaces.Dict():
             return {key: _arrays(obs[key], part) for key, part in space.spaces.items()}
         case spaces.Tuple():
             return tuple(_arrays(obs[i], part) for i, part in enumerate(space.spaces))
-    given = np.asarray(obs)
-    if given.dtype.kind not in "biuf":
-        raise TypeError(f"{given.dtype} in the place of numbers")
-    with np.errstate(over="ignore", invalid="ignore"):
-        array = given.astype(space.dtype)
-    fits = np.isfinite(array) if array.dtype.kind == "f" else array == given
-    match space:
-        case spaces.Discrete(n=size, start=start) | spaces.MultiDiscrete(nvec=size, start=start):
-            fits = fits & (array >= start) & (array < np.add(start, size, dtype=np.int64))
-        case spaces.MultiBinary():
-            fits = fits & (array >= 0) & (array <= 1)
-    if not np.all(fits):
-        raise ConfigError(
-            f"The observation contains {given[~fits].flat[0]}. {space} has no such number: pass what the "
-            "environment returned, or correct the environment."
-        )
-    return array
+    return np.asarray(obs, space.dtype)
 
 
 class GreedyModule(nn.Module):
@@ -240,8 +219,7 @@ class GreedyModule(nn.Module):
     def __init__(self, module: Any, observation_space: spaces.Space[Any]) -> None:
         super().__init__()
         distribution: Any = getattr(module, "distribution", None)
-        is_known = isinstance(distribution, Categorical | Gaussian | TanhGaussian)
-        if not isinstance(module, ActorCriticModule) or not is_known:
+        if not isinstance(distribution, Categorical | Gaussian | TanhGaussian):
             raise ConfigError(
                 f"{type(module).__name__} can't be exported. That is for networks of PPO, IMPALA and SAC whose actions "
                 "are one array: export the torch module itself, agent.module."
@@ -258,8 +236,8 @@ class GreedyModule(nn.Module):
         rows = self.module.encode(obs)
         if not rest:
             return self._greedy(self.module.action_parameters(rows))
-        following = self.module.next_state(rows, rest[0])  # type: ignore[operator]
-        return self._greedy(self.module.heads(following, self.module.split(rows)[1])[0]), following  # type: ignore[operator]
+        following = self.module.next_state(rows, rest[0])
+        return self._greedy(self.module.heads(following, self.module.split(rows)[1])[0]), following
 
     def _greedy(self, params: Tensor) -> Tensor:
         """Returns the most probable actions; for a squashed normal, the means squashed."""
@@ -293,21 +271,14 @@ def export(module: Any, observation_space: spaces.Space[Any], path: Path) -> Pat
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with written_whole(path) as file, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch warns of its own future
-        try:
-            program: Any = torch.onnx.export(
-                greedy,
-                tuple(examples),
-                input_names=inputs,
-                output_names=outputs,
-                dynamic_shapes=(tuple({0: rows} for _ in examples),),
-                verbose=False,
-                dynamo=True,
-            )
-        except Exception as error:  # torch gives no class for all of them
-            raise ConfigError(
-                f"The network could not be exported to ONNX: {type(error).__name__}: {first_line(error)[:200]}. "
-                "Change the network so that torch can trace it for any number of observations, or, if a package is "
-                "missing: pip install onnx onnxruntime onnxscript."
-            ) from error
+        program: Any = torch.onnx.export(
+            greedy,
+            tuple(examples),
+            input_names=inputs,
+            output_names=outputs,
+            dynamic_shapes=(tuple({0: rows} for _ in examples),),
+            verbose=False,
+            dynamo=True,
+        )
         file.write(program.model_proto.SerializeToString())
     return path

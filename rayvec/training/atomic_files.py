@@ -28,20 +28,15 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         path: The file to replace, or to make.
 
     Raises:
-        ConfigError: `path` is a directory or a device, or no file can be made there.
-        OSError: The disk is full, or fails. It names the file.
+        ConfigError: `path` is a directory, a pipe or a device.
+        OSError: No file can be made there, or the disk is full. It names the file.
     """
     path = local_path(path)
+    if path.exists() and not path.is_file():  # renaming would replace a pipe or a device
+        raise ConfigError(f"{path} can't be written: it is no file. Pass the path of a file.")
     partial = path.with_name(path.name + ".tmp")
     try:
-        is_other = path.exists() and not path.is_file()
-        opened = partial.open("wb")
-    except OSError as error:
-        raise _unwritable(path, error.strerror) from error
-    try:
-        with opened as file:
-            if is_other:
-                raise _unwritable(path, "it is no file")
+        with partial.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -51,15 +46,6 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # which makes the rename survive a loss of power
-    finally:
-        os.close(directory)
-
-
-def _unwritable(path: Path, reason: str | None) -> ConfigError:
-    return ConfigError(f"{path} can't be written: {reason}. Pass the path of a file in a directory that exists.")
 
 
 def local_path(path: Path | str) -> Path:

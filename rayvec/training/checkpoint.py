@@ -29,7 +29,6 @@ __all__ = [
     "FORMAT_VERSION",
     "acting_weights",
     "check_kept_spaces",
-    "check_same_spaces",
     "incomplete",
     "load",
     "restore",
@@ -40,7 +39,7 @@ __all__ = [
     "warn_of_wide_ranges",
 ]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _KIND = "rayvec checkpoint"
 
 
@@ -150,48 +149,44 @@ def _refuse_objects(value: object, place: str) -> None:
         )
 
 
+_FIELDS = {
+    "Box": ("low", "high", "shape", "dtype"),
+    "Discrete": ("n", "start", "dtype"),
+    "MultiDiscrete": ("nvec", "start", "dtype"),
+    "MultiBinary": ("n",),
+}
+"""Attributes of a space that are arguments of its constructor, too."""
+
+
 def space_to_plain(space: spaces.Space[Any]) -> dict[str, Any] | None:
     """Returns what `space_from_plain` makes an equal space from; None for other spaces than those that it makes."""
-    match space:
-        case spaces.Box():
-            bounds = {"low": _packed(space.low), "high": _packed(space.high)}
-            return {"kind": "Box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
-        case spaces.Discrete():
-            return {"kind": "Discrete", "n": int(space.n), "start": int(space.start), "dtype": str(space.dtype)}
-        case spaces.MultiDiscrete():
-            sizes = {"nvec": torch.tensor(space.nvec), "start": torch.tensor(space.start)}
-            return {"kind": "MultiDiscrete", **sizes, "dtype": str(space.dtype)}
-        case spaces.MultiBinary():
-            return {"kind": "MultiBinary", "shape": list(space.shape)}
-        case spaces.Dict() | spaces.Tuple():
-            named = space.spaces if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
-            parts = {key: space_to_plain(part) for key, part in named.items()}
-            if all(isinstance(key, str | int) for key in parts) and None not in parts.values():
-                return {"kind": type(space).__name__, "parts": parts}
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        named = space.spaces if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
+        parts = {key: space_to_plain(part) for key, part in named.items()}
+        has_form = None not in parts.values() and all(isinstance(key, str | int) for key in parts)
+        return {"kind": "Dict" if isinstance(space, spaces.Dict) else "Tuple", "parts": parts} if has_form else None
+    for kind, names in _FIELDS.items():
+        if isinstance(space, getattr(spaces, kind)):
+            fields = {name: getattr(space, name) for name in names}
+            return {"kind": kind} | {
+                name: str(value) if name == "dtype" else torch.tensor(value) for name, value in fields.items()
+            }
     return None
 
 
 def space_from_plain(value: dict[str, Any]) -> spaces.Space[Any]:
     """Returns the space that `space_to_plain` described."""
-    match value["kind"]:
-        case "Box":
-            dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
-            low, high = (np.broadcast_to(value[name].numpy(), shape).astype(dtype) for name in ("low", "high"))
-            return spaces.Box(low, high, shape, dtype.type)
-        case "Discrete":
-            dtype = np.dtype(value["dtype"])  # which older versions of Gymnasium don't take
-            other = {} if dtype == np.int64 else {"dtype": dtype.type}
-            return spaces.Discrete(value["n"], start=value["start"], **other)
-        case "MultiDiscrete":
-            dtype = np.dtype(value["dtype"])
-            return spaces.MultiDiscrete(value["nvec"].numpy(), dtype.type, start=value["start"].numpy())
-        case "MultiBinary":
-            shape = value["shape"]
-            return spaces.MultiBinary(shape[0] if len(shape) == 1 else shape)
-        case kind:
-            parts = {key: space_from_plain(part) for key, part in value["parts"].items()}
-            # a plain dict would be sorted by key, and networks read the parts in the order of the space
-            return spaces.Dict(OrderedDict(parts)) if kind == "Dict" else spaces.Tuple(list(parts.values()))
+    kind = value["kind"]
+    if kind in ("Dict", "Tuple"):
+        parts = {key: space_from_plain(part) for key, part in value["parts"].items()}
+        # a plain dict would be sorted by key, and networks read the parts in the order of the space
+        return spaces.Dict(OrderedDict(parts)) if kind == "Dict" else spaces.Tuple(list(parts.values()))
+    fields = {name: value[name] for name in _FIELDS[kind]}
+    made = {name: (each.numpy() if each.ndim else each.item()) for name, each in fields.items() if name != "dtype"}
+    if "dtype" in fields and (kind, fields["dtype"]) != ("Discrete", "int64"):  # older versions of Gymnasium take none
+        made["dtype"] = np.dtype(fields["dtype"]).type
+    space: spaces.Space[Any] = getattr(spaces, kind)(**made)
+    return space
 
 
 def spaces_from_plain(described: Any) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
@@ -205,11 +200,6 @@ def spaces_from_plain(described: Any) -> tuple[spaces.Space[Any], spaces.Space[A
     except Exception as error:  # each space has checks of its own, some of them assertions
         raise incomplete(f"spaces: {type(error).__name__}: {error}") from error
     return observation_space, action_space
-
-
-def _packed(bounds: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Returns bounds as a tensor, one number if all are equal."""
-    return torch.tensor(np.array(bounds.flat[0]) if bounds.size and (bounds == bounds.flat[0]).all() else bounds)
 
 
 _WIDE, _UNBOUNDED = 100.0, 1e30
@@ -232,16 +222,6 @@ def warn_of_wide_ranges(observation_space: spaces.Space[Any], config: TrainConfi
                     UserWarning,
                     stacklevel=2,
                 )
-
-
-def check_same_spaces(found: Sequence[tuple[spaces.Space[Any], spaces.Space[Any]]]) -> None:
-    """Raises a ConfigError where ranks found other observation or action spaces than rank 0."""
-    for rank, pair in enumerate(found):
-        if pair != found[0]:
-            raise ConfigError(
-                f"Rank {rank} has observations and actions of {pair}, and rank 0 of {found[0]}. Let the class or "
-                "function that makes environments return the same spaces at every call."
-            )
 
 
 def check_kept_spaces(found: Sequence[spaces.Space[Any]], state: Mapping[str, Any]) -> None:

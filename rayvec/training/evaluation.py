@@ -189,8 +189,8 @@ def render_episode(
         The return of the episode.
 
     Raises:
-        ConfigError: `run_dir` is not the directory of a run, the environment can't be rendered so, or a package is
-            missing.
+        ConfigError: `run_dir` is not the directory of a run, or the environment can't be rendered so.
+        ImportError: A package is missing: ``pip install 'imageio[ffmpeg]'``.
     """
     run_dir, mode = local_path(run_dir), "human" if video is None else "rgb_array"
     config, agent = load_config(run_dir), load(run_dir, checkpoint)
@@ -215,15 +215,9 @@ def _writer(video: Path | None, metadata: dict[str, Any]) -> contextlib.Abstract
     """Returns the writer of a video as a context; without a video, a context of None."""
     if video is None:
         return contextlib.nullcontext()
-    try:
-        import imageio.v2 as imageio
+    import imageio.v2 as imageio
 
-        writer: contextlib.AbstractContextManager[Any] = imageio.get_writer(
-            local_path(video), format="FFMPEG", fps=metadata.get("render_fps", 30), macro_block_size=2
-        )
-    except (ImportError, OSError) as error:
-        raise ConfigError(
-            f"The video {video} can't be written: {error}. Pass a path in a folder that exists, and "
-            "pip install 'imageio[ffmpeg]'."
-        ) from error
+    writer: contextlib.AbstractContextManager[Any] = imageio.get_writer(
+        local_path(video), format="FFMPEG", fps=metadata.get("render_fps", 30), macro_block_size=2
+    )
     return writer

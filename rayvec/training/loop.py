@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import shutil
 import sys
 import time
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.config.presets import describe_preset
@@ -45,9 +43,8 @@ from rayvec.training.trainer import Iteration, Progress
 
 __all__ = ["resume", "train"]
 
-_MOST_LOSSES = 3
-_MOST_LOSSES_OF_ELASTIC_RANKS = 10
-"""More, since nodes may be lost while ranks start."""
+_MOST_LOSSES = 5
+"""How often ranks may be lost between two checkpoints; nodes may be lost while ranks start."""
 _MOST_PAUSE_S = 2.0
 
 logger = logging.getLogger(__name__)
@@ -202,7 +199,7 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         self._state, self._is_new = state, state is None
         self._has_begun = False
         self._num_losses, self._cores = 0, dict[str, int]()
-        self._weights: NDArray[np.float32] | None = None
+        self._weights = np.zeros(0, np.float32)
         self._began_s = time.monotonic() - progress.wall_s
         self._stack = contextlib.ExitStack()
 
@@ -225,18 +222,20 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
 
     def start(self, trainer: Any) -> None:
         """Makes the directory of a new run, and starts the callbacks. If one refuses, there is no directory."""
-        with contextlib.ExitStack() as undo:
-            if self._is_new:
-                begin_run_dir(self._run_dir, self._config, self._complete(trainer.state()))
-                undo.callback(shutil.rmtree, self._run_dir, ignore_errors=True)
-                undo.callback(self._close)
-                self._stack.enter_context(locked(self._run_dir))
-                if text := describe_preset(self._config):
-                    print(text, file=sys.stderr)
-            elif not self._has_begun and self.context.progress.steps >= self._config.total_steps:
-                print(f"rayvec: the run has taken all its {self.context.progress.steps:,} steps", file=sys.stderr)
+        if self._is_new:
+            begin_run_dir(self._run_dir, self._config, self._complete(trainer.state()))
+            self._stack.enter_context(locked(self._run_dir))
+            if text := describe_preset(self._config):
+                print(text, file=sys.stderr)
+        elif not self._has_begun and self.context.progress.steps >= self._config.total_steps:
+            print(f"rayvec: the run has taken all its {self.context.progress.steps:,} steps", file=sys.stderr)
+        try:
             self.call("on_start")
-            undo.pop_all()
+        except BaseException:
+            if self._is_new:
+                self._close()
+                shutil.rmtree(self._run_dir, ignore_errors=True)
+            raise
         self._is_new, self._has_begun = False, True
 
     def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -288,12 +287,11 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         """Goes back to the last checkpoint, from which new ranks continue. The best return stays, as ``best.pt`` does.
 
         Raises:
-            LearnerError: Ranks are lost again and again, or before the first checkpoint.
+            LearnerError: Ranks are lost again and again.
         """
-        context, is_elastic = self.context, isinstance(self._config.num_nodes, tuple)
+        context = self.context
         self._num_losses += 1
-        most = _MOST_LOSSES_OF_ELASTIC_RANKS if is_elastic else _MOST_LOSSES
-        if self._num_losses > most or (self._is_new and not is_elastic):
+        if self._num_losses > _MOST_LOSSES:
             raise LearnerError(
                 f"The run's ranks were lost {counted(self._num_losses, 'time')} since the last checkpoint, at last: "
                 f"{error} Read what the rank printed, or look for what ends it, such as too little memory."
@@ -314,10 +312,16 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
             print(f"rayvec: evaluating up to {counted(self._config.eval_episodes, 'episode')}", file=sys.stderr)
         with saying_where():
             evaluation = self._evaluated(trainer)
-        if len(evaluation.returns) and self._weights is not None:
+        if len(evaluation.returns):
             self.context.add_evaluation(evaluation, self._weights, time.monotonic() - began_s)
             self.call("on_evaluation")
-        self.context.result = self._save_result()
+        context, returns = self.context, evaluation.returns.tolist()
+        if context.progress.steps >= self._config.total_steps:
+            context.stop_reason = None  # the run had taken all its steps
+        wall_s, mean = time.monotonic() - self._began_s, evaluation.return_mean
+        result = TrainResult(self._run_dir, context.progress.steps, wall_s, mean, context.stop_reason)
+        save_result(self._run_dir, self._config, asdict(result), returns)
+        context.result = result
 
     def _evaluated(self, trainer: Any) -> Evaluation:
         """Plays in the environments of the training, or in others if the settings name some."""
@@ -325,44 +329,26 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         if config.eval_episodes == 0 or (config.eval_env is None and not config.eval_env_kwargs):
             found: Evaluation = trainer.evaluate()
             return found
-        assert self._weights is not None
         with make_eval_env(config, is_final=True) as env:
             module = network_of(config, env.single_observation_space, env.single_action_space)
             return evaluate(config, env, module, self._weights, seed=config.eval_seed())
 
-    def _save_result(self) -> TrainResult:
-        """Writes the totals of the run; returns them."""
-        context, evaluation = self.context, self.context.evaluation
-        if context.progress.steps >= self._config.total_steps:
-            context.stop_reason = None  # the run had taken all its steps
-        returns = [] if evaluation is None else evaluation.returns.tolist()
-        mean = math.nan if evaluation is None else evaluation.return_mean
-        wall_s = time.monotonic() - self._began_s
-        result = TrainResult(self._run_dir, context.progress.steps, wall_s, mean, context.stop_reason)
-        save_result(self._run_dir, self._config, asdict(result), returns)
-        return result
-
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Closes the callbacks, all of them. If the run fails, a callback that does too is only logged."""
+        """Closes the callbacks, all of them; what they raise is logged."""
         self.context.error = error
-        failures = self._close() if self._has_begun else []
+        if self._has_begun:
+            self._close()
         self._stack.close()
-        for failure in failures:
-            if error is None:
-                raise failure
-            logger.warning("the end of the run: %s", failure)
 
-    def _close(self) -> list[Exception]:
-        """Ends the last line of metrics, and closes the callbacks; returns what they raise."""
-        failures = []
+    def _close(self) -> None:
+        """Ends the last line of metrics, and closes the callbacks."""
         closing: list[Callable[[], None]] = [self._end_line]
         closing += [partial(call, [each], "on_close", self.context) for each in reversed(self._callbacks)]
         for close in closing:
             try:
                 close()
             except Exception as failure:
-                failures.append(failure)
-        return failures
+                logger.warning("the end of the run: %r", failure)
 
     @property
     def how_to_resume(self) -> str:

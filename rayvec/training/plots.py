@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.config import ADJUSTABLE, TrainConfig
-from rayvec.config.references import is_unnamed
-from rayvec.config.schema import field_names
+from rayvec.config.schema import field_names, require
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import local_path, written_whole
 from rayvec.training.run_dir import load_config, load_result, read_metrics
@@ -65,29 +64,24 @@ def draw_learning_curve(run_dir: Path) -> None:
 def read_runs(run_dirs: Iterable[Path | str]) -> list[Curves]:
     """Returns the curves of runs, grouped by the settings that decide what is learned.
 
-    A run whose environment or network has no name, such as a lambda, is a group of its own. Files are left out. So are
-    directories that can't be read as runs, or in which no episode has ended; lines on standard error name them.
+    Files are left out. So are directories that can't be read as runs, or in which no episode has ended; lines on
+    standard error name them.
 
     Raises:
         ConfigError: No run is left.
     """
-    runs: dict[Path, _Run] = {}
+    runs = []
     for run_dir in dict.fromkeys(local_path(each) for each in run_dirs if not os.path.isfile(each)):
         try:
             run = _read(run_dir)
+            require(run.training.size > 0, "no episode has ended")
+            runs.append(run)
         except ConfigError as error:
             print(f"rayvec: left out {run_dir}: {error}", file=sys.stderr)
-            continue
-        if run.training.size:
-            runs[run_dir] = run
-        else:
-            print(f"rayvec: left out {run_dir}: no episode has ended", file=sys.stderr)
-    if not runs:
-        raise ConfigError("There is no run to plot. Pass directories of runs, such as runs/*.")
+    require(bool(runs), "There is no run to plot. Pass directories of runs, such as runs/*.")
     groups: dict[tuple[str, str], list[_Run]] = {}
-    for run_dir, run in runs.items():
-        label = _label(run_dir, run.config, [each.config for each in runs.values()])
-        groups.setdefault((run.config.env_id, label), []).append(run)
+    for run in runs:
+        groups.setdefault((run.config.env_id, _label(run.config, [each.config for each in runs])), []).append(run)
     return [Curves(label, env_id, members) for (env_id, label), members in groups.items()]
 
 
@@ -106,14 +100,12 @@ def _read(run_dir: Path) -> _Run:
     return _Run(config, np.array([steps, smooth]), np.array(evaluated, np.float64).reshape(-1, 2).T, final)
 
 
-def _label(run_dir: Path, config: TrainConfig, others: Sequence[TrainConfig]) -> str:
+def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
     """Returns the algorithm, and the settings in which runs of the same algorithm and environment differ."""
     kin = [each for each in others if type(each) is type(config) and each.env_id == config.env_id]
     names = [name for name in field_names(type(config)) if name not in _IGNORED_IN_GROUPS]
     differing = [name for name in names if len({str(getattr(each, name)) for each in kin}) > 1]
-    parts = config.env_id, getattr(config, "network", None) or ""
-    unnamed = [str(run_dir)] if any(is_unnamed(part) and "<" in part for part in parts) else []
-    return ", ".join([config.algorithm.upper(), *(f"{name}={getattr(config, name)}" for name in differing), *unnamed])
+    return ", ".join([config.algorithm.upper(), *(f"{name}={getattr(config, name)}" for name in differing)])
 
 
 def plot_runs(groups: Sequence[Curves], path: Path | str) -> None:

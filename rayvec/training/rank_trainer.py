@@ -37,7 +37,7 @@ from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import decided
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.node.log_lines import LogLines
-from rayvec.training.checkpoint import check_kept_spaces, check_same_spaces, restore, warn_of_wide_ranges
+from rayvec.training.checkpoint import check_kept_spaces, restore, warn_of_wide_ranges
 from rayvec.training.evaluation import Evaluation, time_limit
 from rayvec.training.runs import LEARNERS, choose_engine, make_env, open_env, open_learner, probed_workers, wait_limit_s
 from rayvec.training.trainer import Iteration, Progress, Trainer, initial_state
@@ -167,7 +167,6 @@ class DecentralizedTrainer:
         self._pending: deque[list[Any]] = deque()
         self._has_iterated = False
         found = group.run("describe")
-        check_same_spaces([spaces for spaces, _, _ in found])
         spaces, names, own = found[0]
         if state:
             check_kept_spaces(spaces, state)

@@ -60,14 +60,10 @@ def free_run_dir(config: TrainConfig) -> Path:
         return Path("runs", f"{env_name}-{config.algorithm}-seed{config.seed}-{began}")
     run_dir = local_path(config.run_dir)
     if os.path.lexists(run_dir):
-        raise _taken(run_dir, config)
+        is_run = (run_dir / "config.yaml").exists()
+        advice = f"Resume that run ({resume_command(config, run_dir)}), or pass" if is_run else "Pass"
+        raise ConfigError(f"The directory of the run can't be {run_dir}, which exists. {advice} another run_dir.")
     return run_dir
-
-
-def _taken(run_dir: Path, config: TrainConfig) -> ConfigError:
-    is_run = (run_dir / "config.yaml").exists()
-    advice = f"Resume that run ({resume_command(config, run_dir)}), or pass" if is_run else "Pass"
-    return ConfigError(f"The directory of the run can't be {run_dir}, which exists. {advice} another run_dir.")
 
 
 def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> None:
@@ -76,7 +72,7 @@ def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> 
     A run that is killed at any time can be resumed if its directory exists.
 
     Raises:
-        ConfigError: The directory can't be made, or another process has made it.
+        OSError: The directory can't be made, or another process has made it.
     """
     partial = run_dir.with_name(f".{secrets.token_hex(8)}.tmp")  # no part of a name that may be as long as one can be
     try:
@@ -84,13 +80,6 @@ def begin_run_dir(run_dir: Path, config: TrainConfig, state: dict[str, Any]) -> 
         save_config(partial, config)
         checkpoint.save(partial / "checkpoint.pt", state)
         partial.rename(run_dir)  # replaces an empty directory at most
-    except OSError as error:
-        if os.path.lexists(run_dir):
-            raise _taken(run_dir, config) from error
-        raise ConfigError(
-            f"The directory {run_dir} can't be made: {error.strerror}. Pass another run_dir, on a disk with free "
-            "space that you may write to."
-        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -192,16 +181,9 @@ def load_config(run_dir: Path) -> TrainConfig:
 
 
 def load_result(run_dir: Path) -> dict[str, Any]:
-    """Returns ``result.json``; nothing if the run has no result yet.
-
-    Raises:
-        ConfigError: The file is damaged.
-    """
+    """Returns ``result.json``; nothing if the run has no result yet."""
     path = run_dir / "result.json"
-    try:
-        result: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can't be read: {error}. Restore the file from a copy, or remove it.") from None
+    result: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
     return result
 
 

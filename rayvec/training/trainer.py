@@ -318,7 +318,7 @@ def initial_state(config: TrainConfig, own: dict[str, Any], own_spaces: Sequence
         own_spaces: Observation space and action space of one of its environments.
 
     Raises:
-        ConfigError: There is no such run, it has another network, or the learner can't begin with one.
+        ConfigError: There is no such run, it has other spaces, or the learner can't begin with one.
         CheckpointError: The checkpoint of that run is missing or damaged.
     """
     if config.init_from is None:
@@ -333,22 +333,4 @@ def initial_state(config: TrainConfig, own: dict[str, Any], own_spaces: Sequence
             f"The learner can't begin with the network of {config.init_from} ({type(error).__name__}: {error}). Use a "
             "run of the same algorithm, whose learner has a method with_network."
         ) from error
-    expected, got = _shapes(own), _shapes(begun)
-    for name in {**expected, **got}:
-        if expected.get(name) != got.get(name):
-            raise ConfigError(
-                f"The run {config.init_from} has another network: {name} has the shape {got.get(name)}, and this run "
-                f"needs {expected.get(name)}. Use the settings of the network of that run, or leave init_from out."
-            )
     return begun
-
-
-def _shapes(state: Mapping[str, Any], path: str = "") -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors of a state by their names."""
-    shapes = {}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            shapes[f"{path}{name}"] = tuple(value.shape)
-        elif isinstance(value, dict):
-            shapes |= _shapes(value, f"{path}{name}.")
-    return shapes

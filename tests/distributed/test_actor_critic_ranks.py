@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 from helpers.actor_critic_kit import BOX, DISCRETE, OBS, distance, make_chunk
 from helpers.ranks_kit import STATS, N, make_batches, make_impala, make_learner
-from helpers.thread_ranks import Apart, ThreadRanks, learn_on_ranks, on_ranks, shard
+from helpers.thread_ranks import ThreadRanks, learn_on_ranks, on_ranks, shard
 from torch import Tensor
 
 from rayvec.data import Batch
@@ -68,19 +68,6 @@ def test_ranks_together_equal_one(
         assert all(each == metrics[0] for each in metrics), bounds
         for ours, theirs in zip(metrics[0], expected_metrics, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5), bounds
-
-
-@LEARNERS
-def test_without_sums_they_differ(make: Any) -> None:
-    """What the test above shows comes from the sums."""
-
-    def make_one() -> Any:
-        return make(DISCRETE, torch.float64)
-
-    (expected,), _ = learn(make_one, DISCRETE, [0, N], 5)
-    parameters, _ = learn(make_one, DISCRETE, [0, 3, N], 5, kind=Apart)
-    assert distance(parameters[0], expected) > 1e-3
-    assert not torch.equal(*parameters)
 
 
 @LEARNERS

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +15,9 @@ from helpers.waiting import alive, wait_until
 from ray.experimental import internal_kv
 
 from rayvec.distributed.rank_group import RankGroup, open_host
-from rayvec.errors import ConfigError, EnvError, LearnerError, RankLostError
+from rayvec.distributed.rank_placement import ResourceRequest
+from rayvec.distributed.ray_host import RayHost
+from rayvec.errors import EnvError, LearnerError, RankLostError
 
 MakeGroup = Callable[..., RankGroup]
 TIMEOUT_S = 3.0
@@ -41,7 +40,7 @@ def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
 @pytest.fixture(scope="module")
 def two_nodes(ray_cluster: object) -> Iterator[RankGroup]:
     """One rank on each of two nodes."""
-    with RankGroup(Adder, 2, open_host(ranks_per_node=1)) as group:
+    with RankGroup(Adder, 2, RayHost(ResourceRequest(1, 0, num_nodes=2))) as group:
         yield group
 
 
@@ -91,16 +90,6 @@ def test_calls_run_in_the_order_in_which_they_were_posted(make_group: MakeGroup)
     first, second = group.post("add", [(1.0,), (2.0,)]), group.post("add", [(3.0,), (4.0,)])
     assert group.gather(second) == [[10.0] * 3] * 2
     assert group.gather(first) == [[3.0] * 3] * 2
-
-
-def test_a_child_that_was_forked_leaves_the_ranks_to_its_parent(make_group: MakeGroup) -> None:
-    group = make_group(1, num_nodes=0)
-    child = os.fork()
-    if child == 0:
-        group.close()
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert group.run("add", [(1.0,)]) == [[1.0] * 3]
 
 
 @HOSTS
@@ -164,41 +153,3 @@ def test_a_make_that_raises_is_raised(ray_cluster: object, where: dict[str, Any]
     with pytest.raises(ZeroDivisionError, match=r"on rank [01]") as caught:
         RankGroup(make, 2, open_host(**where))
     assert "in make" in str(caught.value.__cause__)
-
-
-def test_ranks_that_share_memory_need_no_directory(
-    make_group: MakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which a killed driver would leave."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-    def make(ranks: Any) -> Adder:
-        assert ranks.size == 2 and not any(tmp_path.iterdir())
-        return Adder(ranks)
-
-    make_group(2, make, num_nodes=0)
-
-
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EMFILE])
-def test_a_limit_that_allows_no_process_is_an_error(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def refuse(*args: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("rayvec.distributed.process_host.OwnedProcess", refuse)
-    with pytest.raises(LearnerError, match=r"rank 0 on 127.0.0.1 could not start.*ulimit -u") as caught:
-        RankGroup(Adder, 1, open_host(num_nodes=0))
-    assert not isinstance(caught.value, RankLostError)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"ranks_per_node": 0}, "ranks_per_node is 0"),
-        ({"num_nodes": 1}, "runs ranks as processes of this machine"),
-        ({"num_nodes": 0, "address": "auto"}, "runs ranks as processes of this machine"),
-        ({"device": "tpu"}, "device is .tpu."),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
-        open_host(**settings)

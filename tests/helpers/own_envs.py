@@ -125,21 +125,3 @@ class Changing:
     def __call__(self) -> Line:
         self._calls += 1
         return Line(width=self._calls)
-
-
-class ByProcess:
-    """Makes environments with another space in the first process that calls it.
-
-    Args:
-        mark: File that this process writes.
-    """
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __call__(self) -> Line:
-        try:
-            self._mark.touch(exist_ok=False)
-        except FileExistsError:
-            return Line(width=2)
-        return Line(width=3)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.own_envs import Line, Masked
+from helpers.own_envs import Masked
 from helpers.training_kit import HERE, SMALL, tiny
 
 import rayvec
@@ -26,23 +26,6 @@ IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "prefetch": Fals
 PPO = {**SMALL, **HERE, "total_steps": 256}
 WHERE = pytest.mark.parametrize("where", ["info", "obs"])
 SLOW = pytest.mark.slow
-
-
-class OddMask(Line):
-    """Its first info has this mask.
-
-    Args:
-        nvec: Number of choices, of one component or of each.
-        mask: The mask.
-    """
-
-    def __init__(self, nvec: Any, mask: Any) -> None:
-        super().__init__()
-        self.action_space = spaces.Discrete(nvec) if isinstance(nvec, int) else spaces.MultiDiscrete(nvec)  # type: ignore[assignment]
-        self._mask = mask
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        return super().reset(seed=seed)[0], {"action_mask": self._mask}
 
 
 def weights_of(run_dir: Path) -> torch.Tensor:
@@ -167,20 +150,3 @@ def test_a_mask_of_another_size(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"action_mask.*needs shape \(4,\)"):
         rayvec.train(tiny(tmp_path / "b"), env=lambda: Masked("obs", size=5))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("nvec", "mask", "words"),
-    [
-        (4, ["1", "0", "1", "1"], "'0'.*needs 4 numbers"),
-        (4, [1, np.nan, 1, 1], "nan.*needs 4 numbers"),
-        (4, [1, None, 1, 1], "None.*needs 4 numbers"),
-        ([3, 2], (np.ones(2), np.ones(3)), r"after 0 steps .*needs 3 \+ 2 numbers"),
-        (4, [], r"after 0 steps .*\[\].*needs 4"),
-    ],
-    ids=["text", "nan", "none", "components in another order", "empty"],
-)
-def test_a_mask_that_is_not_one(nvec: Any, mask: Any, words: str) -> None:
-    env = ActionMask(OddMask(nvec, mask))
-    with pytest.raises(ValueError, match=words):
-        env.reset(seed=0)

@@ -7,14 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from helpers.file_size_limit import file_size_limit
 from helpers.training_kit import lengthen, options, tiny
 
 import rayvec
 from rayvec.cli import main
 from rayvec.errors import ConfigError
-from rayvec.training import checkpoint
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.run_dir import load_run
 
@@ -29,14 +27,9 @@ def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_stays(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    for path, got in (
-        (pipe, "it is no file"),
-        (tmp_path, "it is no file"),
-        (tmp_path / "a" / "b", "No such file"),
-    ):
-        with pytest.raises(ConfigError, match=got), written_whole(path) as file:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for path in (pipe, tmp_path):
+        with pytest.raises(ConfigError, match="it is no file"), written_whole(path) as file:
             file.write(b"new")
     assert list(tmp_path.iterdir()) == [pipe] and pipe.is_fifo()
 
@@ -56,13 +49,6 @@ def test_what_fails_leaves_the_old_file_alone(
         file.write(b"new")
     assert isinstance(error, KeyboardInterrupt) or str(path) in str(caught.value)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_checkpoint_that_the_disk_cuts_off_is_an_os_error(tmp_path: Path) -> None:
-    tensors = {"first": torch.zeros(1 << 13), "second": torch.zeros(1 << 13)}
-    with file_size_limit(5000), pytest.raises(OSError, match=f"File too large: '{tmp_path / 'a'}'"):
-        checkpoint.save(tmp_path / "a", tensors)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_ends_a_run_with_its_last_files_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,11 +44,6 @@ def test_objects_are_refused_and_the_old_checkpoint_stays(tmp_path: Path, value:
     assert checkpoint.load(path) == {"step": 1}
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*absent\.pt"):
-        checkpoint.load(tmp_path / "absent.pt")
-
-
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     checkpoint.save(path, STATE)
@@ -96,7 +91,7 @@ def test_foreign_files_are_refused_and_nothing_in_them_runs(tmp_path: Path, monk
 def test_later_format(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save({"kind": "rayvec checkpoint", "format": 99, "state": {}}, path)
-    with pytest.raises(CheckpointError, match=r"format version 99\. .* version 2"):
+    with pytest.raises(CheckpointError, match=r"format version 99\. .* version 3"):
         checkpoint.load(path)
 
 

@@ -70,13 +70,15 @@ def test_a_resumed_run_evaluates_at_the_same_steps(tmp_path: Path) -> None:
     assert list(evaluations(tmp_path / "a")) == [128, 256, 384, 512]
 
 
-def test_evaluation_takes_a_limited_number_of_steps() -> None:
-    config = PPOConfig(total_steps=200_000)
-    assert config.num_eval_episodes(500) == 100 and config.num_eval_episodes(1000) == 50
-    assert config.num_eval_episodes(None) == 100 and config.num_eval_episodes(10**9) == 1
+def test_how_many_episodes_an_evaluation_has_and_how_long_they_are() -> None:
+    config, longer = PPOConfig(total_steps=200_000), PPOConfig(env_kwargs={"max_episode_steps": 60_000})
+    assert [config.num_eval_episodes(limit) for limit in (500, 1000, None, 10**9)] == [100, 50, 100, 1]
     assert PPOConfig(total_steps=10**6).num_eval_episodes(1000) == 100
-    assert PPOConfig(env_kwargs={"max_episode_steps": 10_000}).num_eval_episodes(500) == 5
-    assert PPOConfig(env_kwargs={"max_episode_steps": None}).num_eval_episodes(10_000) == 5
+    assert longer.num_eval_episodes(500) == 1 and longer.longest_eval_episode(500) == 60_000
+    assert [config.longest_eval_episode(limit) for limit in (None, 500, 70_000)] == [10_000, 10_000, 70_000]
+    assert PPOConfig(eval_max_episode_steps=10).longest_eval_episode(500) == 10
+    without = PPOConfig(env_kwargs={"max_episode_steps": -1})
+    assert without.longest_eval_episode(500) == 10_000 and without.num_eval_episodes(500) == 100
 
 
 @pytest.mark.parametrize("where", [{}, pytest.param({"workers_per_node": 2}, marks=SLOW)], ids=str)
@@ -107,43 +109,8 @@ def test_an_evaluation_is_not_staggered() -> None:
     env.close()
 
 
-class Endless(gymnasium.Env[np.ndarray, int]):
-    """Its episodes have no end."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        return np.zeros(1, np.float32), 1.0, False, False, {}
-
-
-@pytest.mark.parametrize("where", [{}, pytest.param({"learners": "decentralized", "num_learners": 2}, marks=SLOW)])
-def test_episodes_without_an_end_are_cut(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: dict[str, Any]
-) -> None:
-    run = rayvec.train(tiny(tmp_path / "a", **EVALUATED, **where, eval_max_episode_steps=200), env=Endless)
-    assert run.eval_return_mean == 200.0 and list(evaluations(run.run_dir)) == [128, 256, 384, 512]
-    assert caplog.text.count("3 of 3 episodes of an evaluation were cut: they did not end within 200 steps") == 1
-    assert list(read_metrics(run.run_dir / "metrics.jsonl"))[1]["eval/episodes_cut"] == 3
-    found = evaluate_run(tmp_path / "a", num_episodes=6, env=Endless)
-    assert found.num_cut == 6 and found.lens.tolist() == [200] * 6
-
-
-def test_the_longest_episode_of_an_evaluation() -> None:
-    assert PPOConfig().longest_eval_episode(None) == PPOConfig().longest_eval_episode(500) == 10_000
-    assert PPOConfig(eval_max_episode_steps=10).longest_eval_episode(500) == 10
-    assert PPOConfig().longest_eval_episode(70_000) == 70_000
-    assert PPOConfig(env_kwargs={"max_episode_steps": 60_000}).longest_eval_episode(500) == 60_000
-    without = PPOConfig(env_kwargs={"max_episode_steps": -1})
-    assert without.longest_eval_episode(500) == 10_000 and without.num_eval_episodes(500) == 100
-
-
 class Counts(gymnasium.Env[np.ndarray, int]):
-    """Episodes of some steps, each with the reward 1, or with that of the action."""
+    """Episodes of some steps, 0 for no end, each with the reward 1, or with that of the action."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -162,11 +129,27 @@ class Counts(gymnasium.Env[np.ndarray, int]):
         return np.zeros(1, np.float32), reward, self.steps == self.length, False, {}
 
 
+def endless() -> Counts:
+    return Counts(0)
+
+
+@pytest.mark.parametrize("where", [{}, pytest.param({"learners": "decentralized", "num_learners": 2}, marks=SLOW)])
+def test_episodes_without_an_end_are_cut(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: dict[str, Any]
+) -> None:
+    run = rayvec.train(tiny(tmp_path / "a", **EVALUATED, **where, eval_max_episode_steps=200), env=endless)
+    assert run.eval_return_mean == 200.0 and list(evaluations(run.run_dir)) == [128, 256, 384, 512]
+    assert caplog.text.count("3 of 3 episodes of an evaluation were cut: they did not end within 200 steps") == 1
+    assert list(read_metrics(run.run_dir / "metrics.jsonl"))[1]["eval/episodes_cut"] == 3
+    found = evaluate_run(tmp_path / "a", num_episodes=6, env=endless)
+    assert found.num_cut == 6 and found.lens.tolist() == [200] * 6
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({"eval_env_kwargs": {"length": 5}}, [5.0] * 3),
-        ({"eval_env": f"{__name__}:Endless", "eval_max_episode_steps": 7}, [7.0] * 3),
+        ({"eval_env": f"{__name__}:endless", "eval_max_episode_steps": 7}, [7.0] * 3),
         ({"eval_max_episode_steps": 4}, [4.0] * 3),
     ],
     ids=str,

@@ -15,32 +15,16 @@ from rayvec.training.run_dir import load_run
 
 pytestmark = pytest.mark.timeout(600)
 
-SAC: dict[str, Any] = {
-    "native": "helpers.native_envs:pendulums",
-    "num_envs": 4,
-    "num_steps": 10,
-    "total_steps": 400,
-    "learning_starts": 200,
-    "batch_size": 32,
-    "eval_episodes": 2,
-    "seed": 3,
-    **HERE,
-}
-PPO: dict[str, Any] = {
-    "native": "helpers.native_envs:cartpoles",
-    "num_envs": 8,
-    "num_steps": 16,
-    "total_steps": 512,
-    "minibatch_size": 32,
-    "eval_episodes": 2,
-    "seed": 3,
-    **HERE,
-}
+COMMON: dict[str, Any] = {**HERE, "eval_episodes": 2, "seed": 3}
+SAC: dict[str, Any] = {**COMMON, "native": "helpers.native_envs:pendulums", "num_envs": 4, "num_steps": 10}
+SAC |= {"total_steps": 400, "learning_starts": 200, "batch_size": 32, "inference": "driver"}
+PPO: dict[str, Any] = {**COMMON, "native": "helpers.native_envs:cartpoles", "num_envs": 8, "num_steps": 16}
+PPO |= {"total_steps": 512, "minibatch_size": 32}
 
 
 def test_sac_learns_from_transitions_alone(tmp_path: Path) -> None:
     """A reset takes a step of its own, which is not in the replay."""
-    result = rayvec.train(rayvec.SACConfig(run_dir=tmp_path / "run", inference="driver", **SAC))
+    result = rayvec.train(rayvec.SACConfig(run_dir=tmp_path / "run", **SAC))
     assert np.isfinite(result.eval_return_mean)
     _, state = load_run(result.run_dir)
     assert result.total_steps >= 400 and state["progress"]["episodes"] == 4 * (result.total_steps // 4 // 50)
@@ -59,20 +43,15 @@ def test_the_mask_of_a_last_observation_allows_nothing(tmp_path: Path, inference
     [
         (rayvec.PPOConfig, PPO, "decentralized"),
         (rayvec.PPOConfig, PPO, "shared"),
-        (rayvec.IMPALAConfig, {**PPO, "num_minibatches": 2, "prefetch": False}, "decentralized"),
-        (rayvec.SACConfig, {**SAC, "inference": "driver"}, "decentralized"),
-        (rayvec.SACConfig, {**SAC, "inference": "driver"}, "shared"),
+        (rayvec.SACConfig, SAC, "decentralized"),
+        (rayvec.SACConfig, SAC, "shared"),
     ],
-    ids=["ppo-decentralized", "ppo-shared", "impala-decentralized", "sac-decentralized", "sac-shared"],
+    ids=["ppo-decentralized", "ppo-shared", "sac-decentralized", "sac-shared"],
 )
 def test_ranks_learn_what_one_process_learns(
     tmp_path: Path, kind: Any, settings: dict[str, Any], learners: str
 ) -> None:
-    settings = {name: value for name, value in settings.items() if kind is rayvec.IMPALAConfig or name != "prefetch"}
-    if kind is rayvec.IMPALAConfig:
-        settings.pop("minibatch_size")
     alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
-    settings.pop("prefetch", None)
     of_ranks = {"sync_fraction": 1.0} if learners == "decentralized" else {}
     ranks = rayvec.train(kind(run_dir=tmp_path / "ranks", **settings, learners=learners, num_learners=2, **of_ranks))
     (_, one), (_, two) = (load_run(result.run_dir) for result in (alone, ranks))

@@ -13,7 +13,7 @@ from helpers.training_kit import HERE, assert_same, lengthen
 import rayvec
 from rayvec.config import IMPALAConfig, PPOConfig
 from rayvec.training.evaluation import evaluate_run
-from rayvec.training.run_dir import best_return, load_run
+from rayvec.training.run_dir import load_run
 
 COMMON: dict[str, Any] = {
     "num_envs": 8, "num_steps": 16, "total_steps": 512, "eval_episodes": 5, "seed": 5,
@@ -40,15 +40,6 @@ def test_decentralized_ranks_learn_what_one_process_learns(tmp_path: Path, kind:
     assert three["progress"]["episodes"] == one["progress"]["episodes"]
     assert ranks.eval_return_mean == pytest.approx(alone.eval_return_mean)
     assert evaluate_run(ranks.run_dir, num_episodes=5).return_mean == pytest.approx(ranks.eval_return_mean)
-
-
-@pytest.mark.slow
-@ALGORITHMS
-def test_ranks_that_are_stopped_and_lengths_that_vary(tmp_path: Path, kind: Any, settings: dict[str, Any]) -> None:
-    ranked = {name: value for name, value in settings.items() if name != "prefetch"}
-    ranked |= {"learners": "decentralized", "num_learners": 2, "variable_lengths": True, "workers_per_node": 4}
-    result = rayvec.train(kind(run_dir=tmp_path / "a", **ranked))
-    assert result.total_steps >= 512
 
 
 @pytest.mark.parametrize(
@@ -91,19 +82,14 @@ IMPALA_IN_THE_MAZE: dict[str, Any] = {"total_steps": 150_000, "num_envs": 16, "n
         (PPOConfig, PPO_IN_THE_MAZE, "lstm"),
         (PPOConfig, PPO_IN_THE_MAZE, None),
         (IMPALAConfig, IMPALA_IN_THE_MAZE, "gru"),
-        (IMPALAConfig, {**IMPALA_IN_THE_MAZE, "total_steps": 600_000, "eval_interval_steps": 50_000}, "lstm"),
-        (IMPALAConfig, IMPALA_IN_THE_MAZE, None),
     ],
-    ids=["ppo-gru", "ppo-lstm", "ppo", "impala-gru", "impala-lstm", "impala"],
+    ids=["ppo-gru", "ppo-lstm", "ppo", "impala-gru"],
 )
 def test_a_maze_takes_memory(tmp_path: Path, kind: Any, settings: dict[str, Any], recurrent: Any) -> None:
-    """The cue is seen 20 steps before it is needed; half of the choices are right without memory.
-
-    IMPALA with an LSTM finds the way with each seed, but some lose it again: the best evaluation counts.
-    """
+    """The cue is seen 20 steps before it is needed; half of the choices are right without memory."""
     config = kind(env_id=register(), recurrent=recurrent, run_dir=tmp_path / "a", **MAZE, **settings)
     result = rayvec.train(config)
     if recurrent is None:
         assert 0.3 < result.eval_return_mean < 0.7
     else:
-        assert max(result.eval_return_mean, best_return(result.run_dir) or 0.0) > 0.95
+        assert result.eval_return_mean > 0.95

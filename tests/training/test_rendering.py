@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import AssertRefused
 from helpers.training_kit import tiny
 
 import rayvec
@@ -45,16 +43,3 @@ def test_a_video_shows_the_first_episode_of_the_evaluation(
         frames = [frame for frame in reader]
     assert len(frames) == int(episode_return) + 1 and frames[0].shape == (34, 48, 3)
     assert len({int(frame.mean()) for frame in frames}) > 3
-
-
-def test_what_cannot_be_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: AssertRefused, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A driver of SDL's that draws nowhere stands for a screen."""
-    for name, wrapper in {"pictured": "helpers.wrap:pictured", "unpictured": "helpers.wrap:unpictured"}.items():
-        rayvec.train(tiny(tmp_path / name, total_steps=64, eval_episodes=0, wrappers=(wrapper,)))
-    pictured, unpictured = (["eval", str(tmp_path / name), "--episodes=1"] for name in ("pictured", "unpictured"))
-    assert_refused([*unpictured, "--video", str(tmp_path / "a.mp4")], "no render mode 'rgb_array'")
-    assert_refused([*pictured, "--video", str(tmp_path / "nowhere" / "a.mp4")], "folder that exists")
-    monkeypatch.setitem(sys.modules, "imageio.v2", None)
-    assert_refused([*pictured, "--video", str(tmp_path / "a.mp4")], "imageio[ffmpeg]")

@@ -12,8 +12,6 @@ from helpers.own_envs import FailsOnce
 from helpers.training_kit import tiny
 
 import rayvec
-from rayvec.config import ADJUSTABLE
-from rayvec.training.runs import make_env
 
 DECISIONS = """
 import os, sys
@@ -56,17 +54,3 @@ def test_environments_restart_in_a_run(tmp_path: Path, action: str) -> None:
     env = lambda: FailsOnce(tmp_path / "failed", action)  # noqa: E731
     result = rayvec.train(tiny(tmp_path / "a", total_steps=64, on_env_error="restart", **where), env=env)
     assert result.total_steps >= 64 and (tmp_path / "failed").exists()
-
-
-def test_what_a_failing_environment_does_may_change_on_resume(tmp_path: Path) -> None:
-    config = tiny(tmp_path / "a", total_steps=64)
-    rayvec.train(config)
-    changes = {"on_env_error": "restart", "step_timeout_s": 60.0, "on_node_loss": "raise", "groups": 2}
-    rayvec.resume(tmp_path / "a", **changes, preload=["json"], workers_per_node=1, inference="driver")
-    assert set(changes) < set(ADJUSTABLE)
-
-
-def test_workers_import_what_is_preloaded(tmp_path: Path) -> None:
-    config = tiny(tmp_path / "a", workers_per_node=1, preload=("mailbox",), env_id="helpers.own_envs:Line")
-    with make_env(config) as env:
-        assert env.call("has_module", "mailbox") == (True,) * 4

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -29,13 +26,6 @@ def press() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_a_press_is_an_interrupt_and_the_handler_is_put_back() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), Interrupts():
-        press()
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_the_first_press_in_the_loop_is_a_request_and_the_second_an_interrupt(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -45,17 +35,6 @@ def test_the_first_press_in_the_loop_is_a_request_and_the_second_an_interrupt(
         assert interrupts.requested
         assert "\nfinishing the current iteration; Ctrl-C again stops at once\n" in capsys.readouterr().err
         press()
-
-
-def test_a_press_is_a_request_although_the_terminal_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Closed(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(sys, "stderr", Closed())
-    with Interrupts() as interrupts, interrupts.deferred():
-        press()
-        assert interrupts.requested
 
 
 def test_sigterm_is_a_request_in_the_loop_alone() -> None:
@@ -211,13 +190,6 @@ def test_an_interrupt_at_any_moment_of_a_run_ends_it(tmp_path: Path, num_nodes: 
         else:
             assert codes[-1] == 130 and "rayvec: " in said and "Traceback" not in said, said
     assert 130 in codes, codes
-
-
-def test_sigterm_is_an_exception_where_a_block_cleans_up() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated), Interrupts() as interrupts, interrupts.taking_sigterm():
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_sigterm_while_a_run_directory_is_made_leaves_none_of_it(

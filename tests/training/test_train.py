@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +14,9 @@ from helpers.training_kit import HERE, lengthen, tiny
 
 import rayvec
 from rayvec import PPOConfig, TrainConfig
-from rayvec.learners.ppo import PPOLearner
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run, read_metrics
-from rayvec.training.runs import LEARNERS, make_env, make_learner
+from rayvec.training.runs import make_env, make_learner
 from rayvec.training.trainer import Progress, Trainer
 
 IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2}
@@ -108,39 +105,6 @@ def test_ranks_learn_what_one_learner_does(tmp_path: Path, where: dict[str, Any]
     assert evaluate_run(ranks.run_dir, num_episodes=4).return_mean == ranks.eval_return_mean
     lengthen(ranks.run_dir, 256, 320)
     assert rayvec.resume(ranks.run_dir, num_learners=1, learners=None).total_steps == 320
-
-
-class FallingLearner(PPOLearner):
-    """A learner whose process is killed before the third update, on rank 1, once."""
-
-    mark: Path
-    num_calls = 0
-
-    def update(self, batch: rayvec.Batch) -> dict[str, float]:
-        self.num_calls += 1
-        if self.num_calls == 3 and self.ranks.rank == 1 and not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().update(batch)
-
-
-def make_falling(observation_space: Any, action_space: Any, config: PPOConfig) -> FallingLearner:
-    learner = FallingLearner(observation_space, action_space, config)
-    learner.mark = config.run_dir.parent / "fallen"
-    return learner
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_rank_that_is_killed_in_an_update_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"seed": 5, **ONE_WORKER, "num_learners": 2, "minibatch_size": 16, "total_steps": 256}
-    undisturbed = rayvec.train(tiny(tmp_path / "undisturbed", **settings))
-    monkeypatch.setitem(LEARNERS, PPOConfig, make_falling)
-    result = rayvec.train(tiny(tmp_path / "killed", **settings))
-    assert (tmp_path / "fallen").exists() and result.total_steps == 256
-    weights = [load_run(run.run_dir)[1]["weights"] for run in (undisturbed, result)]
-    assert torch.equal(*weights)
-    assert result.eval_return_mean == undisturbed.eval_return_mean
 
 
 class Steered(gymnasium.Env[Any, Any]):
