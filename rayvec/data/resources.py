@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from rayvec.errors import ConfigError
 
 __all__ = ["EnvResources"]
 
 _ROUNDING = 1e-6
+_OF_RAY = {"CPU", "GPU", "memory", "object_store_memory"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +26,28 @@ class EnvResources:
         custom: Amounts of resources to which the nodes of a Ray cluster give names.
     """
 
-    cores: float = 1.0
+    cores: float = 0.0
     gpus: float = 0.0
     custom: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cores_per_env: Any, gpus_per_env: Any, resources_per_env: Any) -> EnvResources | None:
+        """Returns what these arguments of a vector environment name; None if they name nothing.
+
+        Raises:
+            ConfigError: An amount is not possible.
+        """
+        custom = {} if resources_per_env is None else resources_per_env
+        if not isinstance(custom, Mapping) or not all(map(_is_amount, custom.values())) or {*custom} & _OF_RAY:
+            raise ConfigError(
+                f"resources_per_env is {custom!r:.200}. It must be a dict of positive amounts by the names that nodes "
+                "have for them: resources_per_env={'license': 1}. Cores and GPUs are cores_per_env and gpus_per_env."
+            )
+        for name, amount in {"cores_per_env": cores_per_env, "gpus_per_env": gpus_per_env}.items():
+            if amount is not None and (not _is_amount(amount) or (amount > 1 and amount != int(amount))):
+                raise ConfigError(f"{name} is {amount!r}. It must be a share of at most 1, or a whole number.")
+        resources = cls(cores_per_env or 0.0, gpus_per_env or 0.0, custom)
+        return None if resources == cls() else resources
 
     def claim(self, num_envs: int) -> dict[str, float]:
         """Returns what so many environments of one node need, by Ray's names.
@@ -32,7 +56,7 @@ class EnvResources:
 
         >>> EnvResources(cores=2, gpus=0.25, custom={"license": 1}).claim(3)
         {'CPU': 6, 'GPU': 0.75, 'license': 3}
-        >>> EnvResources(cores=0, gpus=0.4).claim(3)
+        >>> EnvResources(gpus=0.4).claim(3)
         {'GPU': 2}
         """
         gpus = self.gpus * num_envs
@@ -79,3 +103,7 @@ class EnvResources:
 
     def _envs_per_gpu(self) -> int:
         return int(1 / self.gpus + _ROUNDING)
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf

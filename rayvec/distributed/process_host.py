@@ -26,6 +26,7 @@ from rayvec.distributed.stragglers import Arrivals, SharedArrivals
 from rayvec.envs.failures import FAILURES
 from rayvec.errors import LIMITS_REMEDY, ConfigError
 from rayvec.node.processes import OwnedProcess
+from rayvec.node.worker_share import visible_gpus
 
 if TYPE_CHECKING:
     from rayvec.distributed.rank import Rank
@@ -172,10 +173,7 @@ def _own_gpu(rank: int, device: str) -> dict[str, str]:
     """
     if device != "cuda":
         return {}
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [*map(str, range(torch.cuda.device_count()))] if visible is None else [*filter(None, visible.split(","))]
+    gpus = visible_gpus()
     if rank >= len(gpus):
         raise ConfigError(
             f"Rank {rank} has no GPU: this machine has {len(gpus)}, and each rank learns on one of its own. "

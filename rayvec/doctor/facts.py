@@ -13,13 +13,13 @@ import socket
 import statistics
 import threading
 import timeit
-from pathlib import Path
 from typing import Any
 
 from rayvec import __version__
 from rayvec.cluster.node_facts import started_with
 from rayvec.data.cores import quota_cores
 from rayvec.envs.step_time import StepTime, measure_step
+from rayvec.node.worker_share import gpus_of_machine
 
 __all__ = ["echo", "measure_env", "read_facts", "round_trip"]
 
@@ -49,7 +49,7 @@ def read_facts() -> dict[str, Any]:
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         "shm_free": shm_free,
         "shm_total": shm_total,
-        "gpus": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        "gpus": gpus_of_machine(),
         "visible_gpus": started_with().get("CUDA_VISIBLE_DEVICES"),
     }
 

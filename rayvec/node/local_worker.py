@@ -65,7 +65,7 @@ class LocalWorker:
         name, timeout_s = f"rayvec worker {index}", self._policy.start_timeout_s
         try:
             with theirs:
-                self._process = OwnedProcess(worker_main, (spec, theirs), name, preload, timeout_s)
+                self._process = OwnedProcess(worker_main, (spec, theirs), name, preload, timeout_s, spec.share)
         except (EOFError, OSError) as error:
             self._close_files()
             raise self._not_started(error) from error

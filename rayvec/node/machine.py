@@ -15,6 +15,7 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from rayvec.data.resources import EnvResources
 from rayvec.data.topology import Topology, even_bounds
 from rayvec.data.trees import tree_map
 from rayvec.envs.factory import EnvFactory
@@ -27,6 +28,7 @@ from rayvec.node.local_worker import LocalWorker
 from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, MachineBlock
 from rayvec.node.processes import allow_open_files
 from rayvec.node.worker_main import WorkerSpec
+from rayvec.node.worker_share import worker_shares
 from rayvec.rollout.policy_host import ChunkOrder, ChunkPlace
 
 __all__ = ["Machine"]
@@ -46,6 +48,8 @@ class Machine(Fleet):
         preload: Modules that the fork server imports once for all workers.
         restart_policy: Whether environments that raise, and workers that die or hang, are replaced; and their limits.
         first_id: Global index of the first environment.
+        resources: What each environment needs; None for what its worker happens to have.
+        gpus: The GPUs that are claimed for all environments; None for those that this process sees.
 
     Attributes:
         spaces: The spaces and metadata of the environments.
@@ -68,9 +72,12 @@ class Machine(Fleet):
         preload: Sequence[str] = (),
         restart_policy: RestartPolicy = NO_RESTARTS,
         first_id: int = 0,
+        resources: EnvResources | None = None,
+        gpus: Sequence[str] | None = None,
     ) -> None:
         self.first_id, self._preload = first_id, tuple(preload)
         units = even_bounds(factory.num_envs, num_workers)
+        shares = worker_shares(resources, units, gpus)
         allow_open_files(num_workers)
         self._block: MachineBlock | None = None
         self._slots: dict[tuple[int, int], deque[int]] = {}
@@ -78,8 +85,8 @@ class Machine(Fleet):
         self._factories = factory.in_parts(units)
         names = [f"node {node}, worker {k}" for k in range(num_workers)]
         self._specs = [
-            WorkerSpec(places, first_id + first, name, restart_policy, factory.seed)
-            for places, first, name in zip(self._factories.places, units, names, strict=False)
+            WorkerSpec(places, first_id + first, name, restart_policy, factory.seed, share)
+            for places, first, name, share in zip(self._factories.places, units, names, shares, strict=False)
         ]
         self._workers: list[LocalWorker] = []
         try:

@@ -36,6 +36,7 @@ from typing import Any
 
 from rayvec.envs.owner_signals import leave_to_owner, restore_in_children
 from rayvec.errors import ConfigError
+from rayvec.node.worker_share import WorkerShare
 
 __all__ = [
     "FILES_OF_A_WORKER",
@@ -59,11 +60,11 @@ _PR_SET_PDEATHSIG = 1
 _SECRETS = ("RAY_AUTH_TOKEN",)
 """Environment variables that workers do not get: environments have no need of them."""
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""How many threads a process uses for linear algebra: one if unset, because there is already a worker for each core."""
+"""How many threads a process uses for linear algebra. If unset, one, or what its share says."""
 _threads: dict[str, str] = {}
 """The threads that preloaded modules have started, by module."""
-_servers: dict[tuple[int, tuple[str, ...]], forkserver.ForkServer] = {}
-"""The fork servers of a process, by its id and the modules that they have imported."""
+_servers: dict[tuple[int, int, tuple[str, ...]], forkserver.ForkServer] = {}
+"""The fork servers of a process, by its id, their threads, and the modules that they have imported."""
 _lock = threading.Lock()
 FILES_OF_A_WORKER = 5
 """The socket, two of the process, the file for its stack, and a message."""
@@ -138,19 +139,19 @@ def remove_folder() -> None:
     shutil.rmtree(_folder(), ignore_errors=True)
 
 
-def _environment() -> dict[str, str]:
+def _environment(threads: int) -> dict[str, str]:
     """Returns the environment variables of a worker that starts now."""
-    variables = dict.fromkeys(_THREADS, os.environ.get("OMP_NUM_THREADS", "1")) | os.environ
+    variables = dict.fromkeys(_THREADS, os.environ.get("OMP_NUM_THREADS", str(threads))) | os.environ
     return {name: text for name, text in variables.items() if name not in _SECRETS}
 
 
-def _server(preload: Sequence[str]) -> Any:
+def _server(preload: Sequence[str], threads: int) -> Any:
     """Returns the fork server for some modules. It is started if it does not run."""
     with _lock:
-        key = os.getpid(), tuple(preload)
+        key = os.getpid(), threads, tuple(preload)
         server = _servers.setdefault(key, forkserver.ForkServer())
         server.set_forkserver_preload([_SERVER_MODULE])
-        added = {name: text for name, text in _environment().items() if name not in os.environ}
+        added = {name: text for name, text in _environment(threads).items() if name not in os.environ}
         added[PRELOAD] = json.dumps([[str(path) for path in sys.path], list(preload), _folder()])
         os.environ.update(added)  # what the server imports reads them
         try:
@@ -200,16 +201,24 @@ class OwnedProcess:
         name: Of the process.
         preload: Modules that the fork server imports.
         timeout_s: How long the fork server may import.
+        share: What it gets of the machine.
 
     Raises:
         EOFError, OSError: It can't be started.
     """
 
     def __init__(
-        self, target: Callable[..., None], args: tuple[Any, ...], name: str, preload: Sequence[str], timeout_s: float
+        self,
+        target: Callable[..., None],
+        args: tuple[Any, ...],
+        name: str,
+        preload: Sequence[str],
+        timeout_s: float,
+        share: WorkerShare = WorkerShare(),  # noqa: B008  # it is immutable
     ) -> None:
-        process = Process(target=_main, args=(_environment(), os.getpid(), target, args), name=name)
-        self._popen, self._timeout_s = _Popen(process, _server(preload)), timeout_s
+        variables = _environment(share.threads) | share.variables()
+        process = Process(target=_main, args=(variables, os.getpid(), target, args), name=name)
+        self._popen, self._timeout_s = _Popen(process, _server(preload, share.threads)), timeout_s
 
     @functools.cached_property
     def pid(self) -> int:

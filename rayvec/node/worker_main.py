@@ -28,6 +28,7 @@ from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, Machine
 from rayvec.node.messages import dumps, receive, receive_files, send
 from rayvec.node.processes import check_threads
 from rayvec.node.shared_memory import keep_freed_memory
+from rayvec.node.worker_share import WorkerShare, bind_cores
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
 
 __all__ = ["STACK_SIGNAL", "Attachment", "WorkerSpec", "worker_main"]
@@ -49,6 +50,7 @@ class WorkerSpec:
         name: What errors call it.
         restart_policy: Whether environments that raise are restarted.
         seed: Seeds the global random generators before the environments are made; None takes the system's numbers.
+        share: What the worker gets of the machine.
     """
 
     factory: Places
@@ -56,6 +58,7 @@ class WorkerSpec:
     name: str
     restart_policy: RestartPolicy
     seed: int | None
+    share: WorkerShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ def _made(spec: WorkerSpec, channel: socket.socket, factories: int) -> Slice | N
     seed_globals(None)  # else every worker inherits the fork server's state
     try:
         check_threads()
+        if spec.share.cores:
+            bind_cores(spec.share.cores)
         factory = load_part(factories, spec.factory)
         os.close(factories)
         _seed(spec.seed, spec.first_id, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import gymnasium
@@ -42,6 +42,9 @@ class RayVecEnv(Adapter, VecEnv):
         workers_per_node: Worker processes on each; by default as for :class:`rayvec.RayVecEnv`. With ``num_nodes=0`` it
             may be 0: this process steps the environments one after another, as ``DummyVecEnv`` does.
         probe: As for :class:`rayvec.RayVecEnv`.
+        cores_per_env: As for :class:`rayvec.RayVecEnv`.
+        gpus_per_env: As for :class:`rayvec.RayVecEnv`.
+        resources_per_env: As for :class:`rayvec.RayVecEnv`.
         step_timeout_s: As for :class:`rayvec.RayVecEnv`.
         start_timeout_s: As for :class:`rayvec.RayVecEnv`.
         on_env_error: As for :class:`rayvec.RayVecEnv`. With ``"restart"``, a step that failed ends the episode: reward
@@ -65,6 +68,9 @@ class RayVecEnv(Adapter, VecEnv):
         num_nodes: int | tuple[int, int] | None = None,
         workers_per_node: int | None = None,
         probe: bool = True,
+        cores_per_env: float | None = None,
+        gpus_per_env: float | None = None,
+        resources_per_env: Mapping[str, float] | None = None,
         step_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
         on_env_error: Literal["raise", "restart"] = "raise",
@@ -80,6 +86,9 @@ class RayVecEnv(Adapter, VecEnv):
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,
             probe=check_flag("probe", probe),
+            cores_per_env=cores_per_env,
+            gpus_per_env=gpus_per_env,
+            resources_per_env=resources_per_env,
             restart_policy=restart_policy,
             on_node_loss=on_node_loss,
             preload=preload,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from rayvec.data.cores import usable_cores
+from rayvec.data.resources import EnvResources
 from rayvec.data.topology import Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, check_choice, check_count
@@ -14,6 +15,7 @@ from rayvec.node.in_process import InProcess, make_slice
 from rayvec.node.machine import Machine
 from rayvec.node.probe import MAX_WAITING_WORKERS, log_probe, probe_step
 from rayvec.node.shared_memory import keep_freed_memory
+from rayvec.node.worker_share import check_here
 
 if TYPE_CHECKING:
     from rayvec.cluster.cluster import Cluster
@@ -37,6 +39,9 @@ def open_environments(
     worker_per_env: bool = False,
     claim_cpus: bool = True,
     probe: bool = True,
+    cores_per_env: float | None = None,
+    gpus_per_env: float | None = None,
+    resources_per_env: Mapping[str, float] | None = None,
 ) -> Environments:
     """Opens environments where `num_nodes` says: 0 is this machine without Ray, all else a Ray cluster.
 
@@ -52,29 +57,43 @@ def open_environments(
         worker_per_env: Whether each environment gets a worker of its own, unless it steps in this process.
         claim_cpus: Whether the workers' cores are claimed from Ray.
         probe: Whether to measure steps of an environment where `workers_per_node` is None.
+        cores_per_env: As of :class:`rayvec.RayVecEnv`, like the next two.
+        gpus_per_env: GPUs of each environment.
+        resources_per_env: Other resources of each environment.
 
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.
     """
     check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
+    resources = EnvResources.of(cores_per_env, gpus_per_env, resources_per_env)
     check_count("first_id", first_id, least=0)
     if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
         raise ConfigError(f"preload is {preload!r}. It must be a list of names of modules, for example ['torch'].")
     if factory.native:
         keep_freed_memory(64 << 20)
     if num_nodes == 0 and num_nodes is not False:
-        _check_local(address, workers_per_node, restart_policy)
+        _check_local(address, workers_per_node, restart_policy, resources)
         if workers_per_node == 0:
             where = Topology.this_process
             return InProcess(make_slice(factory, first_id, where, restart_policy))
+        if resources is not None:
+            check_here(resources, factory.num_envs)
         name = Topology.of_this_node().nodes[0].name
         num_workers = factory.num_envs if worker_per_env else workers_per_node
+        if resources is not None and num_workers is None:
+            num_workers = factory.num_envs
         num_workers = num_workers or local_workers(
             factory, usable_cores(), probe=probe, preload=preload, restart_policy=restart_policy
         )
         num_workers = min(num_workers, factory.num_envs)
         return Machine(
-            factory, num_workers, node=name, preload=preload, restart_policy=restart_policy, first_id=first_id
+            factory,
+            num_workers,
+            node=name,
+            preload=preload,
+            restart_policy=restart_policy,
+            first_id=first_id,
+            resources=resources,
         )
     if first_id:
         raise ConfigError(f"first_id={first_id} was passed with environments on Ray. It requires num_nodes=0.")
@@ -86,12 +105,13 @@ def open_environments(
         num_nodes=num_nodes,
         workers_per_node=workers_per_node,
         worker_per_env=worker_per_env,
-        claim_cpus=claim_cpus,
-        probe=probe,
+        claim_cpus=claim_cpus or resources is not None,
+        probe=probe and resources is None,
         preload=preload,
         restart_policy=restart_policy,
         rehost=on_node_loss == "rehost",
         address=address,
+        resources=resources,
     )
 
 
@@ -121,7 +141,9 @@ def local_workers(
     return min(num_envs, MAX_WAITING_WORKERS) if step is not None and step.waits else cores
 
 
-def _check_local(address: str | None, workers: int | None, restart_policy: RestartPolicy) -> None:
+def _check_local(
+    address: str | None, workers: int | None, restart_policy: RestartPolicy, resources: EnvResources | None
+) -> None:
     """Checks what environments of this machine without Ray, that is ``num_nodes=0``, can be given."""
     if address is not None:
         raise ConfigError(
@@ -134,4 +156,9 @@ def _check_local(address: str | None, workers: int | None, restart_policy: Resta
         raise ConfigError(
             f"step_timeout_s={restart_policy.step_timeout_s:g} can't stop a step of workers_per_node=0, which runs in "
             "this process. Leave step_timeout_s out, or pass workers_per_node=1 or more."
+        )
+    if workers == 0 and resources is not None:
+        raise ConfigError(
+            "cores_per_env and gpus_per_env are of a worker, but workers_per_node=0 steps in this process. Leave them "
+            "out, or pass workers_per_node=1 or more."
         )

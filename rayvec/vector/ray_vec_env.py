@@ -63,6 +63,10 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             environments whose step takes microseconds; ``step_timeout_s`` is an error then.
         probe: Whether to find out if steps wait, where there are more environments than cores and `workers_per_node` is
             not given: by one environment more, which is made, stepped for at most 0.3 s, and closed before the others.
+        cores_per_env: Cores that each environment needs. With Ray they are claimed. See docs/slow-simulators.md, as for the
+            next two.
+        gpus_per_env: A share of a GPU, or a whole number of GPUs, that each environment needs, and alone sees.
+        resources_per_env: Resources of Ray's nodes that each environment claims, such as ``{"license": 1}``.
         groups: 1, or 2 so that the policy acts on one half while the other half steps.
         step_timeout_s: Seconds that a worker may take for one step of its environments, also within a chunk, for a
             reset or a call, before it is killed. By default there is no limit.
@@ -103,6 +107,9 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         num_nodes: int | tuple[int, int] | None = None,
         workers_per_node: int | None = None,
         probe: bool = True,
+        cores_per_env: float | None = None,
+        gpus_per_env: float | None = None,
+        resources_per_env: Mapping[str, float] | None = None,
         groups: Literal[1, 2] = 1,
         step_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
@@ -126,6 +133,9 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             num_nodes=num_nodes,
             workers_per_node=workers_per_node,
             probe=check_flag("probe", probe),
+            cores_per_env=cores_per_env,
+            gpus_per_env=gpus_per_env,
+            resources_per_env=resources_per_env,
             restart_policy=restart_policy,
             on_node_loss=on_node_loss,
             preload=preload,
