@@ -123,7 +123,14 @@ class Node:
         spec: Any = self._spec
         limits, first_id = spec.restart_policy, spec.first_id
         self.machine = Machine(
-            spec, len(spec.parts.places), node=spec.name, preload=spec.preload, restart_policy=limits, first_id=first_id
+            spec,
+            len(spec.parts.places),
+            node=spec.name,
+            preload=spec.preload,
+            restart_policy=limits,
+            first_id=first_id,
+            resources=spec.resources,
+            gpus=self.gpus,
         )
 
     def spaces(self) -> PoolSpaces:

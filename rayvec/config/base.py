@@ -45,6 +45,9 @@ ADJUSTABLE = (
     "num_nodes",
     "workers_per_node",
     "probe",
+    "cores_per_env",
+    "gpus_per_env",
+    "resources_per_env",
     "address",
     "inference",
     "num_learners",
@@ -143,6 +146,16 @@ class TrainConfig:
 
     probe: bool = True
     """Whether to find out if steps wait, where workers_per_node is unset, by one environment more (at most 0.3 s)."""
+
+    cores_per_env: Positive | None = None
+    """Cores that each environment needs: a share of one, or a whole number. Not with learners="decentralized"."""
+
+    gpus_per_env: Positive | None = None
+    """GPUs that each environment needs, and alone sees: a share of one, or a whole number. Unset: it sees those of
+    CUDA_VISIBLE_DEVICES."""
+
+    resources_per_env: dict[str, Positive] = field(default_factory=dict)
+    """Resources of Ray's nodes that each environment claims, for example license=1."""
 
     address: str | None = None
     """Address of a running Ray cluster; unset: RAY_ADDRESS, or else, where Ray is needed, a private one."""
@@ -274,6 +287,11 @@ class TrainConfig:
             limit, most = getattr(self, name), check_node_range(self.num_nodes)[1]
             require(most <= limit, f"num_nodes is {self.num_nodes}. The maximum must be at most {name} = {limit}.")
         require(
+            self.learner_mode != "decentralized" or not self.claims_resources,
+            "cores_per_env, gpus_per_env or resources_per_env was passed with learners='decentralized', whose ranks "
+            "share their cores among their environments. Pass another value of learners.",
+        )
+        require(
             self.learner_mode != "dedicated" or (isinstance(self.num_nodes, int | None) and self.num_nodes != 0),
             f"num_nodes={self.num_nodes} was passed with learners='dedicated'. Dedicated ranks require one number of "
             "nodes, at least 1: pass one, or learners='driver', 'shared' or 'decentralized'.",
@@ -296,6 +314,11 @@ class TrainConfig:
         It takes effect only with ``inference="worker"``, and is never so with decentralized ranks.
         """
         return False
+
+    @property
+    def claims_resources(self) -> bool:
+        """Whether environments need a certain part of their machine."""
+        return bool(self.cores_per_env or self.gpus_per_env or self.resources_per_env)
 
     @property
     def learner_mode(self) -> str:

@@ -66,6 +66,7 @@ LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {
 }
 """Learners by the class of their settings; each is called with the spaces of one environment and the settings."""
 
+_NO_RESOURCES: dict[str, Any] = {"cores_per_env": None, "gpus_per_env": None, "resources_per_env": {}}
 _WAIT_S, _COMPILING_S = 60.0, 300.0
 """How long ranks wait for each other; a rank that compiles for another shape takes half a minute and more."""
 
@@ -93,12 +94,14 @@ def choose_engine(config: TrainConfig) -> TrainConfig:
     """Returns `config` with ``num_nodes=0`` (this machine, without Ray) where nothing asks for Ray.
 
     Ray is used if `num_nodes` is 1 or more, an address is given (`config.address` or ``RAY_ADDRESS``), Ray is
-    initialised in this process, or the learner has nodes of its own.
+    initialised in this process, environments need resources of its nodes, or the learner has nodes of its own.
     """
     is_initialized = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     has_nodes = config.learner_mode == "dedicated"
-    asks_for_ray = config.address or os.environ.get("RAY_ADDRESS") or is_initialized or has_nodes
-    return config if config.num_nodes is not None or asks_for_ray else replace(config, num_nodes=0)
+    asks_for_ray = config.address or os.environ.get("RAY_ADDRESS") or config.resources_per_env
+    if config.num_nodes is not None or asks_for_ray or is_initialized or has_nodes:
+        return config
+    return replace(config, num_nodes=0)
 
 
 def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0, seed: int | None = None) -> RayVecEnv:
@@ -124,6 +127,9 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         "num_nodes",
         "workers_per_node",
         "probe",
+        "cores_per_env",
+        "gpus_per_env",
+        "resources_per_env",
         "groups",
         "step_timeout_s",
         "start_timeout_s",
@@ -181,8 +187,10 @@ def make_eval_env(config: TrainConfig, *, is_final: bool) -> RayVecEnv:
     Raises:
         ConfigError: The environments of the run are a list, which has none for evaluations.
     """
-    workers = config.workers_per_node if choose_engine(config).num_nodes == 0 else None
-    here = replace(eval_settings(config), num_nodes=0, workers_per_node=workers, address=None)
+    changes: dict[str, Any] = {"num_nodes": 0, "address": None}
+    if choose_engine(config).num_nodes != 0:  # what nodes have is not what this machine has
+        changes |= {"workers_per_node": None, **_NO_RESOURCES}
+    here = replace(eval_settings(config), **changes)
     # a sub-batch of games takes certain numbers of environments only: that of the run fits
     num_envs = config.num_envs if config.native is not None else min(config.num_envs, config.eval_episodes)
     if isinstance(environment_of(here), list | tuple) and config.eval_env is None:
@@ -229,7 +237,7 @@ def make_one_env(config: TrainConfig, **env_kwargs: Any) -> RayVecEnv:
     """
     here: dict[str, Any] = {"num_nodes": 0, "workers_per_node": 0, "address": None, "step_timeout_s": None, "groups": 1}
     kwargs = {**config.env_kwargs, **env_kwargs}
-    return make_env(replace(config, **here, env_kwargs=kwargs), 1)
+    return make_env(replace(config, **here, **_NO_RESOURCES, env_kwargs=kwargs), 1)
 
 
 def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:

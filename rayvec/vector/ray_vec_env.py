@@ -63,8 +63,8 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             environments whose step takes microseconds; ``step_timeout_s`` is an error then.
         probe: Whether to find out if steps wait, where there are more environments than cores and `workers_per_node` is
             not given: by one environment more, which is made, stepped for at most 0.3 s, and closed before the others.
-        cores_per_env: Cores that each environment needs. With Ray they are claimed. See docs/slow-simulators.md, as for the
-            next two.
+        cores_per_env: Cores that each environment needs. With Ray they are claimed; see docs/slow-simulators.md for
+            this and the next two.
         gpus_per_env: A share of a GPU, or a whole number of GPUs, that each environment needs, and alone sees.
         resources_per_env: Resources of Ray's nodes that each environment claims, such as ``{"license": 1}``.
         groups: 1, or 2 so that the policy acts on one half while the other half steps.

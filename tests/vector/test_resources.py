@@ -13,6 +13,7 @@ from gymnasium import spaces
 import rayvec
 import rayvec.stable_baselines3
 import rayvec.tianshou
+from rayvec.errors import ConfigError
 
 NAMES = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -87,5 +88,24 @@ def test_an_environment_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     ids=str,
 )
 def test_what_can_not_be_had_is_refused(settings: Any, match: str) -> None:
-    with pytest.raises(rayvec.ConfigError, match=match):
+    with pytest.raises(ConfigError, match=match):
         rayvec.RayVecEnv(Shows, 2, num_nodes=0, **settings)
+
+
+def test_on_ray_environments_are_where_their_resources_are(ray_cluster: Any) -> None:
+    """The driver's node has no license, and its GPUs are others."""
+    variables = {"CUDA_VISIBLE_DEVICES": "6,7"}
+    licensed = ray_cluster.add_node(num_cpus=4, num_gpus=2, resources={"license": 4}, env_vars=variables)
+    try:
+        needs: Any = {"cores_per_env": 1, "gpus_per_env": 0.5, "resources_per_env": {"license": 1}}
+        with rayvec.RayVecEnv(Shows, 4, **needs) as env:
+            (node,) = env.topology.nodes
+            assert (node.num_workers, node.num_cpus) == (4, 4)
+            shown = env.get_attr("variables")
+            assert sorted(each[0] for each in shown) == ["6", "6", "7", "7"]
+            with pytest.raises(ConfigError, match="license"):
+                rayvec.RayVecEnv(Shows, 1, resources_per_env={"license": 1}, start_timeout_s=1.0)
+        with pytest.raises(ConfigError, match=r"license.* 5 .*4"):
+            rayvec.RayVecEnv(Shows, 5, resources_per_env={"license": 1}, start_timeout_s=1.0)
+    finally:
+        ray_cluster.remove_node(licensed)
