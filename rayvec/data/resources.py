@@ -106,4 +106,4 @@ class EnvResources:
 
 
 def _is_amount(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+    return not isinstance(value, bool) and isinstance(value, Real) and 0 < float(value) < math.inf
