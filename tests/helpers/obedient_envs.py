@@ -82,17 +82,6 @@ def slow_env() -> EndlessEnv:
     return EndlessEnv(step_s=0.005)
 
 
-class FailsToStart(EndlessEnv):
-    """While a file exists, its constructor ends the process. Once, it removes the file first."""
-
-    def __init__(self, file: Path, *, once: bool = True) -> None:
-        super().__init__()
-        if file.exists():
-            if once:
-                file.unlink()
-            os._exit(3)
-
-
 class SameAgain(gymnasium.Env[Any, Any]):
     """Every observation is the same; a time limit ends each episode after two steps, and the fourth step raises."""
 

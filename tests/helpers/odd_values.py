@@ -173,21 +173,6 @@ ODD_VALUES = [
 ]
 
 
-class NoInfo(OddValues):
-    """Returns something else than a dict as the info of a step.
-
-    Args:
-        info: What it returns.
-    """
-
-    def __init__(self, info: Any = None) -> None:
-        super().__init__()
-        self._info = info
-
-    def info(self) -> Any:
-        return self._info if self._t else {}
-
-
 LOCK = threading.Lock()
 
 

@@ -18,7 +18,6 @@ from helpers.kinds import ARRAY_SPACES, env_fns
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecMonitor, VecNormalize
 
@@ -219,11 +218,6 @@ class TestFaults:
 
 
 class TestBadInput:
-    def test_one_environment_for_several_callables(self) -> None:
-        shared = CountingEnv()
-        with pytest.raises(ValueError, match="the same environment more than once"):
-            RayVecEnv([lambda: shared] * 2, num_nodes=0, workers_per_node=0)
-
     def test_observations_that_no_array_holds(self) -> None:
         with pytest.raises(ConfigError, match="The observation space is Text"):
             RayVecEnv(env_fns(2, spaces.Text(3)), num_nodes=0, workers_per_node=0)
@@ -260,12 +254,6 @@ class TestTraining:
                 weights.append({name: value.numpy() for name, value in model.policy.state_dict().items()})
         assert_identical(*weights)
 
-    def test_evaluate_policy(self) -> None:
-        with closing(VecMonitor(RayVecEnv(COUNTING, num_nodes=0, workers_per_node=0))) as env:
-            model = PPO("MlpPolicy", env, n_steps=8, batch_size=40, device="cpu")
-            returns, lengths = evaluate_policy(model, env, n_eval_episodes=10, return_episode_rewards=True)
-            assert len(returns) == 10 and set(lengths) <= set(range(1, 8))
-
     @pytest.mark.slow
     def test_ppo_and_callbacks_on_two_nodes(self, ray_cluster: object, tmp_path: Any) -> None:
         from stable_baselines3.common.callbacks import EvalCallback
@@ -280,19 +268,3 @@ class TestTraining:
             callback = EvalCallback(test_env, eval_freq=16, n_eval_episodes=4, log_path=str(tmp_path), verbose=0)
             PPO("MlpPolicy", env, n_steps=32, batch_size=64, device="cpu").learn(256, callback=callback)
             assert callback.n_calls == 64 and np.isfinite(callback.best_mean_reward)
-
-    @pytest.mark.slow
-    @pytest.mark.timeout(1800)
-    def test_ppo_solves_cartpole_on_two_nodes(self, ray_cluster: object) -> None:
-        settings = {"num_nodes": 2, "workers_per_node": 1, "preload": ("stable_baselines3",)}
-        env = make_vec_env("CartPole-v1", 8, vec_env_cls=RayVecEnv, vec_env_kwargs=settings, seed=0)  # type: ignore[type-var]
-        with closing(env):
-            assert env.transports == ("shm", "tcp")
-            model = PPO("MlpPolicy", env, n_steps=128, batch_size=256, learning_rate=1e-3, seed=0, device="cpu")
-            mean = 0.0
-            for _ in range(10):
-                model.learn(12_288, reset_num_timesteps=False)
-                mean = float(evaluate_policy(model, env, n_eval_episodes=16)[0])  # type: ignore[arg-type]
-                if mean >= 475:
-                    break
-            assert mean >= 475

@@ -18,7 +18,7 @@ import rayvec
 import rayvec.stable_baselines3
 import rayvec.tianshou
 from rayvec.data.cores import quota_cores, usable_cores
-from rayvec.errors import ConfigError, EnvError
+from rayvec.errors import ConfigError
 
 MANY = usable_cores() + 2
 
@@ -78,15 +78,6 @@ def test_no_environment_is_made_only_to_be_tried(num_envs: int, settings: dict[s
     with rayvec.RayVecEnv([partial(make_noted, path)] * num_envs, num_nodes=0, **settings) as env:
         assert events(path) == ["env make"] * num_envs
         assert env.num_envs == num_envs
-
-
-def test_the_constructors_error_is_the_environments_own() -> None:
-    def broken() -> gymnasium.Env[Any, Any]:
-        raise KeyError("no licence")
-
-    with pytest.raises(KeyError, match="no licence") as caught:
-        rayvec.RayVecEnv(broken, MANY, num_nodes=0)
-    assert isinstance(caught.value.__cause__, EnvError)
 
 
 @pytest.mark.parametrize("fails", ["raises", "dies"])

@@ -28,7 +28,6 @@ from helpers.obedient_envs import (
     TOTAL,
     EndlessEnv,
     FailsAfterAnEnd,
-    FailsToStart,
     NeverSteps,
     ObedientEnv,
     RaisesOnReset,
@@ -37,8 +36,8 @@ from helpers.obedient_envs import (
     long_env,
     slow_env,
 )
-from helpers.testing import CountingEnv, assert_identical
-from helpers.waiting import DEADLINE_S, alive, wait_until
+from helpers.testing import assert_identical
+from helpers.waiting import DEADLINE_S, wait_until
 
 from rayvec.collect.collector import Collector
 from rayvec.data.join_chunks import counted_ends
@@ -126,30 +125,6 @@ def test_the_other_autoreset_modes(make_vec: Any, mode: str) -> None:
     assert env.step(told(3))[0][:, TOTAL].tolist() == [3, 1, 3]
 
 
-def test_a_killed_worker_of_a_bare_slice_answers_for_both_groups(make_vec: Any) -> None:
-    env = make_vec([long_env] * 4, workers=1, on_env_error="restart", groups=2)
-    env.reset(seed=1)
-    env.send(told(2, n0=DIE), group=0)
-    env.send(told(2), group=1)
-    for group in (0, 1):
-        batch = env.recv(group)
-        assert batch.info["env_restarted"].all()
-        assert batch.obs[:, TOTAL].tolist() == [0, 0]
-    assert env.step(told(4))[0][:, TOTAL].tolist() == [0, 0, 0, 0], "the next step resets"
-    assert env.step(told(4))[0][:, TOTAL].tolist() == [1, 1, 1, 1]
-
-
-def test_the_log_names_node_worker_environment_and_seed(make_vec: Any, caplog: pytest.LogCaptureFixture) -> None:
-    env = make_vec([long_env] * 4, nodes=2, workers=1, on_env_error="restart")
-    env.reset(seed=10)
-    with caplog.at_level(logging.WARNING, "rayvec"):
-        env.step(told(4, n1=RAISE, n3=RAISE))
-    for index, node in ((1, 0), (3, 1)):
-        name = env.topology.nodes[node].name
-        said = [text for text in caplog.messages if name in text and f"environment {index}," in text]
-        assert said and "worker 0" in said[0] and f"seed {10 + index}" in said[0], caplog.messages
-
-
 @pytest.mark.parametrize("nodes", ONE_NODE_IS_SLOW)
 @pytest.mark.parametrize(
     "fault", [pytest.param(RAISE, marks=pytest.mark.slow, id="raise"), pytest.param(DIE, id="die"), HANG_IS_SLOW]
@@ -223,20 +198,6 @@ def test_chunks_leave_out_what_did_not_happen(make_vec: Any) -> None:
     assert (np.delete(chunk.obs, 1, 1)[-1][:, TOTAL] == 9).all()
 
 
-@pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_a_policy_that_writes_in_its_observations_changes_no_cut(make_vec: Any, inference: Any) -> None:
-    def writes(obs: Any) -> Any:
-        actions = np.where((obs[:, TOTAL] == 5) & (obs[:, SEED] == 3), RAISE, GO)
-        obs += 100
-        return actions
-
-    env = make_vec([long_env] * 2, workers=2, on_env_error="restart")
-    chunk = env.rollout(writes, 10, inference, seed=2)
-    assert chunk.cuts.tolist() == [[4, 1]]
-    assert chunk.next_obs()[4, 1].tolist() == chunk.obs[5, 1].tolist() == [3, 0, 5, 5]
-    assert not counted_ends(chunk).any()
-
-
 @pytest.mark.parametrize(("env_class", "cuts", "ends"), [(SameAgain, [[2, 0]], [1, 5]), (FailsAfterAnEnd, [], [1, 4])])
 def test_an_end_is_told_from_a_cut_where_observations_are_equal(
     make_vec: Any, env_class: Any, cuts: Any, ends: Any
@@ -274,25 +235,6 @@ def test_a_policy_that_hangs_is_named_as_such() -> None:
     with RayVecEnv([ObedientEnv] * 2, num_nodes=0, workers_per_node=1, step_timeout_s=0.5) as env:
         with pytest.raises(WorkerLostError, match=r"(?s)within 2 s \(step_timeout_s\).*in hanging_policy"):
             within(DEADLINE_S, partial(env.rollout, hanging_policy, 4, seed=1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 2], ids=["one node", "two nodes"])
-def test_a_worker_killed_in_a_chunk(make_vec: Any, nodes: int) -> None:
-    env = make_vec([slow_env] * 4, nodes=nodes, workers=2 // nodes, on_env_error="restart")
-    collector = Collector(env, lambda obs: np.zeros(len(obs), np.int64), seed=1)
-    collector.collect(n_step=40)
-    pids = env.worker_pids()
-    victim = pids[env.topology.nodes[-1].name][-1]
-    timer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
-    timer.start()
-    batch = collector.collect(n_step=800)
-    timer.join()
-    (chunk,) = batch.chunks
-    assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]]
-    assert chunk.valid.all() and batch.stats.n_collected_episodes == 0
-    assert chunk.obs[0][:, TOTAL].tolist() == [10, 10, 0, 0]
-    assert (chunk.next_obs()[-1][:, TOTAL] == [210, 210, 200, 200]).all()
 
 
 @pytest.mark.parametrize("nodes", ONE_NODE_IS_SLOW)
@@ -349,14 +291,6 @@ def test_an_episode_that_was_cut_fills_no_quota(make_vec: Any, fault: int, infer
     assert sorted(length for _, length in lens) == sorted(batch.stats.lens.tolist())
 
 
-class HasNumber(CountingEnv):
-    number = 0
-
-    def add(self, number: int) -> int:
-        self.number += number
-        return self.number
-
-
 def actor(env: RayVecEnv, node: int = 1) -> int:
     """Returns the process id of a node's actor, by default of the second: the first is this process's own."""
     pid = env.worker_pids()[env.topology.nodes[node].name][0]
@@ -391,24 +325,6 @@ def test_an_actor_that_is_killed_is_replaced(make_vec: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["call", "get", "set"])
-def test_a_call_that_finds_a_lost_actor_is_made_where_its_environments_restart(make_vec: Any, name: str) -> None:
-    env = make_vec([HasNumber] * 4, nodes=2, workers=1)
-    env.reset(seed=1)
-    pids = env.worker_pids()[env.topology.nodes[1].name]
-    kill(env)
-    wait_until(lambda: not any(map(alive, pids)), "the workers have ended too")
-    if name == "call":
-        assert env.call("add", 3) == (3, 3, 3, 3)
-    elif name == "get":
-        assert env.get_attr("number") == (0, 0, 0, 0)
-    else:
-        env.set_attr("number", [1, 2, 3, 4])
-        assert env.get_attr("number") == (1, 2, 3, 4)
-    assert env.step(told(4))[4]["env_restarted"].tolist() == [False, False, True, True]
-
-
-@pytest.mark.slow
 def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
     env = make_vec([slow_env] * 4, nodes=2, workers=1)
     policy = lambda obs: np.zeros(len(obs), np.int64)  # noqa: E731
@@ -420,19 +336,6 @@ def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
     assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]]
     assert chunk.obs[0][:, TOTAL].tolist() == [5, 5, 0, 0]
     assert chunk.obs[-1][:, TOTAL].tolist() == [104, 104, 99, 99]
-
-
-@pytest.mark.slow
-def test_workers_that_never_start_elsewhere_are_a_crash_loop(make_vec: Any, tmp_path: Path) -> None:
-    env = make_vec(
-        [partial(FailsToStart, tmp_path / "fails", once=False)] * 2, nodes=2, workers=1, on_env_error="restart"
-    )
-    env.reset(seed=1)
-    (tmp_path / "fails").touch()
-    kill(env)
-    with pytest.raises(WorkerLostError, match="at most 5 restarts"):
-        env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
-    assert env.closed
 
 
 def test_on_node_loss_raise(make_vec: Any) -> None:
@@ -447,23 +350,6 @@ def test_on_node_loss_raise(make_vec: Any) -> None:
 
 def number_of(node: Any, env: RayVecEnv) -> int:
     return [each.node_id for each in env.topology.nodes].index(node.node_id)
-
-
-@pytest.mark.parametrize("what", [pytest.param("chunk", marks=pytest.mark.slow), "drop"])
-def test_a_node_that_is_lost_closes_everything_at_the_next_request(make_vec: Any, what: str) -> None:
-    env = make_vec([long_env] * 2, nodes=2, workers=1, on_node_loss="raise")
-    weights = env.publish(lambda obs: np.zeros(len(obs), np.int64))
-    pid = actor(env)
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not alive(pid), "the actor has ended")
-    with pytest.raises(NodeLostError):
-        if what == "drop":
-            weights.drop()
-        else:
-            env.rollout_workers(weights, 3, 0, 0)
-    assert env.closed
-    with pytest.raises(gymnasium.error.ClosedEnvironmentError, match="NodeLostError in an earlier call closed it"):
-        env.step(told(2))
 
 
 @pytest.fixture
@@ -508,18 +394,6 @@ def test_where_no_core_is_left_a_lost_node_is_an_error(make_vec: Any, ray_cluste
     with pytest.raises(NodeLostError, match="No other node has a free core"):
         for _ in range(1000):
             env.step(told(3))
-
-
-def test_a_worker_that_ended_before_a_policy_came_is_reached_again(make_vec: Any) -> None:
-    """The replacement knows the policy, and answers calls."""
-    env = make_vec([long_env] * 2, workers=2, on_env_error="restart")
-    env.reset(seed=1)
-    (pids,) = env.worker_pids().values()
-    os.kill(pids[1], signal.SIGKILL)
-    env.publish(lambda obs: np.zeros(len(obs), np.int64))
-    (now,) = env.worker_pids().values()
-    assert now[1] != pids[1] and now[2] == pids[2]
-    assert env.get_attr("action_space") == (env.single_action_space,) * 2
 
 
 @pytest.mark.parametrize("inference", ["worker", pytest.param("node", marks=pytest.mark.slow)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from helpers.simple_policies import still
 from helpers.testing import CountingEnv, assert_identical, counting_errors
 
 import rayvec
-from rayvec import Collector, RayVecEnv
+from rayvec import RayVecEnv
 from rayvec.errors import ConfigError, EnvError
 
 SLOW = pytest.mark.slow
@@ -126,32 +124,6 @@ class TestChunks:
             expected[1:] = done[:-1] & (mode == "NextStep")
             np.testing.assert_array_equal(waits, expected)
 
-    @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-    def test_infos_are_those_of_single_steps(self, mode: str) -> None:
-        with (
-            closing(local([partial(counting, 3, mode)] * 2, workers_per_node=0)) as env,
-            closing(RayVecEnv([CountingEnv] * 6, num_nodes=0, workers_per_node=0)) as ordinary,
-        ):
-            chunk, other = (each.rollout(still, 30, seed=5) for each in (env, ordinary))
-            if mode == "SameStep":
-                assert [tuple(info) for info in chunk.infos] == [tuple(info) for info in other.infos]
-                assert [tuple(info) for info in chunk.reset_infos] == [tuple(info) for info in other.reset_infos]
-                assert_identical(chunk.final_obs, other.final_obs)
-            for t, n, info in chunk.infos:
-                assert chunk.valid[t, n] and info == {"step": chunk.next_obs()[t, n, 3]}
-            for t, n, info in chunk.reset_infos:
-                ended = chunk.next_obs()[t, n, 1]
-                assert t < 0 or info["began"] == ended + (mode == "SameStep")
-
-    @pytest.mark.parametrize("mode", ONE_MODE)
-    @pytest.mark.parametrize("prefetch", [False, True])
-    def test_no_transition_of_a_collector_is_false(self, mode: str, prefetch: bool) -> None:
-        with closing(local([partial(counting, 3, mode)] * 2, workers_per_node=2)) as env:
-            collector = Collector(env, still, prefetch=prefetch, seed=1)
-            chunks = [chunk for k in range(4) for chunk in collector.collect(n_step=42, ahead=k < 3).chunks]
-            assert counting_errors(chunks) == [] and sum(chunk.num_steps for chunk in chunks) >= 28
-            collector.close()
-
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("kind", ["none", "objects", "array"])
     def test_last_observations_at_a_step_without_an_end(self, mode: str, kind: str) -> None:
@@ -172,18 +144,6 @@ class TestChunks:
             before = first.copy()
             env.step(still(first))
             np.testing.assert_array_equal(first, before)
-
-    def test_ppo_trains(self, tmp_path: Path) -> None:
-        config = rayvec.PPOConfig(
-            native="gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv",
-            total_steps=1_024,
-            num_envs=8,
-            num_nodes=0,
-            workers_per_node=2,
-            eval_episodes=2,
-            run_dir=tmp_path / "run",
-        )
-        assert np.isfinite(rayvec.train(config).eval_return_mean)
 
 
 class TestFaults:
@@ -230,38 +190,6 @@ class TestFaults:
         others = [chunk.columns(3, 5) for chunk in chunks]
         assert counting_errors(others) == []
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("mode", MODES)
-    def test_a_lost_node(self, ray_cluster: object, mode: str) -> None:
-        """The sub-batches of the node restart elsewhere, each as a whole; the other node's continue."""
-        fns = [partial(counting, size, mode) for size in (3, 2, 4, 1)]
-        with closing(RayVecEnv(fns, native=True, num_nodes=2, workers_per_node=1)) as env:
-            env.reset(seed=1)
-            node = env.topology.nodes[1]
-            lost = list(node.env_range)
-            assert lost in ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9])
-            os.kill(env.worker_pids()[node.name][0], signal.SIGKILL)
-            marks: Any = {}
-            for _ in range(2_000):
-                _, rew, terminated, truncated, info = env.step(np.zeros(10, np.int64))
-                marks = info.get("final_info", {}) if mode == "SameStep" else info
-                if "env_restarted" in marks:
-                    break
-                if mode == "Disabled" and (done := terminated | truncated).any():
-                    env.reset(options={"reset_mask": done})
-            assert np.flatnonzero(marks["_env_restarted"]).tolist() == lost
-            assert truncated[lost].all() and not rew[lost].any()
-            chunks = [env.rollout(still, 9) for _ in range(3)]
-            assert counting_errors(chunks) == []
-
-    def test_an_error_keeps_its_type(self, tmp_path: Path) -> None:
-        env = local([partial(Fails, "NextStep", "raise", str(tmp_path / "failed"))], workers_per_node=1)
-        env.reset(seed=3)
-        with pytest.raises(ValueError, match="this sub-batch is broken") as caught:
-            for _ in range(5):
-                env.step(np.zeros(3, np.int64))
-        assert "native sub-batch of environments 0 to 2" in str(caught.value.__cause__)
-
 
 class TestCalls:
     @pytest.fixture
@@ -276,13 +204,6 @@ class TestCalls:
         assert env.get_attr("steps") == (1,) * 5  # an array with a row for each
         env.set_attr("gravity", [9.0] * 3 + [8.0] * 2)
         assert env.get_attr("gravity") == (9.0, 9.0, 9.0, 8.0, 8.0)
-
-    def test_sync_vector_envs_are_asked_one_by_one(self) -> None:
-        with closing(local([partial(counting, 2)] * 2, workers_per_node=1)) as env:
-            env.reset(seed=4)
-            assert env.get_attr("_seed") == (4, 5, 6, 7)
-            env.set_attr("label", [1, 2, 3, 4])
-            assert env.call("label") == (1, 2, 3, 4)
 
     @pytest.mark.parametrize("make", [cartpoles, CartPoleVectorEnv])
     def test_wrappers_are_asked_first(self, make: Callable[[int], Any]) -> None:
@@ -317,20 +238,8 @@ class TestSeeds:
             env.reset(seed=seeds)
             assert env.get_attr("_seed") == tuple(-1 if seed is None else seed for seed in seeds)
 
-    def test_a_sub_batch_without_seeds_keeps_its_generator(self) -> None:
-        with closing(local([partial(CartPoleVectorEnv, 2)] * 2, workers_per_node=0)) as env:
-            first = env.reset(seed=[1, 2, None, None])[0]
-            again = env.reset(seed=[1, 2, None, None])[0]
-            np.testing.assert_array_equal(first[:2], again[:2])
-            assert (first[2:] != again[2:]).all()
-
 
 class TestMakeVec:
-    @pytest.mark.parametrize("setting", [{"workers_per_node": "2"}, {"num_nodes": "a"}])
-    def test_what_is_no_number_is_refused(self, setting: dict[str, Any]) -> None:
-        with pytest.raises(ConfigError, match=next(iter(setting))):
-            rayvec.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point", **{"num_nodes": 0, **setting})
-
     def test_vector_entry_points(self) -> None:
         settings = {"num_nodes": 0, "workers_per_node": 2}
         env = rayvec.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point", **settings)
@@ -368,12 +277,6 @@ class TestBadInput:
         settings, text = BAD[what]
         with pytest.raises(ConfigError, match=text):
             RayVecEnv(**{"native": True, **settings}, num_nodes=0, workers_per_node=workers)
-
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_different_spaces(self, workers: int) -> None:
-        acrobots: Callable[[], Any] = partial(gymnasium.make_vec, "Acrobot-v1", 2, vectorization_mode="sync")
-        with pytest.raises(RuntimeError, match="not equivalent"):
-            local([partial(CartPoleVectorEnv, 2), acrobots], workers_per_node=workers)
 
     @pytest.mark.parametrize(
         "what",

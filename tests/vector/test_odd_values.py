@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import subprocess
 import sys
 from contextlib import closing
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MakeVec
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.exact import SpaceEnv
@@ -21,12 +19,10 @@ from helpers.odd_values import (
     LOCK,
     ODD_VALUES,
     KeepsLock,
-    NoInfo,
     ReservedKeys,
     SometimesNone,
 )
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical
-from helpers.vector_kit import TOPOLOGIES
 
 from rayvec.errors import EnvError
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -45,11 +41,6 @@ def test_steps(workers: int, mode: AutoresetMode) -> None:
     sync = SyncVectorEnv(ODD_VALUES, autoreset_mode=mode)
     with here(ODD_VALUES, workers, autoreset_mode=mode) as env, closing(sync):
         assert in_lockstep(env, sync, 12) > 20
-
-
-def test_steps_on_a_cluster(make_vec: MakeVec) -> None:
-    with closing(SyncVectorEnv(ODD_VALUES)) as sync:
-        assert in_lockstep(make_vec(ODD_VALUES, *TOPOLOGIES["2x1"]), sync, 12) > 20
 
 
 @pytest.mark.parametrize("inference", ["worker", "node", "driver"])
@@ -91,39 +82,6 @@ def test_an_info_that_the_driver_can_not_unpickle(inference: Any) -> None:
         assert env.closed
         if inference != "worker":
             assert "unpickles an answer of" in str(caught.value.__cause__)
-
-
-class Speaks(CountingEnv):
-    """Its infos have a value of an enumeration, and it knows what it gets."""
-
-    def __init__(self, words: Any) -> None:
-        super().__init__()
-        self.words = words
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        obs, info = super().reset(seed=seed)
-        return obs, info | {"word": self.words.NO, "is_yes": (options or {}).get("word") is self.words.YES}
-
-    def step(self, action: Any) -> Any:
-        *result, info = super().step(action)
-        return *result, info | {"word": self.words.YES}
-
-    def is_yes(self, word: Any) -> tuple[bool, Any]:
-        return word is self.words.YES, word
-
-
-def test_an_enumeration_of_the_script_stays_the_same_on_other_nodes(make_vec: MakeVec) -> None:
-    words: Any = enum.Enum("words", "YES NO", module="__main__", qualname="words")
-    env = make_vec([partial(Speaks, words)] * 2, *TOPOLOGIES["2x1"])
-    _, info = env.reset(seed=1, options={"word": words.YES})
-    assert info["is_yes"].all() and [word is words.NO for word in info["word"]] == [True, True]
-    assert [word is words.YES for word in env.step(np.zeros(2, int))[4]["word"]] == [True, True]
-    assert env.call("is_yes", words.YES) == ((True, words.YES),) * 2
-    env.set_attr("word", words.NO)
-    assert env.get_attr("word") == (words.NO, words.NO)
-    for inference in ("worker", "node", "driver"):
-        chunk = env.rollout(lambda obs: np.zeros(len(obs), int), 2, inference)  # type: ignore[arg-type]
-        assert [info.info["word"] is words.YES for info in chunk.infos] == [True] * 4
 
 
 OF_THE_SCRIPT = """
@@ -169,15 +127,6 @@ def test_a_policy_returns_objects(kind: str, as_a: Any) -> None:
         single = fn()
         single.reset(seed=1 + n)
         assert single.step(actions[n])[1] == chunk.rew[0, n]
-
-
-@pytest.mark.parametrize("info", [None, [], ()], ids=repr)
-@pytest.mark.parametrize("mode", MODES)
-def test_an_info_is_a_dict(mode: AutoresetMode, info: Any) -> None:
-    with here([partial(NoInfo, info)] * 2, 0, autoreset_mode=mode) as env:
-        env.reset(seed=0)
-        with pytest.raises(EnvError, match=f"was {type(info).__name__}. It must be a dict"):
-            env.step(np.zeros(2, int))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -73,15 +73,6 @@ class TestEnvironments:
         np.testing.assert_array_equal(first, drawn(3, preload=()))
         assert not np.isin(other, first).any()
 
-    def test_without_a_seed_draws_are_new(self) -> None:
-        assert not np.isin(drawn(None), drawn(None)).any()
-
-    def test_a_second_reset_with_the_seed_begins_again(self) -> None:
-        with rayvec.RayVecEnv(Draws, 2, num_nodes=0, workers_per_node=2, preload=("torch",)) as env:
-            first, _ = env.reset(seed=1)
-            env.step(np.zeros(2, np.int64))
-            np.testing.assert_array_equal(env.reset(seed=1)[0], first)
-
     def test_with_a_worker_each_the_nodes_make_no_difference(self, make_vec: MakeVec) -> None:
         env = make_vec(Draws, num_envs=4, nodes=2, workers=2, preload=("torch",))
         np.testing.assert_array_equal(env.reset(seed=3)[0][:, 1], drawn(3, workers=4)[0])

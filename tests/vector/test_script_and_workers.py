@@ -214,18 +214,6 @@ class TestLargeClosures:
             pids = next(iter(env.worker_pids().values()))[1:]
             return _memory(os.getpid()) - before + sum(map(_memory, pids))
 
-    def test_what_an_environment_writes_into_its_table_stays_its_own(self) -> None:
-        table = np.zeros(1 << 16)
-
-        def count() -> float:
-            table[5] += 1.0
-            return float(table[5])
-
-        with rayvec.RayVecEnv([partial(Shows, count)] * 2, num_nodes=0, workers_per_node=2) as env:
-            assert [*env.reset()[1]["shown"]] == [1.0, 1.0]
-            assert [*env.reset()[1]["shown"]] == [2.0, 2.0]
-        assert table[5] == 0.0
-
     def test_a_replacement_worker_and_another_node_get_the_table(self, make_vec: MakeVec) -> None:
         table = np.arange(float(1 << 16))
         env = make_vec([lambda: Shows(lambda: float(table[-1]))] * 4, nodes=2, workers=2, on_env_error="restart")
@@ -241,25 +229,3 @@ def _memory(pid: int) -> int:
     found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
     assert found
     return int(found[1]) << 10
-
-
-def test_the_tests_see_no_settings_of_the_user() -> None:
-    given = {
-        "RAY_ADDRESS": "x",
-        "WANDB_MODE": "x",
-        "OMP_NUM_THREADS": "7",
-        "CUDA_VISIBLE_DEVICES": "9",
-        "RAYVEC_X": "x",
-    }
-    code = f"import conftest, os, sys; sys.exit(str([name for name in {[*given]} if name in os.environ]))"
-    variables = {**os.environ, **given, "PYTHONPATH": os.pathsep.join(sys.path)}
-    del variables["RAYVEC_TEST_BEGAN"]
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
-    assert done.stderr == "[]\n"
-
-
-def test_an_error_in_a_patched_module_says_that_workers_do_not_see_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(np, "bool8", np.bool_, raising=False)
-    with pytest.raises(AttributeError, match="bool8") as raised:
-        shown(lambda: np.bool8(True))  # type: ignore[attr-defined]
-    assert "adds this to the module numpy" in str(raised.value.__cause__)

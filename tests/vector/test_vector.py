@@ -16,13 +16,13 @@ from conftest import MakeVec
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.exact import DriftEnv, SpaceEnv
+from helpers.exact import SpaceEnv
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep
-from helpers.odd_envs import KeepsActions, OddInfo
+from helpers.odd_envs import OddInfo
 from helpers.testing import CountingEnv, assert_identical
-from helpers.vector_kit import TOPOLOGIES, beside_sync
+from helpers.vector_kit import TOPOLOGIES
 
-from rayvec.data import tree_leaves, tree_map
+from rayvec.data import tree_map
 from rayvec.errors import ConfigError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -231,12 +231,6 @@ class TestGroups:
         for half in halves:
             half.close()
 
-    def test_whole_steps_with_two_groups(self, make_vec: MakeVec) -> None:
-        fns = env_fns(5, ARRAY_SPACES["tuple"])
-        env = make_vec(fns, 2, 1, groups=2)
-        with closing(SyncVectorEnv(fns)) as sync:
-            in_lockstep(env, sync, 8)
-
     def test_order_of_calls(self, make_vec: MakeVec) -> None:
         env = make_vec([CountingEnv] * 4, groups=2)
         env.reset(seed=0)
@@ -294,12 +288,6 @@ class TestMemory:
             actions = np.zeros(4, int)
             assert_identical(env.step(actions), sync.step(actions))
 
-    def test_without_copies_observations_are_as_good_until_the_next_step(self, make_vec: MakeVec) -> None:
-        fns = env_fns(3, ARRAY_SPACES["dict"])
-        env = make_vec(fns, 1, 2, copy=False)
-        with closing(SyncVectorEnv(fns, copy=False)) as sync:
-            in_lockstep(env, sync, 8)
-
 
 def all_arrays(value: Any) -> list[np.ndarray]:
     if isinstance(value, np.ndarray):
@@ -316,12 +304,6 @@ class TestDifferingSpaces:
     def test_bounds_may_differ_if_one_says_so(self, make_vec: MakeVec) -> None:
         env = make_vec(self.FNS, 2, 1, observation_mode="different")
         with closing(SyncVectorEnv(self.FNS, observation_mode="different")) as sync:
-            in_lockstep(env, sync, 6)
-
-    def test_or_gives_both_spaces(self, make_vec: MakeVec) -> None:
-        mode = (spaces.Box(0.0, 9.0, (3, 2), np.float32), spaces.Box(0.0, 9.0, (2,), np.float32))
-        env = make_vec(self.FNS, observation_mode=mode)
-        with closing(SyncVectorEnv(self.FNS, observation_mode=mode)) as sync:
             in_lockstep(env, sync, 6)
 
     @pytest.mark.parametrize(
@@ -350,12 +332,6 @@ class TestActions:
         env.reset(seed=0)
         return env
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def dicts(cls, make_class_vec: MakeVec) -> Any:
-        actions = spaces.Dict({"a": spaces.Discrete(9), "b": spaces.Discrete(9)})
-        yield from beside_sync(make_class_vec, env_fns(3, spaces.Discrete(2), actions))
-
     @pytest.mark.parametrize(
         "actions",
         [
@@ -380,14 +356,6 @@ class TestActions:
             env.step(actions)
         env.step(np.zeros((3, 2), np.float32))
 
-    def test_lists_are_as_good_as_arrays(self, make_vec: MakeVec) -> None:
-        env = make_vec([KeepsActions] * 3, 2, 1, autoreset_mode="SameStep")
-        env.reset(seed=0)
-        numbers = np.arange(18.0).reshape(3, 3, 2) / 4
-        for actions in (numbers[0].tolist(), list(numbers[1].astype(np.float32)), tuple(numbers[2])):
-            env.step(actions)
-        assert_identical(np.array(env.get_attr("kept")), numbers.swapaxes(0, 1))
-
     def test_every_data_type_arrives_as_it_was(self, make_vec: MakeVec) -> None:
         fns = env_fns(3, spaces.Discrete(2), spaces.Box(-1.0, 1.0, (2,), np.float32))
         env = make_vec(fns, 2, 1)
@@ -396,25 +364,3 @@ class TestActions:
             for code in "?bBhHiIlLqQefdgFDO":
                 actions = np.ones((3, 2), code)
                 assert_identical(env.step(actions), sync.step(actions), code)
-
-    def test_dicts_go_by_key(self, dicts: tuple[RayVecEnv, SyncVectorEnv]) -> None:
-        env, sync = dicts
-        actions = {"b": np.array([1, 2, 3]), "a": np.array([4, 5, 6])}
-        for _ in range(6):
-            assert_identical(env.step(actions), sync.step(actions))
-
-
-@pytest.mark.slow
-def test_many_steps_stay_equal_over_every_topology(make_vec: MakeVec) -> None:
-    """A longer run, without Gymnasium beside it, over all topologies at once."""
-    envs = [make_vec([DriftEnv] * 5, *topology, autoreset_mode="SameStep") for topology in TOPOLOGIES.values()]
-    rng = np.random.default_rng(0)
-    first = [env.reset(seed=1) for env in envs]
-    for got in first[1:]:
-        assert_identical(got, first[0])
-    for _ in range(300):
-        actions = rng.integers(0, 2, 5)
-        expected, *others = [env.step(actions) for env in envs]
-        for got in others:
-            assert_identical(got, expected)
-    assert all(len(list(tree_leaves(env.reset()[0]))) == 1 for env in envs)

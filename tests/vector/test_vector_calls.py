@@ -20,10 +20,9 @@ from conftest import MakeVec
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import vector as vector_wrappers
-from helpers.kinds import ALL_SPACES, ARRAY_SPACES, env_fns, within
-from helpers.odd_envs import SlowCall
+from helpers.kinds import ALL_SPACES, ARRAY_SPACES, env_fns
 from helpers.testing import CountingEnv, assert_identical
-from helpers.vector_kit import DEADLINE_S, TOPOLOGIES, beside_sync, pids_of
+from helpers.vector_kit import TOPOLOGIES, beside_sync, pids_of
 from helpers.waiting import alive, wait_until
 
 from rayvec.errors import ConfigError
@@ -126,19 +125,6 @@ class TestStates:
         obs, _, _, _, info = env.step(np.zeros(2, int))
         assert obs.tolist() == [[0, 1, 0, 1]] * 2 and info["began"].tolist() == [1, 1]
 
-    @pytest.mark.parametrize("topology", ["1x2", pytest.param("2x1", marks=pytest.mark.slow)])
-    def test_calls_and_resets_outlive_a_timeout(self, make_vec: MakeVec, topology: str) -> None:
-        env = make_vec([SlowCall, partial(SlowCall, seconds=0.5)], *TOPOLOGIES[topology])
-        env.call_async("slow", 0.0)
-        with pytest.raises(multiprocessing.TimeoutError):
-            env.call_wait(timeout=0.05)
-        assert within(DEADLINE_S, env.call_wait) == (0.0, 0.5)
-        env.reset_async(seed=7)
-        with pytest.raises(multiprocessing.TimeoutError):
-            env.reset_wait(timeout=0.05)
-        obs, info = within(DEADLINE_S, env.reset_wait)
-        assert obs[:, 0].tolist() == [7, 8] and info["began"].tolist() == [0, 0]
-
     def test_the_environment_decides_what_step_before_reset_does(self, make_vec: MakeVec) -> None:
         env = make_vec("CartPole-v1", num_envs=2)
         with pytest.raises(gymnasium.error.ResetNeeded):
@@ -202,17 +188,6 @@ class TestAttributes:
         assert_identical(env.get_attr("factor"), sync.get_attr("factor"))
         assert_identical(env.call("scaled", 3.0), sync.call("scaled", 3.0))
 
-    def test_calls_later(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
-        env, _ = pair
-        env.call_async("scaled", 1.0, by=2.0)
-        with pytest.raises(AlreadyPendingCallError):
-            env.step_async(np.zeros(4, int))
-        assert len(env.call_wait()) == 4
-
-    def test_repr_names_the_environment(self, make_vec: MakeVec) -> None:
-        env = make_vec("CartPole-v1", num_envs=2)
-        assert "RayVecEnv" in repr(env) and "CartPole-v1" in repr(env) and "2" in repr(env)
-
 
 class TestWrappers:
     @pytest.mark.parametrize(
@@ -240,16 +215,6 @@ class TestWrappers:
         sync = SyncVectorEnv(fns)
         yield make_class_vec(fns, 1, 2), sync
         sync.close()
-
-    def test_statistics_survive_a_partial_reset(self, make_vec: MakeVec) -> None:
-        """Gymnasium takes the mask out of the caller's options, upon which this wrapper forgets every episode."""
-        env = vector_wrappers.RecordEpisodeStatistics(
-            make_vec([partial(CountingEnv, 1)] * 2, autoreset_mode="Disabled")
-        )
-        env.reset(seed=[0, 0])
-        env.step(np.zeros(2, int))
-        env.reset(options={"reset_mask": np.array([True, False])})
-        assert env.episode_lengths.tolist() == [0, 1]
 
 
 def play(env: Any) -> list[Any]:
@@ -280,24 +245,6 @@ def test_a_call_that_raises_leaves_the_environments_open(make_vec: MakeVec, node
                 env.set_attr("value", [1, Lock()])
             with pytest.raises(TypeError, match=r"options.*pickling"):
                 env.reset(options={"lock": Lock()})
-    assert env.step(np.zeros(2, int))[1].tolist() == [1.0, 1.0]
-
-
-class HasNumber(CountingEnv):
-    number = 3
-
-
-@pytest.mark.parametrize("kinds", [(CountingEnv, HasNumber), (HasNumber, CountingEnv)], ids=["first", "last"])
-@pytest.mark.parametrize(("nodes", "workers"), [(0, 0), (0, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
-def test_a_call_that_one_environment_raises_leaves_no_reply_behind(
-    make_vec: MakeVec, nodes: int, workers: int, kinds: Any
-) -> None:
-    env = make_vec(list(kinds), nodes, workers)
-    env.reset(seed=0)
-    for _ in range(3):
-        with pytest.raises(AttributeError, match="number"):
-            env.get_attr("number")
-        assert env.get_attr("render_mode") == (None, None)
     assert env.step(np.zeros(2, int))[1].tolist() == [1.0, 1.0]
 
 

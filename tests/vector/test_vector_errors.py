@@ -6,10 +6,6 @@ import gc
 import multiprocessing
 import os
 import re
-import signal
-import threading
-import time
-import warnings
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -20,10 +16,8 @@ import gymnasium
 import numpy as np
 import pytest
 from conftest import MakeVec
-from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import TimeLimit
-from helpers.exact import SpaceEnv
 from helpers.kinds import in_lockstep, within
 from helpers.odd_envs import OwnError, PressesCtrlC, SlowCall, TellsPid, TwoFaced
 from helpers.testing import CountingEnv, FaultyEnv
@@ -31,7 +25,7 @@ from helpers.vector_kit import DEADLINE_S, pids_of
 from helpers.waiting import alive, shm_names, wait_until
 
 import rayvec
-from rayvec.errors import ConfigError, EnvError, NodeLostError, WorkerLostError
+from rayvec.errors import ConfigError, EnvError, WorkerLostError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 ERRORS: dict[str, Callable[[], Exception]] = {
@@ -42,19 +36,6 @@ ERRORS: dict[str, Callable[[], Exception]] = {
     "key": partial(KeyError, "missing"),
     "two arguments": partial(OSError, 5, "disk"),
 }
-
-
-class Unreadable:
-    def __deepcopy__(self, memo: Any) -> Unreadable:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise OSError("a file of its own")
-
-
-class ReturnsUnreadable(CountingEnv):
-    def step(self, action: Any) -> Any:
-        return (*super().step(action)[:4], {"object": Unreadable()})
 
 
 class TestErrors:
@@ -108,12 +89,6 @@ class TestErrors:
             lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], "all cores are free again"
         )
 
-    def test_an_error_in_a_call(self, make_vec: MakeVec) -> None:
-        env = make_vec([CountingEnv] * 2, 2)
-        with pytest.raises(AttributeError, match="no_such") as caught:
-            env.call("no_such_thing")
-        assert isinstance(caught.value.__cause__, EnvError)
-
     @pytest.mark.parametrize("nodes", [1, 2])
     def test_an_error_whose_constructor_takes_other_arguments(self, make_vec: MakeVec, nodes: int) -> None:
         env = make_vec([CountingEnv, partial(FaultyEnv, "raise", error=partial(OwnError, 3, "odd"))], nodes)
@@ -121,13 +96,6 @@ class TestErrors:
         with pytest.raises(OwnError, match=r"^odd \(3\)$") as caught:
             env.step(np.zeros(2, int))
         assert "environment 1, seed 1" in str(caught.value.__cause__)
-
-    def test_an_info_that_fails_while_it_is_pickled(self) -> None:
-        with RayVecEnv([ReturnsUnreadable], num_nodes=0, workers_per_node=1) as env:
-            env.reset(seed=0)
-            with pytest.raises(OSError, match="a file of its own") as caught:
-                env.step(np.zeros(1, int))
-            assert "what an environment returned" in str(caught.value.__cause__)
 
     @pytest.mark.parametrize(
         ("nodes", "when"),
@@ -145,31 +113,6 @@ class TestErrors:
         with pytest.raises(WorkerLostError) as caught:
             within(DEADLINE_S, play)
         assert when == "init" or "environments 1 to 1" in str(caught.value)
-
-    @pytest.mark.parametrize("nodes", [1, 2])
-    def test_a_worker_that_is_killed_ends_no_other(self, make_vec: MakeVec, nodes: int) -> None:
-        env = make_vec([CountingEnv] * 4, nodes, 2)
-        pids = pids_of(env)
-        env.reset(seed=0)
-        os.kill(pids[-1][-1], signal.SIGKILL)
-        with pytest.raises(WorkerLostError):
-            for _ in range(2):
-                within(DEADLINE_S, partial(env.step, np.zeros(4, int)))
-        assert env.closed
-        wait_until(lambda: not any(alive(pid) for node in pids for pid in node), "every process has ended")
-
-    @pytest.mark.parametrize("nodes", [1, 2])
-    def test_an_actor_that_is_killed_is_a_lost_node(self, make_vec: MakeVec, nodes: int) -> None:
-        env = make_vec([CountingEnv] * 2, nodes, on_node_loss="raise")
-        pids = pids_of(env)
-        env.reset(seed=0)
-        os.kill(pids[-1][0], signal.SIGKILL)
-        with pytest.raises((NodeLostError, WorkerLostError)):
-            deadline = time.monotonic() + DEADLINE_S
-            while time.monotonic() < deadline:  # an answer or two may be under way
-                within(DEADLINE_S, partial(env.step, np.zeros(2, int)))
-        within(DEADLINE_S, env.close)
-        wait_until(lambda: not any(alive(pid) for node in pids for pid in node), "every process has ended")
 
     def test_observations_that_do_not_fit_are_errors_of_the_environment(self, make_vec: MakeVec) -> None:
         for kind, error in (("shape", ValueError), ("dtype", TypeError)):
@@ -206,35 +149,8 @@ class TestCtrlC:
             env.reset(seed=0)
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
 
-    def test_an_interrupt_may_wait_less_for_environments(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Stuck(CountingEnv):
-            def reset(self, **options: Any) -> Any:
-                os.kill(driver, signal.SIGINT)
-                threading.Event().wait()
-
-        driver, limits = os.getpid(), []
-        env = RayVecEnv([Stuck], num_nodes=0, workers_per_node=1)
-        env.interrupted_close_s = 0.1
-        close = env._envs.close
-        monkeypatch.setattr(env._envs, "close", lambda limit_s: (limits.append(limit_s), close(limit_s)))
-        with pytest.raises(KeyboardInterrupt):
-            env.reset()
-        assert limits == [0.1]
-
 
 class TestEnd:
-    def test_close_in_a_forked_child_does_and_says_nothing(self) -> None:
-        with RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1) as env:
-            env.reset(seed=0)
-            env.step_async(np.zeros(1, int))
-            child = os.fork()
-            if not child:
-                with warnings.catch_warnings(record=True) as said:
-                    env.close()
-                os._exit(len(said))
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            assert env.step_wait()[0].shape == (1, 4)
-
     @pytest.mark.parametrize(
         ("nodes", "pending"),
         [
@@ -313,21 +229,6 @@ class TestInput:
         with pytest.raises(ConfigError, match="|".join([*kwargs, "callable"])):
             RayVecEnv(**kwargs)
 
-    def test_rollouts_with_no_policy_or_nowhere(self, make_vec: MakeVec) -> None:
-        env = make_vec([CountingEnv] * 2)  # the last mistake closes it
-        for mistake in (
-            partial(env.rollout, 5, 3),
-            partial(env.rollout, lambda obs: obs, 3, "nowhere"),
-            partial(env.rollout, None, 3, "driver"),
-        ):
-            with pytest.raises(ConfigError, match=r"policy|nowhere"):
-                mistake()
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def small(cls, make_class_vec: MakeVec) -> RayVecEnv:
-        return make_class_vec([CountingEnv] * 2)
-
     @pytest.mark.parametrize(
         ("inference", "shape"),
         [
@@ -396,14 +297,6 @@ class TestConstruction:
         env = make_vec(gymnasium.spec("Blackjack-v1"), num_envs=2, wrappers=wrappers)
         with closing(SyncVectorEnv([make] * 2)) as sync:
             in_lockstep(env, sync, 10)
-
-    def test_ids_that_only_this_process_knows(self, make_vec: MakeVec) -> None:
-        gymnasium.register("rayvec-tests/Local-v0", entry_point=lambda size: SpaceEnv(spaces.Discrete(size)))
-        try:
-            env = make_vec("rayvec-tests/Local-v0", 2, num_envs=2, env_kwargs={"size": 7})
-            assert env.single_observation_space == spaces.Discrete(7)
-        finally:
-            del gymnasium.registry["rayvec-tests/Local-v0"]
 
     def test_by_default_every_node_takes_part(self, ray_cluster: object) -> None:
         with RayVecEnv([CountingEnv] * 4, workers_per_node=1) as env:

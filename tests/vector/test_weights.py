@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 from functools import partial
@@ -38,15 +37,6 @@ def test_every_worker_acts_with_the_newest_version(make_vec: MakeVec, size: int)
         assert (chunk.extras["sum"] == np.full(size, version, np.float32).sum()).all()
 
 
-def test_versions_may_be_published_without_a_rollout_between(make_vec: MakeVec) -> None:
-    env = make_vec([CountingEnv] * 2)
-    store = env.publish(Weighs())
-    for value in (1.0, 2.0, 3.0):
-        store.publish(np.array([value], np.float32))
-    chunk = rollout(env, store, 1)
-    assert (chunk.weights_version, chunk.extras["sum"].tolist()) == (3, [[3.0, 3.0]])
-
-
 def test_wrong_weights_are_explained_and_nothing_changes(make_vec: MakeVec) -> None:
     env = make_vec([CountingEnv] * 2)
     store = env.publish(Weighs())
@@ -60,56 +50,6 @@ def test_wrong_weights_are_explained_and_nothing_changes(make_vec: MakeVec) -> N
             store.publish(wrong)
     chunk = rollout(env, store, 1)
     assert (store.version, chunk.extras["sum"].tolist()) == (1, [[3.0, 3.0]])
-
-
-def test_weights_may_be_views_of_anything(make_vec: MakeVec) -> None:
-    env = make_vec([CountingEnv] * 2)
-    store = env.publish(Weighs())
-    buffer = np.arange(12, dtype=np.float32)
-    store.publish(buffer[::3])
-    buffer[:] = 0
-    chunk = rollout(env, store, 1)
-    assert chunk.extras["sum"].tolist() == [[18.0, 18.0]]
-
-
-@pytest.mark.slow
-def test_stores_do_not_mix(make_vec: MakeVec) -> None:
-    env = make_vec([CountingEnv] * 3, 2)
-    stores = [env.publish(Weighs()) for _ in range(3)]
-    for k, store in enumerate(stores[:2]):
-        store.publish(np.full(5, k + 1, np.float32))
-    sums = [rollout(env, store, 1).extras["sum"][0, 0] for store in stores]
-    assert sums == [5.0, 10.0, 0.0]
-
-
-def test_workers_of_a_node_read_the_same_memory(make_vec: MakeVec) -> None:
-    """A million parameters for 2 nodes of 8 workers: on each node, blocks that all of its workers share."""
-    env = make_vec([CountingEnv] * 16, 2, 8)
-    store = env.publish(Weighs())
-    size = 1_000_000
-    for version in (1, 2):
-        store.publish(np.full(size, version, np.float32))
-        assert (rollout(env, store, 1).extras["sum"] == version * size).all()
-    for pids in env.worker_pids().values():
-        assert len(pids) == 1 + 8
-        assert set.intersection(*(large_memory(pid, 4 * size) for pid in pids[1:]))
-
-
-def large_memory(pid: int, num_bytes: int) -> set[int]:
-    """Returns the inodes of the shared memory of a process that has at least so many bytes."""
-    found = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            if os.readlink(entry).startswith("/memfd:") and entry.stat().st_size >= num_bytes:
-                found.add(entry.stat().st_ino)
-    return found
-
-
-def test_the_first_version_may_be_told(make_vec: MakeVec) -> None:
-    env = make_vec([CountingEnv])
-    store = env.publish(Weighs(), first_version=7)
-    assert store.publish(np.zeros(1, np.float32)) == 8
-    assert rollout(env, store, 1).weights_version == 8
 
 
 def test_workers_forget_a_policy_whose_store_nobody_holds() -> None:
