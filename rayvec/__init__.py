@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayvec import errors as errors, wrappers as wrappers
     from rayvec.collect.collector import Collector as Collector
+    from rayvec.collect.recording import record as record
     from rayvec.config import (
         IMPALAConfig as IMPALAConfig,
         PPOConfig as PPOConfig,
@@ -56,6 +57,7 @@ _HOMES = {
     "TrainConfig": "rayvec.config",
     "TrainResult": "rayvec.training.callbacks",
     "load": "rayvec.training.agent",
+    "record": "rayvec.collect.recording",
     "make_vec": "rayvec.vector.make_vec",
     "resume": "rayvec.training.loop",
     "train": "rayvec.training.loop",

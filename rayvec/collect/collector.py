@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.collect.episode_quotas import EpisodeQuotas
+from rayvec.collect.recording import Recording
 from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, StopEarly, join_lanes
 from rayvec.data import Batch, Chunk, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
@@ -64,6 +66,8 @@ class Collector:
             ``EnvError`` that names environment, step and key. ``"keep"`` takes it as it is.
         episode_metrics: Names of numbers in the info of an episode's last step, such as ``("is_success",)``, which
             are in ``stats.metrics``.
+        record: Directory of a Minari dataset that gets the episodes of all batches, as by :func:`rayvec.record`; `close`
+            completes it. Not with `by_reference`.
 
     Raises:
         ConfigError: No :class:`rayvec.RayVecEnv`, or settings that can't be combined.
@@ -81,6 +85,7 @@ class Collector:
         max_staleness: int | None = None,
         on_bad_obs: Literal["raise", "keep"] = "raise",
         episode_metrics: Sequence[str] = (),
+        record: str | Path | None = None,
     ) -> None:
         if not isinstance(env, RayVecEnv):
             raise ConfigError(
@@ -103,6 +108,9 @@ class Collector:
         self._version = 0
         self._closed = False
         self._tracker = EpisodeTracker(env.num_envs, tuple(episode_metrics))
+        if record is not None and by_reference:
+            raise ConfigError("record was passed with by_reference=True: chunks would stay on their nodes. Leave one out.")
+        self._recording = None if record is None else Recording(env, record)
         self._uses_seen: int | None = None  # `env.num_uses` after the last call; None: the next one resets
 
     def reset(self, seed: int | None = None) -> None:
@@ -118,7 +126,7 @@ class Collector:
         self.drop_pending()
         of_collector, self._seed = self._seed, None
         self._env.reset(seed=of_collector if seed is None else seed)
-        self._tracker.clear()
+        self._begin_episodes()
         self._uses_seen = self._env.num_uses
 
     def set_weights(self, weights: NDArray[np.float32]) -> int:
@@ -195,6 +203,8 @@ class Collector:
         self._check_episodes(n_episode)
         with self._taking_steps():
             _, episodes = self._play(n_episode, max_len, keeps_chunks=False)
+        if self._recording is not None:
+            self._recording.skip_unfinished()
         self._counts.clear()
         return episodes
 
@@ -221,9 +231,21 @@ class Collector:
             Exception: What an environment or a policy raised in one of them.
         """
         for dropped in self._chunks.drop():
-            self._tracker.skip_unfinished()
+            self._skip_unfinished()
             summary = dropped.rollout.summary
             self._counts.update(steps=summary.valid.size - dropped.rollout.num_padded, restarts=len(summary.restarts))
+
+    def _begin_episodes(self) -> None:
+        """Notes that all environments were reset."""
+        self._tracker.clear()
+        if self._recording is not None:
+            self._recording.begin_episodes()
+
+    def _skip_unfinished(self) -> None:
+        """Notes that environments took steps that are in no batch."""
+        self._tracker.skip_unfinished()
+        if self._recording is not None:
+            self._recording.skip_unfinished()
 
     @contextmanager
     def _taking_steps(self) -> Iterator[None]:
@@ -235,9 +257,9 @@ class Collector:
         elif is_elsewhere:
             self._env._assert_idle("collect")  # else the pending chunk of another collector would be taken
             if self._env.num_uses == self._env.fresh_at:
-                self._tracker.clear()
+                self._begin_episodes()
             else:
-                self._tracker.skip_unfinished()
+                self._skip_unfinished()
         try:
             yield
         finally:
@@ -340,6 +362,9 @@ class Collector:
             metrics=episodes.metrics,
         )
         chunks = tuple(rollout.chunk for rollout in rollouts if rollout.chunk is not None)
+        if self._recording is not None:
+            for chunk in chunks:
+                self._recording.add(chunk)
         return Batch(chunks, stats, tuple(rollout.refs for rollout in rollouts) if self._by_reference else ())
 
     def close(self) -> None:
@@ -354,6 +379,8 @@ class Collector:
                 logger.exception("a pending chunk failed")
             else:
                 self._store.drop()
+        if self._recording is not None and not self._closed:
+            self._recording.close()
         self._store = None
         self._closed = True
         self._chunks.forget()
