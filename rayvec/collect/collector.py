@@ -66,8 +66,8 @@ class Collector:
             ``EnvError`` that names environment, step and key. ``"keep"`` takes it as it is.
         episode_metrics: Names of numbers in the info of an episode's last step, such as ``("is_success",)``, which
             are in ``stats.metrics``.
-        record: Directory of a Minari dataset that gets the episodes of all batches, as by :func:`rayvec.record`; `close`
-            completes it. Not with `by_reference`.
+        record: Directory of a Minari dataset that gets the episodes of all batches, as by :func:`rayvec.record`.
+            :meth:`close` completes it. Not with `by_reference`.
 
     Raises:
         ConfigError: No :class:`rayvec.RayVecEnv`, or settings that can't be combined.
@@ -109,7 +109,9 @@ class Collector:
         self._closed = False
         self._tracker = EpisodeTracker(env.num_envs, tuple(episode_metrics))
         if record is not None and by_reference:
-            raise ConfigError("record was passed with by_reference=True: chunks would stay on their nodes. Leave one out.")
+            raise ConfigError(
+                "record was passed with by_reference=True: chunks would stay on their nodes. Leave one out."
+            )
         self._recording = None if record is None else Recording(env, record)
         self._uses_seen: int | None = None  # `env.num_uses` after the last call; None: the next one resets
 

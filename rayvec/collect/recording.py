@@ -34,7 +34,7 @@ class Recording:
             from minari.dataset.minari_storage import MinariStorage
         except ImportError as error:
             raise ConfigError(f"Recording needs Minari ({error}). Install it: pip install 'minari[hdf5]'.") from error
-        path = Path(path).expanduser()
+        path = Path(path).expanduser().resolve()  # Minari misreads a relative one
         observation, action = env.single_observation_space, env.single_action_space
         try:
             self._storage = MinariStorage.new(path, observation, action, env_spec=env.spec, jpeg_encoding=False)

@@ -97,7 +97,7 @@ def test_steps_that_are_in_no_batch_are_in_no_episode(tmp_path: Path) -> None:
 
 def test_chunks_are_recorded_by_hand(tmp_path: Path) -> None:
     with rayvec.make_vec("CartPole-v1", 4, num_nodes=0, workers_per_node=2) as env:
-        collector = rayvec.Collector(env, lambda obs: np.zeros(4, np.int64), seed=1)
+        collector = rayvec.Collector(env, lambda obs: np.zeros(len(obs), np.int64), seed=1)
         with rayvec.record(env, tmp_path / "data") as recording:
             chunks = [collector.collect(n_step=80).chunks[0] for _ in range(2)]
             for chunk in chunks:
