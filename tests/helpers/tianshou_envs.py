@@ -55,31 +55,15 @@ class Told(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.action_space = spaces.Discrete(7)
 
 
-class Misfit(Line):
-    """Returns what its space forbids: one kind of it, or each in turn."""
+class Agents(Line):
+    """Rewards two agents, by a list or by an array."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__(size=9)
         self._kind = kind
 
-    def _obs(self) -> Any:
-        obs = super()._obs()
-        odd = {
-            "float64": obs.astype(np.float64),
-            "list": obs.tolist(),
-            "longer": np.zeros(3 + self._x),
-            "text": f"x={self._x}",
-        }
-        return odd.get(self._kind, obs) if self._x != 2 else obs
-
     def _reward(self) -> Any:
-        x = self._x
-        odd = {
-            "int": x,
-            "agents": [x, -x],
-            "array": np.array([x / 3, 1.0]),
-        }
-        return odd.get(self._kind, super()._reward())
+        return self._kind([self._x / 3, 1.0])
 
 
 class Ragged(Line):
@@ -94,43 +78,21 @@ class Ragged(Line):
 
 
 class Held(Line):
-    """Waits in a step with action 1 until a file is there; with action 2 it ends its process or hangs.
+    """Waits in a step with action 1 until a file is there; with action 2 it ends its process.
 
-    Once one has ended or hung, environments that are made afterwards wait for the file too.
+    Once one has ended, environments that are made afterwards wait for the file too.
     """
 
-    def __init__(self, path: str, fault: str = "hang") -> None:
+    def __init__(self, path: str) -> None:
         super().__init__(size=1000)
-        self._path, self._fault = Path(path), fault
+        self._path, self._lost = Path(path), Path(path).with_suffix(".lost")
         while self._lost.exists() and not self._path.exists():
             time.sleep(0.002)
-
-    @property
-    def _lost(self) -> Path:
-        return self._path.with_suffix(".lost")
 
     def step(self, action: Any) -> Any:
         while action == 1 and not self._path.exists():
             time.sleep(0.002)
         if action == 2:
             self._lost.touch()
-            if self._fault == "kill":
-                os._exit(3)
-            time.sleep(3600)
-        return super().step(action)
-
-
-class Breaks(Line):
-    """Raises in its third step, once: a replacement in the same process does not."""
-
-    broken: set[str] = set()  # noqa: RUF012
-
-    def __init__(self, name: str) -> None:
-        super().__init__(size=6)
-        self._name = name
-
-    def step(self, action: Any) -> Any:
-        if self._x == 2 and self._name not in self.broken:
-            self.broken.add(self._name)
-            raise KeyError(f"{self._name} is broken")
+            os._exit(3)
         return super().step(action)

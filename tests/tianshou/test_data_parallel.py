@@ -9,26 +9,23 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from helpers import tianshou_algorithms as kit
 from helpers.waiting import alive, wait_until
+from tianshou.algorithm import PPO
 from tianshou.algorithm.algorithm_base import Algorithm
 from tianshou.algorithm.modelfree.sac import FixedAlpha
 from tianshou.data import Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
-from tianshou.trainer import OnPolicyTrainerParams
 
-import rayvec.tianshou
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.tianshou import data_parallel
-
-EXACT = ["ppo", "ppo_recomputing", "a2c", "impala", "impala_variant", "dqn", "rainbow", "td3"]
-"""Those that draw nothing in a step, but for noise that the layers of Rainbow's nets draw."""
 
 
 def parallel(algorithm: Any, num_ranks: int = 2) -> Any:
@@ -46,12 +43,15 @@ def difference(one: Algorithm[Any, Any], other: Algorithm[Any, Any]) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [name for name in EXACT if name != "rainbow"])
+@pytest.mark.parametrize("name", ["ppo", "ppo_recomputing", "a2c", "impala", "impala_scaled", "dqn", "td3"])
 def test_ranks_equal_one_process_where_steps_use_the_whole_batch(name: str, num_ranks: int) -> None:
     one = kit.make(name)
-    expected = kit.updates(one, kit.fill(one), count=5)[-1]
+    buffers: list[Any] = [kit.fill(one), kit.fill(one)]
+    expected = kit.updates(one, buffers[0], count=5)[-1]
     with parallel(kit.make(name), num_ranks) as other:
-        stats = kit.updates(other, kit.fill(other), count=5)[-1]
+        stats = kit.updates(other, buffers[1], count=5)[-1]
+    if name == "dqn":  # its priorities come back
+        np.testing.assert_allclose(*(each.weight[np.arange(120)] for each in buffers), rtol=1e-6)
     assert difference(other, one) < 1e-6 < 1e-4 < difference(kit.make(name), one)
     assert type(stats) is type(expected) and stats.get_loss_stats_dict().keys() == expected.get_loss_stats_dict().keys()
     for mine, theirs in zip(other._optimizers, one._optimizers, strict=True):
@@ -95,45 +95,32 @@ def test_fewer_rows_than_ranks(name: str) -> None:
         assert difference(other, one) < 1e-6
 
 
-def test_other_algorithms_keep_their_ranks_equal() -> None:
-    """With priorities, which come back, and weights that the net draws."""
-    other = parallel(kit.make("rainbow"))
-    buffer: Any = kit.fill(other)
-    before = buffer.weight[np.arange(120)]
-    with other:
-        kit.updates(other, buffer, count=3)
-    assert (buffer.weight[np.arange(120)] != before).any()
-
-
 class TestDriver:
     def test_shares_policy_nets_and_optimizers_and_gets_numbers_back(self) -> None:
-        algorithm, one = kit.make("td3"), kit.make("td3")
-        with parallel(algorithm) as other:
+        algorithm, one, scaled, one_scaled = (
+            kit.make(name) for name in ("td3", "td3", "impala_scaled", "impala_scaled")
+        )
+        with parallel(algorithm) as other, parallel(scaled) as moments, parallel(kit.make("ppo")) as scheduled:
             assert isinstance(other, type(algorithm)) and other.policy is algorithm.policy
-            for each in (other, one):
+            for each in (other, one, moments, one_scaled, scheduled):
                 kit.updates(each, kit.fill(each), count=5)
             assert difference(algorithm, other) == 0
             assert other._cnt == one._cnt == 5
-
-    def test_moments_and_schedules_come_back(self) -> None:
-        one = kit.make("impala_variant")
-        with parallel(kit.make("impala_variant")) as other, parallel(kit.make("ppo")) as scheduled:
-            for each in (one, other, scheduled):
-                kit.updates(each, kit.fill(each), count=5)
-            assert other.ret_rms.count == one.ret_rms.count == 5 * 2 * 120
-            assert other.ret_rms.var == pytest.approx(one.ret_rms.var, rel=1e-9)
+            assert moments.ret_rms.count == one_scaled.ret_rms.count == 5 * 2 * 120
+            assert moments.ret_rms.var == pytest.approx(one_scaled.ret_rms.var, rel=1e-9)
             assert scheduled.optim._optim.param_groups[0]["lr"] < 1e-3
+            for copied in (copy.deepcopy(other), pickle.loads(pickle.dumps(other)), other.plain()):
+                assert type(copied).__name__ == "TD3" and difference(copied, other) == 0
+                assert vars(copied).keys() == vars(kit.make("td3")).keys()
 
     @pytest.mark.parametrize(
         ("name", "change"),
         [
             ("ppo", lambda algorithm: setattr(algorithm, "ent_coef", 0.5)),
-            ("ppo", lambda algorithm: algorithm.policy.load_state_dict(kit.make("ppo", seed=7).policy.state_dict())),
             ("ppo", lambda algorithm: algorithm.load_state_dict(copy.deepcopy(kit.make("ppo", seed=8).state_dict()))),
             ("ppo", lambda algorithm: algorithm.policy.actor.requires_grad_(False)),
             ("dqn", lambda algorithm: algorithm.optim._optim.param_groups[0].update(lr=1e-2, betas=(0.5, 0.9))),
             ("dqn", lambda algorithm: [each.data.mul_(0.5) for each in algorithm.policy.parameters()]),
-            ("td3", lambda algorithm: setattr(algorithm, "tau", 0.5)),
         ],
     )
     def test_what_changes_here_reaches_the_ranks(self, name: str, change: Callable[[Any], Any]) -> None:
@@ -162,65 +149,38 @@ class TestDriver:
         assert difference(results[0].critic, results[1].critic) < 1e-9
         results[1].close()
 
-    def test_copies_are_plain(self) -> None:
-        with parallel(kit.make("td3")) as other:
-            kit.updates(other, kit.fill(other), count=2)
-            copies = [copy.deepcopy(other), pickle.loads(pickle.dumps(other)), other.plain()]
-            for each in copies:
-                assert type(each).__name__ == "TD3"
-                assert difference(each, other) == 0
-                assert vars(each).keys() == vars(kit.make("td3")).keys()
-
     def test_tianshous_trainer_runs_it(self) -> None:
-        algorithm = kit.cartpole_ppo()
+        algorithm = PPO(**kit.actor_critic(4, 2), optim=kit.adam())
         start = copy.deepcopy(algorithm)
         with parallel(algorithm) as other:
-            collector = Collector(other, DummyVectorEnv([kit.make_cartpole] * 4), VectorReplayBuffer(400, 4))
-            result = other.run_training(
-                OnPolicyTrainerParams(
-                    training_collector=collector,
-                    test_collector=None,
-                    max_epochs=2,
-                    epoch_num_steps=200,
-                    collection_step_num_env_steps=100,
-                    update_step_num_repetitions=2,
-                    batch_size=32,
-                )
-            )
-            assert result.update_step == 4
+            cartpoles = DummyVectorEnv([partial(gymnasium.make, "CartPole-v1")] * 4)
+            collector = Collector(other, cartpoles, VectorReplayBuffer(400, 4))
+            assert kit.train(other, collector, max_epochs=2).update_step == 4
             assert difference(other, start) > 1e-4 and difference(other, algorithm) == 0
 
 
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("make", "settings", "error"),
-        [
-            (lambda: kit.make("ppo").policy, {}, "not its policy"),
-            (lambda: kit.make("npg"), {}, "its gradients by backward"),
-            (lambda: kit.make("dqn"), {"num_learners": 0}, "num_learners"),
-            (lambda: kit.make("dqn"), {"device": "tpu"}, "device"),
-        ],
-    )
-    def test_settings(self, make: Callable[[], Any], settings: dict[str, Any], error: str) -> None:
-        with pytest.raises(ConfigError, match=error):
-            data_parallel(make(), **settings)
-
-    def test_what_the_algorithm_holds(self) -> None:
-        scales, locked = kit.make("ppo_recomputing"), kit.make("dqn")
-        scales.return_scaling, locked.lock = True, threading.Lock()
-        for algorithm, error in ((scales, "return_scaling=True can't be computed"), (locked, "get an algorithm by")):
-            with pytest.raises((ConfigError, TypeError), match=error):
-                parallel(algorithm)
-
-    def test_a_second_time(self) -> None:
-        with parallel(kit.make("dqn"), 1) as other, pytest.raises(ConfigError, match="data-parallel already"):
-            parallel(other)
+def held(name: str, **attributes: Any) -> Any:
+    algorithm = kit.make(name)
+    for attribute, value in attributes.items():
+        setattr(algorithm, attribute, value)
+    return algorithm
 
 
-def test_public_names_are_no_modules() -> None:
-    """A module of the name of what it defines would take its place in the package once it is imported."""
-    names = {path.stem for path in Path(rayvec.tianshou.__file__).parent.glob("*.py")}
-    assert not names & set(rayvec.tianshou.__all__)
+@pytest.mark.parametrize(
+    ("make", "settings", "error"),
+    [
+        (lambda: kit.make("ppo").policy, {}, "not its policy"),
+        (lambda: kit.make("npg"), {}, "its gradients by backward"),
+        (lambda: kit.make("dqn"), {"num_learners": 0}, "num_learners"),
+        (lambda: kit.make("dqn"), {"device": "tpu"}, "device"),
+        (lambda: held("ppo_recomputing", return_scaling=True), {}, "return_scaling=True can't be computed"),
+        (lambda: held("dqn", lock=threading.Lock()), {}, "get an algorithm by"),
+        (lambda: parallel(kit.make("dqn"), 1), {}, "data-parallel already"),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Callable[[], Any], settings: dict[str, Any], error: str) -> None:
+    with pytest.raises((ConfigError, TypeError), match=error):
+        data_parallel(make(), **{"num_learners": 2, "num_nodes": 0, **settings})
 
 
 class TestLostRanks:
