@@ -9,15 +9,11 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from helpers import tianshou_algorithms as kit
 from helpers.training_kit import HERE, tiny
 from tianshou.algorithm import PPO
-from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
-from tianshou.algorithm.optim import AdamOptimizerFactory
 from tianshou.data import Batch, Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
-from tianshou.trainer import OnPolicyTrainerParams
-from tianshou.utils.net.common import Net
-from tianshou.utils.net.discrete import DiscreteActor
 
 import rayvec
 from rayvec.errors import ConfigError
@@ -57,19 +53,9 @@ def test_it_takes_the_same_actions_and_comes_back(tmp_path: Path, name: str) -> 
 def test_tianshou_trains_it_further(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
     policy = load_policy(tmp_path / "a")
-    algorithm = PPO(policy=policy, critic=load_critic(policy), optim=AdamOptimizerFactory(lr=1e-3))
+    algorithm = PPO(policy=policy, critic=load_critic(policy), optim=kit.adam())
     envs = DummyVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
-    algorithm.run_training(
-        OnPolicyTrainerParams(
-            training_collector=Collector(algorithm, envs, VectorReplayBuffer(200, 2)),
-            max_epochs=1,
-            epoch_num_steps=100,
-            collection_step_num_env_steps=100,
-            update_step_num_repetitions=2,
-            batch_size=50,
-            show_progress=False,
-        )
-    )
+    kit.train(algorithm, Collector(algorithm, envs, VectorReplayBuffer(200, 2)), epoch_num_steps=100)
     save_policy(policy, tmp_path / "a" / "tianshou.pt")
     before, after = rayvec.load(tmp_path / "a"), rayvec.load(tmp_path / "a", "tianshou.pt")
     obs = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
@@ -79,8 +65,7 @@ def test_tianshou_trains_it_further(tmp_path: Path) -> None:
 
 
 def test_what_does_not_come_from_a_run(tmp_path: Path) -> None:
-    actor = DiscreteActor(preprocess_net=Net(state_shape=(4,), hidden_sizes=[8]), action_shape=2)
-    other = DiscreteActorPolicy(actor=actor, action_space=gymnasium.spaces.Discrete(2))
+    other = kit.actor_critic(4, 2)["policy"]
     for use in (lambda: save_policy(other, tmp_path / "a.pt"), lambda: load_critic(other)):
         with pytest.raises(ConfigError, match="load_policy"):
             use()

@@ -15,14 +15,12 @@ import pytest
 import tianshou.data
 import torch
 from gymnasium import spaces
-from helpers.exact import DriftEnv
+from helpers import tianshou_algorithms as kit
 from helpers.testing import FaultyEnv
 from helpers.tianshou_buffers import assert_same_buffer
 from helpers.tianshou_kit import Agents, Drift, Exact, Pointed, Remembers
 from tianshou.algorithm import PPO
 from tianshou.algorithm.algorithm_base import Policy
-from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
-from tianshou.algorithm.optim import AdamOptimizerFactory
 from tianshou.data import (
     Batch,
     CachedReplayBuffer,
@@ -32,9 +30,6 @@ from tianshou.data import (
     VectorReplayBuffer,
 )
 from tianshou.env import DummyVectorEnv
-from tianshou.trainer import OnPolicyTrainerParams
-from tianshou.utils.net.common import Net
-from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 
 from rayvec.errors import ConfigError
 from rayvec.tianshou import Collector, RayVectorEnv
@@ -371,30 +366,15 @@ def test_by_step_a_failed_step_is_one_truncated_row_without_reward() -> None:
 
 
 def test_the_unmodified_on_policy_trainer_runs(venvs: dict[str, RayVectorEnv]) -> None:
-    actor = DiscreteActor(preprocess_net=Net(state_shape=(2,), hidden_sizes=(16,)), action_shape=2)
-    critic = DiscreteCritic(preprocess_net=Net(state_shape=(2,), hidden_sizes=(16,)))
-    policy = DiscreteActorPolicy(actor=actor, action_space=DriftEnv.action_space)
-    algorithm: Any = PPO(policy=policy, critic=critic, optim=AdamOptimizerFactory(lr=1e-3))
+    parts = kit.actor_critic(2, 2)
+    algorithm: Any = PPO(**parts, optim=kit.adam())
     training = Collector(algorithm, venvs["drift"], VectorReplayBuffer(500, 5))
-    algorithm.run_training(
-        OnPolicyTrainerParams(
-            training_collector=training,
-            test_collector=Collector(algorithm, venvs["drift"]),
-            max_epochs=1,
-            epoch_num_steps=200,
-            collection_step_num_env_steps=100,
-            test_step_num_episodes=5,
-            batch_size=32,
-            update_step_num_repetitions=1,
-            verbose=False,
-            show_progress=False,
-        )
-    )
+    kit.train(algorithm, training, Collector(algorithm, venvs["drift"]))
     assert training.collect_step == 200
     training.reset()
     stats = training.collect(n_step=50)
     assert stats.pred_dist_std_array.shape == (50, 1)
-    torch_std = policy(Batch(obs=training.buffer.obs[:1], info=Batch())).dist.probs
+    torch_std = parts["policy"](Batch(obs=training.buffer.obs[:1], info=Batch())).dist.probs
     assert stats.pred_dist_std_array[0, 0] == pytest.approx(torch_std.prod().sqrt().item(), abs=1e-6)
 
 

@@ -33,7 +33,12 @@ def on_policy() -> OnPolicyTrainingConfig:
 
 
 def test_an_experiment_runs_on_our_environments_and_collectors() -> None:
-    result = experiment(builders.PPOExperimentBuilder, on_policy(), PPOParams(lr=1e-3), RayCollectorFactory()).run()
+    result = experiment(
+        builders.PPOExperimentBuilder,
+        on_policy(),
+        PPOParams(lr=1e-3),
+        pickle.loads(pickle.dumps(RayCollectorFactory())),
+    ).run()
     world = result.world
     assert isinstance(world.training_collector, Collector) and isinstance(world.test_collector, Collector)
     assert isinstance(world.envs.training_envs, RayVectorEnv)
@@ -61,8 +66,3 @@ def test_off_policy_experiments_prefetch() -> None:
     assert not hasattr(result.world.test_collector.collect(n_episode=2), "staleness")
     result.world.envs.training_envs.close()
     result.world.envs.test_envs.close()
-
-
-def test_a_factory_pickles() -> None:
-    factory = pickle.loads(pickle.dumps(RayCollectorFactory(inference="driver", unbiased=True)))
-    assert factory.options == {"inference": "driver", "unbiased": True}

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 import tianshou.data
 import torch
-from gymnasium import spaces
+from helpers import tianshou_algorithms as kit
+from helpers.actor_critic_kit import perturb
 from helpers.exact import DriftEnv
 from helpers.vtrace import vtrace_by_definition
 from tianshou.algorithm import A2C
-from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
-from tianshou.algorithm.optim import AdamOptimizerFactory
 from tianshou.data import ReplayBuffer, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
-from tianshou.trainer import OnPolicyTrainerParams
-from tianshou.utils.net.common import Net
-from tianshou.utils.net.continuous import ContinuousActorProbabilistic, ContinuousCritic
-from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 from tianshou.utils.torch_utils import policy_within_training_step
-from torch.distributions import Distribution, Independent, Normal
+from torch.distributions import Distribution, Normal
 
 from rayvec.tianshou import IMPALA, Collector, RayVectorEnv
 from rayvec.tianshou.policies import records_logp
 
 NUM_ENVS = 3
-BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
 
 
 class Driven(DriftEnv):
     """Drifts by two continuous actions."""
 
-    action_space = BOX
+    action_space = kit.BOX
 
     def step(self, action: Any) -> Any:
         return super().step(int(action.sum() > 0))
@@ -48,25 +41,10 @@ def apart(parameters: tuple[torch.Tensor, torch.Tensor]) -> Distribution:
     return Normal(*parameters)
 
 
-def joint(parameters: tuple[torch.Tensor, torch.Tensor]) -> Distribution:
-    return Independent(Normal(*parameters), 1)
-
-
-def make_parts(kind: str) -> dict[str, Any]:
-    torch.manual_seed(0)
-    shape, nets = (2,), [Net(state_shape=(2,), hidden_sizes=[16]) for _ in range(2)]
-    if kind == "discrete":
-        actor: Any = DiscreteActor(preprocess_net=nets[0], action_shape=2, softmax_output=False)
-        policy: Any = DiscreteActorPolicy(actor=actor, action_space=DriftEnv.action_space)
-        return {"policy": policy, "critic": DiscreteCritic(preprocess_net=nets[1])}
-    actor = ContinuousActorProbabilistic(preprocess_net=nets[0], action_shape=shape, unbounded=True)
-    dist_fn = joint if kind == "joint" else apart
-    policy = ProbabilisticActorPolicy(actor=actor, dist_fn=dist_fn, action_space=BOX)
-    return {"policy": policy, "critic": ContinuousCritic(preprocess_net=nets[1])}
-
-
 def make(kind: str = "discrete", cls: Any = IMPALA, **settings: Any) -> Any:
-    return cls(**make_parts(kind), optim=AdamOptimizerFactory(lr=1e-2), gamma=0.9, **settings)
+    torch.manual_seed(0)
+    parts = kit.actor_critic(2, 2) if kind == "discrete" else kit.gaussian(apart if kind == "apart" else None, 2)
+    return cls(**parts, optim=kit.adam(1e-2), gamma=0.9, **settings)
 
 
 def filled(algorithm: Any, kind: str = "discrete", n_step: int = 90, buffer: Any = None) -> Any:
@@ -88,19 +66,12 @@ def prepared(algorithm: Any, buffer: Any) -> tuple[Any, Any]:
     return algorithm._preprocess_batch(batch, buffer, indices), indices
 
 
-def perturb(module: torch.nn.Module, scale: float = 0.3) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
-
-
 @pytest.mark.parametrize("kind", ["discrete", "joint", "apart"])
 @pytest.mark.parametrize("single", [False, True], ids=["vector buffer", "single buffer"])
 def test_targets_equal_the_paper(kind: str, single: bool) -> None:
     algorithm = make(kind, rho_bar=1.2, c_bar=0.9, vtrace_lambda=0.8)
     buffer = filled(algorithm, kind, buffer=ReplayBuffer(70) if single else None)  # which the single one overflows
-    perturb(algorithm)
+    perturb(algorithm, 0.3)
     batch, indices = prepared(algorithm, buffer)
     weights = algorithm._add_targets(batch)
     assert float(weights.max()) > 1.2 and float(weights.min()) < 0.9
@@ -181,66 +152,35 @@ def test_passes_take_up_the_policy_as_it_is() -> None:
     assert not np.allclose(seen[1], 1, atol=1e-3) and not np.allclose(seen[1], seen[2], atol=1e-3)
 
 
-def test_steps_without_a_record_are_taken_for_its_own() -> None:
-    algorithm = make()
-    buffer = filled(algorithm)
-    perturb(algorithm)
-    del buffer._meta.policy.__dict__["logp"]
-    batch, _ = prepared(algorithm, buffer)
-    np.testing.assert_allclose(algorithm._add_targets(batch), 1, atol=1e-5)
-
-
 def test_its_policy_records_wherever_it_goes() -> None:
     algorithm = make()
     assert records_logp(algorithm.policy) and records_logp(copy.deepcopy(algorithm.policy))
-    twice = IMPALA(policy=algorithm.policy, critic=algorithm.critic, optim=AdamOptimizerFactory())
+    twice = IMPALA(policy=algorithm.policy, critic=algorithm.critic, optim=kit.adam())
     assert len(twice.policy._forward_hooks) == 1
     assert not records_logp(make(cls=A2C).policy)
 
 
-@pytest.fixture(scope="module")
-def venv() -> Iterator[RayVectorEnv]:
-    made = RayVectorEnv([DriftEnv] * 4, num_nodes=0, workers_per_node=1)
-    yield made
-    with suppress(Exception):
-        made.close()
+def test_the_unmodified_trainer_runs_it_on_steps_of_older_policies() -> None:
+    class Noting(Collector[Any]):
+        def collect(self, **kwargs: Any) -> Any:
+            stats: Any = super().collect(**kwargs)
+            ages.append(stats.staleness)
+            return stats
 
+    class NotingIMPALA(IMPALA):
+        def update(self, **kwargs: Any) -> Any:
+            stats = super().update(**kwargs)
+            weights.append(stats.importance_weight)
+            return stats
 
-def test_the_unmodified_trainer_runs_it_on_steps_of_older_policies(venv: RayVectorEnv) -> None:
-    algorithm = make()
-    collector = Collector(algorithm, venv, VectorReplayBuffer(400, 4), prefetch=True)
-    seen: list[tuple[int, float]] = []
-    collect, update = collector.collect, algorithm.update
-
-    def noting_collect(**kwargs: Any) -> Any:
-        stats = collect(**kwargs)
-        seen.append((stats.staleness, np.nan))
-        return stats
-
-    def noting_update(**kwargs: Any) -> Any:
-        stats = update(**kwargs)
-        seen[-1] = (seen[-1][0], stats.importance_weight)
-        return stats
-
-    collector.collect = noting_collect  # type: ignore[method-assign]
-    algorithm.update = noting_update
-    result = algorithm.run_training(
-        OnPolicyTrainerParams(
-            training_collector=collector,
-            test_collector=tianshou.data.Collector(algorithm, DummyVectorEnv([DriftEnv] * 2)),
-            max_epochs=1,
-            epoch_num_steps=500,
-            collection_step_num_env_steps=100,
-            test_step_num_episodes=2,
-            batch_size=None,
-            update_step_num_repetitions=1,
-            verbose=False,
-            show_progress=False,
-        )
-    )
+    ages: list[int] = []
+    weights: list[float] = []
+    algorithm = make(cls=NotingIMPALA)
+    with closing(RayVectorEnv([DriftEnv] * 4, num_nodes=0, workers_per_node=1)) as env:
+        collector = Noting(algorithm, env, VectorReplayBuffer(400, 4), prefetch=True)
+        test_collector = tianshou.data.Collector(algorithm, DummyVectorEnv([DriftEnv] * 2))
+        result = kit.train(algorithm, collector, test_collector, epoch_num_steps=500, batch_size=None)
     assert result.train_step == 500
-    ages, weights = zip(*seen, strict=True)
-    assert ages == (0, 1, 1, 1, 1)
+    assert ages == [0, 1, 1, 1, 1]
     assert weights[0] == pytest.approx(1, abs=1e-5)
     assert max(abs(weight - 1) for weight in weights[1:]) > 1e-5  # a mean of weights may be 1 by chance
-    collector.reset_env()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from contextlib import closing
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.vector import SyncVectorEnv
 from helpers.native_envs import counting
 from helpers.testing import CountingEnv
 from helpers.tianshou_kit import Exact
@@ -56,26 +54,6 @@ def test_steps_are_those_of_single_environments(mode: str) -> None:
                 np.testing.assert_array_equal(ours.reset(ended)[0], theirs.reset(ended)[0])
 
 
-class FailsPartially(SyncVectorEnv):
-    """Raises from a reset of some of its environments."""
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        if options and "reset_mask" in options:
-            raise RuntimeError("no partial reset")
-        return super().reset(seed=seed, options=options)
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_call_for_any_row_raises_what_its_sub_batch_raises(workers: int) -> None:
-    make = partial(FailsPartially, [CountingEnv] * 3)
-    with closing(local([partial(counting, 3), make], workers_per_node=workers)) as env:
-        env.reset()
-        with pytest.raises(AttributeError, match="nothing"):
-            env.get_env_attr("nothing", id=[4])
-        with pytest.raises(RuntimeError, match="no partial reset"):
-            env.reset([4])
-
-
 def test_what_cannot_work() -> None:
     with pytest.raises(ConfigError, match="steps as a whole"):
         local([partial(counting, 2)], wait_num=1)
@@ -85,11 +63,12 @@ def test_what_cannot_work() -> None:
         env.step(np.zeros(2, np.int64))
 
 
-def test_a_seed_of_a_reset_is_any_whole_number_and_other_arguments_are_refused() -> None:
+def test_mistakes_leave_it_open() -> None:
     with closing(local([partial(counting, 2)] * 2, workers_per_node=0)) as env:
+        with pytest.raises(AttributeError, match="nothing"):
+            env.get_env_attr("nothing", id=[3])
         expected = env.reset(seed=7)[0]
-        for seed in (np.int64(7), np.int32(7)):
-            np.testing.assert_array_equal(env.reset(seed=seed)[0], expected)
+        np.testing.assert_array_equal(env.reset(seed=np.int32(7))[0], expected)
         with pytest.raises(ConfigError, match="seed"):
             env.reset(seed=[1, 2])
         with pytest.raises(ConfigError, match="level"):

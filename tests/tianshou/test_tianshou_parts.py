@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import tianshou_algorithms as kit
 from helpers.exact import DriftEnv
 from helpers.obedient_envs import GatedEnv
 from helpers.testing import CountingEnv
@@ -19,11 +20,7 @@ from helpers.tianshou_buffers import assert_same_buffer
 from helpers.tianshou_kit import Exact
 from helpers.vtrace import vtrace_by_definition
 from tianshou.algorithm import A2C
-from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
-from tianshou.algorithm.optim import AdamOptimizerFactory
 from tianshou.data import VectorReplayBuffer
-from tianshou.utils.net.common import Net
-from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 from tianshou.utils.torch_utils import policy_within_training_step
 
 from rayvec.errors import ConfigError
@@ -34,13 +31,9 @@ SLOW = range(2)
 PRELOAD = ("helpers.tianshou_kit",)
 
 
-def actor_critic(cls: Any = IMPALA, num_obs: int = 2) -> Any:
+def impala() -> IMPALA:
     torch.manual_seed(0)
-    nets = [Net(state_shape=(num_obs,), hidden_sizes=[16]) for _ in range(2)]
-    actor = DiscreteActor(preprocess_net=nets[0], action_shape=2, softmax_output=False)
-    policy = DiscreteActorPolicy(actor=actor, action_space=DriftEnv.action_space)
-    critic = DiscreteCritic(preprocess_net=nets[1])
-    return cls(policy=policy, critic=critic, optim=AdamOptimizerFactory(lr=1e-2), gamma=0.9)
+    return IMPALA(**kit.actor_critic(4, 2), optim=kit.adam(1e-2), gamma=0.9)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +73,7 @@ def totals(buffer: Any) -> list[list[int]]:
 def trained(settings: Any, num_envs: int, workers: int) -> tuple[list[Any], Any, Any]:
     """Trains four times over new environments; returns stats, buffer and algorithm."""
     env = RayVectorEnv([CountingEnv] * num_envs, num_nodes=0, workers_per_node=workers, preload=PRELOAD)
-    algorithm = actor_critic(num_obs=4)
+    algorithm = impala()
     collector: Any = Collector(algorithm, env, VectorReplayBuffer(num_envs * 60, num_envs), **settings)
     np.random.seed(0)  # shuffles the minibatches
     env.seed(11)
@@ -156,7 +149,7 @@ def test_no_call_overwrites_its_own_steps(gated: tuple[RayVectorEnv, Path]) -> N
 
 def test_vtrace_corrects_for_the_version_of_each_chunk(gated: tuple[RayVectorEnv, Path]) -> None:
     """Targets equal the paper's sums where environments have two chunks of two versions, or none."""
-    algorithm = actor_critic(num_obs=4)
+    algorithm = impala()
     env, gate = gated
     collector = Collector(algorithm, env, VectorReplayBuffer(6 * 9, 6), max_staleness=30)  # room for two chunks
     collector.reset()
@@ -189,40 +182,12 @@ def test_vtrace_corrects_for_the_version_of_each_chunk(gated: tuple[RayVectorEnv
             np.testing.assert_allclose(np.asarray(batch.returns)[part], target[:, 0], rtol=1e-4)
 
 
-def test_an_interrupted_wait_loses_nothing(gated: tuple[RayVectorEnv, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    env, gate = gated
-    gate.touch()
-    wait, calls = env.part_wait, []
-
-    def interrupted(parts: Sequence[int]) -> Any:
-        calls.append(parts)
-        if len(calls) % 3 == 0:
-            raise KeyboardInterrupt
-        return wait(parts)
-
-    monkeypatch.setattr(env, "part_wait", interrupted)
-    collector = Collector(Exact(), env, VectorReplayBuffer(6 * 200, 6), max_staleness=3)
-    collector.reset()
-    num_calls = 0
-    while num_calls < 6:
-        try:
-            collect(collector, 1)
-            num_calls += 1
-        except KeyboardInterrupt:
-            continue
-    monkeypatch.undo()
-    taken = totals(collector.buffer)
-    assert all(each == list(range(1, len(each) + 1)) for each in taken)
-    assert sum(map(len, taken)) == collector.collect_step >= 6 * 24
-    collector.reset_env()
-
-
 def test_what_cannot_be_combined() -> None:
     with RayVectorEnv([DriftEnv] * 2, num_nodes=0, workers_per_node=0) as env:
         with pytest.raises(ConfigError, match="max_staleness"):
             Collector(Exact(), env, max_staleness=0)
         with pytest.raises(ConfigError, match="its present policy"):
-            Collector(actor_critic(A2C), env, max_staleness=2)
+            Collector(A2C(**kit.actor_critic(2, 2), optim=kit.adam()), env, max_staleness=2)
         with pytest.raises(ConfigError, match="inference='worker'"):
             Collector(Exact(), env, inference="driver", max_staleness=2)
         collector = Collector(Exact(), env, VectorReplayBuffer(100, 2), max_staleness=2)

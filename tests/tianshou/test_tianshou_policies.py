@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 import random
+import subprocess
+import sys
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -13,18 +17,17 @@ import pytest
 import tianshou.data
 import torch
 from gymnasium import spaces
+from helpers import tianshou_algorithms as kit
 from helpers.exact import DriftEnv
 from helpers.tianshou_kit import Exact, Remembers
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.algorithm.modelfree.ddpg import ContinuousDeterministicPolicy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
-from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, ProbabilisticActorPolicy
 from tianshou.data import Batch, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
 from tianshou.exploration import GaussianNoise, OUNoise
-from tianshou.utils.net.common import Net, Recurrent
-from tianshou.utils.net.continuous import ContinuousActorDeterministic, ContinuousActorProbabilistic
-from tianshou.utils.net.discrete import DiscreteActor
+from tianshou.utils.net.common import Recurrent
+from tianshou.utils.net.continuous import ContinuousActorDeterministic
 
 import rayvec.tianshou
 from rayvec.collect.collector import Collector
@@ -32,46 +35,33 @@ from rayvec.tianshou import RayVectorEnv
 from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-OBS, BOX = spaces.Box(-9.0, 9.0, (2,), np.float32), spaces.Box(-2.0, 3.0, (3,), np.float32)
+BOX, DISCRETE = spaces.Box(-2.0, 3.0, (3,), np.float32), spaces.Discrete(2)
 NO_NOISE = np.full((4, 1), 0.5)
-
-
-def net(out: int = 0, **kwargs: Any) -> Any:
-    return Net(state_shape=OBS.shape, action_shape=out, hidden_sizes=(16,), **kwargs)
 
 
 def make_policy(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "dqn":
-        return DiscreteQLearningPolicy(model=net(2), action_space=spaces.Discrete(2), eps_inference=0.0)
+        return DiscreteQLearningPolicy(model=kit.body(2, action_shape=2), action_space=DISCRETE, eps_inference=0.0)
     if kind == "recurrent":
-        model = Recurrent(layer_num=1, state_shape=OBS.shape, action_shape=2, hidden_layer_size=8)
-        return DiscreteQLearningPolicy(model=model, action_space=spaces.Discrete(2))
+        model = Recurrent(layer_num=1, state_shape=(2,), action_shape=2, hidden_layer_size=8)
+        return DiscreteQLearningPolicy(model=model, action_space=DISCRETE)
     if kind == "actor":
-        actor: Any = DiscreteActor(preprocess_net=net(), action_shape=2)
-        return DiscreteActorPolicy(actor=actor, action_space=spaces.Discrete(2), deterministic_eval=True)
+        return kit.actor_critic(2, 2)["policy"]
     if kind == "gauss":
-        actor = ContinuousActorProbabilistic(preprocess_net=net(), action_shape=3, unbounded=True)
-
-        def make_dist(parameters: Any) -> Any:
-            return torch.distributions.Independent(torch.distributions.Normal(*parameters), 1)
-
-        return ProbabilisticActorPolicy(actor=actor, dist_fn=make_dist, action_space=BOX, deterministic_eval=True)
-    actor = ContinuousActorDeterministic(preprocess_net=net(), action_shape=3)
+        return kit.gaussian(num_obs=2, deterministic_eval=True)["policy"]
+    actor = ContinuousActorDeterministic(preprocess_net=kit.body(2), action_shape=3)
     return ContinuousDeterministicPolicy(
         actor=actor, action_space=BOX, exploration_noise=GaussianNoise(sigma=0.1), action_scaling=True
     )
 
 
-KINDS = ["dqn", "recurrent", "actor", "gauss", "ddpg"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dqn", "recurrent", "gauss", "ddpg"])
 def test_actions_and_what_is_stored_are_those_of_tianshous_collector(kind: str) -> None:
     policy = make_policy(kind)
     env = DummyVectorEnv([lambda: DriftEnv()] * 4)
     tianshous = tianshou.data.Collector(policy, env, VectorReplayBuffer(400, 4))
-    acting = pickle.loads(pickle.dumps(TianshouPolicy(policy))) if kind != "gauss" else TianshouPolicy(policy)
+    acting = pickle.loads(pickle.dumps(TianshouPolicy(policy)))
     rng, hidden = np.random.default_rng(0), None
     for t in range(4):
         obs = rng.normal(size=(4, 2)).astype(np.float32)
@@ -113,7 +103,7 @@ class Holds(DiscreteQLearningPolicy[Any]):
     """Holds attributes of all kinds, and generators."""
 
     def __init__(self) -> None:
-        super().__init__(model=net(2), action_space=spaces.Discrete(2))
+        super().__init__(model=kit.body(2, action_shape=2), action_space=DISCRETE)
         self.scale = 3.0
         self.table, self.tensor, self.nested = np.zeros(3), torch.zeros(2), {"deep": [np.zeros(2)]}
         self.net, self.other_net, self.memory = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.GRU(2, 2)
@@ -172,39 +162,38 @@ def test_a_table_that_has_changed_acts_in_the_workers(workers_per_node: int) -> 
             assert (collector.buffer.act[collector.buffer.sample_indices(0)][-3:] == act).all()
 
 
-def test_draws_depend_on_the_seed_in_a_worker_and_on_global_generators_in_the_driver(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def drawn_elsewhere(sent: bytes, seeds: list[float], draw: Callable[[Any, float], Any]) -> list[Any]:
+    """Returns what copies of a policy draw in another process, for each seed."""
+    code = "import sys, cloudpickle; sent, seeds, draw = cloudpickle.load(sys.stdin.buffer); "
+    code += "print(repr([draw(cloudpickle.loads(sent), seed) for seed in seeds]))"
+    given = cloudpickle.dumps((sent, seeds, draw))
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, check=True)
+    return list(ast.literal_eval(done.stdout.decode()))
+
+
+def test_draws_depend_on_the_seed_in_a_worker_and_on_global_generators_in_the_driver() -> None:
+    def actions(policy: Any, seed: float) -> Any:
+        return [policy.act(np.zeros((4, 2), np.float32), np.full((4, 1), seed))[0].tolist() for _ in range(3)]
+
     driver = TianshouPolicy(make_policy("ddpg"), exploration_noise=True)
-    obs, sent = np.zeros((4, 2), np.float32), pickle.dumps(driver)
+    sent = cloudpickle.dumps(driver)
     drawn = []
     for acting in (driver, pickle.loads(sent)):
         np.random.seed(1)
-        drawn.append(acting.act(obs, NO_NOISE)[0].tolist())
+        drawn.append(actions(acting, 0.5))
     assert drawn[0] == drawn[1] and torch.initial_seed() == 0
-    monkeypatch.setattr("rayvec.tianshou.policies._PROCESS", "that of a worker")
-    drawn = []
-    for seed in (0.3, 0.3, 0.7):
-        acting = pickle.loads(sent)
-        drawn.append([acting.act(obs, np.full((4, 1), seed))[0].tolist() for _ in range(3)])
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert drawn[0][0] != drawn[0][1]
+    one, same, other = drawn_elsewhere(sent, [0.3, 0.3, 0.7], actions)
+    assert one == same != other and one[0] != one[1]
 
 
-def test_generators_that_a_policy_holds_are_seeded_where_it_acts(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = Holds()
-    driver, obs = TianshouPolicy(policy), np.zeros((4, 2), np.float32)
+def test_generators_that_a_policy_holds_are_seeded_where_it_acts() -> None:
+    def numbers(policy: Any, seed: float) -> list[float]:
+        policy.act(np.zeros((4, 2), np.float32), np.full((4, 1), seed))
+        return [float(number) for _ in range(20) for number in policy._policy.draw()]
 
-    def draws(seed: float) -> list[float]:
-        copy = pickle.loads(sent)
-        copy.act(obs, np.full((4, 1), seed))
-        return [number for _ in range(20) for number in copy._policy.draw()]
-
-    sent = cloudpickle.dumps(driver)
-    here = draws(0.3)
-    monkeypatch.setattr("rayvec.tianshou.policies._PROCESS", "that of a worker")
-    one, same, other = draws(0.3), draws(0.3), draws(0.7)
-    assert one == same == here
+    sent = cloudpickle.dumps(TianshouPolicy(Holds()))
+    one, same, other = drawn_elsewhere(sent, [0.3, 0.3, 0.7], numbers)
+    assert one == same == numbers(cloudpickle.loads(sent), 0.3)
     assert all(ours != theirs for k in range(4) for ours, theirs in [(one[k::4], other[k::4])])
 
 
@@ -232,12 +221,19 @@ def test_memory_lasts_for_one_episode(inference: Any) -> None:
         count[:] = 0
 
 
-def test_an_algorithm_stands_for_its_policy() -> None:
-    from tianshou.algorithm import DQN
-    from tianshou.algorithm.optim import AdamOptimizerFactory
-
+def test_in_this_process_a_collector_draws_from_the_generators_that_tianshous_draws_from() -> None:
     policy = make_policy("dqn")
-    algorithm = DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-3))
-    act, _ = TianshouPolicy(algorithm).act(np.zeros((4, 2), np.float32), NO_NOISE)
-    expected = policy(Batch(obs=np.zeros((4, 2), np.float32), info=Batch())).act
-    np.testing.assert_array_equal(act, expected)
+    policy.set_eps_inference(0.5)
+    drawn = []
+    for make_collector, env in (
+        (rayvec.tianshou.Collector, RayVectorEnv([DriftEnv] * 3, num_nodes=0, workers_per_node=0)),
+        (tianshou.data.Collector, DummyVectorEnv([DriftEnv] * 3)),
+    ):
+        with closing(env):
+            collector: Any = make_collector(policy, env, VectorReplayBuffer(60, 3), exploration_noise=True)
+            env.seed(1)
+            collector.reset()
+            np.random.seed(2)
+            collector.collect(n_step=30)
+            drawn.append((collector.buffer.act.tolist(), np.random.random()))
+    assert drawn[0] == drawn[1]
