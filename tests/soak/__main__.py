@@ -1,36 +1,39 @@
-"""The command line and the loop of the soak."""
+"""The command line, the loop of the soak, and memory over time."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from helpers.waiting import shm_names, wait_until
 
 from rayvec.vector.ray_vec_env import RayVecEnv
+from soak.audited import Training
 from soak.auditor import Auditor
-from soak.elastic import NUM_NODES, NodeChanges, train_audited
-from soak.faults import Faults
-from soak.recording import MARK, Recorder, growth_mib, left
-from soak.short_lives import ShortLives
+from soak.faults import NUM_NODES, Faults, NodeChanges, interrupt_a_small_one
 from soak.witness import Act, Asking, Witness
 
 NUM_ENVS = 24
-_BEGIN_S = 60.0
-"""Memory is compared from here on, or after a sixth of a longer run."""
+MARK = "RAYVEC_SOAK"
+"""Name of an environment variable by whose value a soak knows the processes that it started."""
+_SAMPLE_S = 10.0
 
 
 class Soak:
@@ -39,44 +42,35 @@ class Soak:
     Args:
         env: The large vector environment.
         faults: What may happen to it.
-        short_lives: What ends a vector environment of its own; none if these are switched off.
-        rng: Chooses.
+        interrupt: Makes a small vector environment and interrupts it.
     """
 
-    def __init__(
-        self, env: RayVecEnv, faults: Faults | NodeChanges, short_lives: list[ShortLives], rng: random.Random
-    ) -> None:
-        self._env, self._faults, self._rng = env, faults, rng
-        self._short_lives = short_lives
-        self.made: Counter[str] = Counter()
-        obs, _ = env.reset(seed=1)
-        self.auditor = Auditor(obs)
+    def __init__(self, env: RayVecEnv, faults: Faults | NodeChanges, interrupt: Callable[[], None]) -> None:
+        self._env, self._faults, self._interrupt = env, faults, interrupt
+        self._auditor = Auditor(env.reset(seed=1)[0])
         self._weights = env.publish(Asking())
 
     def counts(self) -> dict[str, Any]:
         """Returns what was checked and which faults were made."""
-        return {**self.auditor.seen, "faults": {**self._faults.made, **self.made}}
+        return {**self._auditor.seen, "faults": dict(self._faults.made)}
 
     def run(self, until: float, fault_every_s: float) -> None:
         """Steps until this ``time.monotonic`` time; raises AssertionError at the first wrong transition."""
-        next_fault, next_short, next_report = (time.monotonic() + delay for delay in (2.0, 20.0, 30.0))
-        begin = time.monotonic()
+        next_fault, next_interrupt = time.monotonic() + 2.0, time.monotonic() + 20.0
         while time.monotonic() < until:
             actions = np.zeros(NUM_ENVS, np.int64)
             if time.monotonic() >= next_fault:
                 next_fault = time.monotonic() + fault_every_s
-                for n, act in self._faults.make(~self.auditor.done).items():
+                for n, act in self._faults.make(~self._auditor.done).items():
                     actions[n] = act
             for _ in range(50):
-                self.auditor.step(*self._env.step(actions))
+                self._auditor.step(*self._env.step(actions))
                 actions[:] = Act.STEP
             self._two_chunks()
-            if self._short_lives and time.monotonic() >= next_short:
-                next_short = time.monotonic() + 3 * fault_every_s
-                self._live_shortly()
-            if time.monotonic() >= next_report:
-                next_report += 30
-                print(f"{time.monotonic() - begin:4.0f} s {self.counts()}", flush=True)
+            if time.monotonic() >= next_interrupt and isinstance(self._faults, Faults):
+                next_interrupt = time.monotonic() + 3 * fault_every_s
+                self._faults.made["interrupt"] += 1
+                self._interrupt()
 
     def _two_chunks(self) -> None:
         """Two chunks are pending at once, each with weights of its own."""
@@ -86,12 +80,61 @@ class Soak:
             versions.append(self._weights.publish(np.full(Asking.num_weights, version, np.float32)))
             self._env.rollout_async(self._weights, 30, 0, 0)
         for version in versions:
-            self.auditor.chunk(self._env.rollout_wait().chunk, version)
+            self._auditor.chunk(self._env.rollout_wait().chunk, version)
 
-    def _live_shortly(self) -> None:
-        name, fault = self._rng.choice(list(self._rng.choice(self._short_lives).all().items()))
-        self.made[name] += 1
-        fault()
+
+class Memory:
+    """Writes to a file every few seconds which processes there are, their own memory, and counts; prints some.
+
+    Args:
+        directory: Where ``samples.jsonl`` is written.
+        counts: Returns what else to write: transitions and faults.
+    """
+
+    def __init__(self, directory: Path, counts: Callable[[], dict[str, Any]]) -> None:
+        self._path, self._counts = directory / "samples.jsonl", counts
+        self.samples: list[dict[str, Any]] = []
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        begin_s = time.monotonic()
+        with self._path.open("w", buffering=1) as file:
+            while not self._ends.wait(_SAMPLE_S):
+                mib: Counter[str] = Counter(driver=0, others=0)
+                found = marked()
+                for process in found:
+                    with suppress(psutil.Error):  # it has ended meanwhile
+                        group = "driver" if process.pid == os.getpid() else "others"
+                        mib[group] += process.memory_full_info().uss >> 20
+                sample = {"at_s": round(time.monotonic() - begin_s), "mib": mib, "processes": len(found)}
+                self.samples.append({**sample, **self._counts()})
+                file.write(json.dumps(self.samples[-1]) + "\n")
+                if len(self.samples) % 3 == 0:
+                    print(self.samples[-1], flush=True)
+
+    def close(self) -> None:
+        """Stops, and prints by how much a straight line through memory has risen after the first sixth of the run."""
+        self._ends.set()
+        self._thread.join()
+        late = self.samples[max(6, len(self.samples) // 6) :]
+        for group in ("driver", "others") if len(late) > 1 else ():
+            slope = np.polyfit([each["at_s"] for each in late], [each["mib"][group] for each in late], 1)[0]
+            print(
+                f"memory of {group}: {slope * (late[-1]['at_s'] - late[0]['at_s']):+.1f} MiB since {late[0]['at_s']} s"
+            )
+        print(self._counts())
+
+
+def marked() -> list[psutil.Process]:
+    """Returns every process that this soak started, and itself."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == os.environ[MARK] and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def soak(args: argparse.Namespace) -> None:
@@ -99,56 +142,39 @@ def soak(args: argparse.Namespace) -> None:
     import ray
     from ray.cluster_utils import Cluster
 
-    rng, elastic = random.Random(args.seed), args.elastic != "no"
+    rng, until = random.Random(args.seed), time.monotonic() + 60 * args.minutes
     head = {"num_cpus": 6, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=not elastic)  # else by no thread
+    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=args.elastic == "no")  # by no thread
+    directory = Path(tempfile.mkdtemp(prefix="rvs-"))
     try:
         cluster.add_node(num_cpus=4)
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         if args.elastic == "decentralized":
-            recorder = train_audited(cluster, args.minutes, args.fault_every, rng, args.record)
-        else:
-            recorder = step_audited(cluster, args, rng)
+            changes = NodeChanges(cluster, rng)
+            run_watched(Training(changes, args.record), changes, until, args)
+            return
+        with RayVecEnv(
+            [partial(Witness, index, directory) for index in range(NUM_ENVS)],
+            workers_per_node=4,
+            num_nodes=NUM_NODES if args.elastic == "central" else 2,
+            on_env_error="restart",
+            step_timeout_s=5.0,
+        ) as env:
+            faults = Faults(env, cluster, directory, rng) if args.elastic == "no" else NodeChanges(cluster, rng)
+            interrupt = partial(interrupt_a_small_one, Path(tempfile.mkdtemp(prefix="rvs-")), rng)
+            run_watched(Soak(env, faults, interrupt), faults, until, args)
     finally:
         ray.shutdown()
         cluster.shutdown()
-    skip_s = max(_BEGIN_S, 10 * args.minutes)
-    late = [sample["own_mib"]["driver"] for sample in recorder.samples if sample["at_s"] >= skip_s]
-    if late:
-        print(f"memory of the driver: {late[0]:.1f} MiB after {skip_s / 60:.1f} minutes, {late[-1]:.1f} MiB at the end")
-    for group in ("driver", "workers", "actors", "ray"):
-        grown = growth_mib(recorder.samples, group, skip_s)
-        print(f"memory of {group}: {grown:+.1f} MiB from {skip_s / 60:.1f} to {args.minutes:g} minutes")
 
 
-def step_audited(cluster: Any, args: argparse.Namespace, rng: random.Random) -> Recorder:
-    """Steps a large vector environment, and audits every transition."""
-    elastic = args.elastic == "central"
-    only = tuple(filter(None, args.only.split(",")))
-    with tempfile.TemporaryDirectory(prefix="rvs-", dir="/tmp") as name:
-        directory = Path(name)
-        for each in ("large", "0", "1"):
-            (directory / each).mkdir()
-        with RayVecEnv(
-            [partial(Witness, index, directory / "large") for index in range(NUM_ENVS)],
-            workers_per_node=4,
-            num_nodes=NUM_NODES if elastic else 2,
-            on_env_error="restart",
-            step_timeout_s=5.0,
-            on_node_loss="rehost",
-        ) as env:
-            faults = NodeChanges(cluster, rng) if elastic else Faults(env, cluster, directory / "large", rng, only)
-            short = [] if only or elastic else [ShortLives(directory / str(n), rng, n) for n in (0, 1)]
-            loop = Soak(env, faults, short, rng)
-            recorder = Recorder(args.record, 5.0 if elastic else 10.0, loop.counts)
-            try:
-                loop.run(time.monotonic() + 60 * args.minutes, args.fault_every)
-            finally:
-                recorder.close()
-                if isinstance(faults, NodeChanges):
-                    faults.close()
-                print(loop.counts())
-    return recorder
+def run_watched(loop: Soak | Training, faults: Faults | NodeChanges, until: float, args: argparse.Namespace) -> None:
+    memory = Memory(args.record, loop.counts)
+    try:
+        loop.run(until, args.fault_every)
+    finally:
+        faults.close()
+        memory.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -163,7 +189,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default="no",
         help="nodes join and leave, and nothing else happens; decentralized: under a training whose ranks audit",
     )
-    parser.add_argument("--only", default="", help="faults to make, by name, separated by commas; 'none' for none")
     parser.add_argument("--record", type=Path, default=Path("runs/soak"), help="where samples are written")
     args = parser.parse_args(arguments)
     args.record.mkdir(parents=True, exist_ok=True)
@@ -172,10 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", os.urandom(32).hex())
     before = shm_names()
     with tempfile.TemporaryDirectory(prefix="rvs-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        os.environ["RAY_TMPDIR"] = directory
+        os.environ["RAY_TMPDIR"] = os.environ["TMPDIR"] = tempfile.tempdir = directory
         os.mkdir(f"{directory}/ray")
         soak(args)
-    wait_until(lambda: not left(), "every process has ended")
+    own = {os.getpid(), *(child.pid for child in psutil.Process().children())}  # the fork server ends with this process
+    wait_until(lambda: not [process for process in marked() if process.pid not in own], "every process has ended")
     assert shm_names() <= before, shm_names() - before
     print("not one transition was wrong, and nothing is left")
 

@@ -1,4 +1,4 @@
-"""Makes environments, workers, actors, fork servers and nodes fail."""
+"""Makes environments, workers, actors, fork servers and nodes fail, nodes join and leave, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,57 +8,53 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+import pytest
+from gymnasium.error import NoAsyncCallError
+from helpers.elastic import announce
 
 from rayvec.vector.ray_vec_env import RayVecEnv
-from soak.witness import Act
+from soak.auditor import Auditor
+from soak.witness import Act, Witness
 
 _MOST_A_MINUTE = 2
 """Faults of one worker or node within a minute. Six would be a crash loop, and some faults cost two restarts."""
 _CALM_S = 65.0
+NUM_NODES = (1, 4)
+_NOTICE_S = 8.0
 
 Actions = dict[int, Act]
 
 
 class Faults:
-    """Makes one fault at a time.
+    """Makes one fault at a time; counts them in `made`.
 
     Args:
         env: The environments, which restart and rehost.
         cluster: Ray's ``Cluster``. Nodes are added to it and removed.
         directory: The directory that tells constructors to fail.
         rng: Chooses faults and victims.
-        only: The names of the faults to make; all of them if it is empty.
-
-    Attributes:
-        made: How often each fault was made.
     """
 
-    def __init__(
-        self, env: RayVecEnv, cluster: Any, directory: Path, rng: random.Random, only: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, env: RayVecEnv, cluster: Any, directory: Path, rng: random.Random) -> None:
         self._env, self._cluster, self._directory, self._rng = env, cluster, directory, rng
         self._recent: deque[tuple[float, str]] = deque()
         self.made: Counter[str] = Counter()
         self._faults: dict[str, Callable[[], Actions]] = {
-            **{act.name.lower().replace("_", " "): partial(self._ask, act) for act in Act if act != Act.STEP},
-            "two raise": self._two_raise,
-            "constructor dies": partial(self._constructor, "die"),
-            "constructor sleeps": partial(self._constructor, "sleep"),
+            **{act.name.lower(): partial(self._ask, act) for act in Act if act != Act.STEP},
+            "constructor dies": self._constructor,
             "kill worker": self._kill_worker,
-            "kill in large reply": self._kill_in_reply,
-            "kill in chunk": self._kill_in_chunk,
             "kill actor": self._kill_actor,
             "kill fork server": self._kill_fork_server,
             "node": self._change_node,
         }
-        self._names = [name for name in self._faults if not only or name in only]
         cluster.add_node(num_cpus=4)  # for the environments of a node that is lost
 
     def make(self, may_act: Any) -> Actions:
@@ -68,77 +64,56 @@ class Faults:
             may_act: Whether the next step of an environment passes it its action, ``bool [N]``.
         """
         self._may_act = may_act
-        if not self._names:
-            return {}
-        name = self._rng.choice(self._names)
+        name = self._rng.choice([*self._faults])
         self.made[name] += 1
         return self._faults[name]()
 
+    def close(self) -> None:
+        """Does nothing."""
+
+    def _one_of(self, choices: dict[str, Any]) -> Any:
+        """Returns one of some workers or nodes that has not failed often of late, or None."""
+        while self._recent and self._recent[0][0] < time.monotonic() - _CALM_S:
+            self._recent.popleft()
+        counts = Counter(name for _, name in self._recent)
+        calm = [name for name in choices if counts[name] < _MOST_A_MINUTE]
+        if not calm:
+            return None
+        name = self._rng.choice(calm)
+        self._recent.append((time.monotonic(), name))
+        return choices[name]
+
     def _worker(self) -> tuple[int, range] | None:
-        """Returns the process id and the environments of a worker, or None if all have failed often of late."""
-        calm = []
+        """Returns the process id and the environments of a worker."""
+        found = {}
         for node in self._env.topology.nodes:
             for k, pid in enumerate(self._env.worker_pids()[node.name][1:]):
                 envs = range(node.worker_bounds[k], node.worker_bounds[k + 1])
-                if self._is_calm(str(envs)):
-                    calm.append((pid, envs))
-        if not calm:
-            return None
-        pid, envs = self._rng.choice(calm)
-        self._recent.append((time.monotonic(), str(envs)))
-        return pid, envs
+                found[str(envs)] = (pid, envs)
+        worker: tuple[int, range] | None = self._one_of(found)
+        return worker
 
-    def _is_calm(self, name: str) -> bool:
-        while self._recent and self._recent[0][0] < time.monotonic() - _CALM_S:
-            self._recent.popleft()
-        return sum(other == name for _, other in self._recent) < _MOST_A_MINUTE
+    def _node(self, transports: tuple[str, ...] = ("tcp",)) -> Any:
+        nodes = zip(self._env.topology.nodes, self._env.transports, strict=True)
+        return self._one_of({str(node.env_range): node for node, transport in nodes if transport in transports})
 
     def _ask(self, act: Act) -> Actions:
         worker = self._worker()
         able = [] if worker is None else [n for n in worker[1] if self._may_act[n]]
         return {self._rng.choice(able): act} if able else {}
 
-    def _two_raise(self) -> Actions:
-        return {**self._ask(Act.RAISE), **self._ask(Act.RAISE)}
-
-    def _constructor(self, how: str) -> Actions:
+    def _constructor(self) -> Actions:
         asked = self._ask(Act.DIE)
         for index in asked:
-            (self._directory / str(index)).write_text(how)
+            (self._directory / str(index)).touch()
             self._recent.append(self._recent[-1])  # the worker is restarted twice
         return asked
 
     def _kill_worker(self) -> Actions:
-        if (worker := self._worker()) is not None:
-            os.kill(worker[0], signal.SIGKILL)
-        return {}
-
-    def _kill_in_reply(self) -> Actions:
-        """All environments of a worker return large infos, and the worker is killed while it sends them."""
-        if (worker := self._worker()) is None:
-            return {}
-        pid, envs = worker
-        kill_later(pid, self._rng.uniform(0, 0.05))
-        return dict.fromkeys(envs, Act.LARGE)
-
-    def _kill_in_chunk(self) -> Actions:
         """A worker is killed at some time in the steps and chunks that follow."""
         if (worker := self._worker()) is not None:
-            kill_later(worker[0], self._rng.uniform(0, 0.5))
+            threading.Timer(self._rng.uniform(0, 0.5), _kill, (worker[0],)).start()
         return {}
-
-    def _node(self, transports: tuple[str, ...] = ("tcp",)) -> Any:
-        """Returns a node that has not failed of late, or None."""
-        calm = [
-            node
-            for node, transport in zip(self._env.topology.nodes, self._env.transports, strict=True)
-            if transport in transports and self._is_calm(str(node.env_range))
-        ]
-        if not calm:
-            return None
-        node = self._rng.choice(calm)
-        self._recent.append((time.monotonic(), str(node.env_range)))
-        return node
 
     def _kill_actor(self) -> Actions:
         if (node := self._node()) is not None:
@@ -161,13 +136,85 @@ class Faults:
         return {}
 
 
-def kill_later(pid: int, after_s: float) -> threading.Timer:
-    """Kills a process after a delay, if it still exists."""
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
-    def kill() -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
-    timer = threading.Timer(after_s, kill)
+class NodeChanges:
+    """Changes the nodes of a cluster in a thread, so that changes fall into steps, chunks and moves.
+
+    Args:
+        cluster: Ray's ``Cluster``.
+        rng: Chooses.
+    """
+
+    def __init__(self, cluster: Any, rng: random.Random) -> None:
+        self._cluster, self._rng = cluster, rng
+        self.made: Counter[str] = Counter(join=0, leave=0, kill=0)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def make(self, may_act: Any = None) -> Actions:
+        """Lets a node join or leave. With none besides the head, one joins, and with five, one leaves."""
+        self.close()
+        self._thread = threading.Thread(target=self._change, daemon=True)
+        self._thread.start()
+        return {}
+
+    def _change(self) -> None:
+        try:
+            nodes = list(self._cluster.worker_nodes)
+            if len(nodes) < NUM_NODES[1] and (not nodes or self._rng.random() < 0.5):
+                self._cluster.add_node(num_cpus=4)
+                self.made["join"] += 1
+                return
+            node, what = self._rng.choice(nodes), self._rng.choice(["leave", "kill"])
+            if what == "leave":
+                announce(self._cluster, node.node_id)
+                time.sleep(_NOTICE_S)
+            self._cluster.remove_node(node, allow_graceful=False)
+            self.made[what] += 1
+        except BaseException as error:
+            self._error = error
+
+    def close(self) -> None:
+        """Waits for the last change; raises what it raised."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def interrupt_a_small_one(directory: Path, rng: random.Random) -> None:
+    """Ctrl-C while environments are made, stepped, reset or closed; a chunk that is pending then arrives whole."""
+    envs, idle = [partial(Witness, n, directory) for n in range(4)], np.zeros(4, np.int64)
+    make = partial(RayVecEnv, envs, num_nodes=rng.choice([0, 1]), workers_per_node=2)
+    with _interrupted(rng.uniform(0, 0.5)), make() as env:
+        auditor = Auditor(env.reset(seed=0)[0])
+        while True:
+            auditor.step(*env.step(idle))
+    chunks = []
+    with make() as env:
+        auditor = Auditor(env.reset(seed=0)[0])
+        with _interrupted(rng.uniform(0, 0.3)):
+            while True:
+                chunks.append(env.rollout(lambda obs: idle[: len(obs)], 20))
+        if not env.closed:
+            with suppress(NoAsyncCallError):
+                chunks.append(env.rollout_wait().chunk)
+            chunks.append(env.rollout(lambda obs: idle[: len(obs)], 20))
+        for chunk in chunks:
+            auditor.chunk(chunk)
+
+
+@contextmanager
+def _interrupted(after_s: float) -> Iterator[None]:
+    """Sends Ctrl-C to this process after a delay; the block must end with it."""
+    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    return timer
+    with pytest.raises(KeyboardInterrupt):
+        yield
+        timer.join()
+        time.sleep(1.0)
+    timer.join()

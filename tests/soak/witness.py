@@ -22,7 +22,7 @@ from rayvec.policies.noise import NO_NOISE
 INDEX, INSTANCE, EPISODE, COUNT = range(4)
 EPISODE_STEPS = 40
 LARGE_BYTES = 4 << 20
-"""More than the pipe of a worker holds, so that the worker is in the midst of its reply until the reply is read."""
+"""More than the pipe of a worker holds: the worker is in the midst of its reply until the reply is read."""
 _LIVES_S = 120
 
 
@@ -35,14 +35,11 @@ class Act(IntEnum):
     DIE = 3
     FORK = 4
     """Fork a child that keeps everything open which the worker has open."""
-    SUBPROCESS = 5
-    DAEMON = 6
+    DAEMON = 5
     """Start a process in a session of its own."""
-    THREAD = 7
+    THREAD = 6
     """Start a thread that never ends and is no daemon."""
-    LARGE = 8
-    """Return an info of megabytes."""
-    LARGE_AND_DIE = 9
+    LARGE_AND_DIE = 7
     """Return an info of megabytes, and be killed a few milliseconds later, while it is sent."""
 
 
@@ -56,49 +53,59 @@ class Witness(gymnasium.Env[NDArray[np.float64], int]):
 
     Args:
         index: Index of the environment.
-        directory: If it holds a file with the name of the index, the constructor removes the file and fails as its text
-            says: "die", "sleep" or "hang".
+        directory: If it holds a file with the name of the index, the constructor removes the file and ends its process.
     """
 
     observation_space = gymnasium.spaces.Box(0, 2**53, (4,), np.float64)
     action_space = gymnasium.spaces.Discrete(len(Act))
 
     def __init__(self, index: int, directory: Path) -> None:
-        trouble = directory / str(index)
         with suppress(FileNotFoundError):
-            text = trouble.read_text()
-            trouble.unlink()
-            _fail_to_start(text)
+            (directory / str(index)).unlink()
+            _fork()  # the child holds the worker's pipe open
+            os._exit(3)
         self._state = np.array([index, time.time_ns() % 2**50, 0, 0], np.float64)
         self._started: set[Act] = set()
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Begins the next episode."""
         super().reset(seed=seed)
         self._state[EPISODE] += 1
         self._state[COUNT] = 0
         return self._state.copy(), {}
 
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Counts, and does what the action asks for."""
-        act = Act(action)
+        act, info = Act(action), {}
         if act == Act.RAISE:
             raise RuntimeError("asked to raise")
         if act == Act.HANG:
             time.sleep(3600)
         if act == Act.DIE:
             os.kill(os.getpid(), signal.SIGKILL)
-        if act in (Act.FORK, Act.SUBPROCESS, Act.DAEMON, Act.THREAD) and act not in self._started:
+        if act in (Act.FORK, Act.DAEMON, Act.THREAD) and act not in self._started:
             self._started.add(act)
             _start(act)
         time.sleep(0.0005)
         self._state[COUNT] += 1
-        info = {}
-        if act in (Act.LARGE, Act.LARGE_AND_DIE):
-            info["large"] = large_info(self._state[INDEX], self._state[COUNT])
         if act == Act.LARGE_AND_DIE:
+            info["large"] = large_info(self._state[INDEX], self._state[COUNT])
             threading.Timer(random.uniform(0, 0.02), os.kill, (os.getpid(), signal.SIGKILL)).start()
         return self._state.copy(), self._state[COUNT], self._state[COUNT] >= EPISODE_STEPS, False, info
+
+
+def _start(act: Act) -> None:
+    """Starts something that outlives the step; after two minutes, processes end by themselves."""
+    if act == Act.THREAD:
+        threading.Thread(target=threading.Event().wait).start()
+    elif act == Act.DAEMON:
+        subprocess.Popen(["sleep", str(_LIVES_S)], start_new_session=True)
+    else:
+        _fork()
+
+
+def _fork() -> None:
+    if os.fork() == 0:
+        time.sleep(_LIVES_S)
+        os._exit(0)
 
 
 class Asking:
@@ -114,33 +121,11 @@ class Asking:
         self._weights = np.zeros(self.num_weights, np.float32)
 
     def act(self, obs: NDArray[np.float64], noise: Any) -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
-        """Chooses an action for each of k environments."""
         raises = (obs[:, EPISODE] == 161) & (obs[:, COUNT] == 17)
         hangs = (obs[:, EPISODE] == 301) & (obs[:, COUNT] == 9) & (obs[:, INDEX] % 8 == 3)
         acts = np.where(raises, Act.RAISE, np.where(hangs, Act.HANG, Act.STEP))
         return acts, {"version": np.full(len(obs), self._weights[0])}
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
-        """Copies the weights."""
         assert (weights == weights[0]).all(), "half of the weights are of another version"
         self._weights = weights.copy()
-
-
-def _fail_to_start(how: str) -> None:
-    if how != "die":
-        time.sleep(1.5 if how == "sleep" else _LIVES_S)
-        return
-    if os.fork() == 0:  # the child holds the worker's pipe open
-        time.sleep(_LIVES_S)
-    os._exit(3)
-
-
-def _start(act: Act) -> None:
-    """Starts something that outlives the step; after two minutes, processes end by themselves."""
-    if act == Act.THREAD:
-        threading.Thread(target=threading.Event().wait).start()
-    elif act != Act.FORK:
-        subprocess.Popen(["sleep", str(_LIVES_S)], start_new_session=act == Act.DAEMON)
-    elif os.fork() == 0:
-        time.sleep(_LIVES_S)
-        os._exit(0)
