@@ -5,6 +5,5 @@
 
 Environments count their own steps and say in every observation who they are: index, instance, episode and step. The
 driver steps them one by one and in chunks while environments, workers, actors, fork servers and nodes fail. An auditor
-compares every answer with the one before it. A recorder writes memory, descriptors and processes over time, and draws
-them. Not part of the suite; ``make soak`` runs it.
+compares every answer with the one before it. Not part of the suite; ``make soak`` runs it.
 """

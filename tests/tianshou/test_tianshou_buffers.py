@@ -55,12 +55,7 @@ def make_chunk(
     terminated = (rng.random((steps, envs)) < end) & valid
     truncated = (rng.random((steps, envs)) < end / 2) & valid
     final_index = np.argwhere(terminated | truncated)
-    said = []
-    for t in range(steps):
-        for n in range(envs):
-            info = INFOS[infos](rng)
-            if info:
-                said.append(ChunkInfo(t, n, info))
+    said = [ChunkInfo(t, n, INFOS[infos](rng)) for t in range(steps) for n in range(envs)]
     make = SHAPES[kind]
     return Chunk(
         env_ids=np.arange(envs),
@@ -73,7 +68,7 @@ def make_chunk(
         last_obs=make(rng, (envs,)),
         final_index=final_index,
         final_obs=make(rng, (len(final_index),)),
-        infos=ChunkInfos.of(said),
+        infos=ChunkInfos.of([each for each in said if each.info]),
     )
 
 
@@ -137,11 +132,31 @@ def plans(draw: st.DrawFn, kinds: tuple[str, ...] = ("flat", "dict", "number", "
     }
 
 
-def hold_against_add(plan: dict[str, Any], make: Callable[[], Any]) -> None:
+BUFFERS: dict[str, Callable[[int, int, dict[str, Any]], Any]] = {
+    "vector": lambda room, envs, options: VectorReplayBuffer(room, envs, **options),
+    "prioritized": lambda room, envs, options: PrioritizedVectorReplayBuffer(room, envs, **PRIORITIES, **options),
+    "cached": lambda room, envs, options: CachedReplayBuffer(ReplayBuffer(room, **options), envs, 8),
+    "single": lambda room, envs, options: ReplayBuffer(room, **options),
+    "single prioritized": lambda room, envs, options: PrioritizedReplayBuffer(room, **PRIORITIES, **options),
+}
+PRIORITIES: Any = {"alpha": 0.6, "beta": 0.4}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+@examples(100)
+@given(plans())
+def test_a_buffer_equals_add_step_by_step(plan: dict[str, Any], kind: str) -> None:
+    def make() -> Any:
+        buffer: Any = BUFFERS[kind](plan["room"], envs, plan["options"])
+        if hasattr(buffer, "weight"):
+            buffer._max_prio = 1.7
+        return buffer
+
+    envs = 1 if kind.startswith("single") else plan["envs"]
     got, expected = make(), make()
     rng = np.random.default_rng(plan["seed"])
     for steps, infos in zip(plan["steps"], plan["infos"], strict=False):
-        chunk = make_chunk(rng, steps, plan["envs"], plan["kind"], infos, plan["end"], plan["invalid"])
+        chunk = make_chunk(rng, steps, envs, plan["kind"], infos, plan["end"], plan["invalid"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -155,63 +170,22 @@ def hold_against_add(plan: dict[str, Any], make: Callable[[], Any]) -> None:
         assert_same_buffer(got, expected)
 
 
-@examples(500)
-@given(plans())
-def test_vector_buffer_equals_add_step_by_step(plan: dict[str, Any]) -> None:
-    hold_against_add(plan, lambda: VectorReplayBuffer(plan["room"], plan["envs"], **plan["options"]))
-
-
-@examples(50)
-@given(plans())
-def test_prioritized_buffer_equals_add_step_by_step(plan: dict[str, Any]) -> None:
-    def make() -> Any:
-        buffer = PrioritizedVectorReplayBuffer(plan["room"], plan["envs"], alpha=0.6, beta=0.4, **plan["options"])
-        buffer._max_prio = 1.7
-        return buffer
-
-    hold_against_add(plan, make)
-
-
-@examples(50)
-@given(plans())
-def test_cached_buffer_equals_add_step_by_step(plan: dict[str, Any]) -> None:
-    def make() -> Any:
-        return CachedReplayBuffer(ReplayBuffer(plan["room"], **plan["options"]), plan["envs"], 8)
-
-    hold_against_add(plan, make)
-
-
-@examples(15)
-@given(plans(), st.booleans())
-def test_single_buffer_equals_add_step_by_step(plan: dict[str, Any], prioritized: bool) -> None:
-    def make() -> Any:
-        if prioritized:
-            return PrioritizedReplayBuffer(plan["room"], alpha=0.6, beta=0.4, **plan["options"])
-        return ReplayBuffer(plan["room"], **plan["options"])
-
-    hold_against_add({**plan, "envs": 1}, make)
-
-
-GOALS = st.fixed_dictionaries({"seed": st.integers(0, 99), "sample": st.booleans()})
-
-
-@examples(10)
-@given(GOALS)
-def test_her_buffer_equals_add_step_by_step_and_restores_what_it_rewrote(plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_her_buffer_equals_add_step_by_step_and_restores_what_it_rewrote(seed: int, samples: bool) -> None:
     def make() -> Any:
         return HERVectorReplayBuffer(60, 3, compute_reward_fn=lambda a, g: -np.abs(a - g).sum(-1), horizon=5)
 
     got, expected = make(), make()
-    rng = np.random.default_rng(plan["seed"])
+    rng = np.random.default_rng(seed)
     for _ in range(3):
         chunk = make_chunk(rng, 9, 3, "dict", "dense", 0.3, 0.0)
         add_in_order(expected, chunk)
         add_chunk(got, chunk)
         assert_same_values(got._meta, expected._meta, "meta")
-        if plan["sample"]:
-            for buffer in (got, expected):
-                np.random.seed(1)
-                buffer.sample(16)
+        for buffer in (got, expected) if samples else ():
+            np.random.seed(1)
+            buffer.sample(16)
 
 
 @examples(15)
