@@ -174,7 +174,7 @@ def updates(algorithm: Any, buffer: ReplayBuffer, count: int, rows: int | None =
 def train(algorithm: Any, collector: Any, test_collector: Any = None, **changes: Any) -> Any:
     """Runs Tianshou's trainer for 200 steps, 100 for each update."""
     settings: dict[str, Any] = {
-        **{"training_collector": collector, "test_collector": test_collector, "test_step_num_episodes": 2},
+        **{"training_collector": collector, "test_collector": test_collector, "test_step_num_episodes": 5},
         **{"max_epochs": 1, "epoch_num_steps": 200, "collection_step_num_env_steps": 100},
         **{"batch_size": 32, "update_step_num_repetitions": 1, "verbose": False, "show_progress": False},
     }

@@ -96,3 +96,14 @@ class Held(Line):
             self._lost.touch()
             os._exit(3)
         return super().step(action)
+
+
+class WithoutSpaces(gymnasium.Env[Any, Any]):
+    """Observations are any objects."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return {"first"}, {}
+
+    def step(self, action: Any) -> Any:
+        return {action}, 1.0, False, False, {}

@@ -101,8 +101,11 @@ def box_policy() -> Exact:
 
 FILLED: dict[str, dict[str, Any]] = {
     "drift": {},
-    "pointed": {"make_policy": box_policy},
-    "pointed, noise": {"make_policy": box_policy, "exploration_noise": True},
+    "pointed": {"make_policy": box_policy, "make_buffer": lambda: VectorReplayBuffer(500, 5)},
+    "pointed, noise": {
+        **{"make_policy": box_policy, "exploration_noise": True},
+        "make_buffer": lambda: VectorReplayBuffer(500, 5),
+    },
     "agents": {},
     "prioritized": {"make_buffer": lambda: PrioritizedVectorReplayBuffer(220, 5, alpha=0.6, beta=0.4)},
     "cached": {"make_buffer": lambda: CachedReplayBuffer(ReplayBuffer(60), 5, 40)},

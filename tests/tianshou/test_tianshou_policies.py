@@ -152,7 +152,8 @@ def test_a_table_that_has_changed_acts_in_the_workers(workers_per_node: int) -> 
         def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
             return Batch(act=self.table[: len(batch.obs)].copy())
 
-    with closing(RayVectorEnv([DriftEnv] * 4, num_nodes=0, workers_per_node=workers_per_node)) as env:
+    settings: Any = {"workers_per_node": workers_per_node, "preload": ("helpers.tianshou_kit",)}
+    with closing(RayVectorEnv([DriftEnv] * 4, num_nodes=0, **settings)) as env:
         policy = Tabular()
         collector = rayvec.tianshou.Collector(policy, env, VectorReplayBuffer(400, 4))
         collector.reset()

@@ -22,7 +22,7 @@ from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, env_fns, within
 from helpers.odd_envs import PressesCtrlC
 from helpers.testing import CountingEnv, FaultyEnv
 from helpers.tianshou_buffers import assert_same_buffer
-from helpers.tianshou_envs import Agents, Held, Line, Ragged, Told
+from helpers.tianshou_envs import Agents, Held, Line, Ragged, Told, WithoutSpaces
 from helpers.tianshou_kit import Exact, Remembers
 from helpers.tianshou_lockstep import assert_same, both, in_lockstep
 from helpers.waiting import DEADLINE_S
@@ -420,26 +420,12 @@ def test_ctrl_c_while_a_step_is_waited_for_closes_everything(make: MakeVenv, wai
         venv.reset()
 
 
-class WithoutSpaces(gymnasium.Env[Any, Any]):
-    """Observations are any objects."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        return {"first"}, {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return {action}, 1.0, False, False, {}
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_environments_without_spaces(workers: int) -> None:
-    venv = RayVectorEnv([WithoutSpaces] * 2, num_nodes=0, workers_per_node=workers)
-    try:
+    with closing(RayVectorEnv([WithoutSpaces] * 2, num_nodes=0, workers_per_node=workers)) as venv:
         assert venv.reset()[0].tolist() == [{"first"}, {"first"}]
         assert venv.step(np.array([3, 4]))[0].tolist() == [{3}, {4}]
         assert venv.get_env_attr("observation_space") == [None, None]
-    finally:
-        venv.close()
 
 
 WITHOUT_RAY = """
