@@ -15,7 +15,7 @@ from helpers.chunks import assert_same_chunk
 from helpers.exact import DriftEnv, TablePolicy
 from helpers.obedient_envs import RaisesOnce
 from helpers.simple_policies import SlowPolicy, raises_at_ten, still
-from helpers.testing import CoinEnv, CountingEnv, TimedEnv, assert_identical, counting_errors
+from helpers.testing import CoinEnv, CountingEnv, assert_identical, counting_errors
 
 from rayvec.collect.collector import Collector, EpisodeTracker
 from rayvec.data import Batch, Chunk
@@ -246,7 +246,7 @@ class TestTimes:
 
     @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_of_environments_and_inference(self, make_vec: MakeVec, inference: Any) -> None:
-        envs = [partial(TimedEnv, 0.01)] * 2
+        envs = [partial(CountingEnv, step_s=0.01)] * 2
         env = make_vec(envs, 0, int(inference == "worker"))
         split = Collector(env, SlowPolicy(), inference).collect(n_step=2 * 10).stats.time_split_s
         assert split["environment"] >= 10 * 2 * 0.01 and split["inference"] >= 10 * 0.02

@@ -20,8 +20,6 @@ from rayvec.learners.sac import SACLearner
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 
-__all__ = ["CASES", "Case", "T"]
-
 T, N = 8, 4
 _STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), T * N, 0, 0, 1.0, 1.0, {}, (0, 0))
 

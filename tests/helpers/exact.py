@@ -39,22 +39,18 @@ class WordSpace(Space[Any]):
         self.letters = letters
 
     def sample(self, mask: Any = None, probability: Any = None) -> dict[str, Any]:
-        """Returns a random element."""
         length = int(self.np_random.integers(1, 5))
         word = "".join(self.np_random.choice(list(self.letters), length))
         return {"word": str(word), "numbers": self.np_random.normal(size=length)}
 
     def contains(self, x: Any) -> bool:
-        """Says whether `x` is an element."""
         return isinstance(x, dict) and set(x["word"]) <= set(self.letters) and len(x["word"]) == len(x["numbers"])
 
     @property
     def is_np_flattenable(self) -> bool:
-        """Returns False."""
         return False
 
     def __eq__(self, other: object) -> bool:
-        """Equal if made of the same letters."""
         return isinstance(other, WordSpace) and self.letters == other.letters
 
     __hash__ = None  # type: ignore[assignment]
@@ -63,14 +59,7 @@ class WordSpace(Space[Any]):
 class SpaceEnv(gymnasium.Env[Any, Any]):
     """Returns samples of its spaces in short random episodes, and infos of many kinds.
 
-    Every result depends on the seed and on every bit of every earlier action: the reward is computed from
-    :func:`describe` of the action, which is also in the info.
-
-    Args:
-        observation_space: Of any kind.
-        action_space: Of any kind.
-        max_episode_steps: Steps of the longest episode.
-        infos: Whether infos have entries.
+    Every result depends on the seed and on every bit of every earlier action, as :func:`describe` has it.
     """
 
     metadata = {"render_modes": ["rgb_array"], "kind": "space"}  # noqa: RUF012
@@ -92,7 +81,6 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         self._left = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
-        """Begins an episode of random length."""
         super().reset(seed=seed)
         self.observation_space.seed(int(self.np_random.integers(2**31)))
         self._left = int(self.np_random.integers(1, self._max_episode_steps + 1))
@@ -102,7 +90,6 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         return self.observation_space.sample(), info
 
     def step(self, action: Any) -> Result:
-        """Counts down; how the episode ends is random."""
         self._left -= 1
         told = describe(action)
         reward = self.factor * (sum(told.encode()) % 1009) / 7 + float(self.np_random.normal())
@@ -112,11 +99,9 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         return self.observation_space.sample(), reward, terminated, truncated, info
 
     def render(self) -> Any:
-        """Returns a tiny picture of the steps left."""
         return np.full((2, 2, 3), self._left % 256, np.uint8)
 
     def scaled(self, x: float, *, by: float = 1.0) -> float:
-        """Returns a product, for tests of calls."""
         return x * by * self.factor
 
     def _info(self, where: str) -> dict[str, Any]:
@@ -155,13 +140,11 @@ class DriftEnv(gymnasium.Env[NDArray[np.float32], Any]):
         self._t = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
-        """Begins near the middle."""
         super().reset(seed=seed)
         self._state, self._t = self.np_random.uniform(-0.3, 0.3, 2), 0
         return self._state.astype(np.float32), {}
 
     def step(self, action: Any) -> Result:
-        """Pushes."""
         x, v = self._state
         v = 0.9 * v + 0.1 * (2 * int(action) - 1) + self.np_random.normal(0.0, 0.05)
         self._state, self._t = np.array([x + v, v]), self._t + 1
@@ -189,7 +172,6 @@ class TablePolicy:
         self.load_weights(table.astype(np.float32).ravel(), num_actions)
 
     def load_weights(self, weights: NDArray[np.float32], num_actions: int | None = None) -> None:
-        """Loads the table from one flat vector of whole numbers, row after row."""
         self._num_actions = num_actions or self._num_actions
         table = np.rint(weights).astype(np.int64).reshape(-1, self._num_actions)
         self._table = table
@@ -197,11 +179,9 @@ class TablePolicy:
         self._logp = np.log(table / table.sum(1, keepdims=True)).astype(np.float32)
 
     def weights(self) -> NDArray[np.float32]:
-        """Returns the table as one flat vector, ``float32 [num_states * num_actions]``."""
         return self._table.astype(np.float32).ravel()
 
     def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
-        """Returns the actions of the table, ``int64 [k]``."""
         state = np.zeros(len(noise), np.int64)
         for leaf in tree_leaves(obs):
             sixteenths = np.floor(np.asarray(leaf, np.float64) * 16).astype(np.int64)

@@ -11,7 +11,6 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
-from rayvec.data import tree_leaves
 from rayvec.data.columns import settle
 from rayvec.data.layouts import ArrayLayout, as_batch
 from rayvec.envs.factory import EnvFactory
@@ -179,10 +178,6 @@ class Steps(gymnasium.Env[Any, Any]):
 
     def obs(self) -> Any:
         return np.array([self.episode, self.steps, float(self.np_random_seed or 0)])
-
-
-def leaves(fleet: Any) -> list[Any]:
-    return [leaf.copy() for leaf in tree_leaves(fleet.arrays["obs"])]
 
 
 def reset(fleet: Any) -> None:

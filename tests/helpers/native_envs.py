@@ -6,16 +6,14 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from helpers.own_envs import Masked
-from helpers.simple_policies import still
 from helpers.testing import CountingEnv
-from rayvec.policies.noise import NO_NOISE
 
 
 def counting(num_envs: int, mode: str = "NextStep") -> SyncVectorEnv:
@@ -102,21 +100,6 @@ class Final(SyncVectorEnv):
         return obs, rew, terminated, truncated, {**empty, **info}
 
 
-class Says(SyncVectorEnv):
-    """Returns infos without masks, those of steps in nested dicts; the caller resets it."""
-
-    def __init__(self) -> None:
-        super().__init__([CountingEnv] * 3, autoreset_mode=AutoresetMode.DISABLED)
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        obs, _ = super().reset(seed=seed, options=options)
-        return obs, {"began": obs[:, 1], "both": obs[:, :2]}
-
-    def step(self, actions: Any) -> Any:
-        obs, rew, terminated, truncated, _ = super().step(actions)
-        return obs, rew, terminated, truncated, {"deep": {"down": {"step": obs[:, 3]}}, "both": obs[:, 3]}
-
-
 class Fails(SyncVectorEnv):
     """Raises, or kills its process, in one step of the first process that makes it.
 
@@ -139,16 +122,3 @@ class Fails(SyncVectorEnv):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("this sub-batch is broken")
         return super().step(actions)
-
-
-class Remembers:
-    """Stays still, and records at the beginning of which episodes it forgets."""
-
-    noise = NO_NOISE
-    begun: ClassVar[list[list[int]]] = []
-
-    def act(self, obs: Any, noise: Any) -> tuple[Any, dict[str, Any]]:
-        return still(obs), {}
-
-    def begin_episodes(self, env_ids: Any) -> None:
-        self.begun.append(env_ids.tolist())

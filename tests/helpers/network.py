@@ -22,8 +22,6 @@ from typing import Any
 
 from rayvec.errors import RayvecError
 
-__all__ = ["DEADLINE_S", "Cluster", "Host", "Network", "kill_group", "why_not", "without_ray"]
-
 DEADLINE_S = 180.0  # Ray starts in 5 s on a quiet machine
 _PREFIX = "10.77"
 _SWITCH = f"{_PREFIX}.255.254"

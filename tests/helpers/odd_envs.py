@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from typing import Any
 
@@ -46,15 +45,6 @@ class SlowCall(CountingEnv):
         return max(seconds, self._seconds)
 
 
-class Unpicklable(CountingEnv):
-    def step(self, action: Any) -> Any:
-        obs, reward, terminated, truncated, _ = super().step(action)
-        return obs, reward, terminated, truncated, {"lock": threading.Lock()}
-
-    def lock(self) -> Any:
-        return threading.Lock()
-
-
 class Unloadable:
     """Can be pickled; unpickling raises."""
 
@@ -63,14 +53,6 @@ class Unloadable:
 
     def __reduce__(self) -> Any:
         return int, ("no number",)
-
-
-class Returns(CountingEnv):
-    def back(self, value: Any) -> Any:
-        return value
-
-    def unloadable(self) -> Any:
-        return Unloadable()
 
 
 class UnloadableInfo(CountingEnv):

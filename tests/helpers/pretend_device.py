@@ -27,8 +27,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import rayvec
 
-__all__ = ["PretendDevice", "pretended"]
-
 aten = torch.ops.aten
 _TRANSFERS = {aten._to_copy.default, aten.copy_.default}
 _WAITS = {aten.nonzero.default, aten.masked_select.default, aten.equal.default, aten._unique2.default}

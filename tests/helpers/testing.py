@@ -1,15 +1,4 @@
-"""What tests use: environments that show mistakes of whatever steps them, and an exact comparison.
-
-The environments are deterministic functions of their seed and their actions. So two ways to step them can be
-compared: with :func:`assert_identical` for equality of every bit and data type, or with :func:`counting_errors` for
-transitions that were lost, doubled or joined.
-
->>> from rayvec import RayVecEnv
->>> with RayVecEnv([CountingEnv] * 2, num_nodes=0) as env:
-...     chunks = [env.rollout(lambda obs: np.zeros(len(obs), int), 10, seed=seed) for seed in (3, None)]
->>> counting_errors(chunks)
-[]
-"""
+"""Environments that show mistakes of whatever steps them, and a comparison of every bit and data type."""
 
 from __future__ import annotations
 
@@ -26,28 +15,12 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk
 
-__all__ = ["CoinEnv", "CountingEnv", "FaultyEnv", "TimedEnv", "assert_identical", "counting_errors"]
-
 Result = tuple[Any, float, bool, bool, dict[str, Any]]
 Start = tuple[Any, dict[str, Any]]
 
 
 def assert_identical(got: Any, expected: Any, path: str = "value") -> None:
-    """Asserts that two values are equal to the last bit: types, data types, shapes and contents.
-
-    Args:
-        got: Arrays, dicts, sequences or plain values, nested in any way.
-        expected: The values that they must have.
-        path: Their name in the message.
-
-    Raises:
-        AssertionError: They differ; the message says where.
-
-    >>> assert_identical({"x": np.zeros(2)}, {"x": np.zeros(2)})
-    >>> assert_identical(np.zeros(2), np.zeros(2, np.float32))
-    Traceback (most recent call last):
-    AssertionError: value: dtype float64, expected float32
-    """
+    """Asserts that two values, nested in any way, are equal to the last bit: types, data types, shapes and contents."""
     _demand(type(got) is type(expected), path, type(got).__name__, type(expected).__name__)
     if isinstance(expected, dict):
         _demand(list(got) == list(expected), path, f"keys {list(got)}", list(expected))
@@ -98,7 +71,6 @@ class CountingEnv(gymnasium.Env[NDArray[np.int64], Any]):
         self._t = self._total = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
-        """Begins the next episode; with a seed, the first one."""
         super().reset(seed=seed)
         if seed is not None:
             self._seed, self._episode, self._total = seed, -1, 0
@@ -107,7 +79,6 @@ class CountingEnv(gymnasium.Env[NDArray[np.int64], Any]):
         return self._obs(), {"began": self._episode}
 
     def step(self, action: Any) -> Result:
-        """Counts."""
         if self._step_s:
             time.sleep(self._step_s)
         self._t += 1
@@ -158,14 +129,7 @@ def _equal(obs: Any, *others: Any) -> NDArray[np.bool_]:
 
 
 class CoinEnv(gymnasium.Env[NDArray[np.float32], Any]):
-    """Episodes of `short` or `long` steps with equal probability; the reward of each step is 1.
-
-    A biased way to collect episodes gives a mean length other than the mean of both.
-
-    Args:
-        short: Steps of a short episode.
-        long: Steps of a long episode.
-    """
+    """Episodes of `short` or `long` steps with equal probability: a biased collector finds another mean."""
 
     observation_space = spaces.Box(0.0, 1.0, (1,), np.float32)
     action_space = spaces.Discrete(2)
@@ -175,44 +139,13 @@ class CoinEnv(gymnasium.Env[NDArray[np.float32], Any]):
         self._left = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
-        """Draws the length of the episode."""
         super().reset(seed=seed)
         self._left = self._lengths[int(self.np_random.integers(2))]
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> Result:
-        """Counts down."""
         self._left -= 1
         return np.ones(1, np.float32), 1.0, self._left <= 0, False, {}
-
-
-class TimedEnv(CountingEnv):
-    """A :class:`CountingEnv` whose steps take time.
-
-    Args:
-        step_s: Seconds of one step.
-        busy: Whether a step uses the CPU, instead of sleeping.
-        max_episode_steps: Steps of the longest episode.
-        infos: Whether it returns the infos of a :class:`CountingEnv`, or empty ones.
-    """
-
-    def __init__(self, step_s: float, busy: bool = False, max_episode_steps: int = 7, infos: bool = True) -> None:
-        super().__init__(max_episode_steps, step_s=0.0 if busy else step_s)
-        self._busy_s = step_s if busy else 0.0
-        self._infos = infos
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
-        """Begins the next episode."""
-        obs, info = super().reset(seed=seed, options=options)
-        return obs, info if self._infos else {}
-
-    def step(self, action: Any) -> Result:
-        """Steps, in the given time."""
-        until = time.perf_counter() + self._busy_s
-        while time.perf_counter() < until:
-            pass
-        obs, rew, terminated, truncated, info = super().step(action)
-        return obs, rew, terminated, truncated, info if self._infos else {}
 
 
 class FaultyEnv(CountingEnv):
@@ -238,12 +171,10 @@ class FaultyEnv(CountingEnv):
         self._maybe("init")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
-        """Resets, or fails."""
         self._maybe("reset")
         return super().reset(seed=seed, options=options)
 
     def step(self, action: Any) -> Result:
-        """Steps, or fails."""
         self._maybe("step")
         return super().step(action)
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import gymnasium
 
-__all__ = ["Noted", "make_noted", "make_sleeping", "make_subprocess_env"]
-
 _SIMULATOR = """
 import sys, time
 for line in sys.stdin:
