@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from helpers.rank_processes import fall
 from rayvec.data import Batch
 from rayvec.learners.ranks import Ranks
 
@@ -93,12 +92,3 @@ class Holder:
 
     def hold(self) -> None:
         """Returns once it has them."""
-
-
-def fall(how: str) -> None:
-    """Lets this process end, stop, or raise."""
-    if how == "raise":
-        raise ZeroDivisionError("as asked")
-    if how == "exit":
-        sys.exit(3)
-    os.kill(os.getpid(), getattr(signal, how))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -14,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore
 
-from helpers.rank_objects import fall
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
 from rayvec.distributed.allreduce_torch import CollectiveRanks
 from rayvec.learners.ranks import ClosableRanks
@@ -22,17 +24,18 @@ from rayvec.learners.ranks import ClosableRanks
 _ANSWER_S = 100
 
 
-def on_processes(
-    size: int, work: Callable[..., Any], *args: Any, kind: str, timeout_s: float = 60.0, silent: int | None = None
-) -> list[Any]:
-    """Returns what ``work(ranks, *args)`` returns or raises on each rank; None for one that ended or is `silent`."""
+def on_processes(size: int, work: Callable[..., Any], *args: Any, kind: str, timeout_s: float = 60.0) -> list[Any]:
+    """Returns what ``work(ranks, *args)`` returns or raises on each rank; None for one that ended.
+
+    `kind` is ``"shared memory"``, ``"collective"`` or, with a GPU for each rank, ``"nccl"``.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as directory:
         for rank in range(size):
             ours, theirs = context.Pipe()
-            connect = (rank, size, theirs, f"{directory}/store" if kind == "collective" else None, timeout_s)
+            connect = (rank, size, theirs, None if kind == "shared memory" else f"{directory}/store", timeout_s, kind)
             process = context.Process(target=_be_rank, args=(connect, work, args))
             process.start()
             theirs.close()
@@ -43,7 +46,7 @@ def on_processes(
                 path = pipes[0].recv()
                 for pipe in pipes[1:]:
                     pipe.send(path)
-            return [None if rank == silent else _receive(pipe) for rank, pipe in enumerate(pipes)]
+            return [_receive(pipe) for pipe in pipes]
         finally:
             for process in processes:
                 process.kill()
@@ -58,7 +61,7 @@ def _receive(pipe: Connection) -> Any:
         return None
 
 
-def _be_rank(connect: tuple[int, int, Connection, str | None, float], work: Callable[..., Any], args: Any) -> None:
+def _be_rank(connect: tuple[Any, ...], work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     ranks, pipe = _connect(*connect), connect[2]
     try:
@@ -70,9 +73,12 @@ def _be_rank(connect: tuple[int, int, Connection, str | None, float], work: Call
     pipe.recv()  # until the test ends this process: what one rank holds, others may still need
 
 
-def _connect(rank: int, size: int, pipe: Connection, store: str | None, timeout_s: float) -> ClosableRanks:
+def _connect(rank: int, size: int, pipe: Connection, store: str | None, timeout_s: float, kind: str) -> ClosableRanks:
     if store is not None:
-        return CollectiveRanks(rank, size, FileStore(store, size), timeout_s=timeout_s)
+        if kind == "nccl":
+            torch.cuda.set_device(rank)
+        device = "cuda" if kind == "nccl" else "cpu"
+        return CollectiveRanks(rank, size, FileStore(store, size), device=device, timeout_s=timeout_s)
     ranks = SharedMemoryRanks(rank, size, None if rank == 0 else pipe.recv(), timeout_s=timeout_s)
     if rank == 0:
         pipe.send(ranks.path)
@@ -120,3 +126,12 @@ def fall_before_second_sum(ranks: ClosableRanks, who: int, how: str) -> list[Ten
             return [first]
         fall(how)
     return [first, ranks.sum_(torch.ones(3))]
+
+
+def fall(how: str) -> None:
+    """Lets this process end, stop, or raise."""
+    if how == "raise":
+        raise ZeroDivisionError("as asked")
+    if how == "exit":
+        sys.exit(3)
+    os.kill(os.getpid(), getattr(signal, how))

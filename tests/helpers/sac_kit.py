@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from helpers.rank_objects import fall
+from helpers.rank_processes import fall
 from rayvec.config import SACConfig
 from rayvec.data import Batch, Chunk, CollectStats
 from rayvec.learners.sac import SACLearner

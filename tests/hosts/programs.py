@@ -119,8 +119,6 @@ def go_on(mode: str, num_nodes: str) -> None:
     chosen = {**PLACE, "num_nodes": int(num_nodes), "on_node_loss": mode, "on_env_error": "restart"}
     with rayvec.RayVecEnv([CountingEnv] * NUM_ENVS, **chosen) as env:
         env.reset(seed=3)
-        remote = [node for node in env._envs.children if node.transport == "tcp"]
-        say(streams=[node._stream._sock.getpeername() for node in remote])
         number = 0
         while True:
             try:

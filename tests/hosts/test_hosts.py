@@ -217,35 +217,6 @@ def test_a_link_that_goes_down_while_chunks_are_collected(cluster: Cluster, reco
 
 
 @long
-def test_a_firewall_is_an_error_that_names_address_and_port(cluster: Cluster, record: Record) -> None:
-    host = others(cluster)[0]
-    with blocked(host), Program(cluster.head, PROGRAMS, "start") as program:
-        line = program.line()
-        assert f"{host.address}:" in line["error"] and "firewall" in line["error"]
-        record("port blocked: NodeLostError", line["seconds"])
-
-
-STRANGER = """
-import json, socket, sys
-try:
-    socket.create_connection((sys.argv[1], int(sys.argv[2])), 30).close()
-    print(json.dumps("accepted"))
-except ConnectionRefusedError:
-    print(json.dumps("refused"))
-"""
-
-
-def test_the_port_of_a_stream_takes_nobody_after_the_driver(cluster: Cluster) -> None:
-    """While the node waits for its driver, strangers are heard: see the tests of streams."""
-    with Program(cluster.head, PROGRAMS, "go_on", "raise", "3") as program:
-        address, port = program.line()["streams"][0]
-        other = next(host for host in others(cluster) if host.address != address)
-        program.until(restarted=[])
-        assert python(other, STRANGER, address, str(port)) == "refused"
-        program.until(restarted=[])
-
-
-@long
 def test_a_host_is_lost_and_another_joins(cluster: Cluster, tmp_path: Path, record: Record) -> None:
     """With ``num_nodes=(1, 3)``, while chunks are collected and while decentralized ranks train, both at once."""
     lost = others(cluster)[1]
