@@ -4,10 +4,10 @@
     PYTHONPATH=tests python tests/interrupts.py --signal SIGKILL --count 500
 
 A small PPO on worker processes without Ray saves a checkpoint after every update. Half of the signals come at a moment
-drawn from the time that a whole run takes, imports included, and half come soon after the first update. Then the same
-run is resumed and gets the next signal, until it completes. After each signal the script checks the exit code, that the
-last checkpoint is whole and not older than the one before, and that no process, shared memory or temporary file is
-left. Each run that completes must have one line of metrics for every iteration.
+drawn from the time that a whole run takes, imports included, and half come soon after an update. Then the same run is
+resumed and gets the next signal, until it completes. After each signal the script checks the exit code, that the last
+checkpoint is whole and not older than the one before, and that no process, shared memory or temporary file is left.
+Each run that completes must have one line of metrics for every iteration.
 ``tests/training/test_stop_signals.py`` has a short form of this.
 """
 
@@ -47,55 +47,53 @@ class Runs:
 
     Attributes:
         outcomes: How often each thing happened.
-        ending_s: Seconds from each signal until the process ended.
+        signals: How many runs a signal was sent to.
     """
 
     def __init__(self, directory: Path, number: signal.Signals, seed: int) -> None:
-        self._directory, self._number = directory, number
-        self._moments = random.Random(seed)
+        self._directory, self._number, self._moments = directory, number, random.Random(seed)
         self._temporary = directory / "temporary"
         self._temporary.mkdir()
         os.environ["TMPDIR"] = str(self._temporary)
-        self._runs = 0
-        self._whole_s = 0.0
+        self._completed, self._whole_s = 0, 0.0
         self.outcomes: Counter[str] = Counter()
-        self.ending_s: list[float] = []
-
-    @property
-    def signals(self) -> int:
-        """How many runs were ended by a signal."""
-        return len(self.ending_s)
+        self.signals = 0
 
     @property
     def _run_dir(self) -> Path:
-        return self._directory / f"run{self._runs}"
+        return self._directory / f"run{self._completed}"
 
-    def _command(self) -> contextlib.AbstractContextManager[Command]:
-        arguments = ["train", "ppo", *options(_SETTINGS), f"--run-dir={self._run_dir}"]
-        if self._run_dir.exists():
-            arguments = ["train", "ppo", f"--resume={self._run_dir}"]
-        return running(arguments, self._directory)
-
-    def one(self) -> None:
-        """Starts or resumes a training and sends it the signal at a random moment."""
-        before = self._saved_steps()
-        updates_first = bool(self.signals % 2)
-        with self._command() as command:
-            if updates_first:
-                self._wait_for_an_update(command)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                command.process.wait(self._moments.uniform(0, _LOOP_S if updates_first else self._whole_s))
-            was_running = command.process.poll() is None
-            begin_s = time.monotonic()
-            if was_running:
-                os.killpg(command.process.pid, self._number)
+    def one(self, *, interrupt: bool = True) -> None:
+        """Starts or resumes a training and sends it the signal at a random moment, or lets it complete."""
+        before, begin_s = self._saved_steps(), time.monotonic()
+        how = (
+            [f"--resume={self._run_dir}"]
+            if self._run_dir.exists()
+            else [*options(_SETTINGS), f"--run-dir={self._run_dir}"]
+        )
+        with running(["train", "ppo", *how], self._directory) as command:
+            was_running = interrupt and self._interrupt(command)
             code = command.process.wait(_LIMIT_S)
-            if was_running:
-                self.ending_s.append(time.monotonic() - begin_s)
             assert_nothing_left(command)
-            self._account(code, was_running, command, before)
-        temporary = list(self._temporary.iterdir())
-        assert not temporary, temporary
+            if code == 0:
+                self._complete()
+            else:
+                assert was_running, command.stderr.read_text()
+                self._account(code, command, before)
+        self._whole_s = self._whole_s or time.monotonic() - begin_s
+        assert not list(self._temporary.iterdir()), list(self._temporary.iterdir())
+
+    def _interrupt(self, command: Command) -> bool:
+        """Sends the signal unless the command has ended before the moment; returns whether it has not."""
+        self.signals += 1
+        if self.signals % 2:
+            self._wait_for_an_update(command)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.process.wait(self._moments.uniform(0, _LOOP_S if self.signals % 2 else self._whole_s))
+        if command.process.poll() is not None:
+            return False
+        os.killpg(command.process.pid, self._number)
+        return True
 
     def _wait_for_an_update(self, command: Command) -> None:
         """Waits until the run saves a checkpoint, or ends."""
@@ -104,56 +102,37 @@ class Runs:
         while command.process.poll() is None and (not path.exists() or path.stat().st_ino == before):
             time.sleep(0.01)
 
-    def finish(self) -> None:
-        """Runs, or resumes the last run, without a signal, and keeps how long that took."""
-        begin_s = time.monotonic()
-        with self._command() as command:
-            assert command.process.wait(_LIMIT_S) == 0, command.stderr.read_text()
-            self._whole_s = time.monotonic() - begin_s
-            assert_nothing_left(command)
-        self._complete()
-
     def _saved_steps(self) -> int:
         """Returns the steps of the last checkpoint, 0 without a run; raises if the checkpoint is damaged."""
         return load_run(self._run_dir)[1]["progress"]["steps"] if self._run_dir.exists() else 0
 
-    def _account(self, code: int, was_running: bool, command: Command, before: int) -> None:
-        said, printed = command.stderr.read_text(), command.stdout.read_text()
-        saved = self._saved_steps()
+    def _account(self, code: int, command: Command, before: int) -> None:
+        said, printed, saved = command.stderr.read_text(), command.stdout.read_text(), self._saved_steps()
         assert saved >= before, (saved, before)
         where = "with no new checkpoint" if saved == before else "after a new checkpoint"
-        if code == 0:
-            assert "greedy return" in printed, said
-            self.outcomes["completed after the signal" if was_running else "completed before its signal"] += 1
-            self._complete()
-        elif self._number == signal.SIGKILL:
+        if self._number == signal.SIGKILL:
             assert code == -signal.SIGKILL and "Traceback" not in said, (code, said)
             self.outcomes[f"killed {where}"] += 1
         elif code == -signal.SIGINT:  # before or after `main`: the signal ends Python, which shells show as 130
             assert "rayvec: 4 environments" not in said or "greedy return" in printed, said
             self.outcomes["interrupted before or after main(), shown as 130"] += 1
-        elif code == 1:  # while Python itself starts
+        elif code == 1:
             assert "Fatal Python error" in said, said
             self.outcomes["interrupted while Python started, code 1"] += 1
         else:
             assert code == 130 and "rayvec: " in said and "Traceback" not in said, (code, said)
-            self._nothing_lost(saved)
+            metrics = self._run_dir / "metrics.jsonl"
+            if metrics.exists():  # the checkpoint holds every iteration that was logged
+                assert max((line["steps"] for line in read_metrics(metrics)), default=0) in (saved, saved + _STEPS)
             self.outcomes[f"interrupted {where}, code 130"] += 1
 
-    def _nothing_lost(self, saved: int) -> None:
-        """After Ctrl-C in the loop, the checkpoint holds every iteration that was logged."""
-        metrics = self._run_dir / "metrics.jsonl"
-        if metrics.exists():
-            assert max((line["steps"] for line in read_metrics(metrics)), default=0) in (saved, saved + _STEPS)
-
     def _complete(self) -> None:
-        steps = [
-            line["steps"] for line in read_metrics(self._run_dir / "metrics.jsonl") if "eval/return_mean" not in line
-        ]
+        lines = [line for line in read_metrics(self._run_dir / "metrics.jsonl") if "eval/return_mean" not in line]
+        steps = [line["steps"] for line in lines]
         assert steps == list(range(_STEPS, _TOTAL_STEPS + 1, _STEPS)), steps
         assert (self._run_dir / "result.json").exists() and not list(self._run_dir.glob("*.tmp"))
         self.outcomes["runs completed"] += 1
-        self._runs += 1
+        self._completed += 1
 
 
 def main() -> None:
@@ -168,17 +147,14 @@ def main() -> None:
     before = shm_names()
     with tempfile.TemporaryDirectory(prefix="rvi-", dir="/tmp") as directory:
         runs = Runs(Path(directory), signal.Signals[args.signal], args.seed)
-        runs.finish()
+        runs.one(interrupt=False)
         while runs.signals < args.count:
             runs.one()
             if runs.signals % 25 == 0:
                 print(f"{runs.signals} signals: {dict(runs.outcomes)}", flush=True)
-        runs.finish()
-    print(dict(runs.outcomes))
-    ending = sorted(runs.ending_s)
-    print(f"seconds until the process ended: median {ending[len(ending) // 2]:.2f}, at most {ending[-1]:.2f}")
+        runs.one(interrupt=False)
     assert shm_names() <= before, shm_names() - before
-    print(f"{args.count} x {args.signal}, all accounted for, and nothing is left")
+    print(f"{dict(runs.outcomes)}\n{args.count} x {args.signal}, all accounted for, and nothing is left")
 
 
 if __name__ == "__main__":

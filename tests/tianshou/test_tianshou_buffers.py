@@ -144,7 +144,7 @@ PRIORITIES: Any = {"alpha": 0.6, "beta": 0.4}
 
 @pytest.mark.parametrize("kind", BUFFERS)
 @examples(100)
-@given(plans())
+@given(plan=plans())
 def test_a_buffer_equals_add_step_by_step(plan: dict[str, Any], kind: str) -> None:
     def make() -> Any:
         buffer: Any = BUFFERS[kind](plan["room"], envs, plan["options"])
