@@ -8,25 +8,8 @@ import time
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 
 from helpers.testing import CountingEnv
-
-
-class KeepsActions(CountingEnv):
-    action_space = spaces.Box(-9.0, 9.0, (2,), np.float64)
-    kept: list[Any]
-
-    def __init__(self) -> None:
-        super().__init__(max_episode_steps=100)
-        self.kept = []
-
-    def step(self, action: Any) -> Any:
-        self.kept.append(action)
-        return super().step(action)
-
-    def first_action(self) -> Any:
-        return self.kept[0]
 
 
 class SlowCall(CountingEnv):

@@ -27,6 +27,8 @@ from tianshou.env import DummyVectorEnv
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.tianshou import data_parallel
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
 
 def parallel(algorithm: Any, num_ranks: int = 2) -> Any:
     return data_parallel(algorithm, num_ranks, num_nodes=0)
@@ -42,8 +44,10 @@ def difference(one: Algorithm[Any, Any], other: Algorithm[Any, Any]) -> float:
     return max(float((a - b).detach().abs().max() / b.detach().abs().max().clamp(min=1e-3)) for a, b in pairs)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["ppo", "ppo_recomputing", "a2c", "impala", "impala_scaled", "dqn", "td3"])
+@pytest.mark.parametrize("num_ranks", [2, slow(3)])
+@pytest.mark.parametrize(
+    "name", ["ppo", "impala", "dqn", *map(slow, ("ppo_recomputing", "a2c", "impala_scaled", "td3"))]
+)
 def test_ranks_equal_one_process_where_steps_use_the_whole_batch(name: str, num_ranks: int) -> None:
     one = kit.make(name)
     buffers: list[Any] = [kit.fill(one), kit.fill(one)]
@@ -75,7 +79,7 @@ def test_sac_equals_one_process_but_for_the_noise_of_its_actor() -> None:
     assert difference(other, again) == 0
 
 
-@pytest.mark.parametrize(("name", "num_ranks", "rows"), [("ppo", 3, 31), ("a2c", 2, 1), ("impala", 2, 7)])
+@pytest.mark.parametrize(("name", "num_ranks", "rows"), [("ppo", 3, 31), slow("a2c", 2, 1), slow("impala", 2, 7)])
 def test_with_minibatches_ranks_take_equally_many_steps(name: str, num_ranks: int, rows: int) -> None:
     """Also where a rank has no row of a minibatch: a rank with one step less would be waited for without end."""
     one, buffer = kit.make(name), kit.fill(kit.make(name), steps=11)
@@ -85,7 +89,7 @@ def test_with_minibatches_ranks_take_equally_many_steps(name: str, num_ranks: in
         assert 1e-5 < difference(other, kit.make(name)) and difference(other, one) < 1.0
 
 
-@pytest.mark.parametrize("name", ["impala", "td3"])
+@pytest.mark.parametrize("name", [slow("impala"), "td3"])
 def test_fewer_rows_than_ranks(name: str) -> None:
     one = kit.make(name)
     with parallel(kit.make(name), 3) as other:
@@ -116,11 +120,11 @@ class TestDriver:
     @pytest.mark.parametrize(
         ("name", "change"),
         [
-            ("ppo", lambda algorithm: setattr(algorithm, "ent_coef", 0.5)),
+            slow("ppo", lambda algorithm: setattr(algorithm, "ent_coef", 0.5)),
             ("ppo", lambda algorithm: algorithm.load_state_dict(copy.deepcopy(kit.make("ppo", seed=8).state_dict()))),
-            ("ppo", lambda algorithm: algorithm.policy.actor.requires_grad_(False)),
+            slow("ppo", lambda algorithm: algorithm.policy.actor.requires_grad_(False)),
             ("dqn", lambda algorithm: algorithm.optim._optim.param_groups[0].update(lr=1e-2, betas=(0.5, 0.9))),
-            ("dqn", lambda algorithm: [each.data.mul_(0.5) for each in algorithm.policy.parameters()]),
+            slow("dqn", lambda algorithm: [each.data.mul_(0.5) for each in algorithm.policy.parameters()]),
         ],
     )
     def test_what_changes_here_reaches_the_ranks(self, name: str, change: Callable[[Any], Any]) -> None:
@@ -184,7 +188,7 @@ def test_what_cannot_work_is_refused(make: Callable[[], Any], settings: dict[str
 
 
 class TestLostRanks:
-    @pytest.mark.parametrize("where", [{"num_nodes": 0}, pytest.param({"num_cpus": 0}, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("where", [{"num_nodes": 0}, slow({"num_cpus": 0})])
     def test_the_weights_of_the_last_update_stay_and_the_next_one_has_new_ranks(
         self, ray_cluster: object, where: dict[str, Any]
     ) -> None:
