@@ -43,6 +43,7 @@ __all__ = [
     "check_choice",
     "check_count",
     "check_flag",
+    "check_names",
     "check_node_range",
     "counted",
     "duration",
@@ -132,6 +133,17 @@ def check_flag(name: str, value: Any) -> bool:
     if value not in (True, False):
         raise ConfigError(f"{name} is {repr(value)[:200]}. It must be True or False.")
     return bool(value)
+
+
+def check_names(name: str, value: Any) -> tuple[str, ...]:
+    """Returns `value`, which must be a list or tuple of texts.
+
+    Raises:
+        ConfigError: It is not, with the argument's name in the message.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        raise ConfigError(f"{name} is {value!r}. It must be a list of names.")
+    return tuple(value)
 
 
 def check_node_range(value: Any) -> tuple[int, int]:

@@ -39,6 +39,7 @@ class Cluster(Fleet):
         topology: Where they are, and how many workers each has.
         places: Finds the places of nodes, and opens them; see :class:`~rayvec.cluster.ray_places.RayPlaces`.
         rehost: Whether the environments of lost nodes resume elsewhere.
+        replay_calls: Names of calls and attributes that they get again there.
         release: Called once all nodes are closed.
 
     Attributes:
@@ -55,7 +56,13 @@ class Cluster(Fleet):
     children: list[Any]
 
     def __init__(
-        self, topology: Topology, places: Any, *, rehost: bool = False, release: Callable[[], None] = lambda: None
+        self,
+        topology: Topology,
+        places: Any,
+        *,
+        rehost: bool = False,
+        replay_calls: Sequence[str] = (),
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         self._places, self._slices = places, list(topology.nodes)
         self._rehost, self._release = rehost, release
@@ -64,7 +71,7 @@ class Cluster(Fleet):
         except ChildLost as lost:
             raise lost.error from lost
         bounds = np.cumsum([0, *sizes]).tolist()
-        super().__init__(nodes, bounds, self._replacement, restarts=RESTARTS_OF_A_NODE)
+        super().__init__(nodes, bounds, self._replacement, restarts=RESTARTS_OF_A_NODE, replay_calls=replay_calls)
 
     def _started(self, places: Sequence[NodeSlice]) -> tuple[list[Any], list[int], PoolSpaces]:
         """Starts nodes. Returns them, how many environments each has, and the spaces of these."""

@@ -80,7 +80,13 @@ def open_cluster(
             if unclaimed and claim_cpus and resources is None:
                 logger.warning("no core is free on %s: workers run there without claiming any", ", ".join(unclaimed))
             try:
-                return Cluster(topology, places, rehost=rehost, release=session.release)
+                return Cluster(
+                    topology,
+                    places,
+                    rehost=rehost,
+                    replay_calls=restart_policy.replay_calls,
+                    release=session.release,
+                )
             except NodeLostError as error:  # a node that ended may be listed for some seconds
                 if attempt + 1 == _START_ATTEMPTS:
                     raise

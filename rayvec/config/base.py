@@ -72,6 +72,7 @@ ADJUSTABLE = (
     "step_timeout_s",
     "start_timeout_s",
     "restart_env_every",
+    "replay_calls",
     "on_bad_obs",
     "on_node_loss",
     "groups",
@@ -241,6 +242,10 @@ class TrainConfig:
     restart_env_every: Count | None = None
     """After how many finished episodes an environment is closed and made again, for simulators that leak; unset: never.
     Its next episode has a seed of its own. Native sub-batches do not support it."""
+
+    replay_calls: tuple[str, ...] = ()
+    """Names of methods and attributes, such as set_difficulty: where an environment is made again, the last call and
+    the last value that callbacks gave it is repeated."""
 
     on_bad_obs: Literal["raise", "keep"] = "raise"
     """What happens to an observation or a reward that is NaN or infinite: "raise" ends the run, "keep" keeps it."""

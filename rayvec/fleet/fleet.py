@@ -44,6 +44,7 @@ class Fleet:
         start: Starts a child in place of child k; None, if lost children are not replaced.
         restarts: How often the environments of a replaced child count as restarted.
         first_id: Global index of the first environment.
+        replay_calls: Names of calls and attributes that a replaced child gets again.
 
     Attributes:
         arrays: The last answer of every environment, and the state of its episode.
@@ -62,6 +63,7 @@ class Fleet:
         *,
         restarts: int = 1,
         first_id: int = 0,
+        replay_calls: Sequence[str] = (),
     ) -> None:
         self.children = list(children)
         self.bounds = np.array(bounds, np.int64)
@@ -69,7 +71,7 @@ class Fleet:
         self.first_id = first_id
         self.notes: list[str] = []
         self._replaced = Counter[str]()
-        self._start, self._restarts = start, restarts
+        self._start, self._restarts, self._replay_calls = start, restarts, replay_calls
         self._rows = [slice(*pair) for pair in pairwise(self.bounds.tolist())]
         self.parts = tuple(range(rows.start, rows.stop) for rows in self._rows)
         self._pending = [deque[Ticket]() for _ in self.children]
@@ -175,6 +177,11 @@ class Fleet:
             self._loaded[k].pop(ticket.command.rest[0], None)
             if op == Op.LOAD and answer.failure is None:
                 self._loaded[k][ticket.command.rest[0]] = ticket.commands[k]
+        elif op in (Op.CALL, Op.SET) and ticket.command.rest[0] in self._replay_calls:
+            command = ticket.commands[k]
+            key = command.rest[0], command.rows.tobytes()
+            self._loaded[k].pop(key, None)
+            self._loaded[k][key] = command
         elif op == Op.ROLLOUT and answer.failure is None:  # the child may have begun the next one
             self._keep_obs(rows, answer.value.last_obs)
             self._last_episode[rows] = EpisodeState.RUNNING

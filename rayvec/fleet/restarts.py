@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from numbers import Real
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.errors import ConfigError, check_choice, check_count
+from rayvec.errors import ConfigError, check_choice, check_count, check_names
 
 __all__ = [
     "ENV_ARRAYS",
@@ -136,12 +136,15 @@ class RestartPolicy:
         start_timeout_s: A worker that takes longer to make its environments, or to load a policy, counts as hung and is
             killed.
         max_episodes: After how many finished episodes an environment is closed and made again. None keeps it.
+        replay_calls: Names of methods and attributes. The last call, and the last value, of each is repeated where an
+            environment is made again.
     """
 
     restart: bool = False
     step_timeout_s: float | None = None
     start_timeout_s: float = 300.0
     max_episodes: int | None = None
+    replay_calls: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -150,6 +153,7 @@ class RestartPolicy:
         step_timeout_s: float | None,
         start_timeout_s: float = 300.0,
         restart_env_every: int | None = None,
+        replay_calls: Sequence[str] = (),
     ) -> RestartPolicy:
         """Returns the restart policy for the arguments of a vector environment.
 
@@ -168,7 +172,8 @@ class RestartPolicy:
                 "slowest constructor or import takes. The default is 300."
             )
         max_episodes = None if restart_env_every is None else check_count("restart_env_every", restart_env_every)
-        return cls(on_env_error == "restart", step_timeout_s, start_timeout_s, max_episodes)
+        names = check_names("replay_calls", replay_calls)
+        return cls(on_env_error == "restart", step_timeout_s, start_timeout_s, max_episodes, names)
 
 
 def _is_time(value: Any) -> bool:

@@ -106,7 +106,7 @@ class Machine(Fleet):
             raise
         bounds = np.cumsum([0, *counts]).tolist()
         start = self._replacement if restart_policy.restart else None
-        super().__init__(self._workers, bounds, start, first_id=first_id)
+        super().__init__(self._workers, bounds, start, first_id=first_id, replay_calls=restart_policy.replay_calls)
 
     def allocate(
         self,

@@ -134,6 +134,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         "step_timeout_s",
         "start_timeout_s",
         "restart_env_every",
+        "replay_calls",
     )
 
     def make(*own: Any, masks: bool = True) -> RayVecEnv:

@@ -9,7 +9,7 @@ from rayvec.data.cores import usable_cores
 from rayvec.data.resources import EnvResources
 from rayvec.data.topology import Topology
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError, check_choice, check_count
+from rayvec.errors import ConfigError, check_choice, check_count, check_names
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.in_process import InProcess, make_slice
 from rayvec.node.machine import Machine
@@ -67,8 +67,7 @@ def open_environments(
     check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
     resources = EnvResources.of(cores_per_env, gpus_per_env, resources_per_env)
     check_count("first_id", first_id, least=0)
-    if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
-        raise ConfigError(f"preload is {preload!r}. It must be a list of names of modules, for example ['torch'].")
+    check_names("preload", preload)
     if factory.native:
         keep_freed_memory(64 << 20)
     if num_nodes == 0 and num_nodes is not False:

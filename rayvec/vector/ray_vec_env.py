@@ -77,6 +77,8 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         restart_env_every: After how many finished episodes an environment is closed and made again, for simulators that
             leak. Its next episode has a seed of its own, as after a failure, unless :meth:`reset` passes one. Native
             sub-batches do not support it.
+        replay_calls: Names of methods and attributes, such as ``("set_difficulty",)``: where an environment is made
+            again, the last :meth:`call` and the last :meth:`set_attr` of each name is repeated before its reset.
         on_node_loss: ``"rehost"`` restarts environments of a lost node on others; ``"raise"`` is a ``NodeLostError``.
         preload: Modules that the workers import once for each node, such as ``("torch",)``. A module that starts a
             thread is refused. Workers share random generators and files that it opens: see docs/own-environment.md.
@@ -115,6 +117,7 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         start_timeout_s: float = 300.0,
         on_env_error: Literal["raise", "restart"] = "raise",
         restart_env_every: int | None = None,
+        replay_calls: Sequence[str] = (),
         on_node_loss: Literal["rehost", "raise"] = "rehost",
         preload: Sequence[str] = (),
         address: str | None = None,
@@ -123,7 +126,9 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         seed: int | None = None,
     ) -> None:
         check_choice("groups", groups, (1, 2))
-        restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s, restart_env_every)
+        restart_policy = RestartPolicy.of(
+            on_env_error, step_timeout_s, start_timeout_s, restart_env_every, replay_calls
+        )
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native, seed=seed, first_id=first_id)
         self.spec = factory.spec
         self.copy = check_flag("copy", copy)
