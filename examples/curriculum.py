@@ -83,7 +83,7 @@ class Curriculum:
 
 def main(total_steps: int = 60_000, levels: int = 4) -> None:
     """Trains."""
-    config = rayvec.PPOConfig(total_steps=total_steps, num_envs=8, eval_episodes=0)
+    config = rayvec.PPOConfig(total_steps=total_steps, num_envs=8, eval_episodes=0, replay_calls=("set_level",))
     result = rayvec.train(config, env=Reach, callbacks=[Curriculum(levels)])
     print("metrics are in", result.run_dir)
 

@@ -82,7 +82,7 @@ class Slice:
         self._restart, self._budget = restart_policy.restart, RestartBudget()
         self._max_episodes, self._num_finished = restart_policy.max_episodes, [0] * factory.num_envs
         self._replay_calls = restart_policy.replay_calls
-        self._calls: list[dict[str, Callable[[], None]]] = [{} for _ in range(factory.num_envs)]  # to repeat, of a unit
+        self._calls: list[dict[Any, Callable[[], None]]] = [{} for _ in range(factory.num_envs)]  # to repeat, of a unit
         self._envs: list[Any] = []
         self._notes: list[str] = []
         self.progress: Any = np.zeros(1, np.int64)
@@ -156,8 +156,8 @@ class Slice:
                 self._recover(unit, error, partial(function, unit, argument, command), command.op)
             else:
                 if command.op in (Op.CALL, Op.SET) and command.rest[0] in self._replay_calls:
-                    self._calls[unit].pop(command.rest[0], None)
-                    self._calls[unit][command.rest[0]] = partial(function, unit, argument, command)
+                    self._calls[unit].pop(name := (command.op, command.rest[0]), None)
+                    self._calls[unit][name] = partial(function, unit, argument, command)
         self.progress[0] += 1
         value = [self._values.get(row) for row in command.rows.tolist()] if command.op in (Op.CALL, Op.SET) else None
         if not (self._infos or self._failure or self._notes or value is not None):

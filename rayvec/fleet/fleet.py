@@ -179,7 +179,7 @@ class Fleet:
                 self._loaded[k][ticket.command.rest[0]] = ticket.commands[k]
         elif op in (Op.CALL, Op.SET) and ticket.command.rest[0] in self._replay_calls:
             command = ticket.commands[k]
-            key = command.rest[0], command.rows.tobytes()
+            key = op, command.rest[0], command.rows.tobytes()
             self._loaded[k].pop(key, None)
             self._loaded[k][key] = command
         elif op == Op.ROLLOUT and answer.failure is None:  # the child may have begun the next one
