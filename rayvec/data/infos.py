@@ -6,10 +6,10 @@ themselves, and most are never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,14 +92,7 @@ class ChunkInfos(Sequence[ChunkInfo]):
     def __len__(self) -> int:
         return len(self.places)
 
-    def __iter__(self) -> Iterator[ChunkInfo]:
-        return iter(self._items)
-
-    @overload
-    def __getitem__(self, index: int) -> ChunkInfo: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[ChunkInfo, ...]: ...
-    def __getitem__(self, index: int | slice) -> ChunkInfo | tuple[ChunkInfo, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self._items[index]
 
     def __eq__(self, other: object) -> bool:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import reduce
+from operator import getitem, itemgetter
 from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
-from rayvec.data.trees import Tree, tree_map, tree_paths
+from rayvec.data.trees import Tree, tree_leaves, tree_map, tree_paths
 
-__all__ = ["ArrayLayout", "Field", "as_batch", "index_tree", "split_actions", "tree_writer"]
+__all__ = ["ArrayLayout", "Field", "as_batch", "fitted", "index_tree", "split_actions", "tree_writer"]
 
 _ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-Field = tuple[DTypeLike, tuple[int, ...]]
+Field = tuple[np.dtype[Any], tuple[int, ...]]
 """The data type and shape of one array in a block."""
 
 
@@ -28,11 +29,11 @@ class ArrayLayout:
     """The array layout of a space, with one leaf for each array of the tree.
 
     Attributes:
-        space: The space of one environment.
+        form: A tree of the form of the space, with an ``np.dtype`` in place of each array.
         leaves: The data type and shape of each leaf, in the order of :func:`rayvec.data.tree_leaves`.
     """
 
-    space: Space[Any]
+    form: Tree
     leaves: tuple[Field, ...]
 
     @classmethod
@@ -44,17 +45,18 @@ class ArrayLayout:
     @classmethod
     def with_objects(cls, space: Space[Any]) -> ArrayLayout:
         """Returns the layout of any space; parts of it that are no arrays of a fixed shape are leaves of objects."""
-        return cls(space, tuple(_leaves(space)))
+        form = _form(space)
+        return cls(form, tuple((np.dtype(leaf.base), leaf.shape) for leaf in tree_leaves(form)))
 
     @classmethod
     def of_actions(cls, space: Space[Any]) -> ArrayLayout:
         """Returns the layout of actions: an array of objects, one for each environment, unless arrays hold them."""
-        return cls.of(space) or cls(Space(), ((np.dtype(object), ()),))
+        return cls.of(space) or cls.with_objects(Space())
 
     @property
     def objects(self) -> list[int]:
         """The places of the leaves of objects."""
-        return [place for place, (dtype, _) in enumerate(self.leaves) if np.dtype(dtype).hasobject]
+        return [place for place, (dtype, _) in enumerate(self.leaves) if dtype.hasobject]
 
     def fields(self, name: str, leading: tuple[int, ...]) -> dict[str, Field]:
         """Returns the fields of a block for all leaves but those of objects, with leading axes before each shape."""
@@ -63,7 +65,8 @@ class ArrayLayout:
 
     def tree(self, arrays: Sequence[Any]) -> Tree:
         """Builds a tree with the structure of the space from one value for each leaf. Inverse of :meth:`flatten`."""
-        return _build(self.space, iter(arrays))
+        each = iter(arrays)
+        return tree_map(lambda _: next(each), self.form)
 
     def flatten(self, value: Any) -> list[Any]:
         """Returns the leaves of `value`, a tree of this space, in the order of `leaves`.
@@ -71,7 +74,10 @@ class ArrayLayout:
         Raises:
             ValueError: `value` does not have the structure of the space.
         """
-        return _flatten(self.space, value)
+        try:
+            return [reduce(getitem, path, value) for path, _ in tree_paths(self.form)]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"not of the form {tree_map(str, self.form)}: {value!r}"[:500]) from None
 
     def select(self, block: Mapping[str, NDArray[Any]], name: str) -> Tree:
         """Returns the tree of the arrays in `block` whose names come from :meth:`fields`."""
@@ -79,46 +85,17 @@ class ArrayLayout:
 
     def empty(self, leading: tuple[int, ...]) -> Tree:
         """Allocates and returns a tree of zeros with these leading axes."""
-        arrays = [np.zeros((*leading, *shape), dtype) for dtype, shape in self.leaves]
-        for place in self.objects:
-            arrays[place][:] = None
-        return self.tree(arrays)
+        return tree_map(lambda leaf: np.full(leading, None if leaf.hasobject else 0, leaf), self.form)
 
 
-def _children(space: Space[Any]) -> list[tuple[Any, Space[Any]]] | None:
-    """Returns the parts of a Dict or Tuple space, with their keys or places. None for other spaces."""
+def _form(space: Space[Any]) -> Tree:
+    """Returns a tree of the form of a space, with the data type and shape of each array in one ``np.dtype``."""
     if isinstance(space, spaces.Dict):
-        return list(space.spaces.items())
-    return list(enumerate(space.spaces)) if isinstance(space, spaces.Tuple) else None
-
-
-def _leaves(space: Space[Any]) -> list[Field]:
-    children = _children(space)
-    if children is not None:
-        return [leaf for _, child in children for leaf in _leaves(child)]
-    if isinstance(space, _ARRAYS) and space.shape is not None and space.dtype is not None:
-        return [(space.dtype, tuple(space.shape))]
-    return [(np.dtype(object), ())]
-
-
-def _flatten(space: Space[Any], value: Any) -> list[Any]:
-    children = _children(space)
-    if children is None:
-        return [value]
-    if isinstance(space, spaces.Dict):
-        if not isinstance(value, Mapping) or set(value) != set(space.spaces):
-            raise ValueError(f"not a dict with the keys {list(space.spaces)}: {value!r}"[:500])
-    elif not isinstance(value, (tuple, list)) or len(value) != len(children):
-        raise ValueError(f"not a tuple of {len(children)}: {value!r}"[:500])
-    return [leaf for key, child in children for leaf in _flatten(child, value[key])]
-
-
-def _build(space: Space[Any], arrays: Iterator[Any]) -> Tree:
-    children = _children(space)
-    if children is None:
-        return next(arrays)
-    tree = {key: _build(child, arrays) for key, child in children}
-    return tree if isinstance(space, spaces.Dict) else tuple(tree.values())
+        return {key: _form(child) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map(_form, space.spaces))
+    is_array = isinstance(space, _ARRAYS) and space.shape is not None and space.dtype is not None
+    return np.dtype((space.dtype, space.shape)) if is_array else np.dtype(object)
 
 
 def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
@@ -132,12 +109,12 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
 
         def write_leaf(row: int, value: Any) -> None:
             is_array = type(value) is np.ndarray and value.dtype == leaf_dtype and value.shape == leaf_shape
-            leaf[row] = value if is_array else _fitted(value, leaf_dtype, leaf_shape)
+            leaf[row] = value if is_array else fitted(value, leaf_dtype, leaf_shape)
 
         return write_leaf
 
     def write(row: int, value: Any) -> None:
-        fitted = []
+        parts = []
         for path, array, dtype, shape in leaves:
             part = value
             try:
@@ -148,14 +125,14 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
                     f"An observation is {value!r:.500}. Its space asks for parts of the shapes "
                     f"{tree_map(np.shape, index_tree(tree, 0))}. Correct the environment or its observation_space."
                 ) from None
-            fitted.append((array, _fitted(part, dtype, shape)))
-        for array, part in fitted:
+            parts.append((array, fitted(part, dtype, shape)))
+        for array, part in parts:
             array[row] = part
 
     return write
 
 
-def _fitted(value: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+def fitted(value: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     """Converts a value to `dtype` and `shape` under the casting rules of ``np.stack(..., out=...)``.
 
     Raises:
@@ -166,18 +143,18 @@ def _fitted(value: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
         return deepcopy(value)  # environments may reuse the object
     if type(value) is np.ndarray and value.dtype == dtype and value.shape == shape:
         return value
-    fitted = np.asarray(value)
-    if fitted.shape != shape:
+    array = np.asarray(value)
+    if array.shape != shape:
         raise ValueError(
-            f"An observation has the shape {fitted.shape}, its space {shape}. Correct the environment or its "
-            "observation_space."
-        )
-    if not np.can_cast(fitted.dtype, dtype, "same_kind"):
-        raise TypeError(
-            f"An observation is {fitted.dtype}, which does not fit into {dtype}, the type of its space. Correct the "
+            f"An environment has returned a value of shape {array.shape}. Its shape must be {shape}. Correct the "
             "environment or its observation_space."
         )
-    return fitted
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise TypeError(
+            f"An environment has returned a value of dtype {array.dtype}, which does not fit into {dtype}. Correct the "
+            "environment or its observation_space."
+        )
+    return array
 
 
 def index_tree(tree: Tree, row: Any) -> Any:

@@ -86,7 +86,7 @@ def split_groups(
                 "least one: make more sub-batches, or leave groups out."
             )
         units = [np.arange(start, stop) for start, stop in pairwise(unit_bounds.tolist())]
-        return _read_only([np.concatenate(units[group::groups]) for group in range(groups)])
+        return tuple(np.concatenate(units[group::groups]) for group in range(groups))
     parts: list[list[int]] = [[] for _ in range(groups)]
     for node in topology.nodes:
         for start, stop in pairwise(node.worker_bounds):
@@ -94,14 +94,7 @@ def split_groups(
             middle = start + (stop - start + first_too) // 2 if groups == 2 else stop
             parts[0] += range(start, middle)
             parts[-1] += range(middle, stop)
-    return _read_only([np.array(ids, np.int64) for ids in parts if ids])
-
-
-def _read_only(groups: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], ...]:
-    """Makes the ids of groups read-only, so that pools recognise an array that is passed again."""
-    for ids in groups:
-        ids.setflags(write=False)
-    return tuple(groups)
+    return tuple(np.array(ids, np.int64) for ids in parts if ids)
 
 
 def even_bounds(num_envs: int, num_parts: int, first: int = 0) -> tuple[int, ...]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from typing import Any, cast
 
@@ -36,7 +36,11 @@ _ATTRIBUTES = ("observation_space", "action_space", "metadata", "render_mode", "
 """What an environment must have."""
 _INDEX = "{env_index}"
 """Stands for the index of an environment in strings of its arguments."""
-_REGISTERED_AGAIN = ".*Overriding environment .* already in registry"
+_PICKLED = (
+    "what makes environments: their functions, wrappers and arguments",
+    "Make the object inside the function, or step in this process: num_nodes=0, workers_per_node=0.",
+)
+"""What is pickled, and what to do if that fails."""
 EnvFn = Callable[[], "gymnasium.Env[Any, Any]"]
 Wrapper = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
 
@@ -61,17 +65,12 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int) -> list[in
     """
     if seed is None or isinstance(seed, int | Integral):
         return [None if seed is None else int(seed) + i for i in range(num_envs)]
-    if len(seed) != num_envs:
-        raise ValueError(
-            f"seed lists {len(seed)} seeds for {num_envs} environments. Pass one for each of them, or one int to have "
-            "consecutive seeds."
+    if len(seed) != num_envs or not all(each is None or isinstance(each, Integral) for each in seed):
+        raise gymnasium.error.Error(
+            f"seed is {seed!r:.200}. It must be one int, from which the seeds count on, or a list with an int or None "
+            f"for each of the {num_envs} environments."
         )
-    for each in cast("Sequence[Any]", seed):
-        if each is not None and not isinstance(each, Integral):
-            raise gymnasium.error.Error(
-                f"seed has {each!r} for an environment. Pass one int, or a list with an int or None for each."
-            )
-    return [None if s is None else int(s) for s in seed]
+    return [None if each is None else int(each) for each in seed]
 
 
 def check_env(env: Any) -> gymnasium.Env[Any, Any]:
@@ -81,41 +80,26 @@ def check_env(env: Any) -> gymnasium.Env[Any, Any]:
         ConfigError: It is a class, a vector environment, or lacks what an environment has.
     """
     missing = [name for name in _ATTRIBUTES if not hasattr(env, name)]
-    if not missing and not isinstance(env, type | gymnasium.vector.VectorEnv):
-        return cast("gymnasium.Env[Any, Any]", env)  # the code that uses its spaces checks them
-    got = f"the class {env.__qualname__}" if isinstance(env, type) else type(env).__qualname__
-    raise ConfigError(
-        f"A callable has made {got}{f' without {missing[0]}' if missing else ''}. It must return an instance of "
-        "gymnasium.Env with both spaces; with native=True, a vector environment. For agents of PettingZoo see "
-        "examples/pettingzoo_agents.py."
-    )
+    if missing or isinstance(env, type | gymnasium.vector.VectorEnv):
+        got = f"the class {env.__qualname__}" if isinstance(env, type) else type(env).__qualname__
+        raise ConfigError(
+            f"A callable has made {got}{f' without {missing[0]}' if missing else ''}. It must return an instance of "
+            "gymnasium.Env with both spaces; with native=True, a vector environment. For agents of PettingZoo see "
+            "examples/pettingzoo_agents.py."
+        )
+    return cast("gymnasium.Env[Any, Any]", env)  # the code that uses its spaces checks them
 
 
-@dataclass(frozen=True, slots=True)
-class _Maker:
-    """Makes an environment. Other processes get a spec in a form that they understand."""
-
-    made_by: Any
-    kwargs: Mapping[str, Any]
-    wrappers: tuple[Wrapper, ...]
-    native: bool
-
-    def __call__(self) -> gymnasium.Env[Any, Any]:
-        if isinstance(self.made_by, EnvSpec):
-            env: Any = gymnasium.make(self.made_by, **self.kwargs)
-        else:
-            env = self.made_by(**self.kwargs)
-        env = as_vector_env(env) if self.native else env
-        for wrapper in self.wrappers:
-            env = wrapper(env)
-        return env if self.native else check_env(env)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        made_by = _portable(self.made_by) if isinstance(self.made_by, EnvSpec) else self.made_by
-        return _Maker, (made_by, self.kwargs, self.wrappers, self.native)
+def _made(made_by: Any, kwargs: Mapping[str, Any], wrappers: Sequence[Wrapper], native: bool) -> Any:
+    """Makes an environment, or a vector environment."""
+    env: Any = gymnasium.make(made_by, **kwargs) if isinstance(made_by, EnvSpec) else made_by(**kwargs)
+    env = as_vector_env(env) if native else env
+    for wrapper in wrappers:
+        env = wrapper(env)
+    return env if native else check_env(env)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EnvFactory:
     """Makes environment i of N, in the process that will step it.
 
@@ -126,9 +110,8 @@ class EnvFactory:
     Attributes:
         env_fns: One callable for each environment, in the order of their global indices.
         spec: The spec that all environments were made from, or None.
-        registered: Specs of the process where it was built.
+        registered: Specs of the process where it was built, which are registered where it is unpickled.
         native: Whether each callable makes a vector environment, a native sub-batch.
-        is_copy: Whether it has come from that process, so that `registered` is to be registered.
         seed: Seeds the global random generators of each worker before it makes its environments; None does not.
     """
 
@@ -136,7 +119,6 @@ class EnvFactory:
     spec: EnvSpec | None = None
     registered: tuple[EnvSpec, ...] = ()
     native: bool = False
-    is_copy: bool = False
     seed: int | None = None
 
     @classmethod
@@ -175,37 +157,27 @@ class EnvFactory:
                 f"native=True was passed with {env!r}. It needs a list of callables that make vector environments: "
                 'pass [make_vector_env] * 4, or use rayvec.make_vec(vectorization_mode="vector_entry_point").'
             )
-        if env_kwargs is not None and not isinstance(env_kwargs, Mapping):
-            raise ConfigError(
-                f"env_kwargs is {env_kwargs!r}. It must be a dict of the arguments of each environment: "
-                'env_kwargs={"name": value}.'
-            )
-        if not isinstance(wrappers, Sequence) or not all(map(callable, wrappers)):
-            raise ConfigError(
-                f"wrappers is {wrappers!r:.200}. It must be a list of classes or functions: wrappers=[MyWrapper], or "
-                "functools.partial(MyWrapper, x=1) for one with arguments."
-            )
         spec: EnvSpec | None = None
         if isinstance(env, str | EnvSpec) or (callable(env) and num_envs is not None and not native):
             made_by = _named(env) if isinstance(env, str) else env
             spec = made_by if isinstance(made_by, EnvSpec) else None
             count = check_count("num_envs", 1 if num_envs is None else num_envs)
             arguments = _arguments(spec.entry_point if spec else made_by, env_kwargs or {}, first_id, count)
-            made = [(made_by, each) for each in arguments]
+            made = [(_portable(spec) if spec else made_by, each) for each in arguments]
         else:
             made = [(env_fn, {}) for env_fn in check_env_fns(env, "env")]
-            if not native and num_envs not in (None, len(made)):
+            if (not native and num_envs not in (None, len(made))) or env_kwargs:
                 raise ConfigError(
-                    f"num_envs={num_envs} was passed with a list of {len(made)} callables, each of which makes one "
-                    "environment. Leave num_envs out, or pass [make_env] * num_envs."
+                    f"num_envs={num_envs} and env_kwargs={env_kwargs!r} were passed with a list of {len(made)} "
+                    "callables, each of which makes one environment. Leave both out: pass [make_env] * num_envs, and "
+                    "bind arguments in the callable (lambda: MyEnv(**kwargs))."
                 )
-            if env_kwargs:
-                raise ConfigError(
-                    f"env_kwargs={dict(env_kwargs)!r} was passed with callables. Only gymnasium.make takes it, for an "
-                    "id: bind them in the callable (lambda: MyEnv(**kwargs))."
-                )
-        makers = tuple(_Maker(made_by, kwargs, tuple(wrappers), native) for made_by, kwargs in made)
-        return cls(makers, spec, registered_specs(), native, seed=seed)
+        makers = tuple(partial(_made, made_by, kwargs, tuple(wrappers), native) for made_by, kwargs in made)
+        return cls(makers, spec, registered_specs(), native, seed)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        register_specs(self.registered)
 
     @property
     def num_envs(self) -> int:
@@ -214,17 +186,15 @@ class EnvFactory:
 
     def in_parts(self, bounds: Sequence[int]) -> PickledParts:
         """Returns pickled factories for the environments between each two consecutive bounds."""
-        part = replace(self, env_fns=self.env_fns[bounds[0] : bounds[-1]])
-        return PickledParts.of(part._pickled, [bound - bounds[0] for bound in bounds])
+        own = self.part(bounds[0], bounds[-1])
+        return PickledParts.of(own, *_PICKLED, [bound - bounds[0] for bound in bounds])
 
     def part(self, start: int, stop: int) -> EnvFactory:
         """Returns a factory of some of the environments."""
         return replace(self, env_fns=self.env_fns[start:stop])
 
     def make(self, index: int) -> gymnasium.Env[Any, Any]:
-        """Makes the environment with this index. A copy registers what it carries: one before may have changed that."""
-        if self.is_copy:
-            register_specs(self.registered)
+        """Makes the environment with this index."""
         return self.env_fns[index]()
 
     def to_bytes(self) -> bytes:
@@ -233,12 +203,7 @@ class EnvFactory:
         Raises:
             TypeError: A function, a wrapper or an argument of an environment can't be pickled.
         """
-        return carrying_sys(self._pickled())
-
-    def _pickled(self, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
-        what = "what makes environments: their functions, wrappers and arguments"
-        remedy = "Make the object inside the function, or step in this process: num_nodes=0, workers_per_node=0."
-        return pickled_for_workers(replace(self, is_copy=True), what, remedy, buffer_callback)
+        return carrying_sys(pickled_for_workers(self, *_PICKLED))
 
 
 def _arguments(made_by: Any, env_kwargs: Mapping[str, Any], first_id: int, count: int) -> list[dict[str, Any]]:
@@ -254,8 +219,6 @@ def _arguments(made_by: Any, env_kwargs: Mapping[str, Any], first_id: int, count
     with contextlib.suppress(ValueError, TypeError, ImportError, AttributeError):  # making it says what is wrong
         found = load_env_creator(made_by) if isinstance(made_by, str) else made_by
         takes_index = "env_index" in inspect.signature(found).parameters
-    if not takes_index and not any(isinstance(value, str) and _INDEX in value for value in env_kwargs.values()):
-        return [dict(env_kwargs)] * count
 
     def of(index: int) -> dict[str, Any]:
         own = {
@@ -352,5 +315,4 @@ def register_specs(specs: Iterable[EnvSpec]) -> None:
     Gymnasium does not warn then that a module which is imported later registers them again.
     """
     gymnasium.registry.update((spec.id, spec) for spec in specs)
-    if not any(getattr(each[1], "pattern", None) == _REGISTERED_AGAIN for each in warnings.filters):
-        warnings.filterwarnings("ignore", _REGISTERED_AGAIN, UserWarning)  # after it, warnings are shown once more
+    warnings.filterwarnings("ignore", ".*Overriding environment .* already in registry", UserWarning)

@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 from rayvec.envs.owner_signals import is_left_to_owner
 from rayvec.errors import EnvError, RemoteFailure
@@ -35,39 +36,32 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
     """
     if is_ctrl_c(error) or hasattr(error, "ray_terminate_msg"):
         raise error
-    if not isinstance(error, Exception):
-        exits = isinstance(error, SystemExit)
-        failure = EnvError(
-            f"An environment or a policy has raised {error!r}, "
-            + ("the exception of sys.exit()" if exits else "which is not derived from Exception")
-            + ". Raise another, such as RuntimeError, in place of "
-            + ("the call of sys.exit()." if exits else "it, or catch it there.")
-        )
-        failure.__cause__ = error
-        return RemoteFailure.capture(failure, where)
-    return RemoteFailure.capture(error, where)
+    if isinstance(error, Exception):
+        return RemoteFailure.capture(error, where)
+    failure = EnvError(
+        f"An environment or a policy has raised {error!r}, which is not derived from Exception. Raise another, such as "
+        "RuntimeError, in place of it or of sys.exit()."
+    )
+    failure.__cause__ = error
+    return RemoteFailure.capture(failure, where)
 
 
 def end_if_forked(owner: int, error: BaseException | None = None) -> None:
     """Ends this process if code of an environment has forked it from the process `owner`.
 
     The process shares its parent's pipes and memory. If it continued, both would answer the same commands. The exit
-    code, and what is printed, are those of a program that ends by `error`.
+    code, and the traceback, are those of a program that ends by `error`.
     """
     if os.getpid() == owner:
         return
-    code = 0 if error is None else 1
+    code: Any = error.code if isinstance(error, SystemExit) else int(error is not None)
     try:
-        if isinstance(error, SystemExit) and isinstance(error.code, int | None):
-            code = error.code or 0
-        elif isinstance(error, SystemExit):
-            print(error.code, file=sys.stderr)
-        elif error is not None:
+        if error is not None and not isinstance(error, SystemExit):
             traceback.print_exception(error)  # and not sys.excepthook: Ray's would wait for a thread of the parent
         sys.stdout.flush()
         sys.stderr.flush()
     finally:  # an environment may have closed or replaced the streams
-        os._exit(code & 0xFF)
+        os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
 @contextlib.contextmanager

@@ -7,33 +7,31 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from multiprocessing.process import current_process
 from typing import Any, NamedTuple
 
 import cloudpickle
-import numpy as np
-from numpy.typing import NDArray
 
 __all__ = ["PickledParts", "Places", "carrying_sys", "load_part", "pickled_for_workers"]
 
-_ALIGNMENT = 64
-_LARGE_BYTES = 1 << 15
 _INHERITED = "should only be shared between processes through inheritance"
 """In the errors of multiprocessing about its own Value, Lock and Queue."""
+
+_ALIGNMENT = 64
 
 
 class Places(NamedTuple):
     """Where a part lies.
 
     Attributes:
-        spans: Offsets and sizes in the file, in bytes: what changes ``sys``, the factory, then each large array.
+        spans: First byte in the file and after the last: of what changes ``sys``, the factory, then each array.
         start: Index of the part's first environment.
         stop: Index after its last.
     """
 
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[slice, ...]
     start: int
     stop: int
 
@@ -48,53 +46,46 @@ class PickledParts:
     Ray sends it to another node with its content.
 
     Args:
-        content: The pickle and its large arrays, one after another.
-        places: The place of each part.
+        pieces: What changes ``sys``, the pickle, and the arrays that it refers to.
+        bounds: A process has the environments between each two of them.
 
     Attributes:
         fd: The file, which :meth:`close` closes.
         places: The place of each part.
     """
 
-    def __init__(self, content: Iterable[NDArray[np.uint8]], places: Sequence[Places]) -> None:
+    def __init__(self, pieces: Sequence[bytes | memoryview], bounds: Sequence[int]) -> None:
         self.fd = os.memfd_create("rayvec-parts", os.MFD_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self.fd)
-        self.places = list(places)
+        spans = []
         with open(self.fd, "wb", closefd=False) as file:
-            for data in content:
-                file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
-                file.write(data.data)
+            for piece in pieces:
+                start = file.seek(-file.tell() % _ALIGNMENT, os.SEEK_CUR)
+                spans.append(slice(start, start + file.write(piece)))
+        self._bounds = bounds
+        self.places = [Places(tuple(spans), *pair) for pair in pairwise(bounds)]
 
     @classmethod
-    def of(
-        cls, pickled: Callable[[Callable[[pickle.PickleBuffer], Any]], bytes], bounds: Sequence[int]
-    ) -> PickledParts:
-        """Pickles a factory of environments once, for processes that have those between each two of `bounds`."""
-        pieces: list[Any] = [carrying_sys(pickle.dumps(None)), b""]
-
-        def is_small(buffer: pickle.PickleBuffer) -> bool:
-            if buffer.raw().nbytes >= _LARGE_BYTES:
-                pieces.append(buffer.raw())
-                return False
-            return True
-
-        pieces[1] = pickled(is_small)
-        content = [np.frombuffer(piece, np.uint8) for piece in pieces]
-        ends = accumulate(-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in content)
-        spans = tuple((start, each.nbytes) for start, each in zip((0, *ends), content, strict=False))
-        return cls(content, [Places(spans, *pair) for pair in pairwise(bounds)])
+    def of(cls, factory: Any, what: str, remedy: str, bounds: Sequence[int]) -> PickledParts:
+        """Pickles a factory; arguments as of :func:`pickled_for_workers`."""
+        arrays = list[pickle.PickleBuffer]()
+        pickled = pickled_for_workers(factory, what, remedy, arrays.append)
+        return cls([carrying_sys(pickle.dumps(None)), pickled, *(each.raw() for each in arrays)], bounds)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        content = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
-        return PickledParts, ([np.frombuffer(content, np.uint8)], self.places)
+        return PickledParts, ([*map(bytes, _pieces(self.fd, self.places[0]))], self._bounds)
 
 
 def load_part(fd: int, places: Places) -> Any:
     """Returns the factory of one part. Its arrays are copies only of the pages that this process writes to."""
-    content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
-    with_sys, head, *arrays = (content[start : start + size] for start, size in places.spans)
+    with_sys, pickled, *arrays = _pieces(fd, places)
     pickle.loads(with_sys)
-    return pickle.loads(head, buffers=arrays).part(places.start, places.stop)
+    return pickle.loads(pickled, buffers=arrays).part(places.start, places.stop)
+
+
+def _pieces(fd: int, places: Places) -> list[memoryview]:
+    content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+    return [content[span] for span in places.spans]
 
 
 def pickled_for_workers(

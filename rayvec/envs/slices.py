@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -18,7 +19,7 @@ from rayvec.data.columns import Columns, columns_of
 from rayvec.data.layouts import ArrayLayout, index_tree, split_actions, tree_writer
 from rayvec.data.trees import copied
 from rayvec.envs.factory import EnvFactory
-from rayvec.envs.failures import FAILURES, captured, end_if_forked, failures_ignored, is_ctrl_c
+from rayvec.envs.failures import FAILURES, captured, end_if_forked, failures_ignored
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.fleet.commands import NO_NEWS, Answer, Autoreset, Command, Op
@@ -102,9 +103,8 @@ class Slice:
         except FAILURES as error:
             end_if_forked(self._owner, error)
             unit = len(self._envs)
-            first = first_id if self.native_mode is None else 0
             failure = captured(
-                error, where if unit == factory.num_envs else f"{where}, {self._unit_kind} {first + unit}"
+                error, where if unit == factory.num_envs else f"{where}, {self._unit_kind} {first_id + unit}"
             )
             with failures_ignored():
                 self.close()
@@ -199,23 +199,22 @@ class Slice:
                 "combine several, for example with mo_gymnasium.wrappers.LinearReward."
             ) from error
         self._ends[0][row], self._ends[1][row] = terminated, truncated
-        is_over = terminated or truncated
-        if is_over and mode == Autoreset.SAME_STEP:
+        resets_here = (terminated or truncated) and mode == Autoreset.SAME_STEP
+        if resets_here:
             self._infos.append((row, {"final_obs": copied(obs), "final_info": own_info(info)}))
+        else:
+            self._write_obs(row, obs)
+        if terminated or truncated:
             self._episode[row] = ENDED
             self._num_finished[row] += 1
+        if resets_here:
             self._reset_unit(row)
-            return
-        self._write_obs(row, obs)
-        if is_over:
-            self._episode[row] = ENDED
-            self._num_finished[row] += 1
-        if info or type(info) is not dict:
+        elif info or type(info) is not dict:
             self._infos.append((row, own_info(info)))
 
     def _step_is_replaced(self, unit: int, mode: Autoreset) -> bool:
         """Ends a cut episode, or begins the next one. Returns False if neither is due: the episode begins to run."""
-        rows = self._rows(unit)
+        rows = self._unit_rows[unit]
         state = self._episode[rows.start]
         if state == CUT:  # ends without a step: the last true observation, reward 0, truncated
             self._clear(rows)
@@ -315,16 +314,13 @@ class Slice:
         for call in self._calls[unit].values():
             call()
 
-    def _rows(self, unit: int) -> slice:
-        return self._unit_rows[unit]
-
     def _name(self, unit: int) -> str:
         env_id = self.first_id + unit
         return f"environment {env_id}, seed {seed_of(self.arrays, unit, env_id)}"
 
     def _note_restart(self, unit: int, failure: RemoteFailure) -> None:
         """Cuts the episodes of a unit that is restarted, and notes why."""
-        rows = self._rows(unit)
+        rows = self._unit_rows[unit]
         text = " ".join(failure.text.split())[:_NOTE_CHARS]
         self._notes.append(f"{failure.where} raised {failure.type_name}: {text}; restarted")
         self._to_seed.update(range(rows.start, rows.stop))
@@ -344,16 +340,9 @@ class Slice:
 
     def close(self) -> None:
         """Closes all environments. If some raise, it raises the last error after all are closed."""
-        raised: BaseException | None = None
-        while self._envs:
-            try:
-                self._envs.pop().close()
-            except FAILURES as error:
-                if is_ctrl_c(error):
-                    raise
-                raised = error
-        if raised is not None:
-            raise raised
+        with ExitStack() as stack:
+            while self._envs:
+                stack.callback(self._envs.pop(0).close)
 
 
 def values_of(method: str, count: int, result: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
@@ -59,7 +58,7 @@ def spaces_of(env: VectorEnv[Any, Any, Any]) -> PoolSpaces:
 
 def has_single_envs(env: Any) -> bool:
     """Whether a vector environment consists of single ones, each with a seed and attributes of its own."""
-    return isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+    return isinstance(env, SyncVectorEnv | AsyncVectorEnv)
 
 
 def layer_with(env: Any, name: str) -> Any:
@@ -76,29 +75,26 @@ class _EnvPool(VectorEnv[Any, Any, Any]):
     """
 
     def __init__(self, pool: Any) -> None:
-        self.num_envs = int(pool.config["num_envs"])
+        self.pool, self.num_envs = pool, int(pool.config["num_envs"])
         if pool.config["batch_size"] not in (0, self.num_envs):
             raise ConfigError(
                 f"An EnvPool has batch_size={pool.config['batch_size']} of {self.num_envs} environments. A native "
                 "sub-batch steps as a whole: leave batch_size out."
             )
-        self.pool, self.render_mode = pool, getattr(pool, "render_mode", None)
-        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, **(getattr(pool, "metadata", None) or {})}
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
         self.single_observation_space, self.single_action_space = pool.observation_space, pool.action_space
         self.observation_space = batch_space(pool.observation_space, self.num_envs)
         self.action_space = batch_space(pool.action_space, self.num_envs)
 
-    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        obs, info = self.pool.reset()
-        return obs, _without_ids(info)
+    def reset(self, **kwargs: Any) -> Any:
+        return self._without_ids(*self.pool.reset())
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        *results, info = self.pool.step(actions)
-        return *results, _without_ids(info)
+    def step(self, actions: Any) -> Any:
+        return self._without_ids(*self.pool.step(actions))
+
+    def _without_ids(self, *results: Any) -> Any:
+        *arrays, info = results
+        return *arrays, {key: value for key, value in info.items() if key not in ("env_id", "players")}
 
     def close(self, **kwargs: Any) -> None:
         self.pool.close()
-
-
-def _without_ids(info: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in info.items() if key not in ("env_id", "players")}

@@ -18,7 +18,6 @@ from helpers.chunks import assert_same_chunk
 from helpers.exact import TablePolicy
 from helpers.obedient_envs import GatedEnv
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
-from helpers.training_kit import HERE
 from helpers.waiting import alive, wait_until
 
 import rayvec
@@ -27,7 +26,6 @@ from rayvec.data import Batch, Chunk
 from rayvec.errors import ConfigError
 from rayvec.learners.ranks import ALONE
 from rayvec.learners.running_stats import ReturnScale
-from rayvec.training.run_dir import read_metrics
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 EPISODE, TOTAL = 1, 3
@@ -244,22 +242,6 @@ def test_returns_continue_through_the_columns_of_an_environment() -> None:
     assert one.state_dict()["count"] == 16
 
 
-def impala(run_dir: Path, **changes: Any) -> rayvec.IMPALAConfig:
-    settings = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "total_steps": 256, "eval_episodes": 4}
-    return rayvec.IMPALAConfig(**{**settings, **HERE, "run_dir": run_dir, **changes})  # type: ignore[arg-type]
-
-
-def test_a_run_with_one_version_is_the_run_in_lockstep(tmp_path: Path) -> None:
-    lines = []
-    for name, changes in (("a", {}), ("b", {"max_staleness": 1})):
-        result = rayvec.train(impala(tmp_path / name, workers_per_node=2, **changes))
-        lines.append(list(read_metrics(result.run_dir / "metrics.jsonl")))
-    assert [line["staleness"] for line in lines[1]] == [0, 1, 1, 1]
-    for got, expected in zip(lines[1], lines[0], strict=True):
-        names = [name for name in expected if "time_s" not in name and name != "steps_per_s"]
-        assert {name: got[name] for name in names} == {name: expected[name] for name in names}
-
-
 @pytest.mark.slow
 def test_nodes_deliver_chunks_when_they_are_ready(make_vec: MakeVec, tmp_path: Path) -> None:
     """The driver's own node waits for the gate."""
@@ -270,22 +252,6 @@ def test_nodes_deliver_chunks_when_they_are_ready(make_vec: MakeVec, tmp_path: P
     (tmp_path / "gate").touch()
     batches += collect(collector, 1, ahead=False)
     assert_complete(batches, range(4))
-
-
-@pytest.mark.slow
-def test_a_lost_node_is_replaced(make_vec: MakeVec) -> None:
-    env = make_vec([CountingEnv] * 4, nodes=2)
-    actor = env.worker_pids()[env.topology.nodes[1].name][0]
-    collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
-    batches = collect(collector, 2)
-    os.kill(actor, signal.SIGKILL)
-    batches += [*collect(collector, 6), *collect(collector, 1, ahead=False)]
-    columns = columns_of(batches)
-    assert [sum(len(chunk.restarts) for chunk in columns[n]) for n in range(4)] == [0, 0, 1, 1]
-    for chunks in columns.values():
-        restarts = [number for number, chunk in enumerate(chunks) if len(chunk.restarts)]
-        for part in np.split(np.arange(len(chunks)), restarts):
-            assert counting_errors([chunks[number] for number in part]) == []
 
 
 def test_a_batch_has_as_many_steps_as_were_asked_for() -> None:

@@ -15,9 +15,7 @@ from gymnasium import spaces
 from helpers.testing import CountingEnv
 
 from rayvec.collect.collector import Collector
-from rayvec.data import Batch, Chunk
-from rayvec.data.finite_checks import find_bad_obs
-from rayvec.data.join_chunks import join_chunks, summarize
+from rayvec.data import Batch
 from rayvec.errors import EnvError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -124,37 +122,6 @@ def test_keeping_is_keeping() -> None:
     batch: Batch = Collector(local([BadEnv] * 2), zeros, seed=0, on_bad_obs="keep").collect(n_step=2 * 60)
     (chunk,) = batch.chunks
     assert chunk.valid.all() and np.isnan(chunk.obs["inner"][0]).any() and np.isinf(chunk.final_obs["inner"][0]).any()
-
-
-def chunk_of(obs: Any, done: Any, restarts: Any = ()) -> Chunk:
-    """A chunk whose observations are single numbers, the last row of `obs` its last; ends have final observation 7."""
-    obs, done = np.asarray(obs, np.float64), np.asarray(done, bool)
-    at = np.argwhere(done)
-    return Chunk(
-        env_ids=np.arange(obs.shape[1]),
-        obs=obs[:-1],
-        act=np.zeros(done.shape, int),
-        rew=np.ones(done.shape),
-        terminated=done,
-        truncated=np.zeros_like(done),
-        valid=np.ones_like(done),
-        last_obs=obs[-1],
-        final_index=at,
-        final_obs=np.full(len(at), 7.0),
-        restarts=np.array(restarts, np.int64).reshape(-1, 2),
-    )
-
-
-def test_summaries_join_as_chunks_do() -> None:
-    parts = [
-        chunk_of([[1.0], [2.0], [3.0]], [[True], [True]]),
-        chunk_of([[1.0, np.nan], [2.0, 3.0], [np.nan, 3.0]], [[True, False], [False, True]]),
-    ]
-    joined = join_chunks([summarize(part) for part in parts])
-    assert joined.bad_obs == "nan in the observation before step 0 of environment 1"
-    assert join_chunks([summarize(parts[0])] * 2).bad_obs is None
-    parts[0].final_obs[1] = np.inf
-    assert find_bad_obs(parts[0]) == "inf in the last observation after step 1 of environment 0"
 
 
 class BadRewards(CountingEnv):

@@ -11,14 +11,13 @@ import pytest
 from conftest import MakeVec
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
-from helpers.chunks import assert_same_chunk
 from helpers.exact import DriftEnv, TablePolicy
 from helpers.obedient_envs import RaisesOnce
-from helpers.simple_policies import SlowPolicy, raises_at_ten, still
+from helpers.simple_policies import raises_at_ten, still
 from helpers.testing import CoinEnv, CountingEnv, assert_identical, counting_errors
 
-from rayvec.collect.collector import Collector, EpisodeTracker
-from rayvec.data import Batch, Chunk
+from rayvec.collect.collector import Collector
+from rayvec.data import Batch
 from rayvec.errors import ConfigError, EnvError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -86,23 +85,6 @@ class TestSteps:
         assert batch.stats.lens.tolist() == lens
         assert batch.stats.returns == pytest.approx(returns)
 
-    def test_worker_equals_driver_and_a_seed_repeats_everything(self, counting: RayVecEnv) -> None:
-        first, second, driver = (
-            Collector(counting, TablePolicy(), inference, seed=6)  # type: ignore[arg-type]
-            for inference in ("worker", "worker", "driver")
-        )
-        chunks = [collector.collect(n_step=60).chunks[0] for collector in (first, second, driver)]
-        assert_same_chunk(chunks[1], chunks[0])
-        assert_same_chunk(chunks[2], chunks[0])
-
-    def test_the_first_reset_takes_the_seed(self, counting: RayVecEnv) -> None:
-        plain = Collector(counting, still, seed=6).collect(n_step=5).chunks[0]
-        collector = Collector(counting, still, seed=6)
-        collector.reset()
-        assert_same_chunk(collector.collect(n_step=5).chunks[0], plain)
-        collector.reset()
-        assert (collector.collect(n_step=5).chunks[0].obs[0, :, 1] > 0).all()  # later episodes, not the first
-
 
 class TestEpisodes:
     @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
@@ -118,16 +100,6 @@ class TestEpisodes:
             assert counting_errors(batch.chunks) == []
             ends = sum((chunk.done & chunk.valid).sum(0) for chunk in batch.chunks)
             assert ends.tolist() == [n_episode // 5 + (n < n_episode % 5) for n in range(5)]
-
-    def test_only_whole_episodes_count_also_after_steps(self, counting: RayVecEnv) -> None:
-        collector = Collector(counting, TablePolicy(), seed=2)
-        collector.collect(n_step=5 * 2)
-        for _ in range(3):
-            batch = collector.collect(n_episode=10)
-            first = batch.chunks[0]
-            assert (first.obs[0, :, 2] == 0).all(), "an unfinished episode was counted"
-            assert batch.stats.n_collected_steps == batch.stats.lens.sum()
-            assert_identical(*episodes_of(batch))
 
     def test_steps_continue_after_episodes_without_what_was_dropped(self, counting: RayVecEnv) -> None:
         """What lies in no batch is in no statistics: an episode is known by its steps in valid places."""
@@ -181,16 +153,6 @@ def test_episodes_count_whose_steps_are_all_in_the_chunks(use: str, inference: A
     assert (collector.collect(n_step=5 * 4).chunks[0].obs[0] == episodes.chunks[-1].last_obs).all(), "and continue"
 
 
-def test_the_episodes_of_a_reset_with_a_seed_are_collected() -> None:
-    env = local([CountingEnv] * 2)
-    collector = Collector(env, still, seed=2)
-    collector.collect(n_step=2 * 3)
-    first, _ = env.reset(seed=7)
-    for count in ({"n_step": 2 * 3}, {"n_episode": 2}):
-        first, _ = env.reset(seed=7)
-        assert_identical(collector.collect(**count).chunks[0].obs[0], first)
-
-
 def episodes_of(batch: Batch, skip_first: bool = False) -> tuple[list[float], list[float]]:
     """Returns, by hand: what the batch says, and what its valid steps add up to, in the order of their ends.
 
@@ -233,24 +195,6 @@ class TestWeights:
         assert collector.collect(n_step=10).chunks[0].weights_version == 1
         assert collector.set_weights(good) == 2
 
-    def test_two_collectors_share_an_environment_but_no_weights(self, counting: RayVecEnv) -> None:
-        first, second = (Collector(counting, TablePolicy(seed=0), seed=0) for _ in range(2))
-        first.set_weights(TablePolicy(seed=5).weights())
-        chunk = second.collect(n_step=50).chunks[0]
-        assert chunk.weights_version == 0
-        assert_identical(chunk.extras["logp"], TablePolicy(seed=0)._logp[chunk.extras["state"], chunk.act])
-
-
-class TestTimes:
-    """Sleeps are lower bounds of what was measured; nothing is said of how much more it may be."""
-
-    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
-    def test_of_environments_and_inference(self, make_vec: MakeVec, inference: Any) -> None:
-        envs = [partial(CountingEnv, step_s=0.01)] * 2
-        env = make_vec(envs, 0, int(inference == "worker"))
-        split = Collector(env, SlowPolicy(), inference).collect(n_step=2 * 10).stats.time_split_s
-        assert split["environment"] >= 10 * 2 * 0.01 and split["inference"] >= 10 * 0.02
-
 
 class TestState:
     def test_noise_and_counters_continue_with_new_episodes(self, counting: RayVecEnv) -> None:
@@ -283,14 +227,6 @@ class TestState:
             assert batch.stats.weights_versions == (version, version) and batch.stats.staleness == 0
             assert_identical(chunk.extras["logp"], TablePolicy(seed=3)._logp[chunk.extras["state"], chunk.act])
             second.set_weights(weights)
-
-    def test_reset_begins_new_episodes_and_forgets_the_old(self, counting: RayVecEnv) -> None:
-        collector = Collector(counting, TablePolicy(), seed=5)
-        collector.collect(n_step=5 * 4)
-        collector.reset(seed=9)
-        batch = collector.collect(n_step=5 * 30)
-        assert batch.chunks[0].obs[0].tolist() == [[9 + i, 0, 0, 0] for i in range(5)]
-        assert_identical(*episodes_of(batch))
 
 
 class TestInput:
@@ -331,14 +267,6 @@ class TestInput:
                     call()
 
     @pytest.mark.parametrize("inference", ["worker", "driver"])
-    def test_a_callable_has_no_weights(self, inference: Any) -> None:
-        with local([CountingEnv]) as env:
-            collector = Collector(env, still, inference)
-            with pytest.raises(ConfigError, match="which has none"):
-                collector.set_weights(np.ones(3, np.float32))
-            assert collector.collect(n_step=2).stats.n_collected_steps == 2
-
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
     @pytest.mark.parametrize(
         ("wrap", "words"),
         [
@@ -351,14 +279,6 @@ class TestInput:
     def test_other_environments(self, wrap: Any, words: str, inference: Any) -> None:
         with local([CountingEnv]) as env, pytest.raises(ConfigError, match=words):
             Collector(wrap(env), still, inference)
-
-    @pytest.mark.parametrize("state", [{}, None, {"noise_seed": 0, "first_step": "x", "version": 0}])
-    def test_states(self, state: Any) -> None:
-        with local([CountingEnv]) as env:
-            collector = Collector(env, still)
-            with pytest.raises(ConfigError, match="The state is"):
-                collector.load_state_dict(state)
-            assert collector.collect(n_step=2).stats.n_collected_steps == 2
 
 
 class TestPoliciesThatFail:
@@ -410,25 +330,3 @@ class Lasts(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         self.steps += 1
         return np.zeros(1, np.float32), 1.0, self.steps == self.length, False, {}
-
-
-def test_a_tracker_does_not_count_what_is_not_valid() -> None:
-    done = np.array([[False, True], [True, False], [False, True]])
-    valid = np.array([[True, True], [True, False], [False, True]])
-    chunk = Chunk(
-        env_ids=np.array([4, 9]),
-        obs=np.zeros((3, 2)),
-        act=np.zeros((3, 2), int),
-        rew=np.array([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]]),
-        terminated=done,
-        truncated=np.zeros((3, 2), bool),
-        valid=valid,
-        last_obs=np.zeros(2),
-        final_index=np.argwhere(done),
-        final_obs=np.zeros(3),
-    )
-    stats, places = EpisodeTracker(2).add(chunk)
-    assert stats.env_ids.tolist() == [9, 4, 9]
-    assert stats.returns.tolist() == [10.0, 3.0, 30.0]
-    assert stats.lens.tolist() == [1, 2, 1]
-    assert places.tolist() == [[0, 1], [1, 0], [2, 1]]

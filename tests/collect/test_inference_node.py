@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +15,12 @@ from helpers.chunks import assert_same_chunk
 from helpers.exact import TablePolicy
 from helpers.simple_policies import Noting
 from helpers.testing import CountingEnv, counting_errors
-from helpers.training_kit import SMALL, tiny
+from helpers.training_kit import tiny
 
 import rayvec
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
 from rayvec.errors import ConfigError
-from rayvec.learners.sac import SACLearner
 from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.policies.policy import Policy
 from rayvec.training.run_dir import load_run
@@ -88,20 +86,6 @@ def test_a_run_learns_what_it_learns_in_the_driver(tmp_path: Path) -> None:
     torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
 
 
-@pytest.mark.slow
-def test_decentralized_ranks_act_themselves(tmp_path: Path) -> None:
-    weights = []
-    for number, changes in enumerate(({}, {"learners": "decentralized", "num_learners": 2, "sync_fraction": 1.0})):
-        config = rayvec.PPOConfig(
-            **{**SMALL, "total_steps": 192, "eval_episodes": 0, "num_nodes": 0, "workers_per_node": 2},  # type: ignore[arg-type]
-            inference="node",
-            run_dir=tmp_path / str(number),
-            **changes,  # type: ignore[arg-type]
-        )
-        weights.append(load_run(rayvec.train(config).run_dir)[1]["weights"])
-    torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
-
-
 IMAGES = spaces.Box(0, 255, (36, 36, 1), np.uint8)
 
 
@@ -121,22 +105,6 @@ def test_a_policy_on_a_device(observation: spaces.Box) -> None:
             policy.load_weights(weights.astype(np.float32))
 
 
-def test_sac_on_a_device() -> None:
-    box = spaces.Box(-1, 1, (3,), np.float32)
-    net = SACLearner(box, box, rayvec.SACConfig(num_envs=1, hidden_sizes=(16,))).module
-    obs = np.stack([box.sample() for _ in range(4)])
-    here, there = Policy(net), Policy(net, device="cpu:0")
-    noise = np.random.default_rng(0).standard_normal((4, here.noise.lanes))
-    np.testing.assert_allclose(here.act(obs, noise)[0], there.act(obs, noise)[0], atol=1e-5)
-
-
-class OnlyOnTheCPU:
-    """A module of one's own."""
-
-    def make_actor(self) -> Any:
-        raise AssertionError("not used")
-
-
 def test_what_cannot_work() -> None:
     with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=0) as env:
         one = [lambda obs: 0] * 4  # an object for each environment, and a function of one observation
@@ -152,5 +120,3 @@ def test_what_cannot_work() -> None:
         for settings in ({"prefetch": True}, {"by_reference": True}, {"max_staleness": 2}):
             with pytest.raises(ConfigError, match="inference='node'"):
                 Collector(env, TablePolicy(), "node", **settings)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="OnlyOnTheCPU"):
-        Policy(OnlyOnTheCPU(), device="cuda")

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from conftest import MakeVec
@@ -132,31 +131,6 @@ def test_a_reset_drops_the_pending_chunk_and_says_so(prefetching: Collector) -> 
     assert batch.stats.n_collected_episodes == len(ends)
 
 
-def test_another_collector_waits_for_the_pending_chunk_to_be_returned(counting: RayVecEnv) -> None:
-    first, second = (Collector(counting, TablePolicy(), prefetch=True) for _ in range(2))
-    second.collect(n_step=50, ahead=False)
-    first.collect(n_step=50)
-    with pytest.raises(AlreadyPendingCallError, match="rollout"):
-        second.collect(n_step=50)
-    drained = first.drain()
-    assert drained is not None
-    assert_identical(second.collect(n_step=50).chunks[0].obs[0], drained.chunks[-1].last_obs)
-    first.close()
-    second.close()
-
-
-def test_a_state_is_that_of_what_was_returned(counting: RayVecEnv, prefetching: Collector) -> None:
-    prefetching.collect(n_step=5 * 8)
-    state = prefetching.state_dict()
-    assert state["first_step"] == 8
-    pending = prefetching.collect(n_step=5 * 8).chunks[0]
-    prefetching.load_state_dict(state)
-    prefetching.reset(seed=3)
-    again = prefetching.collect(n_step=5 * 8).chunks[0]
-    assert again.first_step == pending.first_step == 8
-    assert again.obs[0].tolist() == [[3 + i, 0, 0, 0] for i in range(5)]
-
-
 def test_an_interrupted_wait_loses_nothing(
     counting: RayVecEnv, prefetching: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,40 +170,6 @@ def test_a_fault_in_a_pending_chunk_surfaces_at_the_next_collect(make_vec: MakeV
     assert "environment 0, seed 0" in str(caught.value.__cause__)
     assert env.closed
     collector.close()
-
-
-def test_environments_close_with_a_pending_chunk(make_vec: MakeVec, tmp_path: Path) -> None:
-    env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 2, nodes=2)
-    collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
-    pids = [pid for node in env.worker_pids().values() for pid in node if pid != os.getpid()]
-    collector.collect(n_step=2 * 3)
-    (tmp_path / "gate").touch()
-    env.close()
-    wait_until(lambda: not any(map(alive, pids)), "no process is left")
-    with pytest.raises(gymnasium.error.ClosedEnvironmentError):
-        collector.collect(n_step=2 * 3)
-    collector.close()
-
-
-def test_a_node_lost_with_a_pending_chunk_acts_again_with_the_same_weights(tmp_path: Path, make_vec: MakeVec) -> None:
-    """The other node acted with the old weights; weights published meanwhile are for the chunk after."""
-    env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2)
-    collector = Collector(env, TablePolicy(), seed=1, prefetch=True)
-    actor = env.worker_pids()[env.topology.nodes[1].name][0]
-    policies = [TablePolicy(seed=seed) for seed in range(2)]
-    collector.collect(n_step=4 * 3)
-    collector.set_weights(policies[1].weights())
-    os.kill(actor, signal.SIGKILL)
-    (tmp_path / "gate").touch()
-    batch = collector.collect(n_step=4 * 3)
-    (chunk,) = batch.chunks
-    assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]]
-    assert chunk.obs[0][:, TOTAL].tolist() == [3, 3, 0, 0]
-    assert batch.stats.weights_versions == (0, 0) and batch.stats.staleness == 1
-    assert_acted_with(chunk, policies[0])
-    batch = collector.collect(n_step=4 * 3)
-    assert batch.stats.weights_versions == (1, 1)
-    assert_acted_with(batch.chunks[0], policies[1])
 
 
 @pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["here", "there"])

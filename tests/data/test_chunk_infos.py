@@ -78,15 +78,6 @@ def test_the_reader_owns_what_he_reads() -> None:
     assert [info["any"][0].tolist() for _, _, info in ChunkInfos(kept.places, kept.columns)] == [[], [0.0], [0.0, 0.0]]
 
 
-def test_nothing_is_made_before_it_is_read() -> None:
-    kept = ChunkInfos.of([ChunkInfo(0, 0, {"x": 1.0})])
-    assert kept[0] is kept[0]
-    assert kept == [ChunkInfo(0, 0, {"x": 1.0})] and kept == (ChunkInfo(0, 0, {"x": 1.0}),)
-    assert kept != [] and kept != 1 and kept[-1:] == (kept[0],)
-    nothing: Any = ChunkInfos.of([])
-    assert not nothing and nothing == () and ChunkInfos.join([nothing, nothing], [0, 3]) == ()
-
-
 @pytest.mark.parametrize("wrap", [lambda x: [{"a": (x,)}], lambda x: x])
 def test_arrays_can_be_written_in_whatever_came_by_ray(ray_cluster: object, wrap: Any) -> None:
     came = ray.get(ray.put(ChunkInfos.of([ChunkInfo(0, 0, {"x": wrap(np.arange(5))})])))

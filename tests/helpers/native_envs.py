@@ -37,14 +37,12 @@ def pendulums(num_envs: int) -> SyncVectorEnv:
 
 
 class Odd(SyncVectorEnv):
-    """Returns something wrong from every step, or has a wrong reset.
+    """Returns something wrong from every step.
 
     Args:
         what: ``"rows"``: one row too many; ``"dtype"``: complex observations; ``"rewards"``: one reward for all;
             ``"flags"``: flags that are no bools; ``"no final"``: no last observations; ``"no mask"``: a mask that
-            names none of them; ``"final rows"``: last observations of one environment only; ``"view"``: last
-            observations that the reset overwrites; ``"no masks"``: None in place of the mask of last observations;
-            ``"mask"``: a reset of all environments, whatever the mask says; ``"mode"``: no autoreset mode.
+            names none of them; ``"mode"``: no autoreset mode.
     """
 
     def __init__(self, what: str) -> None:
@@ -52,9 +50,6 @@ class Odd(SyncVectorEnv):
         self.what = what
         if what == "mode":
             self.metadata = {}
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        return super().reset(seed=seed, options=None if self.what == "mask" else options)
 
     def step(self, actions: Any) -> Any:
         obs, rew, terminated, truncated, info = super().step(actions)
@@ -70,12 +65,6 @@ class Odd(SyncVectorEnv):
             info.pop("final_obs", None)
         elif self.what == "no mask" and "final_obs" in info:
             info["_final_obs"] = np.zeros(3, bool)
-        elif self.what == "final rows" and "final_obs" in info:
-            info["final_obs"] = obs[:1].copy()
-        elif self.what == "view" and "final_obs" in info:
-            info["final_obs"] = obs
-        elif self.what == "no masks" and "final_obs" in info:
-            info["_final_obs"] = None
         return obs, rew, terminated, truncated, info
 
 
