@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data.trees import Tree, tree_leaves, tree_map, tree_paths
 
@@ -20,7 +20,7 @@ __all__ = ["ArrayLayout", "Field", "as_batch", "fitted", "index_tree", "split_ac
 _ARRAYS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 
-Field = tuple[np.dtype[Any], tuple[int, ...]]
+Field = tuple[DTypeLike, tuple[int, ...]]
 """The data type and shape of one array in a block."""
 
 
@@ -56,7 +56,7 @@ class ArrayLayout:
     @property
     def objects(self) -> list[int]:
         """The places of the leaves of objects."""
-        return [place for place, (dtype, _) in enumerate(self.leaves) if dtype.hasobject]
+        return [place for place, (dtype, _) in enumerate(self.leaves) if np.dtype(dtype).hasobject]
 
     def fields(self, name: str, leading: tuple[int, ...]) -> dict[str, Field]:
         """Returns the fields of a block for all leaves but those of objects, with leading axes before each shape."""

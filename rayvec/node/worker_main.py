@@ -107,6 +107,8 @@ def _made(spec: WorkerSpec, channel: socket.socket, factories: int) -> Slice | N
         if factory.native:
             keep_freed_memory(_KEPT_BYTES)
         slice_ = make_slice(factory, spec.first_id, spec.name, spec.restart_policy)
+        seed = None if spec.seed is None else spec.seed % (1 << 64)
+        seed_globals(seed, spec.first_id, 4)  # again, since the environments may have imported torch
         spaces = dumps(slice_.spaces)
     except FAILURES as error:
         send(channel, dumps(captured(error, spec.name)))
