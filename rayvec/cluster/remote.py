@@ -22,7 +22,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import NodeLostError, RemoteFailure, first_line
 from rayvec.fleet.commands import NO_NEWS, Answer, ChildLost, Command, Op
 from rayvec.node.machine import CLOSE_S
-from rayvec.node.messages import Message, is_raised_by_handler, pack, packed_message
+from rayvec.node.messages import Message, is_raised_by_handler, pack
 from rayvec.node.processes import remove_folder
 
 __all__ = ["NodeServer", "RemoteNode"]
@@ -71,7 +71,7 @@ class RemoteNode:
         self._send("start", self._spec, [os.path.abspath(entry) for entry in sys.path])
 
     def _send(self, *request: Any) -> None:
-        self._transmit(Head(), (), packed_message(request))
+        self._transmit(Head(), (), pack(request))
 
     def _transmit(self, head: Head, arrays: Sequence[Any] = (), message: Message | None = None) -> None:
         """Sends a frame. If the connection is lost, the wait for the answer raises."""

@@ -102,7 +102,7 @@ def _blank(value: Any, num_envs: int) -> NDArray[Any]:
         return np.zeros((num_envs, *value.shape), value.dtype)
     if _kind(value) in (int, float, bool) or isinstance(value, np.number):
         return np.zeros(num_envs, type(value))
-    return np.full(num_envs, None)
+    return np.empty(num_envs, object)  # of None
 
 
 def as_columns(infos: Columns, count: int) -> Columns:

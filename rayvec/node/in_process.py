@@ -6,7 +6,6 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import Any
 
 from gymnasium import Space
@@ -15,7 +14,7 @@ from rayvec.data.layouts import ArrayLayout
 from rayvec.data.topology import Topology
 from rayvec.data.trees import copied, tree_map
 from rayvec.envs.factory import EnvFactory
-from rayvec.envs.failures import FAILURES, captured, is_ctrl_c
+from rayvec.envs.failures import FAILURES, is_ctrl_c
 from rayvec.envs.native_slices import NativeSlice
 from rayvec.envs.slices import Slice, own_arrays
 from rayvec.fleet.commands import Answer, Command, Op
@@ -35,7 +34,8 @@ def make_slice(factory: EnvFactory, first_id: int, where: str, policy: RestartPo
 class InProcess:
     """A slice of this process in place of a fleet. A command is executed when it is posted.
 
-    Arguments and results are copies, as where another process steps the environments.
+    Environments get copies of actions, as where another process steps them. Arguments and results of calls are the
+    objects themselves.
 
     Args:
         slice_: The slice.
@@ -61,15 +61,8 @@ class InProcess:
     def post(self, command: Command) -> Answer:
         """Executes a command. Returns the answer, which serves as ticket."""
         if command.op == Op.STEP:
-            return self._slice.execute(command._replace(actions=tree_map(copied, command.actions)))
-        answer = self._slice.execute(command._replace(rest=command.rest and tuple(map(_copied_parts, command.rest))))
-        if command.op == Op.CALL and answer.failure is None:
-            try:
-                answer = answer._replace(value=deepcopy(answer.value))
-            except Exception as error:
-                where = f"{Topology.this_process}, in what an environment returned, which can't be copied"
-                answer = Answer(failure=captured(error, where))
-        return answer
+            command = command._replace(actions=tree_map(copied, command.actions))
+        return self._slice.execute(command)
 
     def wait(self, ticket: Answer, timeout_s: float = math.inf) -> bool:
         """Returns True."""
@@ -104,10 +97,3 @@ class InProcess:
             if is_ctrl_c(error):
                 raise
             logger.exception("an environment did not close in order")
-
-
-def _copied_parts(value: Any) -> Any:
-    """Copies arguments, each by itself: one that can't be copied is passed on as it is."""
-    if isinstance(value, dict):
-        return {key: copied(each) for key, each in value.items()}
-    return type(value)(map(copied, value)) if type(value) in (tuple, list) else copied(value)

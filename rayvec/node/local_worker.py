@@ -20,7 +20,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import LIMITS_REMEDY, RemoteFailure, WorkerLostError
 from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, ChildLost, Command, Op
 from rayvec.node.memory import ChunkColumns, MachineBlock, action_leaves
-from rayvec.node.messages import MAX_POSTED, dumps, is_raised_by_handler, packed, receive, send, send_files
+from rayvec.node.messages import MAX_POSTED, dumps, is_raised_by_handler, receive, send, send_files
 from rayvec.node.processes import OwnedProcess
 from rayvec.node.worker_main import STACK_SIGNAL, Attachment, WorkerSpec, worker_main
 
@@ -155,12 +155,12 @@ class LocalWorker:
             rows = as_slice(command.rows + self._rows.start)
             if leaves is not None:
                 rest, codes = None, [leaf.dtype.char for leaf in leaves]
-                for actions, leaf in zip(self._block.actions, leaves, strict=True):
-                    actions.view(leaf.dtype.char)[rows] = leaf
-        message = packed((int(command.op), None if is_all else command.rows, int(command.mode), codes, rest))
+                for actions, leaf in zip(self._block.actions(codes), leaves, strict=True):
+                    actions[rows] = leaf
+        message = dumps((int(command.op), None if is_all else command.rows, int(command.mode), codes, rest))
         if codes is not None and type(command.actions) is np.ndarray and isinstance(rows, slice):
             self._last_rows, self._last_form, self._last_message = command.rows, _form(command), message
-            self._last_target = self._block.actions[0].view(codes[0])[rows]
+            self._last_target = self._block.actions(codes)[0][rows]
         return message
 
     def _send_pending(self) -> None:

@@ -55,7 +55,6 @@ class Machine(Fleet):
         spaces: The spaces and metadata of the environments.
 
     Raises:
-        ConfigError: The hard limit on open files is too low for so many workers.
         WorkerLostError: A worker died, or did not make its environments in time.
         Exception: The exception that the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
     """
@@ -88,13 +87,13 @@ class Machine(Fleet):
             WorkerSpec(places, first_id + first, name, restart_policy, factory.seed, share)
             for places, first, name, share in zip(self._factories.places, units, names, shares, strict=False)
         ]
-        self._workers: list[LocalWorker] = []
+        self.children: list[LocalWorker] = []
         try:
             for k, spec in enumerate(self._specs):
-                self._workers.append(LocalWorker(spec, k, self._factories.fd, self._preload))
+                self.children.append(LocalWorker(spec, k, self._factories.fd, self._preload))
                 if k == 0:
-                    self._workers[0].pid  # noqa: B018  # a fork server that can't import shows with the first worker
-            found = [worker.spaces() for worker in self._workers]
+                    self.children[0].pid  # noqa: B018  # a fork server that can't import shows with the first worker
+            found = [worker.spaces() for worker in self.children]
             sizes = [stop - start for start, stop in pairwise(units)]
             counts = [spaces.num_envs or size for spaces, size in zip(found, sizes, strict=True)]
             self.spaces = PoolSpaces.join(list(zip(counts, found, strict=True)))
@@ -106,7 +105,7 @@ class Machine(Fleet):
             raise
         bounds = np.cumsum([0, *counts]).tolist()
         start = self._replacement if restart_policy.restart else None
-        super().__init__(self._workers, bounds, start, first_id=first_id, replay_calls=restart_policy.replay_calls)
+        super().__init__(self.children, bounds, start, first_id=first_id, replay_calls=restart_policy.replay_calls)
 
     def allocate(
         self,
@@ -127,7 +126,7 @@ class Machine(Fleet):
         self.first_id = self.first_id if first_id is None else first_id
         block = self._block = MachineBlock(BlockSpec(observation, action, tuple(self.bounds.tolist())))
         self.layout, self.action_layout = block.layout, block.action_layout
-        for k, worker in enumerate(self._workers):
+        for k, worker in enumerate(self.children):
             worker.attach(block, self.first_id + int(self.bounds[k]))
         if state is not None:
             tree_map(lambda array, given: array.__setitem__(slice(None), given), block.arrays, state)
@@ -176,12 +175,11 @@ class Machine(Fleet):
         spec = self._specs[k]
         worker = LocalWorker(spec if seed is None else replace(spec, seed=seed), k, self._factories.fd, self._preload)
         worker.attach(self._block, self.first_id + row)
-        self._workers[k] = worker
         return worker
 
     def worker_pids(self) -> list[int]:
         """Returns the process ids of the workers."""
-        return [worker.pid for worker in self._workers]
+        return [worker.pid for worker in self.children]
 
     def pids(self) -> dict[str, list[int]]:
         """Returns the id of this process and those of the workers, by the name of the node."""
@@ -197,13 +195,13 @@ class Machine(Fleet):
         timeout_s = CLOSE_S if timeout_s is None else timeout_s
         self._start = None  # a wait of another thread replaces no worker
         deadline = time.monotonic() + timeout_s
-        for worker in self._workers if timeout_s > 0 else ():
+        for worker in self.children if timeout_s > 0 else ():
             worker.close()
-        killed = [worker.name for worker in self._workers if not worker.join(max(0.0, deadline - time.monotonic()))]
+        killed = [worker.name for worker in self.children if not worker.join(max(0.0, deadline - time.monotonic()))]
         if killed and timeout_s > 0:
             names = ", ".join(killed)
             logger.warning("killed after %s, since their environments had not closed: %s", duration(timeout_s), names)
-        self._workers = []
+        self.children = []
         self._factories.close()
         if self._block is not None:
             self._block.close()

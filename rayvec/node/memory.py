@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,33 +40,20 @@ _WEIGHT_BYTES = 4
 _STEPS = [name for name, axes in AXES.items() if axes == "T, N"]
 
 
-class ActionRows:
-    """Rows of actions in shared memory, in the caller's data type.
-
-    An environment computes with the action's data type, so the transport must preserve it. Each row of a leaf is
-    therefore a run of bytes wide enough for any data type, and the command carries the data type.
+def action_rows(raw: NDArray[np.uint8], shape: tuple[int, ...], char: str) -> NDArray[Any]:
+    """Returns rows of actions in shared memory in the caller's data type, with which environments compute.
 
     Args:
-        raw: The bytes of all rows, ``uint8 [N, row_bytes]``.
+        raw: The bytes of all rows, ``uint8 [N, row_bytes]``, wide enough for any data type.
         shape: Shape of one action.
+        char: NumPy's character code of the data type, which travels with the command.
     """
-
-    def __init__(self, raw: NDArray[np.uint8], shape: tuple[int, ...]) -> None:
-        self._raw, self._shape = raw, shape
-        self._views: dict[str, NDArray[Any]] = {}
-
-    def view(self, char: str) -> NDArray[Any]:
-        """Returns the rows as an array ``[N, *shape]`` of the data type with NumPy character code `char`."""
-        view = self._views.get(char)
-        if view is None:
-            num_bytes = math.prod(self._shape) * np.dtype(char).itemsize
-            view = self._raw[:, :num_bytes].view(char).reshape(len(self._raw), *self._shape)
-            self._views[char] = view
-        return view
+    num_bytes = math.prod(shape) * np.dtype(char).itemsize
+    return raw[:, :num_bytes].view(char).reshape(len(raw), *shape)
 
 
 def action_leaves(actions: Tree, layout: ArrayLayout | None, count: int) -> list[NDArray[Any]] | None:
-    """Returns the arrays of `count` actions, or None if :class:`ActionRows` can't hold them without conversion."""
+    """Returns the arrays of `count` actions, or None if :func:`action_rows` can't hold them without conversion."""
     if layout is None or isinstance(actions, list) or (isinstance(actions, np.ndarray) and actions.dtype.hasobject):
         return None
     leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
@@ -102,7 +90,6 @@ class MachineBlock:
     Attributes:
         arrays: ``obs`` and those of `ENV_ARRAYS`. Leaves of the observations that are objects belong to this process.
         by_worker: ``progress``, ``chunk_step`` and ``cut_chunk``, with one number for each worker.
-        actions: The rows of each leaf of the actions.
         row_bytes: What one step of one environment takes in a chunk.
     """
 
@@ -132,9 +119,12 @@ class MachineBlock:
         self.arrays: dict[str, Any] = {name: found[name] for name in ENV_ARRAYS}
         self.arrays["obs"] = self.layout.select({**found, **objects}, "obs")
         self.by_worker = {name: found[name] for name in ("progress", "chunk_step", "cut_chunk")}
-        shapes = [shape for _, shape in self.action_layout.leaves]
-        self.actions = [ActionRows(found[f"act.{i}"], shape) for i, shape in enumerate(shapes)]
+        self._actions = [(found[f"act.{i}"], shape) for i, (_, shape) in enumerate(self.action_layout.leaves)]
         self._slots: dict[int, NDArray[np.uint8]] = {}
+
+    def actions(self, codes: Sequence[str]) -> list[NDArray[Any]]:
+        """Returns the rows of each leaf of the actions ``[N, *shape]``, in data types given by NumPy's codes."""
+        return [action_rows(*leaf, code) for leaf, code in zip(self._actions, codes, strict=True)]
 
     def slot(self, place: ChunkPlace) -> NDArray[np.uint8]:
         """Returns the bytes of the slot of a chunk. Arrays in an earlier mapping stay valid."""
@@ -150,7 +140,7 @@ class MachineBlock:
     def close(self) -> None:
         """Closes the file descriptor. The memory is freed once no array refers to it."""
         os.close(self.fd)
-        self.arrays, self.by_worker, self.actions, self._slots = {}, {}, [], {}
+        self.arrays, self.by_worker, self._actions, self._slots = {}, {}, [], {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,6 @@ __all__ = [
     "dumps",
     "is_raised_by_handler",
     "pack",
-    "packed",
-    "packed_message",
     "receive",
     "receive_files",
     "send",
@@ -61,21 +59,6 @@ def dumps(
     return by_value
 
 
-def packed(value: Any) -> bytes:
-    """Pickles what a worker gets.
-
-    Raises:
-        TypeError: A part of it can't be pickled.
-    """
-    try:
-        return dumps(value)
-    except Exception as error:
-        raise TypeError(
-            f"Workers get actions, options and arguments by pickling, which failed: {type(error).__name__}: {error}. "
-            "Pass other values, or step in this process: num_nodes=0, workers_per_node=0."
-        ) from error
-
-
 class Message(NamedTuple):
     """A pickled value.
 
@@ -103,18 +86,6 @@ def pack(value: Any) -> Message:
         return raw.nbytes <= _PACKET_BYTES
 
     return Message(dumps(value, is_small, large.clear), large)
-
-
-def packed_message(value: Any) -> Message:
-    """Pickles what a worker or a node gets.
-
-    Raises:
-        TypeError: A part of it can't be pickled.
-    """
-    try:
-        return pack(value)
-    except Exception:
-        return Message(packed(value), [])  # which raises an error that explains it
 
 
 def send(channel: socket.socket, data: bytes) -> None:

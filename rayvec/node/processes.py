@@ -72,20 +72,13 @@ SPARE_FILES = 64
 
 
 def allow_open_files(num_workers: int) -> None:
-    """Raises this process's soft limit on open files, if it would not allow so many more workers.
-
-    Raises:
-        ConfigError: The hard limit does not allow them.
-    """
+    """Raises this process's soft limit on open files for so many more workers, as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = len(os.listdir("/proc/self/fd")) + FILES_OF_A_WORKER * num_workers + SPARE_FILES
-    if resource.RLIM_INFINITY not in (soft, hard) and needed > hard:
-        raise ConfigError(
-            f"{num_workers} workers need more open files than a hard limit of {hard} allows. Raise it to at least "
-            f"{needed} (ulimit -Hn shows it), or use fewer workers."
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
         )
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def kill_with_parent(kills: bool) -> None:
@@ -247,10 +240,8 @@ class OwnedProcess:
 
     def described_end(self) -> str:
         """Returns how the process has ended."""
-        code = self.exitcode
-        if code is not None and -code in set(map(int, signal.Signals)):
-            return f"killed by {signal.Signals(-code).name}"
-        return f"exit code {code}"
+        code = self.exitcode or 0
+        return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until the process has ended. Returns whether it has, or could not be started."""

@@ -182,23 +182,18 @@ class _Worker:
         self._chunk_step, self._cut_chunk = of_worker["chunk_step"], of_worker["cut_chunk"]
         _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id, 2)
         self._all_rows = np.arange(slice_.num_envs)
-        self._last_message = b""
-        self._last: Any = None
         here, layout = InProcess(slice_), ArrayLayout.of(slice_.spaces.action)
         self._host = PolicyHost(here, layout, slice_.first_id, slice_.native_mode)
 
     def read(self, message: bytes) -> Command:
         """Returns a command. Its actions are copies: environments may keep a reference to them."""
-        if message != self._last_message:
-            self._last = pickle.loads(message)
-            self._last_message = message if self._last[3] else b""  # of a step without other objects
-        op, rows, mode, codes, rest = self._last
+        op, rows, mode, codes, rest = pickle.loads(message)
         rows = self._all_rows if rows is None else rows
-        actions, block = rest, self._block
+        actions = rest
         if codes is not None:
             at = self._rows if rows is self._all_rows else rows + self._rows.start
-            leaves = [each.view(code)[at] for each, code in zip(block.actions, codes, strict=True)]
-            actions = block.action_layout.tree([np.array(leaf) for leaf in leaves])
+            leaves = [np.array(leaf[at]) for leaf in self._block.actions(codes)]
+            actions = self._block.action_layout.tree(leaves)
         return Command(Op(op), rows, actions if op == Op.STEP else None, Autoreset(mode), rest)
 
     def execute(self, command: Command) -> Answer:

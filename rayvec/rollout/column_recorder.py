@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -78,8 +79,7 @@ class ColumnRecorder:
             final_obs=None,
         )
         self._chunk.valid[:] = True
-        self._act: Tree = None
-        self._extras: dict[str, NDArray[Any]] = {}
+        self._acted: dict[str, Any] = {}
         self._forms: dict[int, list[Any]] = {}
         self._states: list[NDArray[np.float32]] = []
         self._finals: list[tuple[NDArray[np.int64], NDArray[Any]]] = []  # ``t * N + n``, and the observations there
@@ -121,27 +121,22 @@ class ColumnRecorder:
             ConfigError: It has not one action of the right shape, and one row of each extra, for each environment, or
                 the extras are others than at the first step.
         """
-        at = t, self._columns[group]
-        extras = {name: np.asarray(extra) for name, extra in extras.items()}
+        arrays = {name: np.asarray(extra) for name, extra in extras.items()}
         is_array = type(actions) is np.ndarray
-        forms = [(name, leaf.shape, leaf.dtype) for name, leaf in ({"": actions} | extras).items()] if is_array else []
+        forms = [(name, leaf.shape, leaf.dtype) for name, leaf in ({"": actions} | arrays).items()] if is_array else []
         if not is_array or forms != self._forms.get(group):
-            check_rows(actions, extras, len(self._chunk.env_ids[self._columns[group]]), self._action_layout)
-            self._make_room(actions, extras)
+            check_rows(actions, arrays, len(self._chunk.env_ids[self._columns[group]]), self._action_layout)
+            self._make_room({"act": actions, "extras": arrays})
             self._forms[group] = forms
-        assign(self._act, at, actions)
-        for name, extra in extras.items():
-            self._extras[name][at] = extra
+        assign(self._acted, (t, self._columns[group]), {"act": actions, "extras": arrays})
 
-    def _make_room(self, actions: Tree, extras: dict[str, Any]) -> None:
+    def _make_room(self, acted: dict[str, Any]) -> None:
         """Allocates arrays for what the policy returns, in a data type that holds what it has returned so far too."""
-        if self._act is None:
-            self._act = empty_like(actions, self._chunk.rew.shape, self._empty)
-            self._extras = empty_like(extras, self._chunk.rew.shape, self._empty)
-        found = {name: extra.shape[1:] for name, extra in extras.items()}
-        check_extras({name: array.shape[2:] for name, array in self._extras.items()}, found, "at the first step")
-        self._act = tree_map(self._widened, self._act, actions)
-        self._extras = {name: self._widened(array, extras[name]) for name, array in self._extras.items()}
+        self._acted = self._acted or empty_like(acted, self._chunk.rew.shape, self._empty)
+        expected = {name: array.shape[2:] for name, array in self._acted["extras"].items()}
+        found = {name: extra.shape[1:] for name, extra in acted["extras"].items()}
+        check_extras(expected, found, "at the first step")
+        self._acted = tree_map(self._widened, self._acted, acted)
 
     def _widened(self, array: NDArray[Any], rows: Any) -> NDArray[Any]:
         """Returns `array`, in a data type that holds `rows` too."""
@@ -186,7 +181,7 @@ class ColumnRecorder:
     def chunk(self, first_step: int, weights_version: int) -> Chunk:
         """Returns the chunk."""
         names = "obs", "rew", "terminated", "truncated", "valid"
-        steps = {"act": self._act, "extras": self._extras, **{name: getattr(self._chunk, name) for name in names}}
+        steps = {**self._acted, **{name: getattr(self._chunk, name) for name in names}}
         cut = {name: tree_map(lambda leaf: leaf[: self.num_steps], tree) for name, tree in steps.items()}
         chunk = replace(self._chunk, **cut, first_step=first_step, weights_version=weights_version)
         infos = self._add_faults(chunk)
@@ -264,22 +259,17 @@ class ColumnRecorder:
 
 def check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, layout: ArrayLayout | None) -> None:
     """Raises ``ConfigError`` unless a policy returned one action of the right shape for each environment."""
-    try:
+    with suppress(ValueError):  # of another structure
         leaves = [actions] if layout is None else layout.flatten(actions)
-        shapes = [np.shape(leaf) for leaf in leaves]
         fits = [(count,)] if layout is None else [(count, *shape) for _, shape in layout.leaves]
-        got = f"shapes {shapes}"
-        is_fit = shapes == fits
-    except ValueError as error:
-        got, is_fit = str(error), False
-    for name, extra in extras.items():
-        if extra.shape[:1] != (count,):
-            got, is_fit = f"{name} of shape {extra.shape}", False
-    if not is_fit:
-        raise ConfigError(
-            f"A policy has returned {got} for {count} observations. It must return one action, and one row of each "
-            "extra, for each: an array [k, *act_shape] for observations [k, *obs_shape], or a list of k objects."
-        )
+        if [*map(np.shape, leaves)] == fits and all(extra.shape[:1] == (count,) for extra in extras.values()):
+            return
+    beside = {name: extra.shape for name, extra in extras.items()}
+    raise ConfigError(
+        f"A policy has returned the actions {actions!r:.200} and extras of the shapes {beside} for {count} "
+        "observations. It must return one action, and one row of each extra, for each: an array [k, *act_shape] for "
+        "observations [k, *obs_shape], or a list of k objects."
+    )
 
 
 def empty_like(tree: Tree, leading: tuple[int, ...], empty: Empty = np.empty) -> Tree:

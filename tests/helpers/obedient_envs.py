@@ -14,7 +14,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from helpers.exact import DriftEnv
 from helpers.testing import CountingEnv
 
 GO, RAISE, HANG, DIE = range(4)
@@ -184,20 +183,3 @@ class RaisesOnce(gymnasium.Env[Any, Any]):
         if self._is_first and self._step == 60:
             raise ValueError("it raises once")
         return np.zeros(1, np.float32), 0.0, self._step == 70, False, {}
-
-
-class BreakingEnv(DriftEnv):
-    """Raises, or ends its process, in its 13th step in all; the mark says that it has."""
-
-    def __init__(self, mark: Path, how: str) -> None:
-        super().__init__()
-        self._mark, self._how, self._num_steps = mark, how, 0
-
-    def step(self, action: Any) -> Any:
-        self._num_steps += 1
-        if self._num_steps == 13 and not self._mark.exists():
-            self._mark.touch()
-            if self._how == "exit":
-                os._exit(1)
-            raise ValueError("broken")
-        return super().step(action)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import MakeVec
-from helpers.exact import SpaceEnv, TablePolicy
+from helpers.exact import SpaceEnv
 from helpers.testing import CountingEnv, assert_identical
 from numpy.typing import NDArray
 
@@ -120,54 +119,6 @@ def test_a_chunk_is_taken_with_the_weights_of_when_it_was_asked_for() -> None:
     assert policy.calls == 0, "it is a copy that acts"
 
 
-def test_a_policy_remembers_from_chunk_to_chunk(make_vec: MakeVec) -> None:
-    class CountsSteps:  # of the episodes that it sees
-        noise = NO_NOISE
-
-        def __init__(self) -> None:
-            self.seen = np.zeros(3, int)
-
-        def begin_episodes(self, rows: NDArray[np.int64]) -> None:
-            self.seen[rows] = 0
-
-        def act(self, obs: Any, noise: Any) -> Any:
-            before = self.seen.copy()
-            self.seen += 1
-            return np.zeros(len(obs), int), {"seen": before}
-
-    seen = []
-    with make([CountingEnv] * 3) as env:
-        for each in (env, make_vec([CountingEnv] * 3)):
-            policy = CountsSteps()
-            chunks = [each.rollout(policy, n, seed=seed) for n, seed in ((5, 3), (9, None))]
-            each.step(np.zeros(3, int))
-            chunks += [each.rollout(TablePolicy(), 2), each.rollout(policy, 3)]
-            chunks += [each.rollout(policy, 6, "driver"), each.rollout(policy, 4)]
-            seen.append([chunk.extras.get("seen") for chunk in chunks])
-    assert_identical(*seen)
-
-
-def test_what_the_caller_and_the_environments_keep_is_their_own() -> None:
-    class Keeps(CountingEnv):
-        action_space = gymnasium.spaces.Box(-1, 1, (2,))
-
-        def step(self, action: Any) -> Any:
-            self.kept = action
-            return super().step(0)
-
-    with make([Keeps] * 2) as env:
-        first, _ = env.reset(seed=0)
-        before, actions = first.copy(), np.zeros((2, 2), np.float32)
-        env.step(actions)
-        actions += 1
-        kept = env.get_attr("kept")
-        assert [action.tolist() for action in kept] == [[0.0, 0.0]] * 2 and np.array_equal(first, before)
-        kept[0][:] = 5
-        assert env.get_attr("kept")[0].tolist() == [0.0, 0.0]
-        generators = env.np_random
-        assert [each.random() for each in generators] == [each.random() for each in env.np_random]
-
-
 def test_a_run_learns_what_it_learns_in_a_worker(tmp_path: Path) -> None:
     """Bit for bit: the same rows go through the same nets, with prefetching too."""
     weights, returns = [], []
@@ -196,11 +147,6 @@ def test_a_chunk_stays_nowhere_without_ray() -> None:
     assert "by_reference=True" in said and "initialised" in said
 
 
-def test_ranks_are_apart_from_environments_on_nodes(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="num_nodes=0 was passed with learners='dedicated'"):
-        rayvec.PPOConfig(run_dir=tmp_path / "a", num_nodes=0, workers_per_node=1, learners="dedicated")
-
-
 @pytest.mark.parametrize("nodes", [0, 1])
 def test_objects_are_copies(make_vec: MakeVec, nodes: int) -> None:
     """Who changes what was returned changes neither what is returned later nor the next chunk."""
@@ -215,30 +161,3 @@ def test_objects_are_copies(make_vec: MakeVec, nodes: int) -> None:
     last = deepcopy(chunk.last_obs[0])
     chunk.last_obs[0].nodes[:] = 9
     assert_identical(env.rollout(lambda obs: np.zeros(2, int), 1).obs[0, 0], last)
-
-
-def test_arguments_are_copied_though_one_of_them_can_not_be() -> None:
-    class Keeps(CountingEnv):
-        def keep(self, *args: Any, **kwargs: Any) -> None:
-            self.kept = [*args, *kwargs.values()]
-
-        def lens(self) -> list[int]:
-            return [len(each) for each in self.kept if isinstance(each, list)]
-
-    first, second = [1], [2]
-    with make([Keeps]) as env:
-        env.call("keep", threading.Lock(), first, lock=threading.Lock(), second=second)
-        first.append(0)
-        second.append(0)
-        assert env.call("lens") == ([1, 1],)
-
-
-def test_what_cannot_be_copied_is_explained() -> None:
-    class HoldsALock(CountingEnv):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lock = threading.Lock()
-
-    with make([HoldsALock]) as env, pytest.raises(TypeError, match="pickle") as caught:
-        env.get_attr("lock")
-    assert "in what an environment returned" in str(caught.value.__cause__)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -20,15 +19,14 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.fleet_kit import OverFleet, Steps, reset, step
 from helpers.kinds import ALL_SPACES, MODES, env_fns, in_lockstep
+from helpers.waiting import alive, wait_until
 
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.machine import Machine
 
 RESTART = RestartPolicy(restart=True)
-DEADLINE_S = 30.0
 
 
 @contextmanager
@@ -52,26 +50,10 @@ def call(fleet: Any, name: str, *args: Any) -> list[Any]:
     return values
 
 
-def until(condition: Callable[[], Any]) -> None:
-    """Waits for a condition."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true"
-        time.sleep(0.02)
-
-
 def steps_here(pipe: Any) -> None:
     """Sends the process id of a fork server of this process."""
     with machine([Odd] * 2) as fleet:
         pipe.send(psutil.Process(fleet.worker_pids()[0]).ppid())
-
-
-def runs(pid: int) -> bool:
-    """Whether a process runs: a zombie that nobody has reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 class Odd(Steps):
@@ -92,15 +74,6 @@ class Odd(Steps):
     def start(self) -> int:
         self.process = subprocess.Popen(["sleep", "1000"])
         return self.process.pid
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def fork(self) -> int:
-        return os.fork()
-
-    def raise_(self, error: BaseException) -> None:
-        raise error
 
 
 class TestEquivalence:
@@ -153,18 +126,6 @@ class TestStart:
             assert {folder for _, folder in call(fleet, "where")} == {str(tmp_path)}
         assert os.environ["RAY_AUTH_TOKEN"] == "secret" and "RAYVEC_PRELOAD" not in os.environ
 
-    def test_a_preloaded_module_of_the_scripts_folder_that_starts_a_thread_is_refused(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        code = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
-        (tmp_path / "starts_a_thread.py").write_text(code)
-        monkeypatch.syspath_prepend(tmp_path)
-        with (
-            pytest.raises(ConfigError, match="'starts_a_thread' starts a thread"),
-            machine([Odd] * 2, preload=["starts_a_thread"]),
-        ):
-            pass
-
     def test_a_preloaded_module_that_is_missing(self, capfd: pytest.CaptureFixture[str]) -> None:
         with machine([Odd] * 2, preload=["not_there"]) as fleet:
             assert len(call(fleet, "where")) == 2
@@ -194,7 +155,7 @@ class TestEnd:
             process.start()
             server: int = ours.recv()
             process.join()
-            until(lambda: not runs(server))
+            wait_until(lambda: not alive(server), "the fork server of the process has ended")
             with machine([Odd] * 2) as another:
                 reset(another)
 
@@ -218,4 +179,5 @@ class TestEnd:
             *pids, folder = owner.stdout.readline().split()
             assert len(pids) == 4 and Path(folder).exists()
             owner.kill()
-        until(lambda: not any(runs(int(pid)) for pid in pids) and not Path(folder).exists())
+        wait_until(lambda: not any(alive(int(pid)) for pid in pids), "no process is left")
+        wait_until(lambda: not Path(folder).exists(), "no folder is left")

@@ -118,22 +118,6 @@ def test_only_environments_of_one_machine_can_be_cut(ray_cluster: object) -> Non
         RayVecEnv("CartPole-v1", 2, num_nodes=1, first_id=3)
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("inference", ["worker", "driver", "node"])
-def test_two_halves_with_first_id_are_one_whole(workers: int, inference: Any) -> None:
-    def batches(num_envs: int, first_id: int) -> list[Batch]:
-        with RayVecEnv("CartPole-v1", num_envs, num_nodes=0, workers_per_node=workers, first_id=first_id) as env:
-            collector = Collector(env, lean, inference)
-            collector.reset(seed=SEED + first_id)
-            return [collector.collect(n_step=num_envs * 12) for _ in range(2)]
-
-    whole, halves = batches(4, 0), [batches(2, 0), batches(2, 2)]
-    for number, batch in enumerate(whole):
-        joined = join_chunks([half[number].chunks[0] for half in halves])
-        for name in ("env_ids", "obs", "rew", "terminated", "final_index"):
-            np.testing.assert_array_equal(getattr(joined, name), getattr(batch.chunks[0], name))
-
-
 def _random_chunk(rng: np.random.Generator, num_steps: int, column: int) -> Chunk:
     lead = (num_steps, 1)
     terminated = rng.random(lead) < 0.3
