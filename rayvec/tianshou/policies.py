@@ -49,12 +49,15 @@ class TianshouPolicy:
     Args:
         policy: A policy, or an algorithm, whose policy is taken. It is not copied.
         exploration_noise: Whether to add the policy's exploration noise.
+
+    Attributes:
+        policy: The policy that acts.
     """
 
     noise = NoiseSpec("uniform", 1)
 
     def __init__(self, policy: Policy | Algorithm[Any, Any], *, exploration_noise: bool = False) -> None:
-        self._policy: Policy = policy.policy if isinstance(policy, Algorithm) else policy
+        self.policy: Policy = policy.policy if isinstance(policy, Algorithm) else policy
         self._exploration_noise = exploration_noise
         self._state: Any = None
         self._loaded = b""  # the policy without its tensors, where that came from another process
@@ -66,15 +69,15 @@ class TianshouPolicy:
             self._seed(_whole(noise[0, 0]))
         batch: Any = Batch(obs=obs, info=Batch())
         # Without autograd torch evaluates an LSTM by another kernel, which differs in the last bits.
-        with torch.set_grad_enabled(any(isinstance(module, torch.nn.RNNBase) for module in self._policy.modules())):
-            result = self._policy(batch, self._state)
+        with torch.set_grad_enabled(any(isinstance(module, torch.nn.RNNBase) for module in self.policy.modules())):
+            result = self.policy(batch, self._state)
         act = to_numpy(result.act)
         if self._exploration_noise:
-            act = self._policy.add_exploration_noise(act, batch)
+            act = self.policy.add_exploration_noise(act, batch)
         self._state = _detached(result.get("state", None))
         entry = result.get("policy", Batch())
         extras = dict(_flatten(entry if self._state is None else Batch(entry, hidden_state=self._state), ""))
-        mapped = self._policy.map_action(act)
+        mapped = self.policy.map_action(act)
         if mapped is not act:
             extras["act"] = np.asarray(act)
         dist = result.get("dist", None)
@@ -95,14 +98,14 @@ class TianshouPolicy:
         Raises:
             ConfigError: A lazy layer has not run yet.
         """
-        tensors = [*self._policy.parameters(), *self._policy.buffers()]
+        tensors = [*self.policy.parameters(), *self.policy.buffers()]
         if any(map(is_lazy, tensors)):
             raise ConfigError(
                 "A lazy layer of the policy has no shapes yet: it gets them when it first runs. Call the policy once "
                 "before: policy(Batch(obs=obs, info=Batch())), with obs of env.reset()."
             )
         file = io.BytesIO()
-        _Pickler(file, tensors).dump((self._policy, self._exploration_noise))
+        _Pickler(file, tensors).dump((self.policy, self._exploration_noise))
         data = [_bytes_of(each.detach().cpu()) for each in tensors]
         content = pickle.dumps((_PROCESS, file.getvalue(), np.concatenate([np.zeros(0, np.uint8), *data])))
         return np.frombuffer(content + bytes(-len(content) % 4), np.float32)
@@ -115,11 +118,11 @@ class TianshouPolicy:
         process, structure, data = pickle.loads(np.ascontiguousarray(weights).tobytes())
         if structure != self._loaded:
             self._loaded = structure
-            self._policy, self._exploration_noise = _Unpickler(io.BytesIO(structure)).load()
-            self._policy.eval()
+            self.policy, self._exploration_noise = _Unpickler(io.BytesIO(structure)).load()
+            self.policy.eval()
             self._seeds_own = True  # else each copy would draw the same
             self._seeds_global = process != _PROCESS  # the driver's generators are the caller's
-        for own in map(_bytes_of, chain(self._policy.parameters(), self._policy.buffers())):
+        for own in map(_bytes_of, chain(self.policy.parameters(), self.policy.buffers())):
             own[:], data = data[: own.size], data[own.size :]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +135,7 @@ class TianshouPolicy:
     def _seed(self, seed: int) -> None:
         """Seeds the generators that are attributes of modules or noises, and in workers the global ones."""
         self._seeds_own = False
-        holders = [vars(module) for module in self._policy.modules()]
+        holders = [vars(module) for module in self.policy.modules()]
         holders += [vars(value) for held in holders for value in held.values() if isinstance(value, BaseNoise)]
         generators = [value for held in holders for value in held.values() if isinstance(value, _GENERATORS)]
         for number, generator in enumerate(generators, 1):

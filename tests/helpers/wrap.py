@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import gymnasium
@@ -11,47 +12,37 @@ import numpy as np
 Env = gymnasium.Env[Any, Any]
 
 
-class _Until(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Works for some steps."""
+class _Until(gymnasium.RewardWrapper[Any, Any]):
+    """Changes rewards by a function after some steps."""
 
-    def __init__(self, env: Env, steps: int) -> None:
+    def __init__(self, env: Env, steps: int, then: Callable[[float], float]) -> None:
         super().__init__(env)
-        self.left = steps
+        self._left, self._then = steps, then
 
-    def step(self, action: Any) -> Any:
-        self.left -= 1
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        return obs, self.reward(float(reward)), terminated, truncated, info
-
-    def reward(self, reward: float) -> float:
-        if self.left < 0:
-            raise RuntimeError("the environment wears out")
-        return reward
-
-
-class _Blind(_Until):
-    def reward(self, reward: float) -> float:
-        return reward if self.left >= 0 else float("nan")
-
-
-class _FillsTheDisk(_Until):
-    def reward(self, reward: float) -> float:
-        if self.left < 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        return reward
+    def reward(self, reward: Any) -> float:
+        self._left -= 1
+        return float(reward) if self._left >= 0 else self._then(float(reward))
 
 
 def breaks(env: Env) -> Env:
-    return _Until(env, 40)
+    def reward(_: float) -> float:
+        raise RuntimeError("the environment wears out")
+
+    return _Until(env, 40, reward)
 
 
 def goes_blind(env: Env) -> Env:
-    return _Blind(env, 40)
+    return _Until(env, 40, lambda reward: float("nan"))
 
 
 def fills_the_disk(env: Env) -> Env:
     """After 30 steps, no file of this process can grow beyond 20 kB: a write fails as on a full disk."""
-    return _FillsTheDisk(env, 30)
+
+    def limit(reward: float) -> float:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        return reward
+
+    return _Until(env, 30, limit)
 
 
 def doubled(env: Env) -> Env:

@@ -90,13 +90,13 @@ def test_weights_travel_bit_for_bit(kind: str) -> None:
     if kind == "dqn":
         next(policy.children()).bfloat16()  # a type that NumPy lacks
         copy.load_weights(acting.weights())  # the tensors are others now
-        assert next(copy._policy.parameters()).dtype == torch.bfloat16
+        assert next(copy.policy.parameters()).dtype == torch.bfloat16
     vector = acting.weights()
     assert vector.dtype == np.float32 and vector.ndim == 1
     copy.load_weights(vector)
-    for mine, theirs in zip(copy._policy.state_dict().values(), policy.state_dict().values(), strict=True):
+    for mine, theirs in zip(copy.policy.state_dict().values(), policy.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
-    assert not copy._policy.training and policy.training
+    assert not copy.policy.training and policy.training
 
 
 class Holds(DiscreteQLearningPolicy[Any]):
@@ -121,11 +121,11 @@ def test_a_policy_replaces_its_copy_if_anything_but_its_tensors_has_changed() ->
     policy = Holds()
     acting = TianshouPolicy(policy)
     copy = pickle.loads(pickle.dumps(acting))
-    first = copy._policy
+    first = copy.policy
     for change in (lambda: None, lambda: [each.data.add_(1) for each in policy.parameters()]):
         change()
         copy.load_weights(acting.weights())
-        assert copy._policy is first and torch.equal(copy._policy.net.weight, policy.net.weight)
+        assert copy.policy is first and torch.equal(copy.policy.net.weight, policy.net.weight)
     for number, (change, value_of) in enumerate(
         (
             (lambda: policy.table.__setitem__(1, 2.0), lambda policy: policy.table[1]),
@@ -136,10 +136,10 @@ def test_a_policy_replaces_its_copy_if_anything_but_its_tensors_has_changed() ->
             (lambda: setattr(policy, "function", lambda: 7), lambda policy: policy.function()),
         )
     ):
-        last = copy._policy
+        last = copy.policy
         change()
         copy.load_weights(acting.weights())
-        assert copy._policy is not last and value_of(copy._policy) == value_of(policy), number
+        assert copy.policy is not last and value_of(copy.policy) == value_of(policy), number
 
 
 @pytest.mark.parametrize("workers_per_node", [0, 2])
@@ -190,7 +190,7 @@ def test_draws_depend_on_the_seed_in_a_worker_and_on_global_generators_in_the_dr
 def test_generators_that_a_policy_holds_are_seeded_where_it_acts() -> None:
     def numbers(policy: Any, seed: float) -> list[float]:
         policy.act(np.zeros((4, 2), np.float32), np.full((4, 1), seed))
-        return [float(number) for _ in range(20) for number in policy._policy.draw()]
+        return [float(number) for _ in range(20) for number in policy.policy.draw()]
 
     sent = cloudpickle.dumps(TianshouPolicy(Holds()))
     one, same, other = drawn_elsewhere(sent, [0.3, 0.3, 0.7], numbers)
