@@ -142,17 +142,19 @@ def test_a_reset_drops_the_pending_chunk(venv: RayVectorEnv) -> None:
     collector.reset_env()
 
 
-def test_what_cannot_be_prefetched_is_refused(venv: RayVectorEnv) -> None:
+@pytest.mark.parametrize("ahead", [{"prefetch": True}, {"max_staleness": 2}], ids=str)
+def test_what_cannot_be_collected_ahead_is_refused(venv: RayVectorEnv, ahead: dict[str, Any]) -> None:
     ppo = PPO(**kit.actor_critic(2, 2), optim=kit.adam())
     for policy, env, settings, words in (
         (ppo, venv, {}, "its present policy"),
         (ppo.policy, venv, {}, "its present policy"),
         (Exact(), venv, {"inference": "driver"}, "inference='worker'"),
+        (Exact(), venv, {"max_staleness": 0}, "max_staleness"),
         (Exact(), DummyVectorEnv([DriftEnv] * 2), {}, "RayVectorEnv"),
     ):
         with pytest.raises(ConfigError, match=words):
-            Collector(policy, env, prefetch=True, **settings)  # type: ignore[arg-type]
-    collector = Collector(Exact(), venv, prefetch=True)
+            Collector(policy, env, **{**ahead, **settings})  # type: ignore[arg-type]
+    collector = Collector(Exact(), venv, **ahead)
     collector.reset()
     collector.set_on_step_hook(lambda acts, batch: None)
     with pytest.raises(ConfigError, match="no hooks"):
