@@ -103,12 +103,6 @@ def unblock(host: Host) -> None:
     host.space.ip("rule", "del", "pref", "100")
 
 
-def limit(host: Host, cpu_max: str, memory_max: str) -> None:
-    """Shows processes the limits of a control group, as those of a container see them. Nothing enforces them."""
-    write = f"echo {cpu_max} > cpu.max && echo {memory_max} > memory.max"
-    host.run("sh", "-c", f"mount -t tmpfs tmpfs /sys/fs/cgroup && cd /sys/fs/cgroup && {write}")
-
-
 def python(host: Host, code: str, *arguments: str) -> Any:
     """Runs Python code on a host; returns the last line that it prints, as JSON."""
     return json.loads(host.run(sys.executable, "-c", code, *arguments).stdout.splitlines()[-1])

@@ -95,11 +95,11 @@ class Host:
         cable: The name of its link at the switch.
     """
 
-    def __init__(self, number: int, switch: _Namespaces, environment: dict[str, str], shm_mib: int = 256) -> None:
+    def __init__(self, number: int, switch: _Namespaces, environment: dict[str, str]) -> None:
         self.name, self.address = f"h{number}", f"{_PREFIX}.{number // 250}.{number % 250 + 1}"
         self.environment = dict(environment)
         self.switch, self.cable = switch, f"v{number}"
-        setup = f"hostname {self.name} && mount -t tmpfs -o size={shm_mib}m tmpfs /dev/shm && ip link set lo up"
+        setup = f"hostname {self.name} && mount -t tmpfs -o size=256m tmpfs /dev/shm && ip link set lo up"
         self.space = _Namespaces("--net", "--pid", "--mount", "--mount-proc", "--uts", setup=setup)
         try:
             self._connect()
@@ -176,9 +176,9 @@ class Network(contextlib.AbstractContextManager["Network"]):
             self.close()
             raise
 
-    def add(self, **options: Any) -> Host:
+    def add(self) -> Host:
         """Adds a host."""
-        self.hosts.append(Host(next(self._numbers), self._switch, self.environment, **options))
+        self.hosts.append(Host(next(self._numbers), self._switch, self.environment))
         return self.hosts[-1]
 
     def close(self) -> None:

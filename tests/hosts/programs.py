@@ -155,16 +155,5 @@ def collect(num_nodes: str) -> None:
                 say(chunk=number, restarts=batch.stats.n_restarts, errors=errors, **_hosts(env))
 
 
-def start() -> None:
-    """Makes environments on all hosts and says how it went."""
-    began_s = time.monotonic()
-    try:
-        with rayvec.RayVecEnv([CountingEnv] * NUM_ENVS, **PLACE, on_node_loss="raise") as env:
-            env.reset(seed=3)
-            say(error=None)
-    except RayvecError as error:
-        say(error=str(error), seconds=time.monotonic() - began_s)
-
-
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
