@@ -7,7 +7,6 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -163,39 +162,31 @@ def test_a_table_that_has_changed_acts_in_the_workers(workers_per_node: int) -> 
             assert (collector.buffer.act[collector.buffer.sample_indices(0)][-3:] == act).all()
 
 
-def drawn_elsewhere(sent: bytes, seeds: list[float], draw: Callable[[Any, float], Any]) -> list[Any]:
-    """Returns what copies of a policy draw in another process, for each seed."""
-    code = "import sys, cloudpickle; sent, seeds, draw = cloudpickle.load(sys.stdin.buffer); "
-    code += "print(repr([draw(cloudpickle.loads(sent), seed) for seed in seeds]))"
-    given = cloudpickle.dumps((sent, seeds, draw))
-    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, check=True)
-    return list(ast.literal_eval(done.stdout.decode()))
-
-
 def test_draws_depend_on_the_seed_in_a_worker_and_on_global_generators_in_the_driver() -> None:
-    def actions(policy: Any, seed: float) -> Any:
-        return [policy.act(np.zeros((4, 2), np.float32), np.full((4, 1), seed))[0].tolist() for _ in range(3)]
+    """Generators that a policy holds are seeded by the rollout in both."""
 
-    driver = TianshouPolicy(make_policy("ddpg"), exploration_noise=True)
-    sent = cloudpickle.dumps(driver)
-    drawn = []
-    for acting in (driver, pickle.loads(sent)):
+    def draws(sent: bytes, seed: float) -> Any:
+        policy = pickle.loads(sent)
+        actions = [policy.act(np.zeros((4, 2), np.float32), np.full((4, 1), seed))[0].tolist() for _ in range(3)]
+        held = getattr(policy.policy, "draw", None)
+        return [float(number) for _ in range(20) for number in held()] if held else actions
+
+    noisy, holds = (
+        cloudpickle.dumps(TianshouPolicy(each, exploration_noise=True)) for each in (make_policy("ddpg"), Holds())
+    )
+    here = []
+    for _ in range(2):
         np.random.seed(1)
-        drawn.append(actions(acting, 0.5))
-    assert drawn[0] == drawn[1] and torch.initial_seed() == 0
-    one, same, other = drawn_elsewhere(sent, [0.3, 0.3, 0.7], actions)
+        here.append(draws(noisy, 0.5))
+    assert here[0] == here[1] and torch.initial_seed() == 0
+    code = "import sys, cloudpickle; draws, calls = cloudpickle.load(sys.stdin.buffer); "
+    code += "print([draws(*call) for call in calls])"
+    given = cloudpickle.dumps((draws, [(sent, seed) for sent in (noisy, holds) for seed in (0.3, 0.3, 0.7)]))
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, check=True)
+    one, same, other, held, same_held, other_held = ast.literal_eval(done.stdout.decode())
     assert one == same != other and one[0] != one[1]
-
-
-def test_generators_that_a_policy_holds_are_seeded_where_it_acts() -> None:
-    def numbers(policy: Any, seed: float) -> list[float]:
-        policy.act(np.zeros((4, 2), np.float32), np.full((4, 1), seed))
-        return [float(number) for _ in range(20) for number in policy.policy.draw()]
-
-    sent = cloudpickle.dumps(TianshouPolicy(Holds()))
-    one, same, other = drawn_elsewhere(sent, [0.3, 0.3, 0.7], numbers)
-    assert one == same == numbers(cloudpickle.loads(sent), 0.3)
-    assert all(ours != theirs for k in range(4) for ours, theirs in [(one[k::4], other[k::4])])
+    assert held == same_held == draws(holds, 0.3)
+    assert all(ours != theirs for k in range(4) for ours, theirs in [(held[k::4], other_held[k::4])])
 
 
 def test_random_actions_depend_on_the_environment_only() -> None:
