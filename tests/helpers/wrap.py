@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -69,19 +69,9 @@ class _AllAllowed(gymnasium.Wrapper[Any, Any, Any, Any]):
         return (*answer, {**info, "action_mask": np.ones(2, np.int8)})
 
 
-class _Unpictured(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Has no render mode."""
-
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
-
-
 def pictured(env: Env) -> Env:
     return _Pictured(env)
 
 
 def all_allowed(env: Env) -> Env:
     return _AllAllowed(env)
-
-
-def unpictured(env: Env) -> Env:
-    return _Unpictured(env)
