@@ -22,12 +22,11 @@ def numbers(obs: Any) -> Any:
 class Exact(Policy):
     """Integer arithmetic on the observation and on a number that is learnt; records what it computes."""
 
-    def __init__(self, space: Any = None, records: bool = True, **kwargs: Any) -> None:
+    def __init__(self, space: Any = None, **kwargs: Any) -> None:
         super().__init__(action_space=space or spaces.Discrete(2), **kwargs)
         self.shift = torch.nn.Parameter(torch.tensor([3.0]))
         self.register_buffer("steps", torch.tensor([5], dtype=torch.int64))
         self.eps = 0.0
-        self.records = records
 
     def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
         value = numbers(batch.obs) + int(self.shift) + int(self.steps) + int(self.eps)
@@ -35,7 +34,7 @@ class Exact(Policy):
             act: Any = ((value % 9)[:, None] / 4.0 - 1.0).astype(np.float32)
         else:
             act = value % 2
-        return Batch(act=act, policy=Batch(value=value)) if self.records else Batch(act=torch.as_tensor(act))
+        return Batch(act=act, policy=Batch(value=value))
 
     def add_exploration_noise(self, act: Any, batch: Any) -> Any:
         return 1 - act if isinstance(self.action_space, spaces.Discrete) else act * 0.5
@@ -52,16 +51,6 @@ class Remembers(Policy):
         count = torch.zeros(n, 1) if state is None else state["hidden"]
         value = numbers(batch.obs) + count[:, 0].numpy().astype(int) // 2
         return Batch(act=value % 2, state=Batch(hidden=count + 1.0, other=Batch(cell=count * 2.0)))
-
-
-class Drift(DriftEnv):
-    """A DriftEnv that observes NaN after the step of an episode that `nan_at` names, once a test sets it."""
-
-    nan_at: int | None = None
-
-    def step(self, action: Any) -> Any:
-        obs, *rest = super().step(action)
-        return (np.full_like(obs, np.nan) if self._t == self.nan_at else obs, *rest)
 
 
 class Agents(DriftEnv):

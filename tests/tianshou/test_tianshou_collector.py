@@ -16,9 +16,10 @@ import tianshou.data
 import torch
 from gymnasium import spaces
 from helpers import tianshou_algorithms as kit
+from helpers.exact import DriftEnv
 from helpers.testing import CountingEnv, FaultyEnv
 from helpers.tianshou_buffers import assert_same_buffer
-from helpers.tianshou_kit import Agents, Drift, Exact, Pointed, Remembers
+from helpers.tianshou_kit import Agents, Exact, Pointed, Remembers
 from tianshou.algorithm import PPO
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.data import (
@@ -37,7 +38,7 @@ from rayvec.tianshou import Collector, RayVectorEnv
 MakeVenv = Callable[..., RayVectorEnv]
 
 
-ENVS: dict[str, Callable[[], Any]] = {"drift": Drift, "pointed": Pointed, "agents": Agents}
+ENVS: dict[str, Callable[[], Any]] = {"drift": DriftEnv, "pointed": Pointed, "agents": Agents}
 
 
 @pytest.fixture(scope="module")
@@ -368,7 +369,7 @@ def test_what_cannot_work_is_refused(venvs: dict[str, RayVectorEnv]) -> None:
         (None, drift, {}, "Tianshou 2 policy"),
         (torch.nn.Linear(2, 2), drift, {}, "Tianshou 2 policy"),
         (Exact(), None, {}, ours),
-        (Exact(), gymnasium.vector.SyncVectorEnv([Drift]), {}, ours),
+        (Exact(), gymnasium.vector.SyncVectorEnv([DriftEnv]), {}, ours),
     ):
         with pytest.raises(ValueError, match=words):
             Collector(policy, env, **settings)  # type: ignore[arg-type]
@@ -428,7 +429,7 @@ def acts(collector: Any) -> list[int]:
 
 @pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"max_staleness": 2}], ids=str)
 def test_another_policy_or_noise_that_is_set_acts(settings: dict[str, Any]) -> None:
-    with closing(local([Drift] * 2)) as env:
+    with closing(local([DriftEnv] * 2)) as env:
         collector = Collector(Gives(0), env, VectorReplayBuffer(100, 2), **settings)
         collector.reset()
         collector.collect(n_step=4)
@@ -464,7 +465,7 @@ def test_after_an_exception_of_a_hook_no_transition_joins_two_episodes() -> None
         if len(calls) == 1:
             raise RuntimeError("once")
 
-    with closing(local([Drift] * 2)) as env:
+    with closing(local([DriftEnv] * 2)) as env:
         collector = Collector(Exact(), env, VectorReplayBuffer(600, 2), on_episode_done_hook=hook)
         collector.reset()
         with pytest.raises(RuntimeError, match="once"):

@@ -431,10 +431,11 @@ def test_environments_without_spaces(workers: int) -> None:
 WITHOUT_RAY = """
 import sys
 sys.modules["ray"] = None  # Tianshou imports Ray where it is installed, and does without it where not
-from helpers.tianshou_kit import Drift, Exact
+from helpers.exact import DriftEnv
+from helpers.tianshou_kit import Exact
 from rayvec.tianshou import Collector, RayVectorEnv
 for workers in (1, 0):
-    envs = RayVectorEnv([Drift] * 2, num_nodes=0, workers_per_node=workers)
+    envs = RayVectorEnv([DriftEnv] * 2, num_nodes=0, workers_per_node=workers)
     collector = Collector(Exact(), envs)
     collector.reset()
     print(envs.transports, collector.collect(n_episode=2).n_collected_episodes)
