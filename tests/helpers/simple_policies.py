@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import numpy as np
@@ -25,14 +24,6 @@ class Weighs:
 
     def act(self, obs: Any, noise: Any) -> Any:
         return np.zeros(len(obs), int), {"sum": np.full(len(obs), self._weights.sum())}
-
-
-class SlowPolicy(TablePolicy):
-    """Takes its time."""
-
-    def act(self, obs: Any, noise: Any) -> Any:
-        time.sleep(0.02)
-        return super().act(obs, noise)
 
 
 def raises_at_ten(obs: Any) -> Any:
