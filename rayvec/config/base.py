@@ -73,6 +73,7 @@ ADJUSTABLE = (
     "start_timeout_s",
     "restart_env_every",
     "replay_calls",
+    "spare_envs",
     "on_bad_obs",
     "on_node_loss",
     "groups",
@@ -246,6 +247,10 @@ class TrainConfig:
     replay_calls: tuple[str, ...] = ()
     """Names of methods and attributes, such as set_difficulty: where an environment is made again, the last call and
     the last value that callbacks gave it is repeated."""
+
+    spare_envs: Annotated[int, Field(ge=0, le=1)] = 0
+    """1 lets each worker keep one environment more, which is reset ahead and takes the place of one whose episode has
+    ended: for environments whose resets are slow."""
 
     on_bad_obs: Literal["raise", "keep"] = "raise"
     """What happens to an observation or a reward that is NaN or infinite: "raise" ends the run, "keep" keeps it."""

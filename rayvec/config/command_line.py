@@ -26,7 +26,8 @@ _GROUPS = {
     "logging": "episode_metrics track checkpoint_interval_s",
     "cluster": "num_nodes workers_per_node address inference learners num_learners sync_fraction variable_lengths "
     "cores_per_env gpus_per_env resources_per_env",
-    "faults": "on_env_error step_timeout_s start_timeout_s restart_env_every replay_calls on_bad_obs on_node_loss",
+    "faults": "on_env_error step_timeout_s start_timeout_s restart_env_every replay_calls spare_envs on_bad_obs "
+    "on_node_loss",
     "expert": "native probe preload groups learner_threads precision compile plugin eval_steps eval_max_episode_steps "
     "eval_deterministic eval_env eval_env_kwargs entropy_coef_schedule clip_coef_schedule shared_trunk layer_norm "
     "log_std_init recurrent_size sequence_length burn_in replay_on_device checkpoint_replay clip_value_loss "

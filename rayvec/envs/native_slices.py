@@ -29,11 +29,12 @@ class NativeSlice(Slice):
     _unit_kind = "native sub-batch"
 
     def _set_up(self) -> None:
-        if self._max_episodes:
-            raise ConfigError(
-                f"restart_env_every={self._max_episodes} was passed with native sub-batches. Their environments can't "
-                "be made again one by one: leave it out, or make ordinary environments."
-            )
+        for name, value in {"restart_env_every": self._max_episodes, "spare_envs": self._num_spares}.items():
+            if value:
+                raise ConfigError(
+                    f"{name}={value} was passed with native sub-batches. Their environments can't be made again one by "
+                    "one: leave it out, or make ordinary environments."
+                )
         sizes = [env.num_envs for env in self._envs]
         self.spaces = PoolSpaces.join(list(zip(sizes, map(spaces_of, self._envs), strict=True)))
         self.native_mode, self.num_envs = self.spaces.native_mode, sum(sizes)

@@ -21,6 +21,7 @@ from rayvec.data.trees import copied
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.failures import FAILURES, captured, end_if_forked, failures_ignored
 from rayvec.envs.spaces import PoolSpaces
+from rayvec.envs.spare import Spare
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.fleet.commands import NO_NEWS, Answer, Autoreset, Command, Op
 from rayvec.fleet.restarts import (
@@ -30,6 +31,7 @@ from rayvec.fleet.restarts import (
     EpisodeState,
     RestartBudget,
     RestartPolicy,
+    restart_seed,
     seed_of,
     store_seed,
 )
@@ -37,6 +39,8 @@ from rayvec.fleet.restarts import (
 __all__ = ["Slice", "own_arrays"]
 
 NEW, RUNNING, ENDED, CUT = map(int, EpisodeState)
+_SPARE_SEED = 1 << 32
+"""Stands for the number of restarts in the seed of the spare environment."""
 _NOTE_CHARS = 1000
 """How much of an exception's text is in the log line of a restart."""
 
@@ -82,7 +86,8 @@ class Slice:
         self.first_id, self._where, self._factory, self._owner = first_id, where, factory, os.getpid()
         self._restart, self._budget = restart_policy.restart, RestartBudget()
         self._max_episodes, self._num_finished = restart_policy.max_episodes, [0] * factory.num_envs
-        self._replay_calls = restart_policy.replay_calls
+        self._replay_calls, self._num_spares = restart_policy.replay_calls, restart_policy.spare_envs
+        self._spare: Spare | None = None
         self._calls: list[dict[Any, Callable[[], None]]] = [{} for _ in range(factory.num_envs)]  # to repeat, of a unit
         self._envs: list[Any] = []
         self._notes: list[str] = []
@@ -97,6 +102,8 @@ class Slice:
         try:
             for unit in range(factory.num_envs):
                 self._envs.append(factory.make(unit))
+            if self._num_spares:
+                self._spare = Spare(partial(factory.make, 0))
             self._check_distinct()
             self._set_up()
             end_if_forked(self._owner)
@@ -112,7 +119,8 @@ class Slice:
 
     def _check_distinct(self) -> None:
         """Raises ``ConfigError`` if two units are, or wrap, the same object: each would step the other's episode."""
-        if len({id(getattr(env, "unwrapped", env)) for env in self._envs}) < len(self._envs):
+        envs = self._envs if self._spare is None else [*self._envs, self._spare.env]
+        if len({id(getattr(env, "unwrapped", env)) for env in envs}) < len(envs):
             raise ConfigError(
                 f"The callables have made the same environment more than once, among {len(self._envs)} of a process. "
                 "Make it inside the callable: lambda: gymnasium.make(...)."
@@ -248,11 +256,23 @@ class Slice:
         if unit in self._to_seed and (seed := seed_of(self.arrays, unit, self.first_id + unit)) is not None:
             kwargs["seed"] = seed
         self._to_seed.discard(unit)
-        obs, info = values_of("reset", 2, self._envs[unit].reset(**kwargs))
+        obs, info = values_of("reset", 2, self._reset_env(unit, **kwargs))
         self._write_obs(unit, obs)
         self._episode[unit] = RUNNING
         if info or type(info) is not dict:
             self._infos.append((unit, own_info(info)))
+
+    def _reset_env(self, unit: int, seed: int | None = None, options: Any = None) -> Any:
+        """Resets an environment, or takes the spare one, which has been reset, in its place."""
+        kwargs = {name: value for name, value in (("seed", seed), ("options", options)) if value is not None}
+        if self._spare is None or kwargs:
+            result = self._envs[unit].reset(**kwargs)
+            if self._spare is not None and seed is not None and unit == 0:
+                self._spare.begin(restart_seed(seed, self.first_id, _SPARE_SEED))
+            return result
+        self._envs[unit], result = self._spare.swap(self._envs[unit])
+        self._repeat_calls(unit)
+        return result
 
     def _clear(self, row: Any) -> None:
         self._rew[row] = 0.0
@@ -311,6 +331,9 @@ class Slice:
         self._envs[unit] = self._factory.make(unit)
         self._num_finished[unit] = 0
         self._check_distinct()
+        self._repeat_calls(unit)
+
+    def _repeat_calls(self, unit: int) -> None:
         for call in self._calls[unit].values():
             call()
 
@@ -340,6 +363,8 @@ class Slice:
 
     def close(self) -> None:
         """Closes all environments. If some raise, it raises the last error after all are closed."""
+        self._envs += [] if self._spare is None else [self._spare]
+        self._spare = None
         with ExitStack() as stack:
             while self._envs:
                 stack.callback(self._envs.pop(0).close)

@@ -138,6 +138,7 @@ class RestartPolicy:
         max_episodes: After how many finished episodes an environment is closed and made again. None keeps it.
         replay_calls: Names of methods and attributes. The last call, and the last value, of each is repeated where an
             environment is made again.
+        spare_envs: How many environments a worker has besides, which are reset ahead: 0 or 1.
     """
 
     restart: bool = False
@@ -145,6 +146,7 @@ class RestartPolicy:
     start_timeout_s: float = 300.0
     max_episodes: int | None = None
     replay_calls: tuple[str, ...] = ()
+    spare_envs: int = 0
 
     @classmethod
     def of(
@@ -154,6 +156,7 @@ class RestartPolicy:
         start_timeout_s: float = 300.0,
         restart_env_every: int | None = None,
         replay_calls: Sequence[str] = (),
+        spare_envs: int = 0,
     ) -> RestartPolicy:
         """Returns the restart policy for the arguments of a vector environment.
 
@@ -173,7 +176,8 @@ class RestartPolicy:
             )
         max_episodes = None if restart_env_every is None else check_count("restart_env_every", restart_env_every)
         names = check_names("replay_calls", replay_calls)
-        return cls(on_env_error == "restart", step_timeout_s, start_timeout_s, max_episodes, names)
+        check_choice("spare_envs", spare_envs, (0, 1))
+        return cls(on_env_error == "restart", step_timeout_s, start_timeout_s, max_episodes, names, spare_envs)
 
 
 def _is_time(value: Any) -> bool:

@@ -135,6 +135,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         "start_timeout_s",
         "restart_env_every",
         "replay_calls",
+        "spare_envs",
     )
 
     def make(*own: Any, masks: bool = True) -> RayVecEnv:

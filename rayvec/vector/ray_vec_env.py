@@ -79,6 +79,9 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             sub-batches do not support it.
         replay_calls: Names of methods and attributes, such as ``("set_difficulty",)``: where an environment is made
             again, the last :meth:`call` and the last :meth:`set_attr` of each name is repeated before its reset.
+        spare_envs: 1 lets each worker keep one environment more, for slow resets. A thread resets it ahead, and it
+            takes the place of one whose episode has ended. Which environment plays which episode then depends on the
+            number of workers: see docs/slow-simulators.md.
         on_node_loss: ``"rehost"`` restarts environments of a lost node on others; ``"raise"`` is a ``NodeLostError``.
         preload: Modules that the workers import once for each node, such as ``("torch",)``. A module that starts a
             thread is refused. Workers share random generators and files that it opens: see docs/own-environment.md.
@@ -118,6 +121,7 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         on_env_error: Literal["raise", "restart"] = "raise",
         restart_env_every: int | None = None,
         replay_calls: Sequence[str] = (),
+        spare_envs: Literal[0, 1] = 0,
         on_node_loss: Literal["rehost", "raise"] = "rehost",
         preload: Sequence[str] = (),
         address: str | None = None,
@@ -127,7 +131,7 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     ) -> None:
         check_choice("groups", groups, (1, 2))
         restart_policy = RestartPolicy.of(
-            on_env_error, step_timeout_s, start_timeout_s, restart_env_every, replay_calls
+            on_env_error, step_timeout_s, start_timeout_s, restart_env_every, replay_calls, spare_envs
         )
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native, seed=seed, first_id=first_id)
         self.spec = factory.spec
