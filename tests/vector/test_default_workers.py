@@ -175,6 +175,8 @@ class TestOnRay:
     [
         ({"pod/docker/cpu.max": "max 100000", "pod/cpu.max": "50000 100000"}, 0.5),
         ({"pod/docker/cpu.max": "300000 100000", "pod/cpu.max": "max 100000"}, 3.0),
+        ({"cpu/pod/docker/cpu.cfs_quota_us": "150000", "cpu/pod/docker/cpu.cfs_period_us": "100000"}, 1.5),
+        ({"cpu/pod/cpu.cfs_quota_us": "-1", "cpu/pod/cpu.cfs_period_us": "100000", "cpu.max": "4 2"}, 2.0),
         ({}, None),
     ],
 )
@@ -182,7 +184,7 @@ def test_the_quota_of_a_container_is_the_smallest_of_its_control_groups(
     files: dict[str, str], cores: float | None, tmp_path: Path
 ) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("5:memory:/other\n0::/pod/docker\n")
+    (tmp_path / "proc/self/cgroup").write_text("5:memory:/other\n4:cpu,cpuacct:/pod/docker\n0::/pod/docker\n")
     for name, text in files.items():
         (tmp_path / "sys/fs/cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "sys/fs/cgroup" / name).write_text(text + "\n")
