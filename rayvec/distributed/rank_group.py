@@ -21,7 +21,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import cloudpickle
@@ -49,15 +48,12 @@ RankHost: TypeAlias = "ProcessHost | RayHost"
 logger = logging.getLogger(__name__)
 
 
-class _Failure(IntEnum):
-    """How a call failed. The least is raised: it is the cause of the others."""
-
-    RAISED = 0
-    """The object raised."""
-    ENDED = 1
-    """The process has ended."""
-    PEER_LOST = 2
-    """The rank waited for another rank in vain, or the driver for it."""
+def _distance(error: Exception) -> int:
+    """Returns how far an error of a rank is from its cause: the least is raised."""
+    if not isinstance(error, RankLostError):
+        return 0  # the object raised
+    is_remote = getattr(error.__cause__, "raised_in", None) is not None
+    return 2 if is_remote else 1  # the rank waited for another rank in vain; its process has ended
 
 
 class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
@@ -156,33 +152,28 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
             raise
 
     def _gather(self, calls: Sequence[Any], deadline: float) -> list[Any]:
-        pending, results, failures = list(calls), dict[Any, Any](), list[tuple[_Failure, BaseException]]()
-        while pending and not any(how < _Failure.PEER_LOST for how, _ in failures):
+        pending, results, failures = list(calls), dict[Any, Any](), list[Exception]()
+        while pending and all(_distance(error) == 2 for error in failures):
             done = self._host.wait(pending, deadline - time.monotonic())
             if not done:
-                late = lost(self._host.placement_of(pending[0]), "it did not answer in time")
-                failures.append((_Failure.PEER_LOST, late))
+                failures = failures or [lost(self._host.placement_of(pending[0]), "it did not answer in time")]
                 break
             for call in done:
                 pending.remove(call)
-                how, results[call] = self._outcome(call)
-                if how is not None:
-                    failures.append((how, results[call]))
+                try:
+                    results[call] = self._result(call)
+                except Exception as error:
+                    failures.append(error)
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
         if failures:
-            raise min(failures, key=lambda failure: failure[0])[1]
+            raise min(failures, key=_distance)
         return [results[call] for call in calls]
 
-    def _outcome(self, call: Any) -> tuple[_Failure | None, Any]:
-        """Returns None and the result of a call that has ended, or how it failed and the exception."""
-        try:
-            result = self._host.result(call)
-        except RankLostError as error:
-            return _Failure.ENDED, error
-        if not isinstance(result, RemoteFailure):
-            return None, result
-        rebuilt = result.rebuild(LearnerError)
-        return (_Failure.PEER_LOST if isinstance(rebuilt, RankLostError) else _Failure.RAISED), rebuilt
+    def _result(self, call: Any) -> Any:
+        result = self._host.result(call)
+        if isinstance(result, RemoteFailure):
+            raise result.rebuild(LearnerError)
+        return result
 
     def run(self, name: str, args: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Posts a call and gathers its results."""

@@ -29,7 +29,7 @@ from rayvec.training.checkpoint import acting_weights, spaces_from_plain
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.runs import make_one_env, network_of, with_own_parts
 
-__all__ = ["Agent", "GreedyModule", "export", "load", "load_spaces"]
+__all__ = ["Agent", "GreedyModule", "load"]
 
 
 def load(
@@ -58,18 +58,14 @@ def load(
     run_dir = local_path(run_dir)
     config = with_own_parts(load_config(run_dir), env, network, begun=True)
     state = load_checkpoint(run_dir, checkpoint)
-    observation_space, action_space = load_spaces(config, state["spaces"])
+    if state["spaces"] is not None:
+        observation_space, action_space = spaces_from_plain(state["spaces"])
+    else:
+        with make_one_env(config) as made:
+            observation_space, action_space = made.single_observation_space, made.single_action_space
     progress = state.get("progress")
     steps = progress.get("steps") if isinstance(progress, Mapping) else None
     return Agent(config, observation_space, action_space, acting_weights(state), seed=seed, steps=steps)
-
-
-def load_spaces(config: TrainConfig, described: Any) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-    """Returns the spaces that a checkpoint describes; where it does not, those of an environment that is made."""
-    if described is not None:
-        return spaces_from_plain(described)
-    with make_one_env(config) as env:
-        return env.single_observation_space, env.single_action_space
 
 
 class Agent:
@@ -167,7 +163,35 @@ class Agent:
             ConfigError: The path has another ending, or the network has several actions.
             ImportError: ONNX is not installed: ``pip install onnx onnxruntime onnxscript``.
         """
-        return export(self.module, self.observation_space, local_path(path))
+        path = local_path(path)
+        if path.suffix != ".onnx":
+            raise ConfigError(f"The path {path} does not end with .onnx. Policies are exported to ONNX.")
+        greedy = GreedyModule(self.module, self.observation_space).eval().requires_grad_(False)
+        inputs, outputs, examples = [], ["action"], []
+        for keys, space in leaf_spaces(self.observation_space):
+            name = "_".join(map(str, keys)) or "obs"
+            inputs.append(f"{name}_" if name in ("action", "state", "next_state") else name)
+            examples.append(
+                torch.tensor(np.stack([space.sample(), space.sample()]))
+            )  # of one row torch makes a constant
+        if isinstance(self.module, RecurrentActorCritic):
+            examples.append(torch.zeros(2, self.module.cell.state_size))
+            inputs, outputs = [*inputs, "state"], ["action", "next_state"]
+        rows = torch.export.Dim("rows", min=1)
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        with written_whole(path) as file, warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # torch warns of its own future
+            program: Any = torch.onnx.export(
+                greedy,
+                tuple(examples),
+                input_names=inputs,
+                output_names=outputs,
+                dynamic_shapes=(tuple({0: rows} for _ in examples),),
+                verbose=False,
+                dynamo=True,
+            )
+            file.write(program.model_proto.SerializeToString())
+        return path
 
     def _batched(self, obs: Any) -> tuple[Tree, bool]:
         """Returns observations as a batch, and whether they are of one environment."""
@@ -252,33 +276,3 @@ class GreedyModule(nn.Module):
         if isinstance(distribution, TanhGaussian):
             mean = mean.tanh()
         return torch.minimum(torch.maximum(centre + unit * mean, low), high).to(low.dtype)
-
-
-def export(module: Any, observation_space: spaces.Space[Any], path: Path) -> Path:
-    """Writes a network to a file; see :meth:`rayvec.training.agent.Agent.export`."""
-    if path.suffix != ".onnx":
-        raise ConfigError(f"The path {path} does not end with .onnx. Policies are exported to ONNX.")
-    greedy = GreedyModule(module, observation_space).eval().requires_grad_(False)
-    inputs, outputs, examples = [], ["action"], []
-    for keys, space in leaf_spaces(observation_space):
-        name = "_".join(map(str, keys)) or "obs"
-        inputs.append(f"{name}_" if name in ("action", "state", "next_state") else name)
-        examples.append(torch.tensor(np.stack([space.sample(), space.sample()])))  # of one row torch makes a constant
-    if isinstance(module, RecurrentActorCritic):
-        examples.append(torch.zeros(2, module.cell.state_size))
-        inputs, outputs = [*inputs, "state"], ["action", "next_state"]
-    rows = torch.export.Dim("rows", min=1)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with written_whole(path) as file, warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # torch warns of its own future
-        program: Any = torch.onnx.export(
-            greedy,
-            tuple(examples),
-            input_names=inputs,
-            output_names=outputs,
-            dynamic_shapes=(tuple({0: rows} for _ in examples),),
-            verbose=False,
-            dynamo=True,
-        )
-        file.write(program.model_proto.SerializeToString())
-    return path

@@ -20,7 +20,7 @@ from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.callbacks import BestModel, RunContext
-from rayvec.training.evaluation import evaluate, saying_where
+from rayvec.training.evaluation import evaluate
 from rayvec.training.plots import draw_learning_curve
 from rayvec.training.run_dir import read_metrics
 from rayvec.training.runs import make_eval_env, network_of
@@ -103,8 +103,7 @@ class Evaluator:
         if self._is_due and self._env is not None and iteration is not None and iteration.state is not None:
             self._num_done, began_s = self._number(context, 0), time.monotonic()
             weights, seed = iteration.state["weights"].numpy(), config.eval_seed(is_final=False)
-            with saying_where():
-                iteration.evaluation = evaluate(config, self._env, self._module, weights, seed=seed)
+            iteration.evaluation = evaluate(config, self._env, self._module, weights, seed=seed)
             iteration.times_s["evaluate"] = time.monotonic() - began_s
             context.add_evaluation(iteration.evaluation, weights, iteration.times_s["evaluate"])
         self._request(context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
-from rayvec.data.topology import Topology
-from rayvec.envs.failures import captured
-from rayvec.errors import ConfigError, RayvecError
+from rayvec.errors import ConfigError
 from rayvec.policies.policy import Policy
 from rayvec.training.agent import load
 from rayvec.training.atomic_files import local_path
@@ -25,7 +23,7 @@ from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.runs import eval_settings, make_one_env, network_of, open_env, with_own_parts
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Evaluation", "evaluate", "evaluate_run", "greedy_policy", "render_episode", "saying_where", "time_limit"]
+__all__ = ["Evaluation", "evaluate", "evaluate_run", "greedy_policy", "render_episode", "time_limit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +118,6 @@ def evaluate(
     finally:
         collector.close()
     return Evaluation(stats.returns, stats.lens, stats.num_cut)
-
-
-@contextlib.contextmanager
-def saying_where() -> Iterator[None]:
-    """Lets what a network raises in this process say so, as ranks and workers do: its ``__cause__`` is an `EnvError`.
-
-    What says already where it was raised stays as it is, and so do ``sys.exit()``, which may be that of a signal
-    handler of the caller, and whatever else is no ``Exception``.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, RayvecError) or isinstance(error.__cause__, RayvecError):
-            raise
-        raise captured(error, Topology.this_process).rebuild()  # noqa: B904  # rebuild() sets the cause
 
 
 def evaluate_run(

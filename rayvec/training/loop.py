@@ -23,7 +23,7 @@ from rayvec.learners.base import check_gpu
 from rayvec.training.atomic_files import local_path
 from rayvec.training.callbacks import MetricsLine, RunContext, TrainResult, call, checked_callbacks, has_hooks
 from rayvec.training.default_callbacks import default_callbacks
-from rayvec.training.evaluation import Evaluation, evaluate, saying_where
+from rayvec.training.evaluation import Evaluation, evaluate
 from rayvec.training.rank_trainer import open_trainer
 from rayvec.training.run_dir import (
     begin_run_dir,
@@ -81,7 +81,8 @@ def train(
 
     Raises:
         ConfigError: The settings can't work, the directory exists, or a callback has none of the methods.
-        Exception: What a callback raised, or an environment or a network; theirs has a ``__cause__`` that says where.
+        Exception: What a callback, an environment or a network raised. In a worker or on a rank it has a ``__cause__``
+            that says where.
         LearnerError: A loss or a gradient was not finite, or a rank was lost. Like every error of a run that has
             begun, it has a note that says how to resume from the last checkpoint.
         KeyboardInterrupt: Training was interrupted; the message, or a note, says how to resume.
@@ -166,9 +167,7 @@ def _iterate(run: _Run, trainer: Any, interrupts: Interrupts) -> None:
         after = context.progress.steps + context.config.steps_per_iteration
         is_last = not run.has_more(interrupts) or after >= context.config.total_steps or trainer.is_outdated
         is_saved, context.wants_checkpoint = context.wants_checkpoint or is_last, False
-        with saying_where():
-            iteration = trainer.iterate(ahead=not is_last, keep=is_saved)  # collect, update, publish
-        run.add(iteration)  # calls the callbacks
+        run.add(trainer.iterate(ahead=not is_last, keep=is_saved))  # collect, update, publish; calls the callbacks
     if not is_saved:
         run.save(trainer.state())
 
@@ -310,8 +309,7 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         self._end_line()
         if self._config.eval_episodes:
             print(f"rayvec: evaluating up to {counted(self._config.eval_episodes, 'episode')}", file=sys.stderr)
-        with saying_where():
-            evaluation = self._evaluated(trainer)
+        evaluation = self._evaluated(trainer)
         if len(evaluation.returns):
             self.context.add_evaluation(evaluation, self._weights, time.monotonic() - began_s)
             self.call("on_evaluation")

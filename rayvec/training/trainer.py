@@ -183,7 +183,7 @@ class Trainer:
         self._num_steps = -(-config.steps_per_iteration // config.num_envs) * env.num_envs
         has_learned = config.init_from is not None or bool(collector_state and collector_state.get("version", 0) > 0)
         is_random = config.random_steps > 0 and not has_learned
-        policy = Policy(learner.module, random_start=is_random, device=_acting_device(config, env))
+        policy = Policy(learner.module, random_start=is_random, device=_acting_device(config))
         if has_learned:
             policy.load_weights(learner.weights())
         self.collector = _collector(config, env, policy)
@@ -290,21 +290,9 @@ def _collector(config: TrainConfig, env: RayVecEnv, policy: Policy) -> Collector
     )
 
 
-def _acting_device(config: TrainConfig, env: RayVecEnv) -> str:
-    """Returns the device on which the policy acts.
-
-    Raises:
-        ConfigError: It would be a GPU in an actor of a Ray node, which claims none.
-    """
-    if config.inference != "node" or getattr(config, "recurrent", None):
-        return "cpu"
-    if config.learner_device != "cpu" and "tcp" in env.transports:
-        raise ConfigError(
-            f"inference='node' was passed with learner_device={config.learner_device!r} and environments on other "
-            "nodes. Pass learners='decentralized', where each rank claims a GPU, num_nodes=0, or "
-            "inference='worker'."
-        )
-    return config.learner_device
+def _acting_device(config: TrainConfig) -> str:
+    """Returns the device on which the policy acts."""
+    return config.learner_device if config.inference == "node" and not getattr(config, "recurrent", None) else "cpu"
 
 
 def initial_state(config: TrainConfig, own: dict[str, Any], own_spaces: Sequence[Space[Any]]) -> dict[str, Any]:

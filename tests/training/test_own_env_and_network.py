@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from helpers.training_kit import HERE, SMALL, tiny
 import rayvec
 from rayvec import IMPALAConfig, PPOConfig, TrainConfig
 from rayvec.config import dataclass
-from rayvec.errors import CheckpointError, ConfigError, EnvError
+from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run
 
@@ -116,37 +115,6 @@ def test_a_network_that_cannot_work_is_refused_before_the_run_begins(tmp_path: P
     with pytest.raises(ConfigError, match=text):
         rayvec.train(tiny(tmp_path / "a"), env=Line, network=network)
     assert not list(tmp_path.iterdir())
-
-
-class RaisesLater(TwoHeads):
-    """Raises in its fifth call where it learns, or else where it acts."""
-
-    def __init__(self, *args: Any, error: BaseException, learns: bool) -> None:
-        super().__init__(*args[:2])
-        self.num_left, self.error, self.learns = 5, error, learns
-
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if torch.is_grad_enabled() == self.learns:
-            self.num_left -= 1
-            if not self.num_left:
-                raise self.error
-        return super().forward(obs)
-
-
-@pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize("error", [SystemExit(3), FileNotFoundError("my file")], ids=repr)
-def test_what_a_network_raises_later_says_where_if_it_is_an_exception(
-    tmp_path: Path, learns: bool, error: BaseException
-) -> None:
-    with pytest.raises(type(error)) as caught:
-        network = functools.partial(RaisesLater, error=error, learns=learns)
-        rayvec.train(tiny(tmp_path / "a", inference="driver"), env=Line, network=network)
-    assert caught.value.__notes__[0].startswith("resume with: ")
-    cause = caught.value.__cause__
-    if isinstance(error, Exception):
-        assert isinstance(cause, EnvError) and cause.raised_in == "the driver's process"
-    else:  # may be what a signal handler of the caller raised
-        assert cause is None
 
 
 @dataclass(frozen=True, kw_only=True)
