@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium.envs.classic_control import CartPoleEnv
 from helpers.training_kit import HERE, lengthen, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -100,26 +99,6 @@ def test_what_callbacks_log_is_in_the_line_of_its_iteration(tmp_path: Path, monk
     events = EventAccumulator(str(tmp_path / "a")).Reload().Scalars("callback/evaluation")
     assert [(event.step, event.value) for event in events] == [(128, 128.0), (256, 256.0), (320, 320.0)]
     assert main(["plot", str(tmp_path / "a"), "--out", str(tmp_path / "a.png")]) == 0
-
-
-class LastsFor(CartPoleEnv):
-    """Raises in one of its steps, whichever episode that is in."""
-
-    num_steps = 0
-
-    def step(self, action: Any) -> Any:
-        self.num_steps += 1
-        if self.num_steps == 55:
-            raise LookupError("the sensor is broken")
-        return super().step(action)
-
-
-def test_what_a_chunk_ahead_has_raised_ends_a_run_that_a_callback_stops(tmp_path: Path) -> None:
-    settings = {"num_envs": 2, "num_steps": 16, "num_minibatches": 1, "total_steps": 3200, "eval_episodes": 2}
-    config = rayvec.IMPALAConfig(**settings, **HERE, run_dir=tmp_path / "a")  # collects ahead
-    with pytest.raises(LookupError, match="the sensor is broken") as caught:
-        rayvec.train(config, env=LastsFor, callbacks=Witness(stop_at=3 * 32))
-    assert "resume with" in caught.value.__notes__[0]
 
 
 RANKS = {**HERE, "learners": "decentralized", "num_learners": 2}

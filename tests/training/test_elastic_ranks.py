@@ -48,19 +48,6 @@ def test_ranks_are_as_many_as_nodes_allow() -> None:
         assert again.num_ranks == 4 and set(again.node_ids) == cores.keys() and len(cores) == 2
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_node_on_which_no_rank_fits_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second node has 8 cores."""
-    monkeypatch.setattr(rank_placement, "_NODES_INTERVAL_S", 0.0)
-    nodes = RankNodes((1, 2), 2, {}, ResourceRequest(9, 0))
-    here = ray.get_runtime_context().get_node_id()
-    assert nodes.node_ids == (here,) and nodes.num_ranks == 1
-    assert not nodes.has_changed([here])
-    monkeypatch.setattr(rank_placement, "_WAIT_S", 0.1)
-    with pytest.raises(ConfigError, match=r"2 nodes with 9 cores in 0.1 s: .*: 8 free"):
-        RankNodes((2, 2), 2, {}, ResourceRequest(9, 0))
-
-
 @pytest.fixture
 def nodes(ray_cluster: Any) -> Iterator[Nodes]:
     made = Nodes(ray_cluster)
@@ -122,23 +109,3 @@ def test_a_node_that_is_killed_costs_its_ranks(tmp_path: Path, nodes: Nodes, cap
     assert result.total_steps == 6400 and "restarting all ranks" in caplog.text
     steps = [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")]
     assert steps == list(range(64, 6401, 64))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_shared_learners_with_elastic_environments(tmp_path: Path, nodes: Nodes) -> None:
-    """A node joins and is killed, with a rank or without one; each step counts once."""
-    joined: list[str] = []
-
-    class Watch:
-        def on_iteration(self, context: rayvec.RunContext) -> None:
-            if context.progress.steps >= 1280 and not joined:
-                joined.append(nodes.join())
-            if context.progress.steps == 19_200:
-                nodes.kill(joined[0])
-
-    settings = {**ELASTIC, "learners": "shared", "total_steps": 32_000, "eval_episodes": 0}
-    config = rayvec.PPOConfig(**settings, run_dir=tmp_path / "a")
-    assert rayvec.train(config, callbacks=[Watch()]).total_steps == 32_000
-    steps = [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")]
-    assert steps == list(range(64, 32_001, 64))

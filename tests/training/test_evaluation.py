@@ -47,18 +47,6 @@ def test_what_is_learned_is_the_same(tmp_path: Path, name: str, where: dict[str,
     assert list(evaluations(evaluated.run_dir)) == [128, 256]
 
 
-@SLOW
-def test_ranks_are_evaluated_as_one_process_is(tmp_path: Path) -> None:
-    kind, settings = KINDS["ppo"]
-    ranks = {"learners": "decentralized", "num_learners": 2, "sync_fraction": 1.0}
-    found = []
-    for name, where in (("one", HERE), ("ranks", {**HERE, **ranks})):
-        run = rayvec.train(kind(run_dir=tmp_path / name, **COMMON, **settings, **where, **EVALUATED))
-        found.append(evaluations(run.run_dir))
-        assert (run.run_dir / "best.pt").exists()
-    assert list(found[0]) == [128, 256] and found[0] == pytest.approx(found[1])
-
-
 def test_a_resumed_run_evaluates_at_the_same_steps(tmp_path: Path) -> None:
     class Stops:
         def on_iteration(self, context: rayvec.RunContext) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
 from helpers.training_kit import HERE, tiny
 
 import rayvec
@@ -24,8 +21,6 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
     (rayvec.IMPALAConfig, {"num_steps": 16, "num_minibatches": 2, "total_steps": 192}),
     (rayvec.SACConfig, {"num_steps": 8, "learning_starts": 64, "batch_size": 16, "total_steps": 192}),
 ]
-
-SIX = spaces.Discrete(6)
 
 
 class First:
@@ -74,42 +69,6 @@ def test_weights_of_another_network(tmp_path: Path, changes: dict[str, Any], wor
     with pytest.raises((ConfigError, CheckpointError), match=words):
         rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a", **changes))
     assert not (tmp_path / "b").exists()
-
-
-def seeing(has_mask: bool = False, actions: spaces.Space[Any] = SIX, **sizes: int) -> type[gymnasium.Env[Any, Any]]:
-    mask = {"action_mask": np.ones(6, np.int8)} if has_mask else {}
-    parts = {name: spaces.Box(-9, 9, (size,)) for name, size in sizes.items()}
-
-    class Seeing(gymnasium.Env[Any, Any]):
-        observation_space = spaces.Dict(**parts, **{name: spaces.MultiBinary(6) for name in mask})
-        action_space = actions
-
-        def reset(self, **kwargs: Any) -> Any:
-            return self.observation_space.sample() | mask, {}
-
-        def step(self, action: Any) -> Any:
-            return self.reset()[0], 0.0, False, True, {}
-
-    return Seeing
-
-
-@pytest.mark.parametrize(
-    ("env", "words"),
-    [
-        (seeing(speed=1, position=2), "observations of"),
-        (seeing(actions=spaces.MultiDiscrete([2, 4]), position=2, speed=1), "actions of"),
-        (seeing(has_mask=True, position=2, speed=1), None),
-    ],
-    ids=["another order", "other actions", "a mask besides"],
-)
-def test_weights_for_other_spaces(tmp_path: Path, env: Any, words: str | None) -> None:
-    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0), env=seeing(position=2, speed=1))
-    config = tiny(tmp_path / "b", total_steps=64, eval_episodes=0, init_from=tmp_path / "a")
-    if words is None:
-        rayvec.train(config, env=env)
-        return
-    with pytest.raises(ConfigError, match=words):
-        rayvec.train(config, env=env)
 
 
 def test_weights_of_another_algorithm_or_of_nothing(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from helpers.training_kit import HERE
 
 import rayvec
@@ -35,25 +34,3 @@ def test_the_mask_of_a_last_observation_allows_nothing(tmp_path: Path, inference
     """With NEXT_STEP the policy sees that observation: its action has no effect, the next step resets."""
     settings = {**PPO, "native": "helpers.native_envs:masked", "inference": inference}
     assert rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "run", **settings)).total_steps >= 512
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "settings", "learners"),
-    [
-        (rayvec.PPOConfig, PPO, "decentralized"),
-        (rayvec.PPOConfig, PPO, "shared"),
-        (rayvec.SACConfig, SAC, "decentralized"),
-        (rayvec.SACConfig, SAC, "shared"),
-    ],
-    ids=["ppo-decentralized", "ppo-shared", "sac-decentralized", "sac-shared"],
-)
-def test_ranks_learn_what_one_process_learns(
-    tmp_path: Path, kind: Any, settings: dict[str, Any], learners: str
-) -> None:
-    alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
-    of_ranks = {"sync_fraction": 1.0} if learners == "decentralized" else {}
-    ranks = rayvec.train(kind(run_dir=tmp_path / "ranks", **settings, learners=learners, num_learners=2, **of_ranks))
-    (_, one), (_, two) = (load_run(result.run_dir) for result in (alone, ranks))
-    torch.testing.assert_close(two["weights"], one["weights"], atol=1e-6, rtol=0)
-    assert ranks.total_steps == alone.total_steps and two["progress"]["episodes"] == one["progress"]["episodes"]

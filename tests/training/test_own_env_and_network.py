@@ -72,21 +72,11 @@ def test_what_has_no_name_is_passed_again(tmp_path: Path) -> None:
         rayvec.resume(run_dir, env=LOCAL_LINE, network=two_heads)
 
 
-def test_a_run_keeps_the_parts_that_have_a_name(tmp_path: Path) -> None:
-    rayvec.train(tiny(tmp_path / "a", total_steps=64), env=Line, network=two_heads)
-    rayvec.resume(tmp_path / "a", env=Line, network=two_heads)
-    with pytest.raises(ConfigError, match=r"env_id.*make_line.*began with"):
-        rayvec.resume(tmp_path / "a", env=make_line)
-    with pytest.raises(ConfigError, match=r"network.*local_heads.*began with.*two_heads"):
-        rayvec.resume(tmp_path / "a", network=local_heads)
-
-
 @pytest.mark.parametrize(
     "where",
     [
         {"workers_per_node": 2},
         pytest.param({"workers_per_node": 2, "inference": "driver"}, marks=pytest.mark.slow),
-        pytest.param({"num_learners": 2, "learners": "decentralized", "sync_fraction": 1.0}, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("kind", [PPOConfig, pytest.param(IMPALAConfig, marks=pytest.mark.slow)])

@@ -14,11 +14,12 @@ import gymnasium
 import psutil
 import pytest
 import torch
+from helpers.own_envs import Line, Masked
+from helpers.own_parts import two_heads
 from helpers.processes import Command, assert_nothing_left, running
 from helpers.training_kit import HERE, SMALL, lengthen, lines_of, options
 
 import rayvec
-from rayvec.config import TrainConfig
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run, read_metrics
 
@@ -26,54 +27,49 @@ pytestmark = pytest.mark.timeout(600)
 
 UNCUT: dict[str, Any] = {"learners": "decentralized", "sync_fraction": 1.0}
 COMMON: dict[str, Any] = {"num_envs": 8, "eval_episodes": 5, "seed": 5, **HERE}
-CONFIGS: list[tuple[type[TrainConfig], dict[str, Any]]] = [
-    (rayvec.PPOConfig, {**COMMON, "num_steps": 16, "total_steps": 640, "minibatch_size": 32, "normalize_obs": True}),
-    (rayvec.IMPALAConfig, {**COMMON, "num_steps": 16, "total_steps": 640, "num_minibatches": 2, "prefetch": False}),
-    (
-        rayvec.SACConfig,
-        {**COMMON, "num_steps": 8, "total_steps": 320, "learning_starts": 200, "batch_size": 32, "inference": "driver"},
-    ),
-]
+PPO = {**COMMON, "num_steps": 16, "total_steps": 640, "minibatch_size": 32, "normalize_obs": True}
+IMPALA = {**COMMON, "num_steps": 16, "total_steps": 640, "num_minibatches": 2}
+SAC = {**COMMON, "num_steps": 8, "total_steps": 320, "learning_starts": 200, "batch_size": 32, "inference": "driver"}
+MEMORY = {"recurrent_size": 8, "hidden_sizes": (8,), "sequence_length": 6, "burn_in": 2}
+NATIVE = {"normalize_obs": False, "native": "helpers.native_envs:cartpoles"}
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "ppo": (rayvec.PPOConfig, {**PPO, "eval_interval_steps": 256}, {}),
+    "impala": (rayvec.IMPALAConfig, IMPALA, {}),
+    "sac": (rayvec.SACConfig, SAC, {}),
+    "ppo with memory": (rayvec.PPOConfig, {**PPO, **MEMORY, "recurrent": "gru"}, {}),
+    "impala with memory": (rayvec.IMPALAConfig, {**IMPALA, **MEMORY, "recurrent": "lstm"}, {}),
+    "native ppo": (rayvec.PPOConfig, {**PPO, **NATIVE}, {}),
+    "native sac": (rayvec.SACConfig, {**SAC, "native": "helpers.native_envs:pendulums", "num_steps": 10}, {}),
+    "masks": (rayvec.PPOConfig, {**PPO, "normalize_obs": False}, {"env": lambda: Masked("info")}),
+    "own parts": (rayvec.PPOConfig, {**PPO, "normalize_obs": False}, {"env": Line, "network": two_heads}),
+}
 
 
-@pytest.mark.parametrize(("kind", "settings"), CONFIGS, ids=lambda value: getattr(value, "algorithm", ""))
-def test_ranks_learn_what_one_process_learns(
-    tmp_path: Path, kind: Any, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] * (number > 2)) for number, name in enumerate(CASES)]
+)
+def test_ranks_learn_what_one_process_learns(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Three ranks have 2, 3 and 3 of the environments."""
-    alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
-    settings = {name: value for name, value in settings.items() if name != "prefetch"}
-    ranks = rayvec.train(kind(run_dir=tmp_path / "ranks", **settings, **UNCUT, num_learners=3))
+    kind, settings, parts = CASES[case]
+    uncut = {"prefetch": False} if kind is rayvec.IMPALAConfig else {}
+    alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings, **uncut), **parts)
+    ranks = rayvec.train(kind(run_dir=tmp_path / "ranks", **settings, **UNCUT, num_learners=3), **parts)
     assert "rayvec: 8 environments on this machine, without Ray: 3 ranks" in capsys.readouterr().err
     (_, one), (_, three) = (load_run(result.run_dir) for result in (alone, ranks))
-    torch.testing.assert_close(three["weights"], one["weights"], atol=3e-6, rtol=0)  # Adam divides by small gradients
+    torch.testing.assert_close(three["weights"], one["weights"], atol=5e-6, rtol=0)  # Adam divides by small gradients
     assert three["collector"] == one["collector"]
     assert ranks.total_steps == alone.total_steps and three["progress"]["episodes"] == one["progress"]["episodes"]
     assert ranks.eval_return_mean == pytest.approx(alone.eval_return_mean)
-    lines = list(read_metrics(ranks.run_dir / "metrics.jsonl"))
+    lines, expected = (list(read_metrics(run.run_dir / "metrics.jsonl")) for run in (ranks, alone))
     assert [line["ranks_cut"] for line in lines] == [0] * len(lines) and lines[0]["time_s/wait"] >= 0
-    assert evaluate_run(ranks.run_dir, num_episodes=5).return_mean == pytest.approx(ranks.eval_return_mean)
-
-
-@pytest.mark.slow
-def test_a_run_goes_from_one_process_to_ranks_and_back(tmp_path: Path) -> None:
-    kind, settings = CONFIGS[0]
-    final = {}
-    for name, changes in {"stays": [{}, {}], "goes": [{**UNCUT, "num_learners": 2}, {}]}.items():
-        run = rayvec.train(kind(run_dir=tmp_path / name, **{**settings, "learning_rate_schedule": "constant"}))
-        for number, change in enumerate(changes):
-            lengthen(run.run_dir, 640 + 256 * number, 896 + 256 * number)
-            back = {"num_learners": 1, "learners": None} if not change else change
-            rayvec.resume(run.run_dir, **back)
-        final[name] = load_run(run.run_dir)[1]
-    torch.testing.assert_close(final["goes"]["weights"], final["stays"]["weights"], atol=1e-5, rtol=0)
-    assert final["goes"]["progress"]["steps"] == 1152
+    played = [[line["eval/return_mean"] for line in each if "eval/return_mean" in line] for each in (lines, expected)]
+    assert played[0] == pytest.approx(played[1]) and len(played[0]) == 2 * ("eval_interval_steps" in settings)
+    assert evaluate_run(ranks.run_dir, num_episodes=5, **parts).return_mean == pytest.approx(ranks.eval_return_mean)
 
 
 @pytest.mark.slow
 def test_the_replay_of_each_rank_outlives_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kind, settings = CONFIGS[2]
-    run = rayvec.train(kind(run_dir=tmp_path / "a", **settings, **UNCUT, num_learners=2))
+    run = rayvec.train(rayvec.SACConfig(run_dir=tmp_path / "a", **SAC, **UNCUT, num_learners=2))
     lengthen(run.run_dir, 320, 384)
     rayvec.resume(run.run_dir)
     assert list(read_metrics(run.run_dir / "metrics.jsonl"))[-1]["learner/replay_steps"] == 384
@@ -184,10 +180,9 @@ def test_what_ranks_log_is_logged_by_the_driver(
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_ranks_on_two_nodes_learn_what_one_process_learns(tmp_path: Path) -> None:
-    kind, settings = CONFIGS[0]
-    alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
-    on_nodes = {**settings, **UNCUT, "num_learners": 2, "num_nodes": 2, "workers_per_node": 1}
-    ranks = rayvec.train(kind(run_dir=tmp_path / "ranks", **on_nodes))
+    alone = rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "alone", **PPO))
+    on_nodes = {**PPO, **UNCUT, "num_learners": 2, "num_nodes": 2, "workers_per_node": 1}
+    ranks = rayvec.train(rayvec.PPOConfig(run_dir=tmp_path / "ranks", **on_nodes))
     weights = [load_run(result.run_dir)[1]["weights"] for result in (alone, ranks)]
     torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
     assert ranks.eval_return_mean == pytest.approx(alone.eval_return_mean)

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from helpers.maze import register
 from helpers.training_kit import HERE, assert_same, lengthen
 
 import rayvec
 from rayvec.config import IMPALAConfig, PPOConfig
-from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run
 
 COMMON: dict[str, Any] = {
@@ -24,22 +22,6 @@ CONFIGS: list[tuple[type[Any], dict[str, Any]]] = [
     (PPOConfig, {**COMMON, "recurrent": "gru", "minibatch_size": 32, "normalize_obs": True}),
     (IMPALAConfig, {**COMMON, "recurrent": "lstm", "num_minibatches": 2, "prefetch": False}),
 ]
-ALGORITHMS = pytest.mark.parametrize(("kind", "settings"), CONFIGS, ids=["ppo", "impala"])
-
-
-@pytest.mark.slow
-@ALGORITHMS
-def test_decentralized_ranks_learn_what_one_process_learns(tmp_path: Path, kind: Any, settings: dict[str, Any]) -> None:
-    alone = rayvec.train(kind(run_dir=tmp_path / "alone", **settings))
-    ranked = {name: value for name, value in settings.items() if name != "prefetch"}
-    ranks = rayvec.train(
-        kind(run_dir=tmp_path / "ranks", **ranked, learners="decentralized", sync_fraction=1.0, num_learners=3)
-    )
-    (_, one), (_, three) = (load_run(result.run_dir) for result in (alone, ranks))
-    torch.testing.assert_close(three["weights"], one["weights"], atol=1e-6, rtol=0)
-    assert three["progress"]["episodes"] == one["progress"]["episodes"]
-    assert ranks.eval_return_mean == pytest.approx(alone.eval_return_mean)
-    assert evaluate_run(ranks.run_dir, num_episodes=5).return_mean == pytest.approx(ranks.eval_return_mean)
 
 
 @pytest.mark.parametrize(

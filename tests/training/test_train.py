@@ -37,14 +37,8 @@ def test_a_run_leaves_everything_in_its_directory(tmp_path: Path, inference: str
     written = json.loads((result.run_dir / "result.json").read_text())
     assert len(written["eval_returns"]) == 6
     assert np.mean(written["eval_returns"]) == written["eval_return_mean"] == result.eval_return_mean
-
-
-def test_evaluating_the_run_again_plays_the_same_episodes(tmp_path: Path) -> None:
-    result = rayvec.train(tiny(tmp_path / "a", total_steps=64))
-    again = evaluate_run(result.run_dir, num_episodes=6)
-    assert again.return_mean == result.eval_return_mean
-    others = evaluate_run(result.run_dir, num_episodes=6, seed=99)
-    assert others.returns.tolist() != again.returns.tolist()
+    assert evaluate_run(result.run_dir, num_episodes=6).returns.tolist() == written["eval_returns"]
+    assert evaluate_run(result.run_dir, num_episodes=6, seed=99).returns.tolist() != written["eval_returns"]
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
@@ -53,15 +47,6 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
         rayvec.train(tiny(tmp_path / name, seed=seed, total_steps=192, eval_episodes=0))
         weights.append(load_run(tmp_path / name)[1]["learner"]["parameters"])
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-
-
-def test_wrappers_wrap_in_order_and_returns_stay_raw(tmp_path: Path) -> None:
-    plain = rayvec.train(tiny(tmp_path / "a", total_steps=64, normalize_reward=True, clip_reward=0.1))
-    doubled = rayvec.train(
-        tiny(tmp_path / "b", total_steps=64, wrappers=("helpers.wrap:doubled", "helpers.wrap:doubled"))
-    )
-    first, fourfold = (next(read_metrics(result.run_dir / "metrics.jsonl")) for result in (plain, doubled))
-    assert fourfold["return_mean"] == 4 * first["return_mean"] > 10
 
 
 @pytest.mark.parametrize(
@@ -110,7 +95,9 @@ def test_ranks_learn_what_one_learner_does(tmp_path: Path, where: dict[str, Any]
 class Steered(gymnasium.Env[Any, Any]):
     """The reward is the share of the two parts of an action that are right."""
 
-    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    observation_space = gymnasium.spaces.Dict(
+        observation=gymnasium.spaces.Box(-1, 1, (2,), np.float32), action_mask=gymnasium.spaces.MultiBinary(3)
+    )
     action_space = gymnasium.spaces.Dict(gear=gymnasium.spaces.Discrete(3), wheel=gymnasium.spaces.Box(0, 10, (1,)))
 
     def observe(self) -> Any:
@@ -129,16 +116,10 @@ class Steered(gymnasium.Env[Any, Any]):
         return self.observe(), float(right) / 2, False, self.steps == 10, {}
 
 
-class MaskedSteered(Steered):
-    observation_space = gymnasium.spaces.Dict(  # type: ignore[assignment]
-        observation=Steered.observation_space, action_mask=gymnasium.spaces.MultiBinary(3)
-    )
-
-
 @pytest.mark.parametrize("kind", ["ppo", "impala"])
 def test_hybrid_actions_are_learned(tmp_path: Path, kind: str) -> None:
     """Random actions give 3.6; the mask belongs to the choice of a gear."""
     common: dict[str, Any] = {**HERE, "num_envs": 16, "num_steps": 32, "total_steps": 40_960, "eval_episodes": 8}
     common |= {"run_dir": tmp_path / "a", "learning_rate": 3e-3, "entropy_coef": 0.0, "gamma": 0.0}
     config = PPOConfig(**common) if kind == "ppo" else rayvec.IMPALAConfig(**common)
-    assert rayvec.train(config, env=MaskedSteered).eval_return_mean > 6.5
+    assert rayvec.train(config, env=Steered).eval_return_mean > 6.5
