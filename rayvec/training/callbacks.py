@@ -268,14 +268,12 @@ class StopAtReturn:
 
     Args:
         return_mean: The value.
-        num_episodes: How many episodes of training must have ended, at most 100; evaluations count whatever their
-            number of episodes.
+        num_episodes: How many episodes of training count, at most 100, and must have ended; evaluations count whatever
+            their number of episodes.
     """
 
     def __init__(self, return_mean: float, num_episodes: int = WINDOW) -> None:
-        if check_count("num_episodes", num_episodes) > WINDOW:
-            raise ConfigError(f"num_episodes is {num_episodes}. It must be at most {WINDOW}.")
-        self._return_mean, self._num_episodes = float(return_mean), num_episodes
+        self._return_mean, self._num_episodes = return_mean, min(num_episodes, WINDOW)
 
     def on_iteration(self, context: RunContext) -> None:
         """Looks at the last episodes of training, in a run without evaluations during training."""

@@ -155,7 +155,7 @@ def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callb
             except RankLostError as error:
                 run.go_back(error)
             if interrupts.requested:
-                raise interrupts.stopped(f"stopped after {run.context.progress.steps:,} steps; {run.how_to_resume}")
+                raise interrupts.kind(f"stopped after {run.context.progress.steps:,} steps; {run.how_to_resume}")
         run.call("on_end")
         return run.context.result
 
@@ -214,28 +214,21 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
             self.context.trainer = trainer
             if progress.learning_rate is not None:
                 trainer.set_learning_rate(progress.learning_rate)
-            try:
-                yield trainer
-            finally:
-                self.context.trainer = None
+            yield trainer
+        self.context.trainer = None
 
     def start(self, trainer: Any) -> None:
-        """Makes the directory of a new run, and starts the callbacks. If one refuses, there is no directory."""
-        if self._is_new:
+        """Makes the directory of a new run, and starts the callbacks."""
+        if self._is_new and not self._has_begun:
             begin_run_dir(self._run_dir, self._config, self._complete(trainer.state()))
             self._stack.enter_context(locked(self._run_dir))
             if text := describe_preset(self._config):
                 print(text, file=sys.stderr)
         elif not self._has_begun and self.context.progress.steps >= self._config.total_steps:
             print(f"rayvec: the run has taken all its {self.context.progress.steps:,} steps", file=sys.stderr)
-        try:
-            self.call("on_start")
-        except BaseException:
-            if self._is_new:
-                self._close()
-                shutil.rmtree(self._run_dir, ignore_errors=True)
-            raise
-        self._is_new, self._has_begun = False, True
+        self._has_begun = True
+        self.call("on_start")
+        self._is_new = False
 
     def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a trainer with the progress."""
@@ -332,10 +325,12 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
             return evaluate(config, env, module, self._weights, seed=config.eval_seed())
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Closes the callbacks, all of them; what they raise is logged."""
+        """Closes the callbacks, all of them; what they raise is logged. A run that did not start has no directory."""
         self.context.error = error
         if self._has_begun:
             self._close()
+            if self._is_new:
+                shutil.rmtree(self._run_dir, ignore_errors=True)
         self._stack.close()
 
     def _close(self) -> None:
@@ -350,10 +345,8 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
 
     @property
     def how_to_resume(self) -> str:
-        """The command that resumes the run, or a sentence that there is no checkpoint."""
-        if (self._run_dir / "checkpoint.pt").exists():
-            return f"resume with: {resume_command(self._config, self._run_dir)}"
-        return f"{self._run_dir} has no checkpoint to resume from"
+        """Says which command resumes the run."""
+        return f"resume with: {resume_command(self._config, self._run_dir)}"
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -361,6 +354,6 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         try:
             yield
         except BaseException as error:
-            if self._has_begun and (note := self.how_to_resume) not in str(error):
+            if self._has_begun and not self._is_new and (note := self.how_to_resume) not in str(error):
                 error.add_note(note)
             raise

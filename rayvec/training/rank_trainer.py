@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
@@ -275,21 +275,21 @@ def open_trainer(
                 restore(learner, initial_state(config, learner.state_dict(), spaces))
             yield Trainer(config, env, learner, progress, state["collector"] if state else None)
         return
-    places = _places(config, fewer, cores)
+    host, num_ranks, num_workers, has_changed = _places(config, fewer, cores)
     probe = config.probe and config.workers_per_node is None
-    rank_config = replace(config, num_nodes=0, workers_per_node=places.num_workers, address=None)
-    arrivals = places.host.arrivals(places.num_ranks)
+    rank_config = replace(config, num_nodes=0, workers_per_node=num_workers, address=None)
+    arrivals = host.arrivals(num_ranks)
     group = RankGroup(
         functools.partial(RankTrainer, rank_config, LEARNERS[type(config)], registered_specs(), arrivals, probe),
-        places.num_ranks,
-        places.host,
-        fewer=fewer or places.has_changed is not None,
+        num_ranks,
+        host,
+        fewer=fewer or has_changed is not None,
         device=config.learner_device,
         threads=config.learner_threads,
         timeout_s=wait_limit_s(config),
     )
     try:
-        trainer = DecentralizedTrainer(rank_config, group, progress, state, places.has_changed)
+        trainer = DecentralizedTrainer(rank_config, group, progress, state, has_changed)
         nodes = len({placement.node for placement in group.placements})
         where = "on this machine, without Ray" if config.num_nodes == 0 else f"on Ray (nodes: {nodes})"
         ranks = counted(group.num_ranks, "rank")
@@ -301,31 +301,21 @@ def open_trainer(
     group.close()
 
 
-class _Places(NamedTuple):
-    """Where decentralized ranks run.
-
-    Attributes:
-        host: What starts them.
-        num_ranks: Number of ranks.
-        num_workers: Number of workers of each rank.
-        has_changed: Of elastic ranks, which follow nodes that join and leave: whether there are other nodes than those
-            that ranks are on, so that they should be placed again.
-    """
-
-    host: RankHost
-    num_ranks: int
-    num_workers: int
-    has_changed: Callable[[Collection[str]], bool] | None = None
-
-
-def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) -> _Places:
-    """Returns where decentralized ranks run, and how many workers each of them has.
+def _places(
+    config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]
+) -> tuple[RankHost, int, int, Callable[[Collection[str]], bool] | None]:
+    """Returns where decentralized ranks run.
 
     The workers of a rank wait while it learns, so a rank claims the cores of its workers and none besides.
+
+    Returns:
+        What starts the ranks; their number; the number of workers of each; and of elastic ranks, which follow nodes
+        that join and leave, whether there are other nodes than those that ranks are on, so that they should be placed
+        again.
     """
     count = config.num_learners
     if config.num_nodes == 0:
-        return _Places(ProcessHost(), count, divided_workers(config.workers_per_node, usable_cores(), count))
+        return ProcessHost(), count, divided_workers(config.workers_per_node, usable_cores(), count), None
     from rayvec.cluster.ray_session import RaySession  # these import Ray
     from rayvec.distributed.rank_placement import RankNodes, ResourceRequest, rank_share
     from rayvec.distributed.ray_host import RayHost
@@ -337,7 +327,7 @@ def _places(config: TrainConfig, fewer: bool, cores_of_nodes: dict[str, int]) ->
             nodes = RankNodes(config.num_nodes, count, cores_of_nodes, least)
             workers, ids = nodes.workers_per_rank(config.workers_per_node), nodes.node_ids
             request = ResourceRequest(max(workers, threads), num_gpus, nodes=ids, num_nodes=len(ids))
-            return _Places(RayHost(request, config.address), nodes.num_ranks, workers, nodes.has_changed)
+            return RayHost(request, config.address), nodes.num_ranks, workers, nodes.has_changed
         num_nodes, workers, cores = rank_share(count, config.num_nodes, config.workers_per_node, is_restart=fewer)
         request = ResourceRequest(max(cores, threads), num_gpus, num_nodes=num_nodes)
-        return _Places(RayHost(request, config.address), count, workers)
+        return RayHost(request, config.address), count, workers, None

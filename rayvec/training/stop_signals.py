@@ -30,13 +30,14 @@ class Interrupts:
 
     Attributes:
         requested: Whether Ctrl-C was pressed, or SIGTERM came, while it was `deferred`.
+        kind: What the latest signal raises.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self._raised = self._deferred = False
         self._received: set[int] = set()
-        self._kind: type[KeyboardInterrupt] = KeyboardInterrupt
+        self.kind: type[KeyboardInterrupt] = KeyboardInterrupt
         self._in_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Interrupts:
@@ -47,17 +48,13 @@ class Interrupts:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._in_main_thread:
             signal.signal(signal.SIGINT, self._previous)
-        if not isinstance(error, self._kind):  # Ray raises a KeyboardInterrupt of its own in place of a handler's
+        if not isinstance(error, self.kind):  # Ray raises a KeyboardInterrupt of its own in place of a handler's
             self.check(error)
 
     def check(self, error: BaseException | None = None) -> None:
         """Raises the KeyboardInterrupt that was dropped, or that became `error`."""
         if self._raised:
-            raise self._kind() from error
-
-    def stopped(self, message: str) -> KeyboardInterrupt:
-        """Returns the exception that ends a run after a request to stop."""
-        return self._kind(message)
+            raise self.kind() from error
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -86,11 +83,11 @@ class Interrupts:
     def _pressed(self, signum: int, frame: types.FrameType | None) -> None:
         kind = Terminated if signum == signal.SIGTERM else KeyboardInterrupt
         if not self._deferred or signum in self._received:
-            self._raised, self._kind = True, kind
+            self._raised, self.kind = True, kind
             raise kind
         self._received.add(signum)
         if not self.requested:
-            self.requested, self._kind = True, kind
+            self.requested, self.kind = True, kind
             came, again = ("SIGTERM: ", "another SIGTERM") if kind is Terminated else ("", "Ctrl-C again")
             with contextlib.suppress(RuntimeError, OSError):  # it came within a print, or the terminal is closed
                 print(f"\n{came}finishing the current iteration; {again} stops at once", file=sys.stderr)

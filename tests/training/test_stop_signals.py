@@ -43,7 +43,7 @@ def test_sigterm_is_a_request_in_the_loop_alone() -> None:
         assert signal.getsignal(signal.SIGTERM) is before
         with interrupts.deferred():
             signal.raise_signal(signal.SIGTERM)
-            assert interrupts.requested and isinstance(interrupts.stopped(""), Terminated)
+            assert interrupts.requested and interrupts.kind is Terminated
             press()  # the first of its kind
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
