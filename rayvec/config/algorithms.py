@@ -314,11 +314,17 @@ class SACConfig(NetworkConfig):
     tau: Fraction = 0.005
     """Share of the critics that is mixed into the target critics at every update."""
 
-    policy_lr: Positive = 3e-4
-    """Step size of Adam for the actor."""
+    policy_lr: PositiveScheduled = 3e-4
+    """Step size of Adam for the actor; in Python also a function, as learning_rate of PPO."""
 
-    q_lr: Positive = 1e-3
-    """Step size of Adam for the critics and the temperature."""
+    policy_lr_schedule: Schedule = "constant"
+    """How it falls to 0 over the run: "linear", "cosine", or not at all ("constant")."""
+
+    q_lr: PositiveScheduled = 1e-3
+    """As policy_lr, for the critics and the temperature."""
+
+    q_lr_schedule: Schedule = "constant"
+    """As policy_lr_schedule."""
 
     alpha: Positive = 1.0
     """Temperature at the start, or always without autotune."""

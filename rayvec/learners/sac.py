@@ -23,7 +23,7 @@ from torch.nn.utils import vector_to_parameters
 
 from rayvec.data import Batch
 from rayvec.errors import LearnerError
-from rayvec.learners.base import check_rewards, check_state, explains_memory, torch_device
+from rayvec.learners.base import check_rewards, check_state, explains_memory, scheduled, torch_device
 from rayvec.learners.gradient import Gradient, flat_parameters
 from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks, global_range
@@ -141,6 +141,7 @@ class SACLearner:
         self._replay = self._empty_replay()
         self._rate = Fraction(str(config.update_to_data))
         self._num_updates = self._num_filled = self._num_credited = 0
+        self._own_learning_rate: float | None = None
         self._own_environments, self._sizes = range(0), np.zeros(0, np.int64)
 
     @explains_memory("Lower batch_size or replay_size, set replay_on_device=False")
@@ -158,13 +159,20 @@ class SACLearner:
         """
         self._failed.zero_()
         self._store(batch)
-        first = self._num_updates
+        first, config = self._num_updates, self.config
+        progress = min(1.0, (config.learning_starts + first / config.update_to_data) / config.total_steps)
+        own, names = self._own_learning_rate, ("policy_lr", "q_lr")
+        self._rates = {name: scheduled(config, name, progress) if own is None else own for name in names}
         owed = math.floor(self._rate * self._num_credited) - first if self._sizes.any() else 0
         stats: list[Tensor] = []
         while len(stats) < owed:
-            count = min(owed - len(stats), max(1, _ROWS_AHEAD // self.config.batch_size))
+            count = min(owed - len(stats), max(1, _ROWS_AHEAD // config.batch_size))
             stats += [self._step(*each) for each in self._minibatches(count)]
         return self._metrics(first, stats) if stats else {}
+
+    def set_learning_rate(self, value: float | None) -> None:
+        """Sets both step sizes of the next updates, in place of their schedules; None returns to the schedules."""
+        self._own_learning_rate = value
 
     def _step(self, minibatch: Minibatch, noise: Tensor) -> Tensor:
         """Takes a step of the critics, and at every k-th update k of the actor.
@@ -179,14 +187,14 @@ class SACLearner:
         config, (weight, obs, *_) = self.config, minibatch
         stats = self._critic_gradient(*minibatch, noise[0])
         norm = self._sum(self._critic_gradient)
-        self._adam["critic"].step(self._critic_gradient.grad, norm, config.q_lr)
+        self._adam["critic"].step(self._critic_gradient.grad, norm, self._rates["q_lr"])
         self._target_flat.lerp_(self._critic_gradient.flat, config.tau * (1 - self._failed).to(self._dtype))
         of_critics, of_actor = torch.cat([stats, norm.reshape(1) / self.ranks.size]), stats.new_zeros(4)
         for each in noise[1:]:
             stats = self._policy_gradient(weight, obs, each)
             norm = self._sum(self._policy_gradient)
-            self._adam["actor"].step(self._policy_gradient.grad[:-1], norm, config.policy_lr)
-            self._adam["alpha"].step(self._policy_gradient.grad[-1:], norm, config.q_lr)
+            self._adam["actor"].step(self._policy_gradient.grad[:-1], norm, self._rates["policy_lr"])
+            self._adam["alpha"].step(self._policy_gradient.grad[-1:], norm, self._rates["q_lr"])
             alpha = self._policy_gradient.flat[-1:].exp()
             of_actor = torch.cat([stats, norm.reshape(1) / self.ranks.size, alpha / self.ranks.size])
         self._num_updates += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import re
 from dataclasses import replace
@@ -44,6 +45,18 @@ MASKED = spaces.Dict({"numbers": OBS, "action_mask": spaces.MultiBinary(3)})
 
 def networks(learner: Any) -> Tensor:
     return torch.cat([learner.state_dict()[name] for name in ("critic", "target", "actor")])
+
+
+def test_step_sizes_follow_their_schedules_until_a_callback_sets_them() -> None:
+    half = {name: lambda progress: 1e-3 * (progress > 0.5) for name in ("policy_lr", "q_lr")}
+    learner = make_learner(total_steps=80, **half)
+    weights = [networks(learner)]
+    for seed in range(6):  # each has 16 steps; updates begin with the second
+        learner.set_learning_rate(1e-3 if seed == 2 else None)
+        learner.update(make_batch(seed=seed))
+        weights.append(networks(learner))
+    moved = [not torch.equal(before, after) for before, after in itertools.pairwise(weights)]
+    assert moved == [False, False, True, True, True, True]  # the target follows the critics
 
 
 @pytest.mark.parametrize("ratio", [pytest.param(1.0, marks=pytest.mark.slow), 0.3, 2.5])
