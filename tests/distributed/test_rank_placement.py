@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from helpers.rank_objects import Adder, Holder
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from helpers.rank_objects import Adder
 
 from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.distributed.rank_placement import (
     NodeCapacity,
     ResourceRequest,
-    capacities,
     find_placements,
     place_ranks,
     rank_share,
@@ -70,31 +66,6 @@ def test_ranks_can_be_kept_off_nodes(ray_cluster: object) -> None:
     there = node_of(avoid_nodes=[here])
     assert node_of() == here != there
     assert node_of(nodes=[there]) == there
-
-
-def test_fewer_ranks_wait_only_for_cores_that_may_come_free(
-    ray_cluster: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, there = two_nodes()
-    request = ResourceRequest(1, 0, nodes=[there])
-    place = NodeAffinitySchedulingStrategy(there, soft=False)
-    holder = ray.remote(Holder).options(num_cpus=1, scheduling_strategy=place).remote()
-    ray.get(holder.hold.remote())
-    waits: list[float] = []
-
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
-        ray.kill(holder)
-        time.sleep(seconds)
-
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=wait)
-    monkeypatch.setattr("rayvec.distributed.rank_placement.time", clock)
-    monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 60.0)  # other tests' claims come free late
-    (node,) = capacities(request)
-    assert node.cpus < node.all_cpus
-    assert len(find_placements(1000, request, fewer=True)) == node.all_cpus and waits
-    waits.clear()
-    assert len(find_placements(1000, request, fewer=True)) == node.all_cpus and not waits
 
 
 def test_ranks_fill_the_fewest_nodes() -> None:

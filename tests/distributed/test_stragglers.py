@@ -53,16 +53,22 @@ def test_a_rank_stops_once_enough_have_arrived_and_it_has_its_share(size: int, f
     assert (cut is not None and cut(taken)) == stops == rule.has_cut
 
 
-def test_arrivals_are_counted_by_iteration() -> None:
-    with SharedArrivals.open(3) as path:
-        ranks = [SharedArrivals(path, rank) for rank in range(3)]
-        ranks[0].arrive(1)
-        ranks[2].arrive(1)
-        ranks[2].arrive(2)
-        for iteration, there in ((1, 2), (2, 1), (3, 0)):
-            assert [ranks[1].have_arrived(iteration, count) for count in range(4)] == [
-                count <= there for count in range(4)
-            ]
+def check_arrivals(first: Any, second: Any) -> None:
+    for iteration in (1, 2, 3, 4):
+        assert not second.have_arrived(iteration, 1)
+        first.arrive(iteration)
+        wait_until(lambda: second.have_arrived(iteration, 1))  # noqa: B023
+        assert not second.have_arrived(iteration, 2)
+        second.arrive(iteration)
+        wait_until(lambda: first.have_arrived(iteration, 2))  # noqa: B023
+
+
+def test_arrivals_are_counted_by_iteration(ray_cluster: object) -> None:
+    with SharedArrivals.open(2) as path:
+        check_arrivals(SharedArrivals(path, 0), SharedArrivals(path, 1))
+    check_arrivals(RayArrivals("test", 0), RayArrivals("test", 1))
+    delete_rendezvous("test")
+    assert not RayArrivals("test", 0).have_arrived(4, 1)
 
 
 class Counted(ThreadRanks):
@@ -119,16 +125,3 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
     assert {count for of_rank in steps for count in of_rank} > {16}, "some iterations were cut, and some were not"
     for state in states[1:]:
         assert_same(state, states[0])
-
-
-def test_ranks_of_a_cluster_are_counted(ray_cluster: object) -> None:
-    first, second = (RayArrivals("test", rank) for rank in range(2))
-    for iteration in (1, 2, 3, 4):
-        assert not second.have_arrived(iteration, 1)
-        first.arrive(iteration)
-        wait_until(lambda: second.have_arrived(iteration, 1))  # noqa: B023
-        assert not second.have_arrived(iteration, 2)
-        second.arrive(iteration)
-        wait_until(lambda: first.have_arrived(iteration, 2))  # noqa: B023
-    delete_rendezvous("test")
-    assert not RayArrivals("test", 0).have_arrived(4, 1)

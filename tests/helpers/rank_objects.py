@@ -85,10 +85,3 @@ class Owner:
     def pid(self) -> int:
         """Returns the process."""
         return os.getpid()
-
-
-class Holder:
-    """An actor that claims cores and does nothing."""
-
-    def hold(self) -> None:
-        """Returns once it has them."""

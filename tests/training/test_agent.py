@@ -37,16 +37,12 @@ KINDS: list[tuple[Any, Any, Any, dict[str, Any]]] = [
     (rayvec.PPOConfig, IMAGE, FEW, {}),
     (rayvec.PPOConfig, BOTH, MANY, {"normalize_obs": True}),
     (rayvec.IMPALAConfig, VECTOR, spaces.MultiBinary(3), {}),
-    (rayvec.IMPALAConfig, IMAGE, TORQUES, {}),
     (rayvec.SACConfig, VECTOR, TORQUES, {}),
     (rayvec.PPOConfig, spaces.Box(0, 255, (9,), np.uint8), FEW, {"activation": "gelu", "layer_norm": True}),
     (rayvec.SACConfig, spaces.Tuple((spaces.Discrete(4, start=-1), VECTOR)), FEW, {}),
     (rayvec.PPOConfig, VECTOR, FEW, {"network": refer(own_parts.two_heads)}),
     (rayvec.PPOConfig, MASKED, MANY, {}),
-    (rayvec.PPOConfig, MASKED, MANY, {"network": refer(own_parts.two_heads)}),
-    (rayvec.IMPALAConfig, spaces.Box(0, 255, (6,), np.uint8), FEW, {}),
     (rayvec.SACConfig, VECTOR, TORQUES, {"network": refer(own_parts.actor_and_critics)}),
-    (rayvec.SACConfig, VECTOR, TORQUES, {"normalize_obs": True}),
     (rayvec.IMPALAConfig, spaces.Box(-(2**40), 2**40, (2,), np.int64), TORQUES, {"normalize_obs": True}),
 ]
 

@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.processes import assert_nothing_left, running
@@ -17,10 +16,7 @@ import rayvec
 from rayvec import PPOConfig
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training import checkpoint
-from rayvec.training.checkpoint import restore
 from rayvec.training.run_dir import begin_run_dir, load_run, locked, read_metrics
-from rayvec.training.runs import make_env, make_learner
-from rayvec.training.trainer import Progress, Trainer
 
 
 def test_one_process_at_a_time_trains_in_a_directory(tmp_path: Path) -> None:
@@ -104,18 +100,10 @@ def test_a_killed_run_resumes_exactly_where_its_checkpoint_was(tmp_path: Path, n
         assert command.kill(signal.SIGKILL) == -signal.SIGKILL
         assert_nothing_left(command)
 
-    config, state = load_run(run_dir)
+    state = load_run(run_dir)[1]
     steps = state["progress"]["steps"]
     assert 19 * 64 <= steps < 40_000
     assert state["learner"]["num_updates"] == state["progress"]["iterations"] == steps / 64
-    with make_env(config.adjusted(num_nodes=0)) as env:
-        learner = make_learner(config, env)
-        restore(learner, state["learner"])
-        collector = Trainer(config, env, learner, Progress(**state["progress"]), state["collector"]).collector
-        assert_same(learner.state_dict(), state["learner"])
-        assert_same(collector.state_dict(), state["collector"])
-        assert np.array_equal(learner.weights(), state["learner"]["parameters"].numpy())
-
     lengthen(run_dir, 40_000, steps + 640)
     twin = Path(shutil.copytree(run_dir, tmp_path / "twin"))
     result = rayvec.resume(run_dir)
