@@ -109,17 +109,13 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
     def _start(self) -> RankGroup:
         """Starts ranks with the saved state, or at first with that of rank 0."""
         group = self._open_group(self._open_host())
-        try:
-            names, shared = group.ask("describe")[0]
-            self._rank_local_names: tuple[str, ...] = names
-            if self._state is None:
-                self._state = shared
-            elif names:
-                logger.warning("new ranks start without their rank-local state: the %s refills", ", ".join(names))
-            group.run("load_state_dict", [(group.put(self._state), pack({}))] * group.num_ranks)
-        except BaseException:
-            group.close(terminate=True)
-            raise
+        names, shared = group.ask("describe")[0]
+        self._rank_local_names: tuple[str, ...] = names
+        if self._state is None:
+            self._state = shared
+        elif names:
+            logger.warning("new ranks start without their rank-local state: the %s refills", ", ".join(names))
+        group.run("load_state_dict", [(group.put(self._state), pack({}))] * group.num_ranks)
         return group
 
     @property

@@ -25,7 +25,7 @@ from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic
 from rayvec.training.atomic_files import local_path, written_whole
-from rayvec.training.checkpoint import acting_weights, spaces_from_plain
+from rayvec.training.checkpoint import space_from_plain
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.runs import make_one_env, network_of, with_own_parts
 
@@ -53,19 +53,19 @@ def load(
 
     Raises:
         ConfigError: `run_dir` is not the directory of a run.
-        CheckpointError: The file is missing or damaged, or holds something else than a run.
+        CheckpointError: The file is missing or damaged.
     """
     run_dir = local_path(run_dir)
     config = with_own_parts(load_config(run_dir), env, network, begun=True)
     state = load_checkpoint(run_dir, checkpoint)
     if state["spaces"] is not None:
-        observation_space, action_space = spaces_from_plain(state["spaces"])
+        observation_space, action_space = map(space_from_plain, state["spaces"])
     else:
         with make_one_env(config) as made:
             observation_space, action_space = made.single_observation_space, made.single_action_space
     progress = state.get("progress")
     steps = progress.get("steps") if isinstance(progress, Mapping) else None
-    return Agent(config, observation_space, action_space, acting_weights(state), seed=seed, steps=steps)
+    return Agent(config, observation_space, action_space, state["weights"].numpy(), seed=seed, steps=steps)
 
 
 class Agent:

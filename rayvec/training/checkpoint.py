@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
 from rayvec.config.algorithms import NetworkConfig
@@ -27,7 +26,6 @@ from rayvec.wrappers import MASK_KEY
 
 __all__ = [
     "FORMAT_VERSION",
-    "acting_weights",
     "check_kept_spaces",
     "incomplete",
     "load",
@@ -35,7 +33,6 @@ __all__ = [
     "save",
     "space_from_plain",
     "space_to_plain",
-    "spaces_from_plain",
     "warn_of_wide_ranges",
 ]
 
@@ -91,18 +88,6 @@ def load(path: Path) -> dict[str, Any]:
         )
     state: dict[str, Any] = content["state"]
     return state
-
-
-def acting_weights(state: Mapping[str, Any]) -> NDArray[np.float32]:
-    """Returns the acting weights of a checkpoint, ``float32 [P]``.
-
-    Raises:
-        CheckpointError: It has none.
-    """
-    weights = state.get("weights")
-    if not isinstance(weights, torch.Tensor):
-        raise incomplete("no weights")
-    return weights.numpy()
 
 
 def restore(part: Any, state: Any) -> None:
@@ -189,19 +174,6 @@ def space_from_plain(value: dict[str, Any]) -> spaces.Space[Any]:
     return space
 
 
-def spaces_from_plain(described: Any) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-    """Returns the observation space and the action space that a checkpoint describes.
-
-    Raises:
-        CheckpointError: It describes something else.
-    """
-    try:
-        observation_space, action_space = map(space_from_plain, described)
-    except Exception as error:  # each space has checks of its own, some of them assertions
-        raise incomplete(f"spaces: {type(error).__name__}: {error}") from error
-    return observation_space, action_space
-
-
 _WIDE, _UNBOUNDED = 100.0, 1e30
 """Bounds beyond the second mean that there is none."""
 
@@ -227,7 +199,7 @@ def warn_of_wide_ranges(observation_space: spaces.Space[Any], config: TrainConfi
 def check_kept_spaces(found: Sequence[spaces.Space[Any]], state: Mapping[str, Any]) -> None:
     """Raises a ConfigError where the environments have other spaces than the run whose state is given."""
     described = state.get("spaces")
-    kept = () if described is None else spaces_from_plain(described)
+    kept = () if described is None else map(space_from_plain, described)
     for name, ours, theirs in zip(("observations", "actions"), found, kept, strict=False):
         if _parts_of(ours) != _parts_of(theirs):
             raise ConfigError(

@@ -18,7 +18,7 @@ from rayvec.errors import ConfigError
 from rayvec.policies.policy import Policy
 from rayvec.training.agent import load
 from rayvec.training.atomic_files import local_path
-from rayvec.training.checkpoint import acting_weights, check_kept_spaces
+from rayvec.training.checkpoint import check_kept_spaces
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.runs import eval_settings, make_one_env, network_of, open_env, with_own_parts
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -154,7 +154,7 @@ def evaluate_run(
     with open_env(config) as envs:
         check_kept_spaces((envs.single_observation_space, envs.single_action_space), state)
         module = network_of(config, envs.single_observation_space, envs.single_action_space)
-        return evaluate(config, envs, module, acting_weights(state), num_episodes, seed=config.eval_seed())
+        return evaluate(config, envs, module, state["weights"].numpy(), num_episodes, seed=config.eval_seed())
 
 
 def render_episode(

@@ -83,24 +83,22 @@ class RankTrainer(Trainer):
             variable_lengths=config.variable_lengths,
         )
         self._config, self._env = config, make_env(config, num_envs, self._first_id)
-        try:
-            spaces = self._env.single_observation_space, self._env.single_action_space
-            self.learner = make_learner(*spaces, decided(config, spaces[0]))
-            give_ranks(self.learner, ranks)
-        except BaseException:
-            self._env.close()
-            raise
+        spaces = self._env.single_observation_space, self._env.single_action_space
+        self.learner = make_learner(*spaces, decided(config, spaces[0]))
+        give_ranks(self.learner, ranks)
 
-    def describe(self) -> tuple[tuple[Any, Any], tuple[str, ...], Any]:
+    def describe(self) -> tuple[tuple[Any, Any], int, tuple[str, ...], Any]:
         """Returns what the driver needs to begin.
 
         Returns:
-            The observation space and the action space of this rank's environments; the names of the rank-local parts
-            of the learner's state; and on rank 0, packed, what all ranks share of it.
+            The observation space and the action space of this rank's environments; how many episodes all ranks play in
+            an evaluation; the names of the rank-local parts of the learner's state; and on rank 0, packed, what all
+            ranks share of it.
         """
         shared = pack(shared_state(self.learner)) if self._ranks.rank == 0 else None
         spaces = self._env.single_observation_space, self._env.single_action_space
-        return spaces, tuple(rank_local_state(self.learner)), shared
+        num_episodes = self._config.num_eval_episodes(time_limit(self._env))
+        return spaces, num_episodes, tuple(rank_local_state(self.learner)), shared
 
     def begin(self, progress: Progress, learner_state: Any, collector_state: Mapping[str, Any] | None) -> None:
         """Continues from a state.
@@ -123,10 +121,6 @@ class RankTrainer(Trainer):
         iteration.sent_bytes = self._ranks.sent_bytes - before
         iteration.notes = self._log.take()
         return iteration
-
-    def num_eval_episodes(self) -> int:
-        """Returns how many episodes all ranks play in an evaluation."""
-        return self._config.num_eval_episodes(time_limit(self._env))
 
     def parts(self) -> Any:
         """Returns the state of the run, packed: on rank 0 what all ranks share, and what belongs to this rank."""
@@ -166,8 +160,7 @@ class DecentralizedTrainer:
         self._config, self._group, self._has_changed = config, group, has_changed
         self._pending: deque[list[Any]] = deque()
         self._has_iterated = False
-        found = group.run("describe")
-        spaces, names, own = found[0]
+        spaces, self._num_eval_episodes, names, own = group.run("describe")[0]
         if state:
             check_kept_spaces(spaces, state)
         warn_of_wide_ranges(spaces[0], config)
@@ -228,7 +221,7 @@ class DecentralizedTrainer:
 
     def evaluate(self) -> Evaluation:
         """Plays the episodes at the end of the run; each environment plays what it would with one process."""
-        quotas = episode_quotas(self._on_all("num_eval_episodes")[0], self._config.num_envs)
+        quotas = episode_quotas(self._num_eval_episodes, self._config.num_envs)
         bounds = even_bounds(self._config.num_envs, self._group.num_ranks)
         shares = [(int(quotas[low:high].sum()),) for low, high in pairwise(bounds)]
         parts: list[Evaluation] = self._group.run("evaluate", shares)
