@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -79,34 +78,12 @@ def server_of(env: RayVecEnv) -> int:
 
 
 @pytest.mark.parametrize("with_child", [False, True], ids=["alone", "with a child"])
-class TestInTheMidstOfAReply:
-    @pytest.fixture
-    def half_written(self, tmp_path: Path, with_child: bool) -> Iterator[Any]:
-        """Makes an environment whose worker has been killed while it wrote its reply."""
-        made = []
-
-        def make_it(**kwargs: Any) -> RayVecEnv:
-            env = make(partial(LargeReply, tmp_path / "dies", with_child=with_child), **kwargs)
-            made.append(env)
-            env.reset(seed=3)
-            (tmp_path / "dies").touch()
-            env.step_async(np.zeros(1, int))
-            return env
-
-        yield make_it
-        for env in made:
-            env.close()
-
-    def test_it_is_a_lost_worker(self, half_written: Any) -> None:
-        env = half_written()
-        with pytest.raises(WorkerLostError) as caught:
-            within(DEADLINE_S, env.step_wait)
-        assert_explained(caught.value)
-        assert env.closed
-
-    def test_it_is_restarted(self, half_written: Any) -> None:
-        env = half_written(on_env_error="restart")
-        _, reward, terminated, truncated, info = within(DEADLINE_S, env.step_wait)
+def test_a_worker_that_is_killed_in_the_midst_of_a_reply(tmp_path: Path, with_child: bool) -> None:
+    fn = partial(LargeReply, tmp_path / "dies", with_child=with_child)
+    with make(fn, on_env_error="restart") as env:
+        env.reset(seed=3)
+        (tmp_path / "dies").touch()
+        _, reward, terminated, truncated, info = within(DEADLINE_S, partial(env.step, np.zeros(1, int)))
         assert info["env_restarted"].tolist() == [True]
         assert truncated.all() and not terminated.any() and not reward.any()
         obs, *_ = within(DEADLINE_S, partial(env.step, np.zeros(1, int)))

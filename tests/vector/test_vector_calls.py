@@ -243,7 +243,7 @@ def test_a_call_that_raises_leaves_the_environments_open(make_vec: MakeVec, node
         if workers:
             with pytest.raises(TypeError, match="pickle"):
                 env.set_attr("value", [1, Lock()])
-            with pytest.raises(TypeError, match=r"options.*pickling"):
+            with pytest.raises(TypeError, match="pickle"):
                 env.reset(options={"lock": Lock()})
     assert env.step(np.zeros(2, int))[1].tolist() == [1.0, 1.0]
 
