@@ -37,7 +37,7 @@ from rayvec.training.run_dir import (
     save_config,
     save_result,
 )
-from rayvec.training.runs import make_eval_env, network_of, with_own_parts
+from rayvec.training.runs import environment_of, make_eval_env, network_of, with_own_parts, wrapper_statistics
 from rayvec.training.stop_signals import Interrupts
 from rayvec.training.trainer import Iteration, Progress
 
@@ -315,9 +315,15 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         context.result = result
 
     def _evaluated(self, trainer: Any) -> Evaluation:
-        """Plays in the environments of the training, or in others if the settings name some."""
+        """Plays in the environments of the training, or in others if the settings name some.
+
+        Statistics that wrappers have kept in the training are in no checkpoint: they don't count in an evaluation.
+        """
         config = self._config
-        if config.eval_episodes == 0 or (config.eval_env is None and not config.eval_env_kwargs):
+        others = config.eval_env is not None or bool(config.eval_env_kwargs)
+        if config.eval_episodes and not others and not isinstance(environment_of(config), list | tuple):
+            others = bool(wrapper_statistics(self.context.env, config))
+        if not (config.eval_episodes and others):
             found: Evaluation = trainer.evaluate()
             return found
         with make_eval_env(config, is_final=True) as env:

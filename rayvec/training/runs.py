@@ -57,6 +57,7 @@ __all__ = [
     "torch_threads",
     "wait_limit_s",
     "with_own_parts",
+    "wrapper_statistics",
 ]
 
 LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {
@@ -154,7 +155,14 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
 
     env = make()
     try:
-        _warn_of_wrapper_statistics(env, config)
+        for setting in wrapper_statistics(env, config):  # such as NormalizeObservation
+            warnings.warn(
+                "A wrapper of the environment keeps running statistics: each environment has its own, and no "
+                f"checkpoint contains them, so evaluations begin without. Pass {setting}=True and leave the wrapper "
+                "out.",
+                UserWarning,
+                stacklevel=2,
+            )
         has_masks = _has_masks(env, config, first_id)
     except BaseException:
         env.close(terminate=True)
@@ -167,16 +175,14 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
     return env
 
 
-def _warn_of_wrapper_statistics(env: RayVecEnv, config: TrainConfig) -> None:
-    """Warns where a wrapper of the environments keeps running statistics, such as ``NormalizeObservation``."""
-    for attribute, setting in {"obs_rms": "normalize_obs", "return_rms": "normalize_reward"}.items():
-        if config.native is None and all(env.call("has_wrapper_attr", attribute)):
-            warnings.warn(
-                "A wrapper of the environment keeps running statistics: each environment has its own, and no "
-                f"checkpoint contains them. Pass {setting}=True and leave the wrapper out.",
-                UserWarning,
-                stacklevel=2,
-            )
+def wrapper_statistics(env: Any, config: TrainConfig) -> list[str]:
+    """Returns the settings that do what wrappers of the environments do which keep running statistics."""
+    settings = {"obs_rms": "normalize_obs", "return_rms": "normalize_reward"}
+    return [
+        setting
+        for attribute, setting in settings.items()
+        if config.native is None and all(env.call("has_wrapper_attr", attribute))
+    ]
 
 
 def make_eval_env(config: TrainConfig, *, is_final: bool) -> RayVecEnv:

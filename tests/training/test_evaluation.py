@@ -172,3 +172,19 @@ def test_evaluations_beside_a_list_of_environments_need_one_of_their_own(tmp_pat
     with pytest.raises(ConfigError, match="eval_env"):
         rayvec.resume(run.run_dir, env=fns, total_steps=256)
     assert rayvec.resume(run.run_dir, env=fns, eval_env=lambda: Counts(6), total_steps=256).eval_return_mean == 6.0
+
+
+def test_statistics_of_wrappers_are_warned_about_and_do_not_count(tmp_path: Path) -> None:
+    def make() -> Any:
+        return gymnasium.wrappers.NormalizeReward(
+            gymnasium.wrappers.NormalizeObservation(gymnasium.make("Pendulum-v1"))
+        )
+
+    settings = {"eval_episodes": 4, "total_steps": 1024, "num_steps": 256, "minibatch_size": 256, "learning_rate": 0.01}
+    with pytest.warns(UserWarning, match="running statistics") as warned:
+        run = rayvec.train(tiny(tmp_path / "a", **settings), env=make)
+        again = evaluate_run(run.run_dir, num_episodes=4, env=make)
+    assert {"normalize_obs", "normalize_reward"} == {
+        word.partition("=")[0] for each in warned for word in str(each.message).split() if word.endswith("=True")
+    }
+    assert again.return_mean == run.eval_return_mean
