@@ -137,41 +137,44 @@ def marked() -> list[psutil.Process]:
     return found
 
 
-def soak(args: argparse.Namespace) -> None:
+def soak(args: argparse.Namespace, directory: Path) -> None:
     """Runs for some minutes; raises AssertionError at the first thing that is not as it should be."""
     import ray
     from ray.cluster_utils import Cluster
 
-    rng, until = random.Random(args.seed), time.monotonic() + 60 * args.minutes
+    rng = random.Random(args.seed)
     head = {"num_cpus": 6, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=args.elastic == "no")  # by no thread
-    directory = Path(tempfile.mkdtemp(prefix="rvs-"))
+    for name in ("large", "small"):
+        (directory / name).mkdir()
     try:
         cluster.add_node(num_cpus=4)
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         if args.elastic == "decentralized":
             changes = NodeChanges(cluster, rng)
-            run_watched(Training(changes, args.record), changes, until, args)
+            run_watched(Training(changes, args.record), changes, args)
             return
         with RayVecEnv(
-            [partial(Witness, index, directory) for index in range(NUM_ENVS)],
+            [partial(Witness, index, directory / "large") for index in range(NUM_ENVS)],
             workers_per_node=4,
             num_nodes=NUM_NODES if args.elastic == "central" else 2,
             on_env_error="restart",
             step_timeout_s=5.0,
         ) as env:
-            faults = Faults(env, cluster, directory, rng) if args.elastic == "no" else NodeChanges(cluster, rng)
-            interrupt = partial(interrupt_a_small_one, Path(tempfile.mkdtemp(prefix="rvs-")), rng)
-            run_watched(Soak(env, faults, interrupt), faults, until, args)
+            faults = (
+                Faults(env, cluster, directory / "large", rng) if args.elastic == "no" else NodeChanges(cluster, rng)
+            )
+            interrupt = partial(interrupt_a_small_one, directory / "small", rng)
+            run_watched(Soak(env, faults, interrupt), faults, args)
     finally:
         ray.shutdown()
         cluster.shutdown()
 
 
-def run_watched(loop: Soak | Training, faults: Faults | NodeChanges, until: float, args: argparse.Namespace) -> None:
+def run_watched(loop: Soak | Training, faults: Faults | NodeChanges, args: argparse.Namespace) -> None:
     memory = Memory(args.record, loop.counts)
     try:
-        loop.run(until, args.fault_every)
+        loop.run(time.monotonic() + 60 * args.minutes, args.fault_every)
     finally:
         faults.close()
         memory.close()
@@ -197,9 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", os.urandom(32).hex())
     before = shm_names()
     with tempfile.TemporaryDirectory(prefix="rvs-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        os.environ["RAY_TMPDIR"] = os.environ["TMPDIR"] = tempfile.tempdir = directory
+        os.environ["RAY_TMPDIR"] = directory
         os.mkdir(f"{directory}/ray")
-        soak(args)
+        soak(args, Path(directory))
     own = {os.getpid(), *(child.pid for child in psutil.Process().children())}  # the fork server ends with this process
     wait_until(lambda: not [process for process in marked() if process.pid not in own], "every process has ended")
     assert shm_names() <= before, shm_names() - before
