@@ -26,10 +26,9 @@ class Exact(Policy):
         super().__init__(action_space=space or spaces.Discrete(2), **kwargs)
         self.shift = torch.nn.Parameter(torch.tensor([3.0]))
         self.register_buffer("steps", torch.tensor([5], dtype=torch.int64))
-        self.eps = 0.0
 
     def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
-        value = numbers(batch.obs) + int(self.shift) + int(self.steps) + int(self.eps)
+        value = numbers(batch.obs) + int(self.shift) + int(self.steps)
         if isinstance(self.action_space, spaces.Box):
             act: Any = ((value % 9)[:, None] / 4.0 - 1.0).astype(np.float32)
         else:

@@ -143,14 +143,6 @@ class TestSteps:
         assert_joins_no_episodes(collector.buffer)
         assert make_policy is Exact or counts_of(collector.buffer)
 
-    def test_newest_weights_act(self, venvs: dict[str, RayVectorEnv]) -> None:
-        mine, other = pair(venvs)
-        for shift, eps in ((3.0, 0.0), (4.0, 0), (4.0, 1), (5.0, None or 0.5)):
-            for collector in (mine, other):
-                collector.policy.shift.data.fill_(shift)
-                collector.policy.eps = eps
-            collect_both(mine, other, n_step=25)
-
 
 def assert_joins_no_episodes(buffer: Any) -> None:
     """Asserts that the transition that `next` finds after another one begins where that one ended."""
@@ -455,20 +447,3 @@ def test_equal_runs_in_one_process_are_equal_and_two_collectors_differ() -> None
                 collector.collect(n_step=100, random=True)
             runs.append([acts(collector) for collector in collectors])
     assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
-
-
-def test_after_an_exception_of_a_hook_no_transition_joins_two_episodes() -> None:
-    calls: list[Any] = []
-
-    def hook(episode: Any) -> None:
-        calls.append(episode)
-        if len(calls) == 1:
-            raise RuntimeError("once")
-
-    with closing(local([DriftEnv] * 2)) as env:
-        collector = Collector(Exact(), env, VectorReplayBuffer(600, 2), on_episode_done_hook=hook)
-        collector.reset()
-        with pytest.raises(RuntimeError, match="once"):
-            collector.collect(n_step=200)
-        collector.collect(n_step=200)
-        assert_joins_no_episodes(collector.buffer)
