@@ -109,24 +109,12 @@ def python(host: Host, code: str, *arguments: str) -> Any:
 
 
 class Program:
-    """A Python program that runs on a host and prints lines of JSON.
-
-    Args:
-        host: Where.
-        path: The program.
-        arguments: Of the program.
-    """
+    """A Python program that runs on a host and prints lines of JSON."""
 
     def __init__(self, host: Host, path: Path, *arguments: str) -> None:
         self._errors = tempfile.TemporaryFile("w+")
-        self.process = host.popen(
-            sys.executable,
-            str(path),
-            *arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-        )
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": self._errors}
+        self.process = host.popen(sys.executable, str(path), *arguments, **streams)
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -84,16 +84,7 @@ class _Namespaces:
 
 
 class Host:
-    """A host; made by :class:`Network`.
-
-    Attributes:
-        name: Its host name.
-        address: Its IP address.
-        environment: What its processes have in their environment besides that of this process.
-        space: Its namespaces.
-        switch: The namespaces of the switch.
-        cable: The name of its link at the switch.
-    """
+    """A host; made by :class:`Network`. `cable` is the name of its link at the switch."""
 
     def __init__(self, number: int, switch: _Namespaces, environment: dict[str, str]) -> None:
         self.name, self.address = f"h{number}", f"{_PREFIX}.{number // 250}.{number % 250 + 1}"
@@ -123,18 +114,14 @@ class Host:
         """Starts a process on the host, as leader of its own group."""
         return subprocess.Popen(
             [*self.enter, *command],
-            env={**without_ray(), **self.environment, **options.pop("environment", {})},
+            env={**without_ray(), **self.environment},
             text=True,
             start_new_session=True,
             **options,
         )
 
     def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Runs a command on the host and waits until it exits. Daemons that it has started keep running.
-
-        Raises:
-            RayvecError: Its exit code is not 0.
-        """
+        """Runs a command on the host and waits until it exits with 0. Daemons that it has started keep running."""
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             process = self.popen(*command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **options)
             try:
@@ -155,12 +142,7 @@ class Host:
 
 
 class Network(contextlib.AbstractContextManager["Network"]):
-    """A switch and hosts.
-
-    Args:
-        num_hosts: How many.
-        environment: What processes of all hosts have in their environment.
-    """
+    """A switch and hosts, with variables for the environment of all their processes."""
 
     def __init__(self, num_hosts: int = 0, environment: dict[str, str] | None = None) -> None:
         self.environment = dict(environment or {})
@@ -192,13 +174,7 @@ class Network(contextlib.AbstractContextManager["Network"]):
 
 
 class Cluster:
-    """A Ray cluster with a token, whose head is the first host of a network.
-
-    Args:
-        network: Its hosts. Those that it has join.
-        directory: For the files of Ray.
-        cpus: Cores that each host has in Ray.
-    """
+    """A Ray cluster with a token, whose head is the first host of a network; its hosts have so many cores in Ray."""
 
     def __init__(self, network: Network, directory: Path, cpus: int = 2) -> None:
         self.network, self._directory, self._cpus = network, directory, cpus
@@ -226,16 +202,8 @@ class Cluster:
         directory = self._directory / f"{host.name}-{secrets.token_hex(2)}"
         directory.mkdir()
         sizes = [f"--num-cpus={self._cpus}", f"--object-store-memory={76 << 20}", "--memory=2000000000"]
-        host.run(
-            *_RAY,
-            "start",
-            *where,
-            *ports,
-            *sizes,
-            f"--node-ip-address={host.address}",
-            f"--temp-dir={directory}",
-            "--disable-usage-stats",
-        )
+        places = [f"--node-ip-address={host.address}", f"--temp-dir={directory}", "--disable-usage-stats"]
+        host.run(*_RAY, "start", *where, *ports, *sizes, *places)
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:
