@@ -46,14 +46,7 @@ _USUAL: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A learner's spaces and settings.
-
-    Attributes:
-        algorithm: Its name.
-        obs: Name of the observation space.
-        act: Name of the action space.
-        settings: Those that differ from the usual ones.
-    """
+    """A learner's spaces and settings."""
 
     algorithm: str
     obs: str

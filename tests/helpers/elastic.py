@@ -19,11 +19,7 @@ _PREEMPTION = 2
 
 
 class Nodes:
-    """Nodes that a test adds to the shared cluster.
-
-    Args:
-        cluster: Ray's ``Cluster``.
-    """
+    """Nodes that a test adds to the shared cluster."""
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster

@@ -157,11 +157,6 @@ class TablePolicy:
 
     It sums the sixteenths of every number of an observation, finds the sum in a table of integer weights, and draws a
     Discrete action by these weights with one uniform number. It records ``logp`` and the ``state``.
-
-    Args:
-        num_actions: Actions of the Discrete space.
-        num_states: Rows of the table; sums are taken modulo it.
-        seed: Seed of the table.
     """
 
     noise = NoiseSpec("uniform", 1)

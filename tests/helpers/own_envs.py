@@ -13,13 +13,7 @@ from gymnasium import spaces
 
 
 class Line(gymnasium.Env[Any, Any]):
-    """A walk on a line: an observation of two numbers, an episode of a few steps.
-
-    Args:
-        length: Steps of an episode.
-        width: Numbers of an observation.
-        high: Bound of the numbers.
-    """
+    """A walk on a line: an observation of two numbers, an episode of a few steps."""
 
     def __init__(self, length: int = 5, width: int = 2, high: float = 10) -> None:
         self.observation_space = spaces.Box(-high, high, (width,), np.float32)
@@ -43,12 +37,7 @@ class Line(gymnasium.Env[Any, Any]):
 
 
 class FailsOnce(Line):
-    """Raises or hangs in its third step, unless a file says that it has.
-
-    Args:
-        mark: The file.
-        action: ``"raise"`` or ``"hang"``.
-    """
+    """Raises or hangs in its third step, unless a file says that it has."""
 
     def __init__(self, mark: Path, action: str) -> None:
         super().__init__()

@@ -55,10 +55,6 @@ class CountingEnv(gymnasium.Env[NDArray[np.int64], Any]):
     :func:`counting_errors` finds transitions that are doubled or lost, or that join two episodes. The reward of a step
     is the number of all steps. Episodes have 1 to `max_episode_steps` steps, without randomness; every other episode
     is truncated.
-
-    Args:
-        max_episode_steps: Steps of the longest episode.
-        step_s: Seconds that a step sleeps.
     """
 
     observation_space = spaces.Box(-(2**62), 2**62, (4,), np.int64)
