@@ -9,8 +9,8 @@ It dials in, so that it works from a container and from behind a firewall, makes
 it, and dials in again when the connection ends. It ends when rayvec closes its servers. An environment is one of
 Gymnasium, of Gym, or any object with ``reset``, ``step``, ``observation_space`` and ``action_space``.
 
-Nothing is pickled. A message is a JSON text and the bytes of its arrays. Both sides prove that they have the key, by
-HMAC-SHA256 of a fresh number of the other side; what follows is not encrypted.
+Nothing is pickled. A message is a JSON text, which may be left out, and the bytes of its numbers and arrays. Both sides
+prove that they have the key, by HMAC-SHA256 of a fresh number of the other side; what follows is not encrypted.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ import struct
 import sys
 import time
 import traceback
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-GREETING = b"rayvec environment server 2\n"
+GREETING = b"rayvec environment server 3\n"
 """Ends with the version of the protocol, which both sides must share."""
 _LENGTHS = struct.Struct("!IQ")
 _PID = struct.Struct("!Q")
 _NONCE = 32
-_MAX_JSON = 64 << 20
+_CHUNK = 64 << 10
 _RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -49,38 +50,35 @@ class EndOfService(Exception):
     """rayvec has told this server to end."""
 
 
-# Messages: a JSON text, in which arrays are named by their place, and the bytes of the arrays.
+# Messages: a form, as JSON, and the bytes of numbers and arrays, whose types and shapes the form has.
 
-
-def packed(message: Any) -> bytes:
-    """Returns a message of dicts, tuples, lists, strings, numbers and NumPy arrays as bytes.
-
-    Raises:
-        TypeError: Something else is in it.
-    """
-    text, data = _encoded(message)
-    return _LENGTHS.pack(len(text), len(data)) + text + data
-
-
-def _encoded(message: Any) -> tuple[bytes, bytes]:
-    arrays: list[np.ndarray] = []
-    text = json.dumps(_plain(message, arrays, "")).encode()
-    return text, b"".join([array.tobytes() for array in arrays])
+_NUMBERS = {bool: struct.Struct("!?"), int: struct.Struct("!q"), float: struct.Struct("!d")}
+_NUMBER_NAMED = {kind.__name__: number for kind, number in _NUMBERS.items()}
 
 
 class Messages:
-    """The messages of a connection. A text that equals that of the message before is sent as a text of length 0."""
+    """The messages of a connection: dicts, tuples, lists, strings, numbers and NumPy arrays.
+
+    A message that has the form of the one before is sent without its form.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._sent = b""
-        self._received: Any = None
+        self._sent: Any = None
+        self._read: Any = None
 
     def pack(self, message: Any) -> bytes:
-        """Returns the bytes of the next message. Send them: the message after it may leave out its text."""
-        text, data = _encoded(message)
-        new, self._sent = b"" if text == self._sent else text, text
-        return _LENGTHS.pack(len(new), len(data)) + new + data
+        """Returns the bytes of the next message. Send them: the message after it may leave out its form.
+
+        Raises:
+            TypeError: Something else is in the message.
+        """
+        values: list[bytes] = []
+        form = _form(message, values)
+        data = b"".join(values)
+        text = b"" if form == self._sent else json.dumps(form, default=attrgetter("str")).encode()
+        self._sent = form
+        return b"".join((_LENGTHS.pack(len(text), len(data)), text, data))
 
     def receive(self) -> Any:
         """Receives the next message.
@@ -88,75 +86,88 @@ class Messages:
         Raises:
             OSError: The connection has ended.
         """
-        text_bytes, array_bytes = _LENGTHS.unpack(_receive_exactly(self._connection, _LENGTHS.size))
-        if text_bytes > _MAX_JSON or (not text_bytes and self._received is None):
-            raise ConnectionError("a message has an impossible length")
+        first = self._connection.recv(_CHUNK)
+        while 0 < len(first) < _LENGTHS.size:
+            first += self._connection.recv(_CHUNK)
+        if not first:
+            raise ConnectionError("the other side has closed the connection")
+        text_bytes, data_bytes = _LENGTHS.unpack_from(first)
+        message = memoryview(bytearray(text_bytes + data_bytes))
+        head = first[_LENGTHS.size :]
+        message[: len(head)] = head
+        _fill(self._connection, message[len(head) :])
         if text_bytes:
-            self._received = json.loads(_receive_exactly(self._connection, text_bytes).decode())
-        return _restored(self._received, memoryview(_receive_exactly(self._connection, array_bytes)))
+            self._read = _reader(json.loads(bytes(message[:text_bytes]).decode()), [0])
+        return self._read(message[text_bytes:])
 
 
-def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
-    received = bytearray(num_bytes)
-    view = memoryview(received)
+def _fill(connection: socket.socket, view: memoryview) -> None:
     while view:
         count = connection.recv_into(view)
         if not count:
             raise ConnectionError("the other side has closed the connection")
         view = view[count:]
-    return received
 
 
-def _plain(value: Any, arrays: list[np.ndarray], where: str) -> Any:
-    """Returns a value as JSON has it; arrays are appended to `arrays`. Tags keep apart what JSON does not."""
-    if value is None or type(value) in (bool, int, float, str):
+def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    received = bytearray(num_bytes)
+    _fill(connection, memoryview(received))
+    return bytes(received)
+
+
+def _form(value: Any, values: list[bytes]) -> Any:
+    """Returns the form of a value, a tag and what belongs to it; the bytes that it lacks are appended to `values`."""
+    kind = type(value)
+    if value is None or kind is str:
         return value
-    if isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
-        if array.dtype.kind in "biufcSUmM":
-            arrays.append(array)
-            return {"array": [array.dtype.str, list(array.shape)], "scalar": isinstance(value, np.generic)}
-        if array.dtype == object:
-            return {"objects": [_plain(each, arrays, where) for each in array.ravel()], "shape": list(array.shape)}
-    elif isinstance(value, dict):
-        pairs = [[_plain(key, arrays, where), _plain(each, arrays, f"{where}[{key!r}]")] for key, each in value.items()]
-        return {"pairs": pairs}
-    elif isinstance(value, list):
-        return [_plain(each, arrays, where) for each in value]
-    elif isinstance(value, tuple):
-        return {"tuple": [_plain(each, arrays, where) for each in value]}
+    if kind in _NUMBERS:
+        values.append(_NUMBERS[kind].pack(value))
+        return (kind.__name__,)
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufcSUmM":
+        values.append(value.tobytes())
+        return ("array" if isinstance(value, np.ndarray) else "scalar", value.dtype, value.shape)
+    if isinstance(value, dict):
+        return ("dict", [(_form(key, values), _form_within(key, each, values)) for key, each in value.items()])
+    if isinstance(value, (list, tuple)):
+        return ("list" if isinstance(value, list) else "tuple", [_form(each, values) for each in value])
     raise TypeError(
-        f"{where or 'the message'} is a {type(value).__name__}, which can't be sent. "
-        "Use numbers, strings, lists, tuples, dicts or NumPy arrays."
+        f" is a {kind.__name__}, which can't be sent. Use numbers, strings, lists, tuples, dicts or arrays of numbers."
     )
 
 
-def _restored(plain: Any, data: memoryview) -> Any:
-    """Returns what `_plain` was given."""
-    position = 0
+def _form_within(key: Any, value: Any, values: list[bytes]) -> Any:
+    try:
+        return _form(value, values)
+    except TypeError as error:
+        raise TypeError(f"[{key!r}]{error}") from None
 
-    def restored(value: Any) -> Any:
-        nonlocal position
-        if isinstance(value, list):
-            return [restored(each) for each in value]
-        if not isinstance(value, dict):
-            return value
-        if "array" in value:
-            dtype, shape = np.dtype(value["array"][0]), tuple(value["array"][1])
-            count = int(np.prod(shape, dtype=np.int64))
-            array = np.frombuffer(data, dtype, count, position).reshape(shape) if count else np.empty(shape, dtype)
-            position += count * dtype.itemsize
-            return array[()] if value["scalar"] else array
-        if "objects" in value:
-            objects = np.empty(len(value["objects"]), object)
-            for index, each in enumerate(value["objects"]):
-                objects[index] = restored(each)
-            return objects.reshape(value["shape"])
-        if "tuple" in value:
-            return tuple(restored(each) for each in value["tuple"])
-        return {restored(key): restored(each) for key, each in value["pairs"]}
 
-    return restored(plain)
+def _reader(form: Any, place: list[int]) -> Any:
+    """Returns a function from the bytes of a message to the value that has this form.
+
+    Args:
+        form: As `_form` returned it.
+        place: Where the bytes of this value begin; it moves to where they end.
+    """
+    if form is None or isinstance(form, str):
+        return lambda data: form
+    tag, *rest = form
+    at = place[0]
+    if tag in _NUMBER_NAMED:
+        number = _NUMBER_NAMED[tag]
+        place[0] += number.size
+        return lambda data: number.unpack_from(data, at)[0]
+    if tag in ("array", "scalar"):
+        dtype, shape = np.dtype(rest[0]), tuple(rest[1])
+        place[0] += int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if tag == "array":
+            return lambda data: np.ndarray(shape, dtype, data, at)
+        return lambda data: np.ndarray((), dtype, data, at)[()]
+    if tag == "dict":
+        pairs = [(_reader(key, place), _reader(each, place)) for key, each in rest[0]]
+        return lambda data: {key(data): each(data) for key, each in pairs}
+    parts = [_reader(each, place) for each in rest[0]]
+    return lambda data: (list if tag == "list" else tuple)([part(data) for part in parts])
 
 
 # Spaces, by the names of their classes, so that Gym's and Gymnasium's are understood alike.
@@ -206,9 +217,9 @@ def dial(address: tuple[str, int], key: bytes) -> socket.socket:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own = os.urandom(_NONCE)
         connection.sendall(GREETING + own)
-        if bytes(_receive_exactly(connection, len(GREETING))) != GREETING:
+        if _receive_exactly(connection, len(GREETING)) != GREETING:
             raise Refused("rayvec there has another version: copy its env_server.py")
-        other = bytes(_receive_exactly(connection, _NONCE))
+        other = _receive_exactly(connection, _NONCE)
         if not hmac.compare_digest(_receive_exactly(connection, 32), signature(key, b"rayvec", own + other)):
             raise Refused("rayvec there has another key")
         pid = _PID.pack(os.getpid())
@@ -229,14 +240,14 @@ def admit(connection: socket.socket, key: bytes) -> int:
     """
     connection.settimeout(10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    greeting = bytes(_receive_exactly(connection, len(GREETING)))
-    other = bytes(_receive_exactly(connection, _NONCE)) if greeting == GREETING else b""
+    greeting = _receive_exactly(connection, len(GREETING))
+    other = _receive_exactly(connection, _NONCE) if greeting == GREETING else b""
     own = os.urandom(_NONCE)
     connection.sendall(GREETING + own + signature(key, b"rayvec", other + own))
     if greeting != GREETING:
         raise Refused("it speaks another protocol, or another version of it")
     try:
-        pid = bytes(_receive_exactly(connection, _PID.size))
+        pid = _receive_exactly(connection, _PID.size)
         proof = _receive_exactly(connection, 32)
     except ConnectionError:
         raise Refused("it has another key") from None
@@ -326,7 +337,6 @@ class Served:
             truncated = bool(done and info.get("TimeLimit.truncated", False))
             result = obs, reward, bool(done and not truncated), truncated, info
         obs, reward, terminated, truncated, info = result
-        reward = np.float64(reward) if type(reward) is float else reward  # an array is no part of the text
         return {"obs": obs, "reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
 
     def render(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from threading import Condition, Thread
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from rayvec.env_server import Refused, admit, packed, read_key
+from rayvec.env_server import Messages, Refused, admit, read_key
 from rayvec.errors import ConfigError, check_count
 from rayvec.servers.server_env import ServerEnv, ServerEnvMaker
 
@@ -249,7 +249,7 @@ class _Servers:
     def _dismiss_idle(self) -> None:
         for server in self._idle:
             with contextlib.suppress(OSError), server.connection:
-                server.connection.sendall(packed({"op": "end"}))
+                server.connection.sendall(Messages(server.connection).pack({"op": "end"}))
         self._idle.clear()
 
 
