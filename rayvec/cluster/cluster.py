@@ -20,7 +20,7 @@ from rayvec.data.trees import tree_map
 from rayvec.envs.slices import own_arrays
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, WorkerLostError
-from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Op, Ticket
+from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Note, Op, Ticket
 from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, EpisodeState
 
@@ -144,7 +144,8 @@ class Cluster(Fleet):
                 super().replace(k, lost)
             except ChildLost as error:  # the replacement was lost while it started
                 again = error
-            self.notes[-1] += f" They resume on node {self._slices[k].name}."
+            text, env_ids = self.notes[-1]
+            self.notes[-1] = Note(f"{text} They resume on node {self._slices[k].name}.", env_ids)
 
     def _replacement(self, k: int, lost: ChildLost) -> Any:
         self._slices[k] = self._places.another(k, self._slices, lost.error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,10 @@ class NativeSlice(Slice):
         if self._episode[rows.start] != RUNNING and self._step_is_replaced(unit, self._mode):
             return
         actions = tree_map(itemgetter(places), command.actions)
-        obs, rew, terminated, truncated, info = values_of("step", 5, env.step(actions))
+        began_s = perf_counter()
+        result = env.step(actions)
+        self._step_times[unit].recent.append(perf_counter() - began_s)
+        obs, rew, terminated, truncated, info = values_of("step", 5, result)
         for array, values in ((self._rew, rew), (self._terminated, terminated), (self._truncated, truncated)):
             array[rows] = fitted(values, array.dtype, array[rows].shape)
         done = self._terminated[rows] | self._truncated[rows]
@@ -126,7 +130,10 @@ class NativeSlice(Slice):
         if not mask.all():
             options = {**(options or {}), "reset_mask": mask.copy()}
         kwargs = {} if options is None else {"options": dict(options)}
-        obs, info = values_of("reset", 2, env.reset(seed=_seed_for(env, seeds), **kwargs))
+        began_s = perf_counter()
+        result = env.reset(seed=_seed_for(env, seeds), **kwargs)
+        self._reset_times[unit].recent.append(perf_counter() - began_s)
+        obs, info = values_of("reset", 2, result)
         self._writers[unit](0, obs)
         self.arrays["episode"][rows] = RUNNING
         self._say(unit, info, mask)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.envs.failures import FAILURES, captured, end_if_forked, failures_ignored
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.envs.spare import Spare
+from rayvec.envs.times import Times
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
-from rayvec.fleet.commands import NO_NEWS, Answer, Autoreset, Command, Op
+from rayvec.fleet.commands import NO_NEWS, Answer, Autoreset, Command, Note, Op
 from rayvec.fleet.restarts import (
     ENV_ARRAYS,
     NO_RESTARTS,
@@ -41,6 +43,8 @@ __all__ = ["Slice", "own_arrays"]
 NEW, RUNNING, ENDED, CUT = map(int, EpisodeState)
 _SPARE_SEED = 1 << 32
 """Stands for the number of restarts in the seed of the spare environment."""
+_FOLD_EVERY = 1 << 13
+"""Of which number `progress` is a multiple when durations are counted, so that lists of them stay short."""
 _NOTE_CHARS = 1000
 """How much of an exception's text is in the log line of a restart."""
 
@@ -90,7 +94,8 @@ class Slice:
         self._spare: Spare | None = None
         self._calls: list[dict[Any, Callable[[], None]]] = [{} for _ in range(factory.num_envs)]  # to repeat, of a unit
         self._envs: list[Any] = []
-        self._notes: list[str] = []
+        self._notes: list[Note] = []
+        self._step_times, self._reset_times = ([Times() for _ in factory.env_fns] for _ in range(2))
         self.progress: Any = np.zeros(1, np.int64)
         self._functions: dict[Op, Callable[[int, Any, Command], Any]] = {
             Op.STEP: self._step,
@@ -152,6 +157,14 @@ class Slice:
 
     def execute(self, command: Command) -> Answer:
         """Executes a command. All environments complete it, also if one raises."""
+        if command.op == Op.TIMES or self.progress[0] % _FOLD_EVERY == 0:
+            times = [
+                (*steps.fold(), *resets.fold())
+                for steps, resets in zip(self._step_times, self._reset_times, strict=True)
+            ]
+            if command.op == Op.TIMES:
+                units = np.searchsorted(self.unit_bounds, command.rows, side="right") - 1
+                return Answer(value=[times[unit] for unit in units.tolist()])
         self._infos: list[tuple[Any, Any]] = []
         self._values: dict[int, Any] = {}
         self._failure: RemoteFailure | None = None
@@ -194,7 +207,9 @@ class Slice:
         mode = command.mode
         if self._episode[row] != RUNNING and self._step_is_replaced(row, mode):
             return
+        began_s = perf_counter()
         values = self._envs[row].step(action)
+        self._step_times[row].recent.append(perf_counter() - began_s)
         try:
             obs, reward, terminated, truncated, info = values
         except (TypeError, ValueError):
@@ -256,7 +271,10 @@ class Slice:
         if unit in self._to_seed and (seed := seed_of(self.arrays, unit, self.first_id + unit)) is not None:
             kwargs["seed"] = seed
         self._to_seed.discard(unit)
-        obs, info = values_of("reset", 2, self._reset_env(unit, **kwargs))
+        began_s = perf_counter()
+        result = self._reset_env(unit, **kwargs)
+        self._reset_times[unit].recent.append(perf_counter() - began_s)
+        obs, info = values_of("reset", 2, result)
         self._write_obs(unit, obs)
         self._episode[unit] = RUNNING
         if info or type(info) is not dict:
@@ -345,7 +363,8 @@ class Slice:
         """Cuts the episodes of a unit that is restarted, and notes why."""
         rows = self._unit_rows[unit]
         text = " ".join(failure.text.split())[:_NOTE_CHARS]
-        self._notes.append(f"{failure.where} raised {failure.type_name}: {text}; restarted")
+        ids = range(self.first_id + rows.start, self.first_id + rows.stop)
+        self._notes.append(Note(f"{failure.where} raised {failure.type_name}: {text}; restarted", ids))
         self._to_seed.update(range(rows.start, rows.stop))
         self.arrays["restarts"][rows] += 1
         episodes = self.arrays["episode"][rows]

@@ -14,7 +14,7 @@ from rayvec.data.columns import Columns
 from rayvec.data.trees import Tree, tree_map
 from rayvec.errors import RayvecError, RemoteFailure
 
-__all__ = ["NO_NEWS", "STEPPING", "Answer", "Autoreset", "ChildLost", "Command", "Op", "Share", "Ticket"]
+__all__ = ["NO_NEWS", "STEPPING", "Answer", "Autoreset", "ChildLost", "Command", "Note", "Op", "Share", "Ticket"]
 
 
 class Op(IntEnum):
@@ -37,6 +37,8 @@ class Op(IntEnum):
     its weights)."""
     DROP = 7
     """The end of a policy (its key alone)."""
+    TIMES = 8
+    """How long steps and resets have taken (nothing)."""
 
 
 STEPPING = (Op.STEP, Op.RESET, Op.BEGIN, Op.ROLLOUT)
@@ -100,6 +102,18 @@ class Command(NamedTuple):
         return self._replace(rows=share.rows, rest=rest)
 
 
+class Note(NamedTuple):
+    """Says that environments were restarted, and why.
+
+    Attributes:
+        text: For the log.
+        env_ids: Global indices of the environments.
+    """
+
+    text: str
+    env_ids: range
+
+
 class Answer(NamedTuple):
     """What a command has brought, beside the arrays: these hold observations, rewards and the ends of episodes.
 
@@ -108,7 +122,7 @@ class Answer(NamedTuple):
         value: The results of a call, the chunk of a rollout; for a step or reset, those leaves of the observations
             that no array in shared memory holds, a list for each.
         failure: The first exception of an environment that was not restarted.
-        notes: What was restarted, for the log.
+        notes: What was restarted.
         place: The place of its command among those that are pending in the child.
         replaced: How many workers a node has replaced.
     """
@@ -116,7 +130,7 @@ class Answer(NamedTuple):
     infos: Columns = {}  # noqa: RUF012  # never written
     value: Any = None
     failure: RemoteFailure | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     place: int = 0
     replaced: int = 0
 

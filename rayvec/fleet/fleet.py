@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rayvec.data.columns import merge
 from rayvec.data.layouts import index_tree
 from rayvec.data.trees import as_slice, tree_leaves, tree_map
-from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Op, Share, Ticket
+from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Note, Op, Share, Ticket
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
 
@@ -48,7 +48,7 @@ class Fleet:
 
     Attributes:
         arrays: The last answer of every environment, and the state of its episode.
-        notes: What was replaced, for the log, until the next answer is taken.
+        notes: What was replaced, until the next answer is taken.
         parts: The environments of each child.
         kind: What a child is, for :meth:`take_replaced`.
     """
@@ -69,7 +69,7 @@ class Fleet:
         self.bounds = np.array(bounds, np.int64)
         self.num_envs = int(bounds[-1])
         self.first_id = first_id
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
         self._replaced = Counter[str]()
         self._start, self._restarts, self._replay_calls = start, restarts, replay_calls
         self._rows = [slice(*pair) for pair in pairwise(self.bounds.tolist())]
@@ -202,7 +202,7 @@ class Fleet:
         failure = next((answer.failure for _, answer in answers if answer.failure is not None), None)
         infos = [(self._rows[k], answer.infos) for k, answer in answers if answer.infos]
         value: Any = None
-        if failure is None and ticket.command.op in (Op.CALL, Op.SET):
+        if failure is None and ticket.command.op in (Op.CALL, Op.SET, Op.TIMES):
             value = [None] * len(ticket.command.rows)
             for k, answer in answers:
                 places = np.arange(len(value))[ticket.shares[k].places].tolist()
@@ -244,7 +244,8 @@ class Fleet:
             raise type(lost.error)(
                 f"{child.name} was lost again and again ({RestartBudget.rule()} are allowed): {lost.error}"
             ) from lost.error
-        self.notes.append(f"restarted {child.name} ({self._described(self._rows[k])}: {lost.error}")
+        ids = range(self.first_id + self._rows[k].start, self.first_id + self._rows[k].stop)
+        self.notes.append(Note(f"restarted {child.name} ({self._described(ids)}: {lost.error}", ids))
         self._replaced[self.kind] += 1
         self.resume(k, self._start(k, lost))
 
@@ -262,9 +263,8 @@ class Fleet:
         for ticket in self._pending[k]:
             child.post(ticket.commands[k])
 
-    def _described(self, rows: slice) -> str:
+    def _described(self, ids: range) -> str:
         """Returns the indices and seeds of environments, for the log."""
-        ids = range(self.first_id + rows.start, self.first_id + rows.stop)
-        found = [seed_of(self.arrays, row, env_id) for row, env_id in enumerate(ids, rows.start)]
+        found = [seed_of(self.arrays, env_id - self.first_id, env_id) for env_id in ids]
         more = ", ..." if len(found) > _SHOWN_SEEDS else ""
         return f"environments {ids[0]} to {ids[-1]}), seeds [{', '.join(map(str, found[:_SHOWN_SEEDS]))}{more}]"

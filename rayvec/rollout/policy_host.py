@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rayvec.data import Chunk, ChunkRequest, RolloutTimes, StepBatch, Tree
 from rayvec.data.chunk import Cut
 from rayvec.data.layouts import ArrayLayout, index_tree
-from rayvec.fleet.commands import Autoreset
+from rayvec.fleet.commands import Autoreset, Note
 from rayvec.rollout.column_recorder import Empty
 from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
 
@@ -96,7 +96,7 @@ class PolicyHost:
     ) -> None:
         self.num_envs, self.first_id, self.native_mode = target.num_envs, first_id, native_mode
         self.action_layout, self.target, self.groups = action_layout, target, groups
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
         self._policies: dict[int, ActingPolicy] = {}
         self._versions: dict[int, int] = {}
         self._begun = np.zeros(target.num_envs, bool)
@@ -118,7 +118,7 @@ class PolicyHost:
         """Records steps outside of chunks: the policy that acts next has not seen them."""
         self._acted = None
 
-    def take_notes(self) -> tuple[str, ...]:
+    def take_notes(self) -> tuple[Note, ...]:
         """Returns what was restarted since the last call, for the log."""
         notes, self.notes = tuple(self.notes), []
         return notes

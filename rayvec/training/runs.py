@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 import warnings
@@ -35,6 +36,7 @@ from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
 from rayvec.servers.env_servers import EnvServers
+from rayvec.vector.env_stats import summary
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.open_environments import local_workers
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -66,6 +68,8 @@ LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {
     IMPALAConfig: IMPALALearner,
 }
 """Learners by the class of their settings; each is called with the spaces of one environment and the settings."""
+
+logger = logging.getLogger(__name__)
 
 _NO_RESOURCES: dict[str, Any] = {"cores_per_env": None, "gpus_per_env": None, "resources_per_env": {}}
 _WAIT_S, _COMPILING_S = 60.0, 300.0
@@ -274,7 +278,8 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
 
     Args:
         config: Settings of the run.
-        trains: Whether to print, too, that ``compile="auto"`` compiles the updates.
+        trains: Whether to print, too, that ``compile="auto"`` compiles the updates, and to log in the end which
+            environments are slow or were restarted.
     """
     config = choose_engine(config)
     with make_env(config) as env:
@@ -288,6 +293,8 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
             print(f"rayvec: {choice}", file=sys.stderr)
         try:
             yield env
+            if trains and not env.closed:
+                logger.info(summary(env.env_stats()))
         except KeyboardInterrupt:
             env.close(terminate=True)
             raise

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from threading import RLock
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
@@ -19,10 +20,11 @@ from rayvec.data import Topology
 from rayvec.data.columns import info_of
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, WorkerLostError
-from rayvec.fleet.commands import STEPPING, Answer, Command, Op
+from rayvec.fleet.commands import STEPPING, Answer, Command, Note, Op
+from rayvec.vector.env_stats import EnvStats
 from rayvec.vector.open_environments import Environments, open_environments
 
-__all__ = ["Adapter", "NotReady", "log_notes"]
+__all__ = ["Adapter", "NotReady"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ class Adapter:
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
         """Makes the environments; `settings` are those of `open_environments`."""
         self._creator, self._lock = os.getpid(), RLock()
+        self._restarts: dict[int, tuple[int, str]] = {}  # how often, and why the last time, by global index
         self._posted: dict[int, Any] = {}  # the tickets of the pending call, by the group of environments
         self._envs = open_environments(factory, **settings)
         self._open_envs.add(self._envs)
@@ -91,6 +94,18 @@ class Adapter:
         """
         self._assert_idle("worker_pids")
         return self._guarded(self._envs.pids)
+
+    def env_stats(self) -> tuple[EnvStats, ...]:
+        """Returns how long steps and resets of each environment take, its restarts, and where it is."""
+        self._assert_idle("env_stats")
+        times = self._run(Command(Op.TIMES, np.arange(self._envs.num_envs))).value
+        stats = []
+        for node in self.topology.nodes:
+            for worker, (first, stop) in enumerate(pairwise(node.worker_bounds)):
+                for env in range(first, stop):
+                    restarts = self._restarts.get(self._envs.first_id + env, (0, ""))
+                    stats.append(EnvStats(*times[env], *restarts, node.name, worker))
+        return tuple(stats)
 
     def first_info(self, seed: int | None) -> dict[str, Any]:
         """Resets the first environment alone and returns its info. A reset of all must follow before they are used."""
@@ -150,7 +165,7 @@ class Adapter:
         Raises:
             Exception: What was raised. Its ``__cause__`` is an ``EnvError``.
         """
-        log_notes(answer.notes)
+        self._log(answer.notes)
         if answer.failure is not None:
             error = answer.failure.rebuild()
             self._assert_open_after(error)
@@ -158,6 +173,13 @@ class Adapter:
                 self._close_failed(error)
             raise error
         return answer
+
+    def _log(self, notes: Iterable[Note]) -> None:
+        """Logs what was restarted, and counts it."""
+        for note in notes:
+            logger.warning(note.text)
+            for env in note.env_ids:
+                self._restarts[env] = self._restarts.get(env, (0, ""))[0] + 1, note.text
 
     def _guarded(self, function: Callable[[], _T], stays_open: Callable[[BaseException], bool] | None = None) -> _T:
         """Calls the environments. An error closes them: a later call could mistake the pending result for its own.
@@ -272,9 +294,3 @@ class Adapter:
 def _can_post_again(command: Command) -> Callable[[BaseException], bool]:
     """Returns whether no environment has begun what an error kept from being posted: its arguments can't be pickled."""
     return lambda error: isinstance(error, TypeError) and command.op != Op.STEP
-
-
-def log_notes(notes: Iterable[str]) -> None:
-    """Logs what was restarted."""
-    for note in notes:
-        logger.warning(note)

@@ -28,7 +28,7 @@ from rayvec.node.machine import Machine
 from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.rollout.loop import as_policy
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
-from rayvec.vector.adapter import Adapter, NotReady, log_notes
+from rayvec.vector.adapter import Adapter, NotReady
 
 __all__ = ["MAX_CHUNKS", "ChunkAdapter", "WeightStore"]
 
@@ -279,7 +279,7 @@ class ChunkAdapter(Adapter):
         try:
             taken = take()
         finally:
-            log_notes(host.take_notes())
+            self._log(host.take_notes())
         if self._envs.layout.objects:  # else the caller could change them
             taken = taken._replace(chunk=replace(taken.chunk, last_obs=deepcopy(taken.chunk.last_obs)))
         return _joined([taken], request, taken.times.whole_s, copy=False)
