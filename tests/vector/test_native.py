@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,7 @@ import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import SyncVectorEnv
-from gymnasium.wrappers.vector import NormalizeObservation, RecordEpisodeStatistics, TransformReward
-from helpers.native_envs import Fails, Final, Odd, cartpoles, counting
+from helpers.native_envs import Fails, Final, Odd, counting
 from helpers.simple_policies import still
 from helpers.testing import CountingEnv, assert_identical, counting_errors
 
@@ -84,27 +83,6 @@ class TestEquality:
                 expected = [each.step(part) for each, part in zip(alone, np.split(actions, [4]), strict=True)]
                 for got, *parts in zip(env.step(actions)[:4], *[each[:4] for each in expected], strict=True):
                     np.testing.assert_array_equal(got, np.concatenate(parts))
-
-    def test_two_groups_of_several_sub_batches_step_independently(self) -> None:
-        fns = [partial(counting, size, "NextStep") for size in (2, 3, 1, 4)]
-        with closing(local(fns, workers_per_node=2, groups=2)) as env, closing(counting(10, "NextStep")) as theirs:
-            obs, _ = env.reset(seed=1)
-            env.action_space.seed(0)
-            expected = [(theirs.reset(seed=1)[0], None)]
-            actions = [env.action_space.sample() for _ in range(30)]
-            for action in actions:
-                expected.append(theirs.step(action)[::4])
-            for group, ids in enumerate(env.groups):
-                env.send(actions[0][ids], group)
-            for step in range(1, 31):
-                for group, ids in enumerate(env.groups):
-                    batch = env.recv(group)
-                    obs, info = expected[step]
-                    np.testing.assert_array_equal(batch.obs, obs[ids])
-                    for key, values in batch.info.items():
-                        np.testing.assert_array_equal(values, info[key][ids])
-                    if step < 30:
-                        env.send(actions[step][ids], group)
 
 
 class TestChunks:
@@ -203,29 +181,6 @@ class TestCalls:
         assert env.get_attr("steps") == (1,) * 5  # an array with a row for each
         env.set_attr("gravity", [9.0] * 3 + [8.0] * 2)
         assert env.get_attr("gravity") == (9.0, 9.0, 9.0, 8.0, 8.0)
-
-    @pytest.mark.parametrize("make", [cartpoles, CartPoleVectorEnv])
-    def test_wrappers_are_asked_first(self, make: Callable[[int], Any]) -> None:
-        wrapped = RayVecEnv(
-            [partial(make, 2)],
-            native=True,
-            wrappers=[
-                NormalizeObservation,
-                RecordEpisodeStatistics,
-                partial(TransformReward, func=lambda reward: 2 * reward),
-            ],
-            num_nodes=0,
-            workers_per_node=0,
-        )
-        with closing(wrapped) as env:
-            env.reset(seed=1)
-            env.set_attr("gravity", 1000.0)
-            assert env.get_attr("gravity") == (1000.0, 1000.0) and env.get_attr("episode_count") == (0, 0)
-            assert env.get_attr("single_observation_space") == (env.single_observation_space,) * 2
-            reward = env.step(np.ones(2, np.int64))[1]
-            assert reward.tolist() == [2.0, 2.0]
-            env.set_attr("episode_count", 5)
-            assert env.get_attr("episode_count") == (5, 5)
 
 
 class TestSeeds:

@@ -10,15 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.exact import SpaceEnv
 from helpers.kinds import MODES, in_lockstep
 from helpers.odd_envs import OwnError, UnloadableInfo
 from helpers.odd_values import (
     LOCK,
     ODD_VALUES,
-    KeepsLock,
     ReservedKeys,
     SometimesNone,
 )
@@ -102,44 +99,6 @@ for env in ("Mine-v0", [lambda: gymnasium.make("Mine-v0")] * 2):
 
 def test_a_class_that_the_script_has_registered_by_its_name() -> None:
     assert subprocess.check_output([sys.executable, "-c", OF_THE_SCRIPT], text=True).splitlines() == ["(3, 3)"] * 2
-
-
-WORDS = spaces.Sequence(spaces.Text(3))
-OBJECTS: dict[str, Any] = {
-    "sequence": (WORDS, [("a",), ("b", "c"), ()]),
-    "text": (spaces.Text(5), ["ab", "cd", "ef"]),
-    "tuple": (spaces.Tuple((spaces.Text(2), spaces.Discrete(3))), [("a", 1), ("b", 2), ("c", 0)]),
-    "dict": (spaces.Dict(word=spaces.Text(2)), [{"word": "a"}, {"word": "b"}, {"word": "c"}]),
-}
-
-
-@pytest.mark.parametrize("as_a", [list, tuple])
-@pytest.mark.parametrize("kind", OBJECTS)
-def test_a_policy_returns_objects(kind: str, as_a: Any) -> None:
-    """Each environment gets its own, as it is."""
-    space, actions = OBJECTS[kind]
-    fns = [partial(SpaceEnv, spaces.Discrete(3), space)] * 3
-    with here(fns, 0) as env:
-        chunk = env.rollout(lambda obs: as_a(actions), 4, seed=1)
-    for t in range(4):
-        assert_identical(list(chunk.act[t]), actions)
-    for n, fn in enumerate(fns):
-        single = fn()
-        single.reset(seed=1 + n)
-        assert single.step(actions[n])[1] == chunk.rew[0, n]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_what_can_not_be_copied_stays_in_this_process(mode: AutoresetMode) -> None:
-    fns = [KeepsLock] * 2
-    with here(fns, 0, autoreset_mode=mode) as env, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
-        for vector in (env, sync):
-            _, info = vector.reset(seed=0, options={"lock": LOCK})
-            assert list(info["lock"]) == [LOCK] * 2
-            assert list(vector.step(np.zeros(2, int))[4]["lock"]) == [LOCK] * 2
-            vector.set_attr("attribute", LOCK)
-            vector.call("set_wrapper_attr", "other", LOCK)
-        assert env.rollout(lambda obs: np.zeros(len(obs), int), 2).infos[0].info == {"lock": LOCK}
 
 
 class Rewards(CountingEnv):

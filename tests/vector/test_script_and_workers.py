@@ -214,15 +214,6 @@ class TestLargeClosures:
             pids = next(iter(env.worker_pids().values()))[1:]
             return _memory(os.getpid()) - before + sum(map(_memory, pids))
 
-    def test_a_replacement_worker_and_another_node_get_the_table(self, make_vec: MakeVec) -> None:
-        table = np.arange(float(1 << 16))
-        env = make_vec([lambda: Shows(lambda: float(table[-1]))] * 4, nodes=2, workers=2, on_env_error="restart")
-        env.reset()
-        for pids in env.worker_pids().values():
-            os.kill(pids[1], 9)
-        env.step(np.zeros(4, np.int64))
-        assert env.step(np.zeros(4, np.int64))[4]["shown"].tolist() == [table[-1]] * 4
-
 
 def _memory(pid: int) -> int:
     """Returns the memory of a process in bytes; of pages that it shares with others it counts its share."""
