@@ -247,7 +247,7 @@ def test_strangers_and_other_keys_and_versions_are_refused(
 
 def test_a_server_of_another_version_says_so(key_file: Path, tmp_path: Path) -> None:
     newer = tmp_path / "env_server.py"
-    newer.write_text(SERVER.read_text().replace("environment server 2", "environment server 3"))
+    newer.write_text(SERVER.read_text().replace("environment server 3", "environment server 4"))
     with rayvec.EnvServers(1, key_file=key_file) as servers:
         where = ["--connect", f"127.0.0.1:{servers.port}", "--key-file", str(key_file)]
         ended = subprocess.run([sys.executable, newer, "a:b", *where], capture_output=True, text=True, timeout=30)
