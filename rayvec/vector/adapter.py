@@ -103,8 +103,8 @@ class Adapter:
         for node in self.topology.nodes:
             for worker, (first, stop) in enumerate(pairwise(node.worker_bounds)):
                 for env in range(first, stop):
-                    restarts = self._restarts.get(self._envs.first_id + env, (0, ""))
-                    stats.append(EnvStats(*times[env], *restarts, node.name, worker))
+                    num_restarts, error = self._restarts.get(self._envs.first_id + env, (0, ""))
+                    stats.append(EnvStats(*times[env], num_restarts, error, node.name, worker))
         return tuple(stats)
 
     def first_info(self, seed: int | None) -> dict[str, Any]:
