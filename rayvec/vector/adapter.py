@@ -104,7 +104,7 @@ class Adapter:
             for worker, (first, stop) in enumerate(pairwise(node.worker_bounds)):
                 for env in range(first, stop):
                     num_restarts, error = self._restarts.get(self._envs.first_id + env, (0, ""))
-                    stats.append(EnvStats(*times[env], num_restarts, error, node.name, worker))
+                    stats.append(EnvStats._make((*times[env], num_restarts, error, node.name, worker)))
         return tuple(stats)
 
     def first_info(self, seed: int | None) -> dict[str, Any]:
