@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
 from numpy.typing import NDArray
 
@@ -20,12 +19,10 @@ __all__ = [
     "SpacesError",
     "batched_observations",
     "check_number",
-    "check_shapes",
     "check_spaces",
     "checked_actions",
     "checked_mask",
     "in_batch_order",
-    "parse_autoreset_mode",
 ]
 
 
@@ -35,20 +32,6 @@ class ActionTypeError(ConfigError, TypeError):
 
 class SpacesError(ConfigError, RuntimeError, TypeError):
     """Observation or action spaces of environments differ, or are not spaces. Gymnasium raises these types."""
-
-
-def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
-    """Returns the autoreset mode that `mode` names.
-
-    Raises:
-        ConfigError: There is no such mode.
-    """
-    try:
-        return AutoresetMode(mode)
-    except ValueError as error:
-        raise ConfigError(
-            f"autoreset_mode is {mode!r}. It must be one of {', '.join(repr(known.value) for known in AutoresetMode)}."
-        ) from error
 
 
 def in_batch_order(space: Space[Any], batched: Space[Any]) -> Space[Any]:
@@ -64,63 +47,40 @@ def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[S
     """Returns the batched and the single observation space for an `observation_mode`.
 
     Raises:
-        ConfigError: There is no such mode.
-        SpacesError: The environments' spaces do not match the mode.
+        SpacesError: There is no such mode, or the environments' spaces do not match it.
     """
     single = found.observation
-    if mode == "same":
-        batched: Space[Any] = batch_space(single, num_envs)
-    elif mode == "different":
-        every = list(found.observations or (single,) * num_envs)
-        try:
-            batched = batch_differing_spaces(every)
-        except (ValueError, TypeError) as error:
-            check_shapes(found, single, str(error))
-            raise
-    elif isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
+    if isinstance(mode, tuple) and len(mode) == 2 and all(isinstance(space, Space) for space in mode):
         batched, single = mode
-    else:
-        raise (SpacesError if isinstance(mode, tuple) else ConfigError)(
+    elif mode not in ("same", "different"):
+        raise SpacesError(
             "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch "
             f"observation space, actual got {mode}."
         )
     check_spaces(found, mode, single)
+    if mode == "same":
+        batched = batch_space(single, num_envs)
+    elif mode == "different":
+        batched = batch_differing_spaces(list(found.observations or (single,) * num_envs))
     return batched, single
 
 
 def check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
     """Raises ``SpacesError`` if action spaces differ, or observation spaces more than the mode allows."""
-    if mode != "same":
-        check_shapes(found, single)
-    elif found.observations:
-        differ = next(i for i, space in enumerate(found.observations) if space != single)
+    misfit = found.misfit(single)
+    if mode == "same" and found.observations:
+        misfit = next(i for i, space in enumerate(found.observations) if space != single)
+    if misfit is not None:
+        other = found.observations[misfit] if found.observations else found.observation
         raise SpacesError(
-            "With observation_mode='same' the sub-environments observation spaces are not equivalent: environment "
-            f"{differ} has {found.observations[differ]}, and environment 0 has {single}. If this is intentional, use "
-            "`observation_mode='different'` instead."
+            f"Environment {misfit} has the observation space {other}, which is not equivalent to {single}. Make them "
+            "equal by a wrapper; if only bounds differ, and that is intended, pass observation_mode='different'."
         )
     if found.actions_differ is not None:
         differ, other = found.actions_differ
         raise SpacesError(
             f"Environment {differ} has the action space {other}, and environment 0 has {found.action}. "
             "Make them equal by a wrapper."
-        )
-
-
-def check_shapes(found: PoolSpaces, single: Space[Any], words: str = "") -> None:
-    """Raises ``SpacesError`` if an environment's observations don't fit into arrays of `single`.
-
-    Args:
-        found: The spaces of the environments.
-        single: The space.
-        words: What Gymnasium says.
-    """
-    misfit = found.misfit(single)
-    if misfit is not None:
-        other = found.observations[misfit] if found.observations else found.observation
-        raise SpacesError(
-            f"Environment {misfit} has the observation space {other}, whose shape or dtype differs from {single}"
-            f"{f' ({words})' if words else ''}. Make them equal by a wrapper."
         )
 
 

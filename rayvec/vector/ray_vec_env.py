@@ -29,7 +29,6 @@ from rayvec.vector.batching import (
     checked_actions,
     checked_mask,
     in_batch_order,
-    parse_autoreset_mode,
 )
 from rayvec.vector.chunks import ChunkAdapter, WeightStore
 
@@ -136,7 +135,9 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native, seed=seed, first_id=first_id)
         self.spec = factory.spec
         self.copy = check_flag("copy", copy)
-        mode = None if autoreset_mode is None else parse_autoreset_mode(autoreset_mode)
+        modes = tuple(each.value for each in AutoresetMode)
+        check_choice("autoreset_mode", getattr(autoreset_mode, "value", autoreset_mode), (None, *modes))
+        mode = None if autoreset_mode is None else AutoresetMode(autoreset_mode)
         self._open(
             factory,
             num_nodes=num_nodes,

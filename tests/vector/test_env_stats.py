@@ -42,8 +42,8 @@ def test_native_sub_batches_have_those_of_the_whole() -> None:
 
 
 def test_a_training_says_which_is_slow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sizes: Any = {"num_envs": 2, "num_steps": 8, "minibatch_size": 16, "total_steps": 16, "eval_episodes": 0}
-    config = rayvec.PPOConfig(**sizes, num_nodes=0, workers_per_node=2, run_dir=tmp_path / "run")
+    sizes: Any = {"num_envs": 2, "num_steps": 8, "minibatch_size": 16, "total_steps": 16, "normalize_obs": True}
+    config = rayvec.PPOConfig(**sizes, eval_episodes=0, num_nodes=0, workers_per_node=2, run_dir=tmp_path / "run")
     with caplog.at_level(logging.INFO, "rayvec"):
         rayvec.train(config, env=[CountingEnv, partial(CountingEnv, 7, SLOW_S)])
     assert "The slowest environment is 1 (node" in caplog.text
