@@ -105,9 +105,7 @@ class ChunkAdapter(Adapter):
         """
         self._assert_idle("publish")
         remedy = "Make the object when the policy first acts, or let the policy act here: inference='driver'."
-        return self._publish(pickled_for_workers(as_policy(policy), "a policy", remedy), first_version, on_node=on_node)
-
-    def _publish(self, pickled: bytes, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
+        pickled = pickled_for_workers(as_policy(policy), "a policy", remedy)
         while self._unused and not self._chunks:
             self._drop(*self._unused.pop())
         store = WeightStore(self, first_version, on_node=on_node)
@@ -232,7 +230,7 @@ class ChunkAdapter(Adapter):
             request = chunk.order.request
             if chunk.ticket is None:
                 self._forget(chunk)
-                take = partial(self._host.take, chunk.order, cut=cut or _never)
+                take = partial(self._host.take, chunk.order, cut=cut or (lambda taken: False))
                 return index, self._take_here(self._host, take, request)
             deadline = math.inf if timeout_s is None else began_s + timeout_s
             if cut is not None:
@@ -341,10 +339,6 @@ class WeightStore:
         """Removes the policy and its weights from the workers. The store can't be used afterwards."""
         self._end.detach()
         self._env._drop(self.key, self.on_node)
-
-
-def _never(taken: int) -> bool:
-    return False
 
 
 def _joined(taken: Sequence[TakenChunk], request: ChunkRequest, waited_s: float, *, copy: bool = True) -> Rollout:

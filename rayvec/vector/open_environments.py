@@ -66,29 +66,24 @@ def open_environments(
     """
     check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
     resources = EnvResources.of(cores_per_env, gpus_per_env, resources_per_env)
-    check_count("first_id", first_id, least=0)
     check_names("preload", preload)
     if factory.native:
         keep_freed_memory(64 << 20)
     if num_nodes == 0 and num_nodes is not False:
         _check_local(address, workers_per_node, restart_policy, resources)
         if workers_per_node == 0:
-            where = Topology.this_process
-            return InProcess(make_slice(factory, first_id, where, restart_policy))
+            return InProcess(make_slice(factory, first_id, Topology.this_process, restart_policy))
         if resources is not None:
             check_here(resources, factory.num_envs)
-        name = Topology.of_this_node().nodes[0].name
-        num_workers = factory.num_envs if worker_per_env else workers_per_node
-        if resources is not None and num_workers is None:
-            num_workers = factory.num_envs
+        has_own = worker_per_env or (resources is not None and workers_per_node is None)
+        num_workers = factory.num_envs if has_own else workers_per_node
         num_workers = num_workers or local_workers(
             factory, usable_cores(), probe=probe, preload=preload, restart_policy=restart_policy
         )
-        num_workers = min(num_workers, factory.num_envs)
         return Machine(
             factory,
-            num_workers,
-            node=name,
+            min(num_workers, factory.num_envs),
+            node=Topology.of_this_node().nodes[0].name,
             preload=preload,
             restart_policy=restart_policy,
             first_id=first_id,
