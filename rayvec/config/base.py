@@ -157,7 +157,7 @@ class TrainConfig:
     CUDA_VISIBLE_DEVICES."""
 
     resources_per_env: dict[str, Positive] = field(default_factory=dict)
-    """Resources of Ray's nodes that each environment claims, for example license=1."""
+    """Resources of Ray's nodes that each environment claims, as NAME AMOUNT pairs."""
 
     address: str | None = None
     """Address of a running Ray cluster; unset: RAY_ADDRESS, or else, where Ray is needed, a private one."""

@@ -86,7 +86,8 @@ def read_options(
         near = suggested(name, [*fields_of(cls), *others])
         advice = f"Did you mean --{near.replace('_', '-')}?" if near else f"`rayvec {command} --help-all` lists them."
         raise ConfigError(f"{option} is no option of `rayvec {command}`. {advice}")
-    return {name: _pairs(value) if name.endswith("env_kwargs") else value for name, value in given.items()}
+    kinds = {name: get_origin(each.annotation) for name, each in fields_of(cls).items()}
+    return {name: _pairs(name, value) if kinds[name] is dict else value for name, value in given.items()}
 
 
 def _add(parser: OptionParser, cls: Any, name: str) -> None:
@@ -106,12 +107,13 @@ def _word(word: str) -> str | None:
     return None if word == "None" else word
 
 
-def _pairs(words: Sequence[str]) -> Any:
+def _pairs(name: str, words: Sequence[str]) -> Any:
     """Reads NAME VALUE pairs, or one mapping in YAML."""
     if len(words) == 1 and words[0].startswith("{"):
         return read_yaml(words[0])
-    require(len(words) % 2 == 0, f"--env-kwargs has {len(words)} words. Pass NAME VALUE pairs, or {{name: value}}.")
-    return {name: read_yaml(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    option = name.replace("_", "-")
+    require(len(words) % 2 == 0, f"--{option} has {len(words)} words. Pass NAME VALUE pairs, or {{name: value}}.")
+    return {key: read_yaml(value) for key, value in zip(words[::2], words[1::2], strict=True)}
 
 
 def _help(command: str, cls: Any, given: Mapping[str, Any], others: Mapping[str, str], *, is_whole: bool) -> str:
