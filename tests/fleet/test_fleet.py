@@ -102,7 +102,8 @@ class TestLostChildren:
         seeds = fleet.arrays["obs"][2:, 2]
         assert not set(seeds) & {7.0, 8.0} and len(set(seeds)) == 2
         where = "(environments 2 to 3), seeds [7, 8]"
-        assert fleet.take_replaced() == {"worker": 1} and answer.notes == (f"restarted child 1 {where}: child 1 died.",)
+        assert fleet.take_replaced() == {"worker": 1}
+        assert answer.notes == ((f"restarted child 1 {where}: child 1 died.", range(2, 4)),)
 
     def test_an_episode_that_was_over_stays_over(self) -> None:
         fleet = fleet_of([partial(Steps, 2)] * 2, 1, RESTART)
