@@ -108,7 +108,7 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
         _, leaf, leaf_dtype, leaf_shape = leaves[0]
 
         def write_leaf(row: int, value: Any) -> None:
-            is_array = type(value) is np.ndarray and value.dtype == leaf_dtype and value.shape == leaf_shape
+            is_array = type(value) is np.ndarray and value.dtype is leaf_dtype and value.shape == leaf_shape
             leaf[row] = value if is_array else fitted(value, leaf_dtype, leaf_shape)
 
         return write_leaf

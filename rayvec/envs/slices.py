@@ -169,18 +169,19 @@ class Slice:
         self._values: dict[int, Any] = {}
         self._failure: RemoteFailure | None = None
         self.progress[0] += 1
-        function = self._functions[command.op]
+        function, is_call = self._functions[command.op], command.op in (Op.CALL, Op.SET)
+        is_repeated = is_call and command.rest[0] in self._replay_calls
         for unit, argument in self._divided(command):
             try:
                 function(unit, argument, command)
             except FAILURES as error:
                 self._recover(unit, error, partial(function, unit, argument, command), command.op)
             else:
-                if command.op in (Op.CALL, Op.SET) and command.rest[0] in self._replay_calls:
+                if is_repeated:
                     self._calls[unit].pop(name := (command.op, command.rest[0]), None)
                     self._calls[unit][name] = partial(function, unit, argument, command)
         self.progress[0] += 1
-        value = [self._values.get(row) for row in command.rows.tolist()] if command.op in (Op.CALL, Op.SET) else None
+        value = [self._values.get(row) for row in command.rows.tolist()] if is_call else None
         if not (self._infos or self._failure or self._notes or value is not None):
             return NO_NEWS
         notes, self._notes = tuple(self._notes), []
@@ -204,8 +205,7 @@ class Slice:
 
     def _step(self, row: int, action: Any, command: Command) -> None:
         """Steps one environment, or does in place of the step what the state of its episode asks for."""
-        mode = command.mode
-        if self._episode[row] != RUNNING and self._step_is_replaced(row, mode):
+        if self._episode[row] != RUNNING and self._step_is_replaced(row, command.mode):
             return
         began_s = perf_counter()
         values = self._envs[row].step(action)
@@ -222,12 +222,13 @@ class Slice:
                 "combine several, for example with mo_gymnasium.wrappers.LinearReward."
             ) from error
         self._ends[0][row], self._ends[1][row] = terminated, truncated
-        resets_here = (terminated or truncated) and mode == Autoreset.SAME_STEP
+        is_over = terminated or truncated
+        resets_here = is_over and command.mode == Autoreset.SAME_STEP
         if resets_here:
             self._infos.append((row, {"final_obs": copied(obs), "final_info": own_info(info)}))
         else:
             self._write_obs(row, obs)
-        if terminated or truncated:
+        if is_over:
             self._episode[row] = ENDED
             self._num_finished[row] += 1
         if resets_here:

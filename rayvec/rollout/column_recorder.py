@@ -128,7 +128,8 @@ class ColumnRecorder:
             check_rows(actions, arrays, len(self._chunk.env_ids[self._columns[group]]), self._action_layout)
             self._make_room({"act": actions, "extras": arrays})
             self._forms[group] = forms
-        assign(self._acted, (t, self._columns[group]), {"act": actions, "extras": arrays})
+        assign(self._acted["act"], (t, self._columns[group]), actions)
+        assign(self._acted["extras"], (t, self._columns[group]), arrays)
 
     def _make_room(self, acted: dict[str, Any]) -> None:
         """Allocates arrays for what the policy returns, in a data type that holds what it has returned so far too."""
@@ -279,4 +280,7 @@ def empty_like(tree: Tree, leading: tuple[int, ...], empty: Empty = np.empty) ->
 
 def assign(target: Tree, index: Any, source: Tree) -> None:
     """Writes a batch into some rows of a tree, whatever the order of its keys."""
-    tree_map(lambda part, rows: part.__setitem__(index, rows), target, source)
+    if type(target) is np.ndarray:
+        target[index] = source
+    else:
+        tree_map(lambda part, rows: assign(part, index, rows), target, source)
