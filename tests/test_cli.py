@@ -128,8 +128,8 @@ def test_wrong_usage(arguments: str, words: list[str], assert_refused: AssertRef
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--num-envs 0", ["num_envs", "at least 1", "is 0"]),
-        ("--gamma 1.5", ["gamma", "at most 1", "is 1.5"]),
+        ("--num-envs 0", ["num_envs", "equal to 1", "is 0"]),
+        ("--gamma 1.5", ["gamma", "less than or equal to 1", "is 1.5"]),
         ("--env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
         ("--resume nowhere", ["config.yaml"]),
         ("--num-nodes 1 --workers-per-node 0", ["workers_per_node is 0"]),
@@ -194,7 +194,7 @@ def test_a_run_without_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_evaluating_nothing(tmp_path: Path, assert_refused: AssertRefused) -> None:
     assert_refused(["eval", str(tmp_path / "nowhere")], "config.yaml")
     assert_refused(["eval", str(tmp_path), "--episodes", "0"], "episodes", "is 0")
-    assert_refused(["eval", str(tmp_path), "--num-nodes", "-1"], "at least 0", "is -1")
+    assert_refused(["eval", str(tmp_path), "--num-nodes", "-1"], "equal to 0", "is -1")
 
 
 def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,6 @@ import rayvec
 from rayvec import cli
 from rayvec.config import ADJUSTABLE
 
-pytestmark = pytest.mark.filterwarnings("ignore:precision='bf16' is slower")  # which depends on the machine
-
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"] + [

@@ -57,18 +57,6 @@ OTHER_NAMES = {
 }
 """Settings that have another name in other libraries, where it is not a near one."""
 
-_SHORTER = {
-    "Input should be ": "",
-    "an instance of str": "a string",
-    "Tuple should have": "a tuple with",
-    " after validation": "",
-    "greater than or equal to": "at least",
-    "less than or equal to": "at most",
-    "greater than": "above",
-    "less than": "below",
-}
-"""Words in the rules of pydantic, and what to write for them."""
-
 _LEAST_LIKENESS = 0.75
 """The least similarity (difflib's ratio) of an unknown name to the one that is suggested for it."""
 
@@ -112,30 +100,17 @@ def _refusal(cls: type, given: Mapping[str, Any], error: ValidationError) -> Exc
         near = [f"{each} for {name}" for name in unknown if (each := suggested(name, known))]
         advice = f"Did you mean {' and '.join(near)}?" if near else f"Its settings are {', '.join(known)}."
         return ConfigError(f"{cls.__name__} has no setting {', '.join(unknown)}. {advice}")
-    name = str(errors[0]["loc"][0]) if errors[0]["loc"] else ""
     raised = errors[0].get("ctx", {}).get("error")
-    if isinstance(raised, Exception):
-        return ConfigError(f"{name} is {raised}") if name else raised
-    if errors[0]["type"] == "missing":
+    if isinstance(raised, ConfigError):
+        return raised
+    name = str(errors[0]["loc"][0])
+    if name not in given:
         return ConfigError(f"{name} is missing. {cls.__name__} has no default for it: pass a value.")
-    rules = " or ".join(dict.fromkeys(_rule(each["msg"]) for each in errors))
-    default = known[name].get_default(call_default_factory=True)
-    takes_names = name in ("env_id", "env_kwargs", "network", "wrappers")
-    advice = (
-        "Pass objects to rayvec.train(config, env=..., network=...)" if takes_names else f"The default is {default!r}"
-    )
-    return ConfigError(f"{name} is {given[name]}. It must be {rules}. {advice}.")
-
-
-def _rule(message: str) -> str:
-    """Returns a rule of pydantic in fewer words.
-
-    >>> _rule("Input should be greater than or equal to 1")
-    'at least 1'
-    """
-    for long, short in _SHORTER.items():
-        message = message.replace(long, short)
-    return message.partition(", unable to")[0]
+    rules = " or ".join(dict.fromkeys(each["msg"] for each in errors))
+    advice = f"The default is {known[name].get_default(call_default_factory=True)!r}"
+    if name in ("env_id", "env_kwargs", "network", "wrappers"):
+        advice = "Pass objects to rayvec.train(config, env=..., network=...)"
+    return ConfigError(f"{name} is {given[name]}. {rules}. {advice}.")
 
 
 def require(holds: object, otherwise: str) -> None:

@@ -102,14 +102,14 @@ def test_a_command_whose_rows_all_failed_exits_with_1(
     ("arguments", "words"),
     [
         ("scaling --step-duration 0", ["step_duration", "above 0"]),
-        ("scaling --nodes 0", ["nodes", "at least 1"]),
+        ("scaling --nodes 0", ["nodes", "equal to 1"]),
         ("scaling --nodes", ["--nodes", "at least one value"]),
-        ("scaling --jitter 9", ["jitter", "at most 3"]),
+        ("scaling --jitter 9", ["jitter", "equal to 3"]),
         ("scaling --nodes 100000 --cores-per-node 1000", ["GiB of memory"]),
         ("scaling --env-id NoSuch-v0", ["NoSuch-v0"]),
         ("scaling --out /proc/nowhere", ["/proc/nowhere", "--out"]),
         ("model nowhere.json", ["nowhere.json", "rayvec bench scaling"]),
-        ("model --fit-nodes 0", ["fit_nodes", "at least 1"]),
+        ("model --fit-nodes 0", ["fit_nodes", "equal to 1"]),
     ],
 )
 def test_what_cannot_work(arguments: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

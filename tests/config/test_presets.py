@@ -106,21 +106,6 @@ def test_an_algorithm_of_ones_own_has_no_presets(monkeypatch: pytest.MonkeyPatch
         Own(preset="classic")
 
 
-@pytest.mark.parametrize(
-    ("kind", "preset", "error"),
-    [
-        (PPOConfig, "mujoko", "'classic', 'box2d', 'mujoco'"),
-        (PPOConfig, None, "'classic', 'box2d', 'mujoco'"),
-        (PPOConfig, [], "'classic', 'box2d', 'mujoco'"),
-        (SACConfig, "atari", "sac has the presets none, classic, box2d, mujoco"),
-    ],
-)
-def test_an_unknown_preset_is_refused(kind: Any, preset: Any, error: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        kind(preset=preset)
-    assert error in str(caught.value)
-
-
 def test_an_environment_that_is_passed_brings_its_own_preset() -> None:
     """`train(PPOConfig(), env=...)` has the settings of `PPOConfig(env_id=...)`, not those of the default CartPole."""
     given = PPOConfig(num_epochs=3)

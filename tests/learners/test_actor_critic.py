@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,22 +75,6 @@ def test_a_loaded_learner_continues_bit_for_bit(
 
 
 @LEARNERS
-def test_state_and_weights_are_copies(make: MakeLearner) -> None:
-    learner = make()
-    batch = make_batch(Policy(learner.module))
-    learner.update(batch)
-    state, weights = learner.state_dict(), learner.weights()
-    before = copy.deepcopy(state)
-    learner.update(batch)
-    assert (weights != learner.weights()).any()
-    assert torch.equal(state["parameters"], before["parameters"])
-    assert torch.equal(state["optimizer"]["exp_avg"], before["optimizer"]["exp_avg"])
-    learner.load_state_dict(state)
-    learner.update(batch)
-    assert torch.equal(state["parameters"], before["parameters"])
-
-
-@LEARNERS
 @pytest.mark.parametrize(
     "change",
     [{"parameters": torch.zeros(3)}, {"unknown": 1}, {"return_scale": {"count": 1}}],
@@ -118,15 +101,6 @@ def test_what_is_not_finite_is_an_error_and_leaves_the_weights(
     with pytest.raises(LearnerError, match=r"not finite .*policy_loss.: nan"):
         learner.update(batch)
     np.testing.assert_array_equal(learner.weights(), before)
-
-
-@LEARNERS
-def test_a_chunk_without_logp_is_refused(make: MakeLearner) -> None:
-    learner = make()
-    batch = make_batch(Policy(learner.module))
-    del batch.chunks[0].extras["logp"]
-    with pytest.raises(LearnerError, match=r"Collect with rayvec\.Policy"):
-        learner.update(batch)
 
 
 @LEARNERS

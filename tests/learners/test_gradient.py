@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -143,18 +141,3 @@ def test_without_a_compiler_it_says_what_to_install() -> None:
         for _ in range(2):
             assert function(torch.ones(7), torch.ones(7)).tolist() == [2.0] * 7
     assert [each.category for each in warned].count(RuntimeWarning) == 1
-
-
-@pytest.mark.slow
-def test_a_learner_that_compiles_nothing_loads_nothing_that_it_does_not_need() -> None:
-    code = (
-        "import sys, torch, gymnasium, rayvec.training.loop\n"
-        "from rayvec.config import PPOConfig\n"
-        "from rayvec.training.runs import LEARNERS\n"
-        "from rayvec.learners.optimizer import Adam\n"
-        "env = gymnasium.make('CartPole-v1')\n"
-        "LEARNERS[PPOConfig](env.observation_space, env.action_space, PPOConfig())\n"
-        "Adam(torch.ones(3), 1e-8).step(torch.ones(3), torch.ones(()), 0.1)\n"
-        "print(*{'torch._dynamo', 'sympy', 'matplotlib'} & set(sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"\n"

@@ -30,7 +30,7 @@ from helpers.thread_ranks import learn_on_ranks, on_ranks, shard
 from helpers.training_kit import assert_same
 from numpy.typing import NDArray
 
-from rayvec.data import Batch, Chunk, tree_map
+from rayvec.data import Batch, Chunk
 from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.ppo import PPOLearner
 from rayvec.policies.policy import Policy
@@ -111,18 +111,10 @@ def test_metrics_say_what_they_are() -> None:
 
 @pytest.mark.parametrize("space", [SIGHT, MIXED], ids=["image", "image and numbers"])
 def test_images_are_learned_from(space: spaces.Space[Any]) -> None:
-    """The network of images learns; it makes no difference in how many parts their values are computed."""
     learner = PPOLearner(space, DISCRETE, ppo_config(num_epochs=1, normalize_obs=True))
-    batch = make_batch(Policy(learner.module), space=space, invalid=True)
     before = [parameter.detach().clone() for parameter in learner.module.parameters()]
-    learner.update(batch)
+    learner.update(make_batch(Policy(learner.module), space=space, invalid=True))
     assert all((old != new).any() for old, new in zip(before, learner.module.parameters(), strict=True))
-    many = tree_map(lambda leaf: np.repeat(leaf, 40, 0), batch.chunks[0].obs)
-    with torch.no_grad():
-        rows = learner.module.encode(many)
-        whole = learner.module.value(rows)
-        parts = [learner.module.value(tree_map(lambda leaf: leaf[t], rows)) for t in range(0, len(whole), 90)]  # noqa: B023
-    torch.testing.assert_close(torch.stack(parts), whole[::90], atol=1e-5, rtol=1e-5)
 
 
 def test_observations_are_normalised_by_all_that_was_seen_before() -> None:

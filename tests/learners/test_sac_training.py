@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import pytest
 import rayvec
 from rayvec import SACConfig
 from rayvec.training.run_dir import load_run
-from rayvec.training.runs import make_env, make_learner
-from rayvec.training.trainer import Progress, Trainer
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -40,19 +37,3 @@ def test_it_learns_pendulum(tmp_path: Path) -> None:
     config = tiny(tmp_path / "a", learning_starts=600, batch_size=128, hidden_sizes=(64, 64), eval_episodes=10)
     result = rayvec.train(replace(config, total_steps=4_000))
     assert result.eval_return_mean > -500  # random actions: about -1200
-
-
-def test_a_resumed_run_acts_at_random_until_weights_were_published(tmp_path: Path) -> None:
-    """However many steps it has taken."""
-    config = tiny(tmp_path / "a", num_nodes=1)
-    with make_env(config) as env:
-        learner = make_learner(config, env)
-        with contextlib.closing(Trainer(config, env, learner, Progress()).collector) as collector:
-            state = collector.state_dict()
-        for version in (0, 1):
-            state["version"] = version
-            progress = Progress(steps=config.learning_starts + 8)
-            with contextlib.closing(Trainer(config, env, learner, progress, state).collector) as collector:
-                batch = collector.collect(n_step=256, ahead=False)
-                is_random = collector._policy._random
-            assert batch.stats.weights_versions == (version, version) and is_random == (version == 0)

@@ -51,9 +51,3 @@ def test_normal_has_the_moments_and_the_quantiles_of_a_normal() -> None:
     for quantile in (-2.5, -1.0, -0.1, 0.5, 1.5, 3.0):
         probability = (1 + erf(quantile / sqrt(2))) / 2
         assert abs((z < quantile).mean() - probability) < 4 * sqrt(probability * (1 - probability) / z.size)
-
-
-@SPECS
-def test_no_number_comes_twice(spec: NoiseSpec) -> None:
-    x = np.stack([noise(spec, seed) for seed in (0, 1, 2, 2**63)])
-    assert np.unique(x).size == x.size

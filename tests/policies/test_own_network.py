@@ -15,7 +15,6 @@ from rayvec.config import IMPALAConfig, PPOConfig
 from rayvec.config.references import refer
 from rayvec.data import tree_map
 from rayvec.errors import ConfigError
-from rayvec.policies.encoders import make_encoder
 from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.policies.own_network import make_module
 
@@ -146,13 +145,3 @@ def test_images_of_any_size_are_read_by_a_cnn(cnn: Any, shape: tuple[int, ...]) 
     assert len(module.cnns) == 1
     obs = draw(space, 2)
     np.testing.assert_allclose(module.make_actor()(obs), module(module.encode(obs))[0].detach(), atol=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(128,), (84, 84), (5, 5, 3)])
-@pytest.mark.parametrize("high", [255, 10, 1])
-def test_bytes_that_are_no_image_are_scaled(shape: tuple[int, ...], high: int) -> None:
-    space = spaces.Box(0, high, shape, np.uint8)
-    obs = draw(space, 3)
-    rows = make_encoder(space, images=True, scaled=True)(obs)
-    np.testing.assert_allclose(rows, obs.reshape(3, -1) / np.float32(high), rtol=1e-6)
-    assert rows.dtype == np.float32

@@ -140,16 +140,6 @@ def test_choices_are_drawn_with_their_probabilities(space: spaces.Space[Any]) ->
         assert ((counts - expected) ** 2 / expected).sum() < freedom + 4 * math.sqrt(2 * freedom)
 
 
-def test_normal_samples_have_the_mean_and_deviation_they_should() -> None:
-    distribution, count = make_distribution(BOX), 20_000
-    params = np.repeat(np.array([[0.5, -2.0, 3.0, 0.0, -1.0, 1.0]], np.float32), count, 0)
-    sample, _ = distribution.sample(params, draw_noise(distribution, count))
-    std = np.exp(params[0, 3:])
-    assert (np.abs(sample.mean(0) - params[0, :3]) < 4 * std / math.sqrt(count)).all()
-    assert (np.abs(sample.std(0) / std - 1) < 4 / math.sqrt(2 * count)).all()
-    np.testing.assert_array_equal(distribution.action(sample), sample.clip(-1, 1))
-
-
 @pytest.mark.parametrize("u", [2.0**-53, 0.5, 1 - 2.0**-53])
 def test_a_choice_of_probability_0_is_never_drawn(u: float) -> None:
     distribution = make_distribution(spaces.MultiDiscrete([4, 3]))
@@ -184,14 +174,6 @@ def test_encoding_equals_gymnasiums_flatten(space: spaces.Space[Any]) -> None:
     assert rows.shape == (6, encoder.num_features) and rows.dtype == np.float32
     for row, one in zip(rows, iterate(batched, obs), strict=True):
         np.testing.assert_array_equal(row, np.asarray(flatten(space, one), np.float32))
-
-
-def test_encoding_keeps_all_leading_dimensions() -> None:
-    space = OBSERVATION_SPACES["dict"]
-    obs = batch_space(batch_space(space, 4), 3).sample()
-    assert make_encoder(space)(obs).shape == (3, 4, 7)
-    flat = np.ones((3, 4, 3), np.float32)
-    assert make_encoder(BOX)(flat) is flat
 
 
 IMAGES: dict[str, spaces.Space[Any]] = {
