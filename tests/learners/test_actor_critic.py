@@ -31,6 +31,7 @@ from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.policies.policy import Policy
 
+NORMALIZED = {"normalize_obs": True, "normalize_reward": True, "clip_reward": 0.5}
 MakeLearner = Callable[..., PPOLearner | IMPALALearner]
 
 
@@ -52,23 +53,22 @@ IN_ONE_STEP = pytest.mark.parametrize(
 
 @LEARNERS
 @SPACES
-@pytest.mark.parametrize("normalize_reward", [False, True], ids=["raw", "scaled"])
+@pytest.mark.parametrize("settings", [{}, NORMALIZED], ids=["raw", "normalised"])
 def test_a_loaded_learner_continues_bit_for_bit(
-    make: MakeLearner, action_space: spaces.Space[Any], normalize_reward: bool
+    make: MakeLearner, action_space: spaces.Space[Any], settings: dict[str, Any]
 ) -> None:
-    learner: Learner = make(action_space, seed=3, normalize_reward=normalize_reward)
+    learner: Learner = make(action_space, seed=3, **settings)
     policy = Policy(learner.module)
     for seed in range(2):
         learner.update(make_batch(policy, seed))
     file = io.BytesIO()
     torch.save(learner.state_dict(), file)
     file.seek(0)
-    state = torch.load(file, weights_only=True)
-
-    other = make(action_space, seed=3, normalize_reward=normalize_reward)
+    other = make(action_space, seed=3, **settings)
     perturb(other.module, 1.0)
-    other.load_state_dict(state)
+    other.load_state_dict(torch.load(file, weights_only=True))
     for seed in range(2, 5):
+        policy.load_weights(learner.weights())
         batch = make_batch(policy, seed)
         assert learner.update(batch) == other.update(batch)
         np.testing.assert_array_equal(learner.weights(), other.weights())

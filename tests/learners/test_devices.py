@@ -91,20 +91,6 @@ def test_reads_do_not_grow_with_the_number_of_minibatches(case: Case) -> None:
     assert not counts[1] - counts[0]
 
 
-def test_an_update_uploads_no_steps_where_the_replay_is_on_the_device() -> None:
-    uploads = {}
-    for on_device in (False, True):
-        case = Case("sac", "numbers", "box", {"replay_on_device": on_device, "update_to_data": 0.0625})
-        with pretended() as device:
-            learner = case.learner("meta")
-            learner.update(case.batches(1)[0])
-            device.writes.clear()
-            learner.update(case.batches(1)[0])
-            uploads[on_device] = sum("to_device" in line for line in device.writes)
-    stored = 1 + 5  # where the steps of the chunk go, and what they are
-    assert uploads == {False: 5 + 2, True: stored + 1 + 2}, "steps, or where they lie; weights and noise"
-
-
 def test_a_state_goes_to_a_replay_elsewhere_and_back() -> None:
     case, batches = Case("sac", "numbers", "box"), Case("sac", "numbers", "box").batches(4)
     here, elsewhere = case.learner("cpu"), []

@@ -97,37 +97,6 @@ def test_what_fills_a_minibatch_up_is_not_too_likely(monkeypatch: pytest.MonkeyP
         assert (learner.weights() != before).any() and np.isfinite(learner.weights()).all()
 
 
-def refuse(*_: Any, **__: Any) -> Any:
-    raise PermissionError(13, "Permission denied", "/cache")
-
-
-def not_here(*_: Any, **__: Any) -> Any:
-    def call(*args: object) -> None:
-        raise RuntimeError("no compiler here.\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace")
-
-    return call
-
-
-@pytest.mark.parametrize(
-    ("compile_", "text"),
-    [
-        (refuse, r"'/cache'.*TORCHINDUCTOR_CACHE_DIR.*compile=False"),
-        (not_here, r"no compiler here\. .*pass compile=False"),
-        (None, "no_such_option"),
-    ],
-)
-def test_what_can_not_be_compiled_runs_uncompiled_and_says_so_once(
-    compile_: Any, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if compile_ is not None:
-        monkeypatch.setattr("torch.compile", compile_)
-    function = Compiled(lambda state, rows: state * rows, no_such_option=True)
-    with pytest.warns(RuntimeWarning, match=rf"run uncompiled.*{text}") as warned:
-        for _ in range(2):
-            assert function(torch.full((2,), 2.0), torch.ones(2)).tolist() == [2.0, 2.0]
-    assert len(warned) == 1
-
-
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")  # once in a process
 def test_without_a_compiler_it_says_what_to_install() -> None:
     from torch._inductor import config as inductor

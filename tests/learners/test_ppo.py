@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from dataclasses import replace
 from typing import Any
@@ -31,7 +30,7 @@ from helpers.training_kit import assert_same
 from numpy.typing import NDArray
 
 from rayvec.data import Batch, Chunk
-from rayvec.errors import CheckpointError, LearnerError
+from rayvec.errors import LearnerError
 from rayvec.learners.ppo import PPOLearner
 from rayvec.policies.policy import Policy
 
@@ -176,27 +175,6 @@ def test_a_reward_that_is_not_finite_changes_no_statistics(num_ranks: int) -> No
         assert learner.update(share)
 
     on_ranks(num_ranks, work)
-
-
-@pytest.mark.parametrize("space", [FAR, MIXED], ids=["numbers", "both"])
-def test_a_loaded_learner_normalises_on_bit_for_bit(space: spaces.Space[Any]) -> None:
-    learner = PPOLearner(space, BOX, ppo_config(**NORMALIZED))
-    policy = Policy(learner.module)
-    for seed in range(2):
-        learner.update(make_batch(policy, seed, space=space))
-    file = io.BytesIO()
-    torch.save(learner.state_dict(), file)
-    file.seek(0)
-    other = PPOLearner(space, BOX, ppo_config(**NORMALIZED, seed=9))
-    other.load_state_dict(torch.load(file, weights_only=True))
-    other.config = learner.config
-    policy.load_weights(learner.weights())
-    for seed in range(2, 4):
-        batch = make_batch(policy, seed, space=space)
-        assert learner.update(batch) == other.update(batch)
-        np.testing.assert_array_equal(learner.weights(), other.weights())
-    with pytest.raises(CheckpointError, match=r"of another learner: its buffers, obs_moments, return_scale differ"):
-        learner.load_state_dict(PPOLearner(space, BOX, ppo_config()).state_dict())
 
 
 def test_statistics_are_those_of_all_ranks() -> None:
