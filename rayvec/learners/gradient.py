@@ -50,7 +50,10 @@ class Gradient:
         self._leaves = dict(module.named_parameters())
         leaves = list(self._leaves.values())
         if len({(leaf.dtype, leaf.device) for leaf in leaves}) != 1:
-            raise _several_kinds(leaves)
+            raise ConfigError(
+                f"The parameters are {sorted({f'{leaf.dtype} on {leaf.device}' for leaf in leaves})}. They must have "
+                "one dtype and device: convert the module with module.to(device, dtype)."
+            )
         self._sizes = [leaf.numel() for leaf in leaves]
         self._trained = [leaf for leaf in leaves if leaf.requires_grad]
         self.flat = flat_parameters(leaves)
@@ -95,10 +98,3 @@ class Gradient:
 def flat_parameters(parameters: Iterable[Tensor]) -> Tensor:
     """Returns a copy of parameters, flat. Those of one module may have any memory format."""
     return torch.cat([each.detach().reshape(-1) for each in parameters])
-
-
-def _several_kinds(leaves: list[nn.Parameter]) -> ConfigError:
-    return ConfigError(
-        f"The parameters are {sorted({f'{leaf.dtype} on {leaf.device}' for leaf in leaves})}. They must have one "
-        "dtype and device: convert the module with module.to(device, dtype)."
-    )

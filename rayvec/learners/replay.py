@@ -67,7 +67,10 @@ class ReplayBuffer:
             ConfigError: The chunk is of other environments than those before.
         """
         if self.env_ids is not None and not np.array_equal(chunk.env_ids, self.env_ids):
-            raise _other_environments(self.env_ids, chunk.env_ids)
+            raise ConfigError(
+                f"A chunk is of the environments {chunk.env_ids.tolist()}, and the replay holds those of "
+                f"{self.env_ids.tolist()}. Use one replay for each set of environments."
+            )
         columns = {
             "obs": self._encode_obs(chunk.obs),
             "act": self._encode_act(chunk.act),
@@ -131,7 +134,10 @@ class ReplayBuffer:
         used = len(state["rew"])
         is_rotated = ((heads != sizes) & (heads != sizes % max(1, used))).any()
         if used > self.capacity_steps or (used < self.capacity_steps and is_rotated):
-            raise _other_capacity(self.capacity_steps, used)
+            raise CheckpointError(
+                f"The replay of the state has {used} steps of each environment, and this one {self.capacity_steps}. "
+                "Use the configuration that the checkpoint was written with."
+            )
         heads = heads if is_rotated else sizes % self.capacity_steps
         columns = {}
         for name in ("obs", "act", "rew", "next_obs", "terminated"):
@@ -151,17 +157,3 @@ def _zeros(shape: tuple[int, ...], dtype: Any, device: torch.device) -> Tensor:
     """Returns zeros. On a CPU their memory is not touched before something is written to it."""
     untouched = torch.from_numpy(np.zeros(shape, dtype))
     return untouched if device.type == "cpu" else torch.zeros(shape, dtype=untouched.dtype, device=device)
-
-
-def _other_environments(known: NDArray[np.int64], got: NDArray[np.int64]) -> ConfigError:
-    return ConfigError(
-        f"A chunk is of the environments {got.tolist()}, and the replay holds those of {known.tolist()}. Use one "
-        "replay for each set of environments."
-    )
-
-
-def _other_capacity(capacity_steps: int, got: int) -> CheckpointError:
-    return CheckpointError(
-        f"The replay of the state has {got} steps of each environment, and this one {capacity_steps}. Use the "
-        "configuration that the checkpoint was written with."
-    )

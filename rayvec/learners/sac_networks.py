@@ -20,7 +20,7 @@ from rayvec.config.references import resolve
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.actors import Actor
-from rayvec.policies.distributions import Categorical, Distribution, TanhGaussian, make_tanh_gaussian
+from rayvec.policies.distributions import Categorical, TanhGaussian, make_tanh_gaussian
 from rayvec.policies.encoders import Encoder, join, make_encoder, normalized, plain_encoder
 from rayvec.policies.masks import allowed, has_mask, without_mask
 from rayvec.policies.networks import ActorCriticModule, numpy_actor, to_device
@@ -53,7 +53,7 @@ class SACActor(ActorCriticModule):
         net: nn.Module,
         is_own: bool,
         encoder: Encoder,
-        distribution: Distribution,
+        distribution: TanhGaussian | Categorical,
         shape: tuple[int, ...],
         *,
         masked: bool,

@@ -10,7 +10,8 @@ has these members:
     parameters ``[k, P]`` and noise ``[k, lanes]``;
 *   `action` returns what the environments get, `extras` what a chunk must record besides, and `recorded` the samples
     ``[..., C]`` behind both;
-*   `logp_entropy` returns log-probabilities and entropies, ``[B]`` each, of tensors ``[B, P]`` and ``[B, C]``.
+*   `logp_entropy` returns log-probabilities and entropies, ``[B]`` each, of tensors ``[B, P]`` and ``[B, C]``. In its
+    place a `TanhGaussian` has `rsample`, which draws samples with a graph.
 
 Where a policy acts, parameters are a NumPy array and noise comes from outside (see
 :mod:`rayvec.policies.noise`); where it learns, they are a torch tensor with a graph behind it. A distribution
@@ -317,20 +318,6 @@ class TanhGaussian(_Normal):
         lead = act.shape[: act.ndim - self.low.ndim]
         return sample.astype(np.float32).reshape(*lead, self.low.size)
 
-    def logp_entropy(self, params: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities by the inverse of tanh.
-
-        The entropy has no closed form: it is estimated by minus the log-probability of the sample, which is right on
-        average if the parameters are those that it was drawn with.
-        """
-        mean, log_std = mean_and_log_std(params)
-        limit = 1 - 2.0**-24  # the float32 next to 1, whose atanh is finite
-        inside = sample.clamp(-limit, limit)
-        deviation = (inside.atanh() - mean) * (-log_std).exp()
-        volume = (1 - inside).log() + (1 + inside).log()
-        logp = (-0.5 * deviation.square() - log_std - _HALF_LOG_TAU - volume).sum(-1)
-        return logp, -logp
-
     def _mean_log_std(self, params: Float) -> tuple[Float, Float]:
         mean, raw = np.split(params, 2, axis=-1)
         return mean, np.float32(0.5 * (LOG_STD_MAX - LOG_STD_MIN)) * (np.tanh(raw) + 1) + np.float32(LOG_STD_MIN)
@@ -348,7 +335,8 @@ def _log_volume(x: NDArray[Any]) -> NDArray[Any]:
     return volume
 
 
-Distribution: TypeAlias = Categorical | Gaussian | TanhGaussian | Product
+Distribution: TypeAlias = Categorical | Gaussian | Product
+"""What PPO and IMPALA learn by; SAC samples from a `TanhGaussian` instead."""
 
 
 def make_tanh_gaussian(space: spaces.Space[Any]) -> TanhGaussian:

@@ -63,7 +63,7 @@ class ActorCriticModule(nn.Module):
     precision: Precision = "float32"
     is_masked = False
     encoder: Encoder
-    distribution: Distribution
+    distribution: Any
     cnns: nn.ModuleList | tuple[nn.Module, ...]
     obs_mean: Tensor | None
     obs_scale: Tensor | None

@@ -47,14 +47,17 @@ class Policy:
         device: Where the module computes, ``"cpu"`` or ``"cuda"``. The policy moves there when it first acts, in the
             process where it acts. Images are uploaded as bytes.
 
+    Attributes:
+        noise: The noise that `act` takes.
+        loaded_weights: A copy of what `load_weights` loaded last, ``float32 [P]``. A pickled policy has none.
+
     Raises:
         ConfigError: The module has no ``make_actor`` and there is no action space, or none that has a distribution; or
             it can act only on the CPU; or both `deterministic` and `random_start` are set.
     """
 
     noise: NoiseSpec
-    _keeps_weights = False
-    _loaded_weights: Float | None = None
+    loaded_weights: Float | None = None
 
     def __init__(
         self,
@@ -152,24 +155,10 @@ class Policy:
         """
         self._actor.load_weights(weights)
         self._random = False
-        if self._keeps_weights:
-            self._loaded_weights = np.array(weights, np.float32)
-            self._loaded_weights.setflags(write=False)
+        self.loaded_weights = np.array(weights, np.float32)
 
-    def keep_loaded_weights(self) -> None:
-        """Lets `load_weights` keep a copy of what it loads from now on. A pickled policy does not contain it."""
-        self._keeps_weights = True
-
-    @property
-    def loaded_weights(self) -> Float | None:
-        """The weights that were loaded last since `keep_loaded_weights` was called, ``float32 [P]``; read-only."""
-        return self._loaded_weights
-
-    def __getstate__(self) -> Any:
-        state = super().__getstate__()  # a pair if a subclass has slots
-        attributes, *slots = state if isinstance(state, tuple) else (state,)
-        sent = {name: value for name, value in attributes.items() if name not in ("_keeps_weights", "_loaded_weights")}
-        return (sent, *slots) if slots else sent
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "loaded_weights": None}
 
 
 def _make_actor(module: Any, action_space: spaces.Space[Any] | None, device: str) -> Any:

@@ -331,7 +331,6 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         loaded: Any = None
         may_load = getattr(type(policy), "load_weights", None) is Policy.load_weights
         if isinstance(policy, Policy):
-            policy.keep_loaded_weights()
             loaded = policy.loaded_weights
         sent, store, had_loaded = self._sent or (None, None, None)
         is_known = sent is policy and store is not None and store.on_node == on_node
