@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from rayvec.config.references import resolve
 from rayvec.data import Tree
 from rayvec.errors import ConfigError
-from rayvec.policies.actors import Actor
+from rayvec.policies.actors import MLPActor
 from rayvec.policies.distributions import Categorical, TanhGaussian, make_tanh_gaussian
 from rayvec.policies.encoders import Encoder, join, make_encoder, normalized, plain_encoder
 from rayvec.policies.masks import allowed, has_mask, without_mask
-from rayvec.policies.networks import ActorCriticModule, numpy_actor, to_device
+from rayvec.policies.networks import ActorCriticModule, ModuleActor, numpy_actor, to_device
 from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch, seeded
 from rayvec.policies.precision import autocast
 
@@ -91,7 +91,7 @@ class SACActor(ActorCriticModule):
             params: Tensor = self.net(rows if count else rows.new_zeros(1, *rows.shape[1:]))
         return (params[:count].to(rows.dtype),)
 
-    def make_actor(self) -> Actor:
+    def make_actor(self) -> MLPActor | ModuleActor:
         """Returns the actor with the present weights: without torch, unless the network is your own."""
         return super().make_actor() if self.is_own else numpy_actor(self, activation="relu")
 

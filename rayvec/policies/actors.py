@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,27 +18,11 @@ from rayvec.errors import ConfigError
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import Encoder, normalized
 
-__all__ = ["Activation", "Actor", "MLPActor", "split_weights"]
+__all__ = ["Activation", "MLPActor", "split_weights"]
 
 Float = NDArray[np.float32]
 Activation = Literal["tanh", "relu", "elu", "gelu"]
 _NORM_EPS = np.float32(1e-5)  # that of torch's LayerNorm
-
-
-class Actor(Protocol):
-    """The part of a module that acts, in the form that travels to workers.
-
-    Attributes:
-        distribution: What the parameters it returns are parameters of.
-    """
-
-    distribution: Distribution
-
-    def __call__(self, obs: Tree) -> Float:
-        """Returns parameters ``float32 [k, P]``, without a mask, for an observation tree of ``[k, *obs_shape]``."""
-
-    def load_weights(self, weights: Float) -> None:
-        """Loads one flat vector: ``module.parameters()`` in their order, then ``module.buffers()``."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rayvec.data import Tree, tree_map
-from rayvec.policies.actors import Activation, Actor, MLPActor, split_weights
+from rayvec.policies.actors import Activation, MLPActor, split_weights
 from rayvec.policies.cnns import SQRT2, initialised, make_cnn
 from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, at, make_encoder, normalized
@@ -125,7 +125,7 @@ class ActorCriticModule(nn.Module):
         value: Tensor = features[1]
         return value
 
-    def make_actor(self) -> Actor:
+    def make_actor(self) -> MLPActor | ModuleActor:
         """Returns the actor with the present weights."""
         return EncodedActor(self, self.distribution)
 
@@ -232,7 +232,7 @@ class ActorCritic(ActorCriticModule):
         with autocast(self.precision, features.device):
             return float32(self.critic(features)).squeeze(-1)
 
-    def make_actor(self) -> Actor:
+    def make_actor(self) -> MLPActor | ModuleActor:
         """Returns the actor with the present weights: without torch, unless there are images."""
         if self.cnns:
             return super().make_actor()

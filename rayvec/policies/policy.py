@@ -35,7 +35,7 @@ class Policy:
     each call. A rollout resets the states where episodes begin. `act_from` acts from states that the caller keeps.
 
     Args:
-        module: Either an ``nn.Module`` with a method ``make_actor() -> Actor``, such as
+        module: Either an ``nn.Module`` with a method ``make_actor``, such as
             :class:`rayvec.policies.networks.ActorCritic`, or any ``nn.Module`` that is called with the observations
             as tensors (``[k, *obs_shape]``, in their own dtype but float64 as float32; a dict or tuple of these where
             the space is one) and returns the parameters ``[k, P]`` of the distribution that fits `action_space`: all

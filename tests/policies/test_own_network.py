@@ -15,8 +15,11 @@ from rayvec.config import IMPALAConfig, PPOConfig
 from rayvec.config.references import refer
 from rayvec.data import tree_map
 from rayvec.errors import ConfigError
+from rayvec.policies.distributions import make_distribution
 from rayvec.policies.networks import ActorCritic, flat_weights
-from rayvec.policies.own_network import make_module
+from rayvec.policies.own_network import OwnActorCritic, make_module
+from rayvec.policies.policy import Policy
+from rayvec.policies.recurrent import RecurrentActorCritic
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
 ACTIONS = {
@@ -145,3 +148,29 @@ def test_images_of_any_size_are_read_by_a_cnn(cnn: Any, shape: tuple[int, ...]) 
     assert len(module.cnns) == 1
     obs = draw(space, 2)
     np.testing.assert_allclose(module.make_actor()(obs), module(module.encode(obs))[0].detach(), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+@pytest.mark.parametrize("kind", ["numpy", "recurrent", "own"])
+def test_numbers_far_from_0_keep_their_digits_where_they_are_normalised(dtype: Any, kind: str) -> None:
+    """float32 has no digit left for what tells them apart."""
+    low, offset = (-np.inf, 2.0**31) if dtype is np.float64 else (-(2**62), 2**50)
+    space = spaces.Box(low, -low, (2,), dtype)
+    obs = (offset + np.arange(8).reshape(4, 2)).astype(dtype)
+    if kind == "recurrent":
+        module: Any = RecurrentActorCritic(space, BOX, (8,), normalize_obs=True)
+    elif kind == "own":
+        space = spaces.Box(low, -low, (2,), np.float64)
+        module = OwnActorCritic(own_parts.TwoHeads(space, BOX), space, make_distribution(BOX), normalize_obs=True)
+        obs = obs.astype(np.float64)
+    else:
+        module = ActorCritic(space, BOX, (8,), normalize_obs=True)
+    module.obs_mean.copy_(torch.tensor([offset + 3, offset + 4], dtype=torch.float64))
+    module.obs_scale.fill_(0.5)
+    expected = torch.from_numpy((np.arange(8).reshape(4, 2) - [3, 4]) * 0.5).float()
+    torch.testing.assert_close(module.encode(obs), expected)
+    policy = Policy(module, deterministic=True)
+    policy.load_weights(flat_weights(module))
+    with torch.no_grad():
+        params = module.action_parameters(module.encode(obs))
+    np.testing.assert_allclose(policy.act(obs, np.zeros((4, 0)))[1]["raw_act"], params[:, :3], atol=1e-5)
