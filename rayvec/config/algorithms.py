@@ -118,10 +118,6 @@ class ActorCriticConfig(NetworkConfig):
     """Steps through which gradients flow back in the recurrent cell: chunks are cut into sequences of this length, and
     a minibatch has whole sequences."""
 
-    burn_in: Natural = 0
-    """Steps before each sequence, without gradients, that bring its recorded hidden state up to the newest weights; the
-    first sequence of a chunk has none."""
-
     compile: Literal["auto"] | bool = "auto"
     """Compile each step of the optimizer into one graph, cached on disk and captured on CUDA; without a C++
     compiler a warning says that it runs uncompiled. "auto": on a CPU, where the run is long enough to pay for it,
@@ -141,10 +137,6 @@ class ActorCriticConfig(NetworkConfig):
                 "the default network a memory: leave one of them out.",
             )
             self._at_most("sequence_length", self.num_steps, "num_steps")
-            require(
-                self.burn_in < self.sequence_length,
-                f"burn_in is {self.burn_in}. It must be below sequence_length = {self.sequence_length}.",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

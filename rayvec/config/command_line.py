@@ -31,7 +31,7 @@ _GROUPS = {
     "expert": "native probe preload groups learner_threads precision compile plugin eval_steps eval_max_episode_steps "
     "eval_deterministic eval_env eval_env_kwargs entropy_coef_schedule clip_coef_schedule policy_lr_schedule "
     "q_lr_schedule shared_trunk layer_norm "
-    "log_std_init recurrent_size sequence_length burn_in replay_on_device checkpoint_replay clip_value_loss "
+    "log_std_init recurrent_size sequence_length replay_on_device checkpoint_replay clip_value_loss "
     "prefetch rho_bar c_bar vtrace_lambda num_critics",
 }
 """The groups of options of ``train``, in the order of the help. Settings in none of them are of the algorithm."""

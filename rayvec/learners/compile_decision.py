@@ -46,7 +46,7 @@ def compiles(config: Any, observation_space: spaces.Space[Any]) -> bool:
 
 def compile_s(config: Any) -> float:
     """Returns about how many seconds compiling takes: all steps of a recurrent network are in the graph."""
-    steps = config.burn_in + config.sequence_length if getattr(config, "recurrent", None) else 0
+    steps = config.sequence_length if getattr(config, "recurrent", None) else 0
     return 30.0 + 1.5 * steps
 
 

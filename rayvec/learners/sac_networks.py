@@ -93,7 +93,7 @@ class SACActor(ActorCriticModule):
 
     def make_actor(self) -> MLPActor | ModuleActor:
         """Returns the actor with the present weights: without torch, unless the network is your own."""
-        return super().make_actor() if self.is_own else numpy_actor(self, activation="relu")
+        return super().make_actor() if self.is_own else numpy_actor(self, ("net.",), "relu")
 
 
 class Ensemble(nn.Module):

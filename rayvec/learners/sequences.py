@@ -1,7 +1,7 @@
 """Sequences of a recurrent network: cut out of chunks, unrolled from the states that the policy recorded.
 
-T is the number of steps of a chunk, N of its environments, K of the sequences of each environment, L of the steps in a
-sequence and B of the steps of burn-in before it. Sequence i of an environment has the steps from i L on; the last one
+T is the number of steps of a chunk, N of its environments, K of the sequences of each environment and L of the steps in
+a sequence. Sequence i of an environment has the steps from i L on; the last one
 is padded with steps that did not happen. All sequences are numbered environment by environment, and those of an
 environment in time, S in all: so the steps of a sequence follow each other where steps have that order too.
 
@@ -35,47 +35,35 @@ __all__ = [
 
 
 class Sequences(NamedTuple):
-    """S sequences of L steps, each after B steps of burn-in.
+    """S sequences of L steps.
 
     Attributes:
-        rows: Encoded observations, tree of ``[S, B + L, ...]``; numbers of steps that did not happen are 0.
-        reset: Where the state is reset before a step, ``bool [S, B + L]``.
-        state: The recorded state before the burn-in, or before the first step where there is none, ``[S, D]``.
-        has_burn_in: Which sequences have steps of burn-in: not the first of a chunk, ``bool [S]``.
+        rows: Encoded observations, tree of ``[S, L, ...]``; numbers of steps that did not happen are 0.
+        reset: Where the state is reset before a step, ``bool [S, L]``.
+        state: The recorded state before the first step, ``[S, D]``.
     """
 
     rows: Tree
     reset: Tensor
     state: Tensor
-    has_burn_in: Tensor
 
     def at(self, numbers: Tensor) -> Sequences:
         """Returns the sequences with these numbers, ``int64``."""
         return Sequences(*tree_map(lambda leaf: leaf.index_select(0, numbers), tuple(self)))
 
     def states(self, module: RecurrentActorCritic, features: Callable[[Tree], Tensor] | None = None) -> Tensor:
-        """Returns the state after each step, ``[S, L, D]``. No gradient flows into the burn-in.
+        """Returns the state after each step, ``[S, L, D]``.
 
         Args:
             module: The network.
             features: Computes the inputs of the cell; by default ``module.features``.
         """
-        features = features or module.features
-        burn_in, state = self.reset.shape[1] - module.sequence_length, self.state
-
-        def unrolled(steps: slice, state: Tensor) -> Tensor:
-            reset = self.reset[:, steps].T
-            rows = tree_map(lambda leaf: leaf[:, steps].swapaxes(0, 1).flatten(0, 1), self.rows)
-            # a compiled layer serves any number of rows only if these are one dimension
-            inputs = torch.unflatten(features(rows), 0, reset.shape)
-            following: Tensor = module.cell(inputs, state, reset)
-            return following
-
-        if burn_in:
-            with torch.no_grad():
-                burned = unrolled(slice(burn_in), state)[-1]
-                state = torch.where(self.has_burn_in[:, None], burned, state)
-        return unrolled(slice(burn_in, None), state).swapaxes(0, 1)
+        reset = self.reset.T
+        # a compiled layer serves any number of rows only if these are one dimension
+        rows = tree_map(lambda leaf: leaf.swapaxes(0, 1).flatten(0, 1), self.rows)
+        inputs = torch.unflatten((features or module.features)(rows), 0, reset.shape)
+        following: Tensor = module.cell(inputs, self.state, reset)
+        return following.swapaxes(0, 1)
 
 
 class OverSequences(nn.Module):
@@ -102,7 +90,7 @@ class OverSequences(nn.Module):
         """
         network, whole = self.network, Sequences(*sequences)
         states = whole.states(network).flatten(0, 1)
-        _, mask = network.split(tree_map(lambda leaf: leaf[:, -network.sequence_length :].flatten(0, 1), whole.rows))
+        _, mask = network.split(tree_map(lambda leaf: leaf.flatten(0, 1), whole.rows))
         happened = None if mask is None else mask.index_select(0, slots)
         params, values = network.heads(states.index_select(0, slots), happened)
         if following is not None:
@@ -132,20 +120,20 @@ def cut(
     Raises:
         LearnerError: `states` are not those that this network's policy records.
     """
-    length, burn_in, (num_steps, num_envs) = module.sequence_length, module.burn_in, valid.shape
+    length, (num_steps, num_envs) = module.sequence_length, valid.shape
     count = -(-num_steps // length)
     if len(states) < count or states.shape[2] != module.cell.state_size:
         raise LearnerError(
             f"A chunk has hidden states of shape {states.shape}. A chunk of {num_steps} steps needs states "
             f"[{count}, {num_envs}, {module.cell.state_size}]: collect with rayvec.Policy(learner.module)."
         )
-    t = np.arange(-burn_in, length) + length * np.arange(count)[:, None]  # [K, B + L]
-    place = t.clip(0, num_steps - 1)
-    happened = valid[place] & ((t >= 0) & (t < num_steps))[..., None]
+    t = np.arange(length) + length * np.arange(count)[:, None]  # [K, L]
+    place = t.clip(max=num_steps - 1)
+    happened = valid[place] & (t < num_steps)[..., None]
     begins = np.concatenate([np.zeros((1, num_envs), bool), (done | ~valid)[:-1]])
     device = next(tree_leaves(rows)).device
 
-    def by_sequence(steps: Tensor) -> Tensor:  # from [K, B + L, N, ...] to [S, B + L, ...]
+    def by_sequence(steps: Tensor) -> Tensor:  # from [K, L, N, ...] to [S, L, ...]
         return steps.movedim(2, 0).flatten(0, 1)
 
     happened_here = by_sequence(torch.from_numpy(happened)).to(device)
@@ -161,7 +149,6 @@ def cut(
         tree_map(cut_rows, rows),
         by_sequence(torch.from_numpy(begins[place])).to(device),
         torch.from_numpy(states[:count]).swapaxes(0, 1).flatten(0, 1).to(next(module.parameters())),
-        (torch.arange(count) > 0).repeat(num_envs).to(device),
     )
 
 

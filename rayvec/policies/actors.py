@@ -18,11 +18,9 @@ from rayvec.errors import ConfigError
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import Encoder, normalized
 
-__all__ = ["Activation", "MLPActor", "split_weights"]
+__all__ = ["MLPActor", "split_weights"]
 
 Float = NDArray[np.float32]
-Activation = Literal["tanh", "relu", "elu", "gelu"]
-_NORM_EPS = np.float32(1e-5)  # that of torch's LayerNorm
 
 
 @dataclass
@@ -37,31 +35,29 @@ class MLPActor:
             ``obs_mean``, two numbers for each (see :func:`rayvec.policies.networks.flat_weights`), and ``obs_scale``
             normalise the rows.
         layers: Names of the layers, whose parts are ``<name>.weight``, ``[out, in]``, and ``<name>.bias``, ``[out]``.
-        norms: Likewise of the layer norm after each hidden layer; none without layer norms.
-        activation: Function between the layers; GELU in its approximation by tanh.
+        activation: Function between the layers.
     """
 
     encoder: Encoder
     distribution: Distribution
     shapes: dict[str, tuple[int, ...]]
     layers: tuple[str, ...]
-    norms: tuple[str, ...] = ()
-    activation: Activation = "tanh"
+    activation: Literal["tanh", "relu"] = "tanh"
     _moments: tuple[NDArray[np.float64], Float] | None = field(init=False, repr=False, default=None)
     _arrays: list[tuple[Float, Float]] = field(init=False, repr=False)
-    _norms: list[tuple[Float, Float]] = field(init=False, repr=False)
 
     def __call__(self, obs: Tree) -> Float:
         """Returns parameters ``float32 [k, P]``."""
         rows = self.encoder(obs)
         if self._moments is not None:
             rows = normalized(rows, *self._moments)
-        for layer, (weight, bias) in enumerate(self._arrays[:-1]):
+        for weight, bias in self._arrays[:-1]:
             rows = rows @ weight
             rows += bias
-            if self._norms:
-                rows = _normalized(rows, *self._norms[layer])
-            _activate(self.activation, rows)
+            if self.activation == "tanh":
+                np.tanh(rows, rows)
+            else:
+                np.maximum(rows, 0, out=rows)
         weight, bias = self._arrays[-1]
         rows = rows @ weight
         rows += bias
@@ -76,7 +72,6 @@ class MLPActor:
             ConfigError: The vector is of another length than the module's parameters.
         """
         parts = split_weights(weights, self.shapes)
-        self._norms = [(parts[f"{name}.weight"], parts[f"{name}.bias"]) for name in self.norms]
         self._arrays = [(parts[f"{name}.weight"].T.copy(), parts[f"{name}.bias"]) for name in self.layers]
         if "log_std" in parts:
             weight, bias = self._arrays[-1]
@@ -85,25 +80,6 @@ class MLPActor:
         if "obs_mean" in parts:
             scale = parts["obs_scale"].reshape(-1, self.encoder.num_features).sum(0)  # of float64, too
             self._moments = parts["obs_mean"].sum(0, dtype=np.float64), scale
-
-
-def _activate(activation: Activation, rows: Float) -> None:
-    """Applies a function to ``[k, units]`` in place, as torch does."""
-    if activation == "tanh":
-        np.tanh(rows, rows)
-    elif activation == "relu":
-        np.maximum(rows, 0, out=rows)
-    elif activation == "elu":
-        np.copyto(rows, np.expm1(np.minimum(rows, 0)), where=rows < 0)
-    else:
-        rows *= 0.5 * (1 + np.tanh(np.float32(math.sqrt(2 / math.pi)) * (rows + np.float32(0.044715) * rows**3)))
-
-
-def _normalized(rows: Float, scale: Float, shift: Float) -> Float:
-    """Returns a layer norm of ``[k, units]`` (Ba et al., 2016, arXiv:1607.06450, equation 4)."""
-    centred = rows - rows.mean(-1, keepdims=True)
-    normalized: Float = centred / np.sqrt(np.square(centred).mean(-1, keepdims=True) + _NORM_EPS) * scale + shift
-    return normalized
 
 
 def split_weights(weights: Float, shapes: dict[str, tuple[int, ...]]) -> dict[str, Float]:

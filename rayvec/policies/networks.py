@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rayvec.data import Tree, tree_map
-from rayvec.policies.actors import Activation, MLPActor, split_weights
+from rayvec.policies.actors import MLPActor, split_weights
 from rayvec.policies.cnns import SQRT2, initialised, make_cnn
 from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, at, make_encoder, normalized
@@ -35,6 +35,7 @@ __all__ = [
 PAGE_LOCKED = frozenset({"cuda"})
 """Devices that arrays reach through page-locked memory."""
 
+Activation = Literal["tanh", "relu", "elu", "gelu"]
 _ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,
     "relu": nn.ReLU,
@@ -188,7 +189,7 @@ class ActorCritic(ActorCriticModule):
         distribution = make_distribution(action_space, scaled)
         self.encoder, self.distribution, self.is_masked = encoder, distribution, masked
         num_outputs = distribution.num_params - distribution.num_constants
-        self.activation: Activation = activation
+        self._numpy_activation = activation if activation in ("tanh", "relu") and not layer_norm else None
         self.cnns = nn.ModuleList(make_cnn(cnn, image, generator) for image in encoder.images)
         width = encoder.num_features + sum(net.num_features for net in self.cnns)  # type: ignore[misc]
         hidden = tuple(hidden_sizes) if encoder.num_features else ()
@@ -233,22 +234,18 @@ class ActorCritic(ActorCriticModule):
             return float32(self.critic(features)).squeeze(-1)
 
     def make_actor(self) -> MLPActor | ModuleActor:
-        """Returns the actor with the present weights: without torch, unless there are images."""
-        if self.cnns:
+        """Returns the actor with the present weights: without torch for numbers, tanh or ReLU, and no layer norms."""
+        if self.cnns or self._numpy_activation is None:
             return super().make_actor()
-        return numpy_actor(self, ("trunk.", "actor."), activation=self.activation)
+        return numpy_actor(self, ("trunk.", "actor."), self._numpy_activation)
 
 
-def numpy_actor(module: ActorCriticModule, prefixes: Sequence[str] = ("",), **settings: Any) -> MLPActor:
-    """Returns the actor of a module in NumPy: its linear layers, and layer norms after them."""
-
-    def names(kind: type[nn.Module]) -> tuple[str, ...]:
-        named = [name for name, layer in module.named_modules() if isinstance(layer, kind)]
-        return tuple(name for prefix in prefixes for name in named if name.startswith(prefix))
-
+def numpy_actor(module: ActorCriticModule, prefixes: tuple[str, ...], activation: Any) -> MLPActor:
+    """Returns the actor of a module in NumPy: its linear layers whose names begin with one of the prefixes."""
+    named = module.named_modules()
+    layers = tuple(name for name, layer in named if isinstance(layer, nn.Linear) and name.startswith(prefixes))
     shapes = {name: shape for name, _, shape in _parts(module)}
-    settings |= {"layers": names(nn.Linear), "norms": names(nn.LayerNorm)}
-    actor = MLPActor(module.encoder, module.distribution, shapes, **settings)
+    actor = MLPActor(module.encoder, module.distribution, shapes, layers, activation)
     actor.load_weights(flat_weights(module))
     return actor
 

@@ -258,5 +258,5 @@ def make_module(
     settings |= {"scaled": config.scale_actions, "hidden_sizes": config.hidden_sizes}
     if config.recurrent is None:
         return ActorCritic(observation_space, action_space, shared_trunk=config.shared_trunk, **settings)
-    settings |= {name: getattr(config, name) for name in ("recurrent_size", "sequence_length", "burn_in")}
+    settings |= {name: getattr(config, name) for name in ("recurrent_size", "sequence_length")}
     return RecurrentActorCritic(observation_space, action_space, kind=config.recurrent, **settings)

@@ -29,7 +29,7 @@ class Policy:
     which ``logp`` belongs, as ``raw_act``.
 
     The policy holds a copy of the module's weights: training the module does not change it, `load_weights` does. It
-    pickles without gradients, and without torch where the module is an MLP without memory.
+    pickles without gradients, and without torch where the module is an MLP of tanh or ReLU layers without memory.
 
     For a recurrent module, the policy keeps a hidden state for each environment, and acts on the same environments in
     each call. A rollout resets the states where episodes begin. `act_from` acts from states that the caller keeps.

@@ -97,7 +97,6 @@ class RecurrentActorCritic(ActorCritic):
         kind: Of the cell, ``"gru"`` or ``"lstm"``.
         recurrent_size: H, the number of units of the cell.
         sequence_length: L, the number of steps in a sequence of the learner; the policy records a state for each.
-        burn_in: B, the number of steps before a sequence that only bring the state up to date, less than L.
         seed: Of the initial weights.
         settings: Further arguments of :class:`~rayvec.policies.networks.ActorCritic`, but not ``shared_trunk``.
     """
@@ -111,7 +110,6 @@ class RecurrentActorCritic(ActorCritic):
         kind: CellKind = "gru",
         recurrent_size: int = 64,
         sequence_length: int = 16,
-        burn_in: int = 0,
         seed: int = 0,
         **settings: Any,
     ) -> None:
@@ -119,7 +117,7 @@ class RecurrentActorCritic(ActorCritic):
         generator = torch.Generator().manual_seed(seed)
         last = self.actor[-1]  # heads on the cell's output replace those on the features
         assert isinstance(last, nn.Linear)
-        self.sequence_length, self.burn_in = sequence_length, burn_in
+        self.sequence_length = sequence_length
         self.cell = RecurrentCell(kind, last.in_features, recurrent_size, generator)
         self.actor = nn.Sequential(_linear(recurrent_size, [last.out_features], 0.01, generator))
         self.critic = nn.Sequential(_linear(recurrent_size, [1], 1.0, generator))
@@ -204,12 +202,9 @@ class RecurrentActor(ModuleActor):
     def state_to_record(self, t: int, count: int) -> NDArray[np.float32] | None:
         """Returns the states of `count` environments if the chunk keeps them before its step t, else None.
 
-        Sequence i has the steps from i L on, and starts its burn-in from the state before step i L - B. The first
-        sequence of a chunk has no burn-in: the chunk keeps the state before step 0.
+        Sequence i has the steps from i L on.
         """
-        module = self._module
-        is_start = t == 0 or (t + module.burn_in) % module.sequence_length == 0
-        return self._states(count) if is_start else None
+        return self._states(count) if t % self._module.sequence_length == 0 else None
 
     def _states(self, count: int) -> NDArray[np.float32]:
         missing = max(0, count - len(self.state))

@@ -89,7 +89,6 @@ def test_every_setting_is_described() -> None:
         (PPOConfig, {"num_envs": 1, "num_steps": 7, "minibatch_size": 2}, "minibatches of one step"),
         (PPOConfig, {**GRU, "num_envs": 1, "num_steps": 33, "minibatch_size": 16}, "minibatches of one step"),
         (PPOConfig, {**GRU, "num_steps": 64, "sequence_length": 65}, "at most num_steps = 64"),
-        (IMPALAConfig, {**GRU, "burn_in": 16}, "below sequence_length = 16"),
         (PPOConfig, {**GRU, "minibatch_size": 31, "num_learners": 2}, "at least sequence_length * num_learners = 32"),
         (PPOConfig, {"num_envs": 4, "num_learners": 5}, "at most num_envs = 4"),
         (PPOConfig, {"minibatch_size": 3, "num_learners": 4}, "at most minibatch_size = 3"),

@@ -38,7 +38,7 @@ class DoubleRecurrent(RecurrentActorCritic):
 
 
 def make_module(both: tuple[spaces.Space[Any], spaces.Space[Any]], kind: Any) -> RecurrentActorCritic:
-    settings = {"recurrent_size": 6, "sequence_length": 4, "burn_in": 2, "seed": 1}
+    settings = {"recurrent_size": 6, "sequence_length": 4, "seed": 1}
     return RecurrentActorCritic(*both, (8,), kind=kind, masked=both[0] is MASKED, **settings)
 
 

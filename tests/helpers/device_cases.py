@@ -139,7 +139,7 @@ def _cases() -> list[Case]:
         ("tuple", "multibinary", {"layer_norm": True}),
         ("masked", "multidiscrete", {}),
         ("numbers", "discrete", {"recurrent": "gru", "sequence_length": 4}),
-        ("dict", "box", {"recurrent": "lstm", "sequence_length": 4, "burn_in": 2}),
+        ("dict", "box", {"recurrent": "lstm", "sequence_length": 4}),
     ]
     make: Callable[[str], list[Case]] = lambda name: [Case(name, *each) for each in actor_critic]  # noqa: E731
     statistics = {"normalize_obs": True, "normalize_reward": True, "target_kl": 1.0}

@@ -94,7 +94,7 @@ class StepByStep:
 
         Steps that did not happen have what this computes of their observations, of which nothing may depend.
         """
-        length, burn_in = self.module.sequence_length, self.module.burn_in
+        length = self.module.sequence_length
         num_steps, num_envs = chunk.rew.shape
         params: list[list[Any]] = [[None] * num_envs for _ in range(num_steps)]
         values: list[list[Any]] = [[None] * num_envs for _ in range(num_steps)]
@@ -107,19 +107,14 @@ class StepByStep:
 
         for n in range(num_envs):
             for start in range(0, num_steps, length):
-                first = max(0, start - burn_in) if start else 0
                 state = torch.from_numpy(chunk.states[start // length, n].copy()).to(self.module.critic[0].weight.dtype)
-                for t in range(first, min(start + length, num_steps)):
-                    if t > first and (chunk.done[t - 1, n] or not chunk.valid[t - 1, n]):
+                for t in range(start, min(start + length, num_steps)):
+                    if t > start and (chunk.done[t - 1, n] or not chunk.valid[t - 1, n]):
                         state = torch.zeros_like(state)
-                    if t == start:
-                        state = state.detach()
                     obs = at(chunk.obs, t, n)
                     if not chunk.valid[t, n]:
                         obs = tree_map(np.nan_to_num, obs)
                     step_params, value, state = self.step(obs, state)
-                    if t < start:
-                        continue
                     params[t][n], values[t][n] = step_params, value
                     if t > 0 and chunk.valid[t, n] and (t - 1, n) not in finals:
                         following[t - 1, n] = value.detach()

@@ -37,8 +37,8 @@ from rayvec.policies.policy import Policy
 
 CUT = {"vtrace_lambda": 0.7, "rho_bar": 1.3, "c_bar": 0.9}
 UNCLIPPED = {"clip_value_loss": False, "normalize_advantage": False, "gae_lambda": 0.8}
-GRU = {"recurrent": "gru", "recurrent_size": 6, "sequence_length": 5, "burn_in": 3}
-LSTM = {**GRU, "recurrent": "lstm", "sequence_length": 16, "burn_in": 0}
+GRU = {"recurrent": "gru", "recurrent_size": 6, "sequence_length": 5}
+LSTM = {**GRU, "recurrent": "lstm", "sequence_length": 16}
 SPACES: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {
     "discrete": (OBS, DISCRETE),
     "box": (OBS, BOX),

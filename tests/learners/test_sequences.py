@@ -73,11 +73,11 @@ def test_the_policy_records_what_the_network_computes(
     kind: str, space: spaces.Space[Any], action_space: spaces.Space[Any]
 ) -> None:
     """In NumPy as in torch: log-probabilities, and states before each sequence, through episodes and chunks."""
-    learner = make_ppo(action_space, space, recurrent=kind, burn_in=2)
+    learner = make_ppo(action_space, space, recurrent=kind)
     perturb(learner.module, 0.3)
     reference, state = reference_of(learner), torch.zeros(N, learner.module.cell.state_size)  # type: ignore[union-attr]
     for chunk in recorded(learner, 2, faults=True, space=space):
-        starts = [0, 3, 8, 13]
+        starts = [0, 5, 10, 15]
         for t in range(T):
             if t in starts:
                 torch.testing.assert_close(torch.from_numpy(chunk.states[starts.index(t)]), state, atol=1e-6, rtol=1e-5)
@@ -91,13 +91,13 @@ def test_the_policy_records_what_the_network_computes(
         assert len(chunk.states) == len(starts)
 
 
-@pytest.mark.parametrize(("length", "burn_in", "taken"), [(5, 0, 10), (5, 3, 10), (5, 3, 7), (8, 0, 8), (8, 2, 3)])
+@pytest.mark.parametrize(("length", "taken"), [(5, 10), (5, 7), (8, 8), (8, 3)])
 @pytest.mark.parametrize("make", [make_ppo, make_impala], ids=["ppo", "impala"])
-def test_environments_that_took_fewer_steps_learn_as_if_alone(make: Any, length: int, burn_in: int, taken: int) -> None:
+def test_environments_that_took_fewer_steps_learn_as_if_alone(make: Any, length: int, taken: int) -> None:
     """What is padded changes no number: the state is that after the last step that was taken."""
     usual = {"num_steps": 2 * T, "minibatch_size": 2 * T * N, "num_epochs": 1, "normalize_advantage": False}
     settings = usual if make is make_ppo else {"num_minibatches": 1}
-    settings |= {"sequence_length": length, "burn_in": burn_in, "max_grad_norm": 1e9}
+    settings |= {"sequence_length": length, "max_grad_norm": 1e9}
     policy = Policy(make(**settings).module)
     long, short = (act_randomly(policy, seed, num_steps=steps) for seed, steps in ((0, T), (1, taken)))
     short = replace(short, env_ids=short.env_ids + N)

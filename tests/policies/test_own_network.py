@@ -117,7 +117,7 @@ def test_floats_are_normalised_before_an_own_network_sees_them() -> None:
 @pytest.mark.parametrize("activation", ["tanh", "relu", "elu", "gelu"])
 @pytest.mark.parametrize("layer_norm", [False, True])
 @pytest.mark.parametrize("shared_trunk", [False, True])
-def test_numpy_computes_what_the_default_network_computes(
+def test_the_actor_computes_what_the_default_network_computes(
     activation: Any, layer_norm: bool, shared_trunk: bool
 ) -> None:
     """Observations are normalised where layers are apart."""

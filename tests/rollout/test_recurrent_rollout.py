@@ -16,7 +16,7 @@ from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-N, LENGTH, BURN_IN = 5, 6, 2
+N, LENGTH = 5, 6
 HERE: dict[str, Any] = {"num_nodes": 0, "workers_per_node": 0}
 WORKERS: dict[str, Any] = {"num_nodes": 0, "workers_per_node": 2}
 TOPOLOGIES = {
@@ -38,7 +38,7 @@ def make() -> Iterator[Make]:
 def make_module(kind: Any = "gru", seed: int = 0) -> RecurrentActorCritic:
     module = RecurrentActorCritic(
         DriftEnv.observation_space, DriftEnv.action_space, (8,), kind=kind, recurrent_size=8,
-        sequence_length=LENGTH, burn_in=BURN_IN, seed=seed,
+        sequence_length=LENGTH, seed=seed,
     )  # fmt: skip
     for parameter in module.parameters():
         parameter.data.mul_(1.5)
@@ -52,7 +52,7 @@ def assert_states_follow(module: RecurrentActorCritic, chunks: Sequence[Chunk]) 
     for n in range(N):
         state = actor.initial_state(1)
         for chunk in chunks:
-            starts = [t for t in range(chunk.num_steps) if t == 0 or (t + BURN_IN) % LENGTH == 0]
+            starts = list(range(0, chunk.num_steps, LENGTH))
             assert len(chunk.states) == len(starts)
             for t in range(chunk.num_steps):
                 if t in starts:

@@ -43,7 +43,7 @@ def weights_of(run_dir: Path) -> torch.Tensor:
     [
         (PPOConfig, PPO),
         (IMPALAConfig, IMPALA),
-        (PPOConfig, {**PPO, "recurrent": "gru", "sequence_length": 4, "burn_in": 2, "normalize_obs": True}),
+        (PPOConfig, {**PPO, "recurrent": "gru", "sequence_length": 4, "normalize_obs": True}),
         pytest.param(IMPALAConfig, {**IMPALA, "recurrent": "lstm", "sequence_length": 4}, marks=SLOW),
     ],
     ids=["ppo", "impala", "ppo with memory", "impala with memory"],

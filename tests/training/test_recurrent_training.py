@@ -16,7 +16,7 @@ from rayvec.training.run_dir import load_run
 COMMON: dict[str, Any] = {
     "num_envs": 8, "num_steps": 16, "total_steps": 512, "eval_episodes": 5, "seed": 5,
     "learning_rate_schedule": "constant",
-    "recurrent_size": 8, "hidden_sizes": (8,), "sequence_length": 6, "burn_in": 2, **HERE,
+    "recurrent_size": 8, "hidden_sizes": (8,), "sequence_length": 6, **HERE,
 }  # fmt: skip
 CONFIGS: list[tuple[type[Any], dict[str, Any]]] = [
     (PPOConfig, {**COMMON, "recurrent": "gru", "minibatch_size": 32, "normalize_obs": True}),
