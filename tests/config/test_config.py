@@ -105,7 +105,7 @@ def test_every_setting_is_described() -> None:
 def test_what_cannot_work_is_refused(cls: Any, settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         cls(**settings)
-    assert next(iter(settings)) in str(caught.value) or "recurrent" in settings
+    assert any(name in str(caught.value) for name in settings)
     assert expected in str(caught.value)
 
 
@@ -135,7 +135,7 @@ def test_numbers_are_those_of_yaml_1_2(number: str, value: float) -> None:
         ("algorithm: [ppo]", r"\['ppo'\]"),
         ("algorithm: ppo\nplugin: 3", "plugin is 3"),
         ("algorithm: ppo\nplugin: os", "plugin is os"),
-        ("algorithm: ppo\nnum_nodes: 1:4:9", "must be"),
+        ("algorithm: ppo\nnum_nodes: 1:4:9", "num_nodes is 1:4:9"),
         ("algorithm: ppo\ntotal_step: 1", "total_step. Did you mean total_steps"),
     ],
 )
