@@ -30,7 +30,7 @@ COMMON: dict[str, Any] = {"num_envs": 8, "eval_episodes": 5, "seed": 5, **HERE}
 PPO = {**COMMON, "num_steps": 16, "total_steps": 640, "minibatch_size": 32, "normalize_obs": True}
 IMPALA = {**COMMON, "num_steps": 16, "total_steps": 640, "num_minibatches": 2}
 SAC = {**COMMON, "num_steps": 8, "total_steps": 320, "learning_starts": 200, "batch_size": 32, "inference": "driver"}
-MEMORY = {"recurrent_size": 8, "hidden_sizes": (8,), "sequence_length": 6, "burn_in": 2}
+MEMORY = {"recurrent_size": 8, "hidden_sizes": (8,), "sequence_length": 6}
 NATIVE = {"normalize_obs": False, "native": "helpers.native_envs:cartpoles"}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "ppo": (rayvec.PPOConfig, {**PPO, "eval_interval_steps": 256}, {}),
