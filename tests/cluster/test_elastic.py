@@ -249,28 +249,3 @@ def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(NodeLostError, match=r"1 node of at least 2 for num_nodes=\(2, 3\) remain after a loss"):
             env.rollout(first_actions, 10)
         assert env.closed
-
-
-@pytest.mark.slow
-def test_environments_that_can_not_start_on_a_node_stay_where_they_are(
-    nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with RayVecEnv([partial(OnlyOnce, tmp_path, n) for n in range(4)], num_nodes=(1, 2), workers_per_node=2) as env:
-        chunks = [env.rollout(first_actions, 5, seed=1)]
-        nodes.join()
-
-        def has_tried() -> bool:
-            chunks.append(env.rollout(first_actions, 5))
-            return "can't move to node" in caplog.text
-
-        wait_until(has_tried, "a move has failed")
-        chunks += [env.rollout(first_actions, 5) for _ in range(5)]
-        assert counting_errors(chunks) == [] and len(envs_by_node(env)) == 1
-
-
-class OnlyOnce(CountingEnv):
-    """Can be made once."""
-
-    def __init__(self, directory: Path, index: int) -> None:
-        super().__init__()
-        (directory / f"{index}").touch(exist_ok=False)

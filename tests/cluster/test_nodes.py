@@ -32,24 +32,6 @@ class TestEquivalence:
         with cluster_of(fns, workers=2) as fleet, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
             assert in_lockstep(OverFleet(fleet, fleet.spaces, mode), sync, 12, options={"level": 2}) > 10
 
-    def test_large_observations_and_actions(self) -> None:
-        class Large(Steps):
-            observation_space = action_space = spaces.Box(0, 255, (300, 300), np.uint8)
-
-            def obs(self) -> Any:
-                return np.full((300, 300), self.steps, np.uint8)
-
-            def step(self, action: Any) -> Any:
-                return *super().step(action)[:4], {"sum": int(action.sum())}
-
-        with cluster_of([Large] * 3) as fleet:
-            reset(fleet)
-            for count in range(1, 4):
-                actions = np.full((3, 300, 300), count, np.uint8)
-                answer = fleet.run(Command(Op.STEP, np.arange(3), actions))
-                assert answer.infos["sum"].tolist() == [90000 * count] * 3
-                assert (fleet.arrays["obs"] == count).all()
-
 
 class Slow(Steps):
     """Steps that wait for a file."""
@@ -133,26 +115,6 @@ class TestFaults:
             seeds = fleet.arrays["obs"][2:, 2]
             assert not set(seeds) & {7.0, 8.0} and len(set(seeds)) == 2
             assert fleet.take_replaced() == {"node": 1}
-
-    def test_an_exception_of_a_signal_handler_ends_the_sending_of_a_command(self) -> None:
-        """The node is stopped, so that the connection has no room for it."""
-
-        def alarm(number: int, frame: Any) -> None:
-            raise TimeoutError("the alarm")
-
-        with cluster_of([Steps], (FAR,)) as fleet:
-            reset(fleet)
-            pid, *_ = fleet.pids()[fleet.topology.nodes[0].name]
-            before = signal.signal(signal.SIGALRM, alarm)
-            os.kill(pid, signal.SIGSTOP)
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.5)
-                with pytest.raises(TimeoutError, match="the alarm"):
-                    fleet.post(Command(Op.CALL, np.arange(1), rest=("reset", (bytes(1 << 26),), {})))
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, before)
-                os.kill(pid, signal.SIGKILL)
 
     def test_what_a_node_can_not_unpickle(self) -> None:
         with cluster_of([Steps] * 2, (FAR,)) as fleet, pytest.raises(ModuleNotFoundError, match="nowhere"):

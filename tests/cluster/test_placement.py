@@ -57,53 +57,38 @@ def test_every_plan_is_sound_or_explained(
         assert len(topology.nodes) <= num_nodes
 
 
+def free(cpus: int, all_cpus: int, name: str = "a") -> FreeNode:
+    return FreeNode(name * 40, "10.0.0.1", cpus, all_cpus)
+
+
 @pytest.mark.parametrize(
-    ("cpus", "kwargs", "bounds"),
+    ("cpus", "kwargs", "bounds", "claims"),
     [
-        ([4], {"num_envs": 7}, [(0, 2, 4, 6, 7)]),
-        ([4], {"num_envs": 2}, [(0, 1, 2)]),
-        ([8, 8], {"num_envs": 4, "workers_per_node": 1}, [(0, 2), (2, 4)]),
-        ([8, 8], {"num_envs": 5, "workers_per_node": 1}, [(0, 3), (3, 5)]),
-        ([8, 8], {"num_envs": 5, "num_nodes": 1, "workers_per_node": 3}, [(0, 2, 4, 5)]),
-        ([1, 0, 3], {"num_envs": 8}, [(0, 2), (2, 4, 6, 8)]),
-        ([2, 2], {"num_envs": 1}, [(0, 1)]),
-        ([1, 4], {"num_envs": 6, "num_nodes": 1, "workers_per_node": 1}, [(0, 6)]),
-        ([2, 2], {"num_envs": 6, "worker_per_env": True}, [(0, 1, 2, 3), (3, 4, 5, 6)]),
-        ([2, 2], {"num_envs": 6, "worker_per_env": True, "max_workers": 2}, [(0, 2, 3), (3, 5, 6)]),
-        ([2], {"num_envs": 8, "workers_per_node": 4}, [(0, 2, 4, 6, 8)]),
+        ([(4, 4)], {}, [(0, 2, 4, 6, 7)], [4]),
+        ([(8, 8)] * 2, {"workers_per_node": 1}, [(0, 4), (4, 7)], [1, 1]),
+        ([(8, 8)] * 2, {"num_nodes": 1, "workers_per_node": 3}, [(0, 3, 5, 7)], [3]),
+        ([(4, 4)], {"workers_per_node": 9}, [(0, 1, 2, 3, 4, 5, 6, 7)], [4]),  # a node with fewer cores claims all
+        ([(1, 1), (0, 4), (3, 3)], {}, [(0, 2), (2, 4, 6, 7)], [1, 3]),
+        ([(0, 4), (2, 4)], {"num_nodes": 2}, [(0, 3, 5), (5, 7)], [2, 0]),
+        ([(0, 4)], {}, [(0, 2, 4, 6, 7)], [0]),
+        ([(2, 2)] * 2, {"worker_per_env": True, "max_workers": 2}, [(0, 2, 4), (4, 6, 7)], [2, 2]),
+        ([(4, 4)], {"worker_per_env": True, "cores_per_worker": 0.05}, [(0, 1, 2, 3, 4, 5, 6, 7)], [0.35]),
+        ([(4, 4)], {"worker_per_env": True, "cores_per_worker": 0.6}, [(0, 1, 2, 3, 4, 5, 6, 7)], [4]),
     ],
 )
-def test_plans(cpus: list[int], kwargs: dict[str, Any], bounds: list[tuple[int, ...]]) -> None:
-    nodes = [FreeNode(f"{i:040x}", f"10.0.0.{i}", count) for i, count in enumerate(cpus)]
-    assert [node.worker_bounds for node in plan_topology(nodes, Demand(**kwargs)).nodes] == bounds
+def test_plans(
+    cpus: list[tuple[int, int]], kwargs: dict[str, Any], bounds: list[tuple[int, ...]], claims: list[float]
+) -> None:
+    nodes = [free(*of_node, name) for of_node, name in zip(cpus, "abc", strict=False)]
+    topology = plan_topology(nodes, Demand(7, **kwargs))
+    assert [node.worker_bounds for node in topology.nodes] == bounds
+    assert [node.num_cpus for node in topology.nodes] == claims
 
 
 @pytest.mark.parametrize("kwargs", [{"num_nodes": -1}, {"workers_per_node": 0}, {"workers_per_node": True}])
 def test_counts_are_checked_before_ray_is_needed(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be a whole number"):
         open_cluster(EnvFactory.build("CartPole-v1", 2), address="nowhere:1", **kwargs)
-
-
-def free(cpus: int, all_cpus: int, name: str = "a") -> FreeNode:
-    return FreeNode(name * 40, "10.0.0.1", cpus, all_cpus)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "kwargs", "claims"),
-    [
-        ([free(4, 4)], {"workers_per_node": 3}, [3]),
-        ([free(4, 4)], {"workers_per_node": 9}, [4]),  # a node that has fewer cores claims all of them
-        ([free(1, 4)], {}, [1]),
-        ([free(0, 4)], {}, [0]),
-        ([free(0, 4), free(2, 4, "b")], {}, [2]),
-        ([free(0, 4), free(2, 4, "b")], {"num_nodes": 2}, [2, 0]),
-        ([free(4, 4)], {"worker_per_env": True, "cores_per_worker": 0.05}, [0.5]),
-        ([free(4, 4)], {"worker_per_env": True, "cores_per_worker": 0.6}, [4]),
-        ([free(0, 4)], {"worker_per_env": True, "cores_per_worker": 0.6}, [0]),
-    ],
-)
-def test_claimed_cores(nodes: list[FreeNode], kwargs: dict[str, Any], claims: list[float]) -> None:
-    assert [node.num_cpus for node in plan_topology(nodes, Demand(10, **kwargs)).nodes] == claims
 
 
 @pytest.mark.parametrize(
