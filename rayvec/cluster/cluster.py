@@ -22,7 +22,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, WorkerLostError
 from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Note, Op, Ticket
 from rayvec.fleet.fleet import Fleet
-from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, EpisodeState
+from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, EpisodeState, store_seed
 
 __all__ = ["Cluster"]
 
@@ -99,7 +99,14 @@ class Cluster(Fleet):
         self.open(own_arrays(self.layout, self.num_envs))
 
     def post(self, command: Command) -> Ticket:
-        """Starts a command. Before a reset or a chunk, environments may move to other nodes."""
+        """Starts a command. Before a reset or a chunk, environments may move to other nodes.
+
+        Seeds of a reset lie in the driver's arrays: a node that replaces a lost one resumes with them.
+        """
+        if command.op == Op.RESET:
+            for row, seed in zip(command.rows.tolist(), command.rest[0], strict=True):
+                if seed is not None:
+                    store_seed(self.arrays, row, seed)
         if command.op in STEPPING:
             leaving_only = command.op == Op.STEP
             for k, place in self._places.moves(self._slices, leaving_only).items():
@@ -137,15 +144,12 @@ class Cluster(Fleet):
         if not self._rehost:
             self.children[k].kill()
             raise lost.error
-        again: ChildLost | None = lost
-        while again is not None:
-            lost, again = again, None
-            try:
-                super().replace(k, lost)
-            except ChildLost as error:  # the replacement was lost while it started
-                again = error
+        try:
+            super().replace(k, lost)
             text, env_ids = self.notes[-1]
             self.notes[-1] = Note(f"{text} They resume on node {self._slices[k].name}.", env_ids)
+        except ChildLost as again:  # the replacement was lost while it started
+            self.replace(k, again)
 
     def _replacement(self, k: int, lost: ChildLost) -> Any:
         self._slices[k] = self._places.another(k, self._slices, lost.error)

@@ -19,11 +19,11 @@ from rayvec.envs.failures import FAILURES, captured
 from rayvec.envs.pickled_parts import PickledParts
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.fleet.commands import STEPPING, Answer, Command, Op, Ticket
-from rayvec.fleet.restarts import RestartPolicy, store_seed
+from rayvec.fleet.restarts import RestartPolicy
 from rayvec.node.machine import CLOSE_S, Machine
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
 
-__all__ = ["Node", "NodeChunk", "NodeSpec", "begun", "bytes_of", "changes_rows", "result_leaves", "store_seeds"]
+__all__ = ["Node", "NodeChunk", "NodeSpec", "begun", "bytes_of", "changes_rows", "result_leaves"]
 
 _POLL_S = 1e-3
 """How long a node waits for the first of several pending commands before it looks at the others."""
@@ -140,7 +140,6 @@ class Node:
     def open(self, arrays: dict[str, Any]) -> None:
         """Allocates shared memory for the workers. The answers are copied into `arrays`."""
         self.allocate(*self.allocation, begun(arrays))
-        self._arrays = arrays
         self._copies = list(zip(result_leaves(arrays), result_leaves(self.machine.arrays), strict=True))
 
     def allocate(
@@ -153,8 +152,6 @@ class Node:
 
     def post(self, command: Command) -> None:
         """Starts a command."""
-        if self._copies:
-            store_seeds(self._arrays, command)
         self.pending.append((command, self._started(command)))
 
     def _started(self, command: Command) -> Ticket | Future[Answer]:
@@ -255,14 +252,6 @@ def changes_rows(command: Command) -> bool:
 def begun(arrays: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the arrays of the driver if a lost node has written into them: its replacement begins with these."""
     return arrays if arrays["episode"].any() or arrays["has_seed"].any() else None
-
-
-def store_seeds(arrays: dict[str, Any], command: Command) -> None:
-    """Stores the seeds of a command for a reset in the driver's arrays."""
-    if command.op == Op.RESET:
-        for row, seed in zip(command.rows.tolist(), command.rest[0], strict=True):
-            if seed is not None:
-                store_seed(arrays, row, seed)
 
 
 def result_leaves(arrays: dict[str, Any]) -> list[NDArray[Any]]:

@@ -36,15 +36,10 @@ class FreeNode:
     node_id: str
     address: str
     cpus: float
-    all_cpus: int = 0
+    all_cpus: int
     free: Mapping[str, float] = field(default_factory=dict)
     total: Mapping[str, float] = field(default_factory=dict)
     raylet: Address = ("", 0)
-
-    @property
-    def total_cpus(self) -> int:
-        """Number of whole cores, at least of the free ones."""
-        return max(self.all_cpus, int(self.cpus))
 
 
 def reserved_bundles() -> tuple[Any, dict[str, list[tuple[int, dict[str, float]]]]]:

@@ -104,7 +104,7 @@ def _probed(places: RayPlaces) -> Demand:
     """
     demand = places.demand
     most = demand.num_nodes[1] if isinstance(demand.num_nodes, tuple | list) else demand.num_nodes
-    nodes = [node for node in free_nodes() if node.total_cpus][:most]
+    nodes = [node for node in free_nodes() if node.all_cpus][:most]
     if not nodes or sum(node.cpus for node in nodes) >= demand.num_envs:
         return demand
     place = NodeSlice(nodes[0].node_id, nodes[0].address, (0, 1), 0)

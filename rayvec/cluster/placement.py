@@ -56,7 +56,7 @@ class Demand:
         wanted = self.workers_per_node
         if wanted is None:
             return int(node.cpus)
-        return wanted if node.cpus >= max(1, min(wanted, node.total_cpus)) else 0
+        return wanted if node.cpus >= max(1, min(wanted, node.all_cpus)) else 0
 
     def place(self, node: FreeNode, envs: range, cores: int) -> NodeSlice:
         """Places environments on a node.
@@ -88,7 +88,7 @@ def plan_topology(nodes: Sequence[FreeNode], demand: Demand) -> Topology:
     Raises:
         ConfigError: The cluster does not have the requested nodes, cores or resources.
 
-    >>> node = FreeNode("a", "10.0.0.1", 4)
+    >>> node = FreeNode("a", "10.0.0.1", 4, 4)
     >>> plan_topology([node], Demand(num_envs=7, workers_per_node=3)).nodes[0].worker_bounds
     (0, 3, 5, 7)
     """
@@ -102,7 +102,7 @@ def plan_topology(nodes: Sequence[FreeNode], demand: Demand) -> Topology:
     count = min(num_nodes or max(1, len(chosen)), num_envs)
     chosen = chosen[:count]
     are_all_busy = not any(rooms[node.node_id] for node in chosen)
-    weights = [rooms[node.node_id] or (node.total_cpus if are_all_busy else 1) for node in chosen]
+    weights = [rooms[node.node_id] or (node.all_cpus if are_all_busy else 1) for node in chosen]
     if demand.resources is not None and (len(chosen) < count or sum(weights) < num_envs):
         raise _too_little(nodes, demand, demand.resources)
     if len(chosen) < count:
@@ -120,7 +120,7 @@ def plan_topology(nodes: Sequence[FreeNode], demand: Demand) -> Topology:
 
 
 def _too_few_nodes(nodes: Sequence[FreeNode], count: int, workers_per_node: int | None) -> ConfigError:
-    there = ", ".join(f"{node.address}: {node.cpus:g} of {node.total_cpus} cores free" for node in nodes)
+    there = ", ".join(f"{node.address}: {node.cpus:g} of {node.all_cpus} cores free" for node in nodes)
     wanted = f"num_nodes={count}" if workers_per_node is None else f"workers_per_node={workers_per_node}"
     claimed = "" if workers_per_node is None else f" claims {counted(workers_per_node, 'core')} of a node, and"
     return ConfigError(
@@ -132,17 +132,14 @@ def _too_few_nodes(nodes: Sequence[FreeNode], count: int, workers_per_node: int 
 
 def _too_little(nodes: Sequence[FreeNode], demand: Demand, resources: EnvResources) -> ConfigError:
     claimed = resources.claim(demand.num_envs)
-    free, total = ({name: sum(each.get(name, 0) for each in of) for name in claimed} for of in _amounts(nodes))
+    free = {name: sum(node.free.get(name, 0) for node in nodes) for name in claimed}
+    total = {name: sum(node.total.get(name, 0) for node in nodes) for name in claimed}
     short = [name for name in claimed if claimed[name] > free[name]] or list(claimed)
     listed = ", ".join(f"{claimed[name]:g} {name} ({free[name]:g} free, {total[name]:g} in all)" for name in short)
     return ConfigError(
         f"The cluster has no room for {counted(demand.num_envs, 'environment')}: together they need {listed}. Use "
         "fewer environments, lower cores_per_env, gpus_per_env or resources_per_env, or start nodes that have more."
     )
-
-
-def _amounts(nodes: Sequence[FreeNode]) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]]]:
-    return [node.free for node in nodes], [node.total for node in nodes]
 
 
 def num_parts(high: int, num_envs: int) -> int:

@@ -56,7 +56,7 @@ class RayPlaces:
         """Reads from Ray the nodes that may have environments: those with cores, if these need nothing else."""
         by_cores = self.demand.resources is None
         nodes = free_nodes(claimed_too=by_cores and not self.demand.claim_cpus)
-        return [node for node in nodes if node.total_cpus or not by_cores]
+        return [node for node in nodes if node.all_cpus or not by_cores]
 
     def topology(self) -> Topology:
         """Returns where all environments begin. It waits for cores: Ray frees those of closed ones with a delay.

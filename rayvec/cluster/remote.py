@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 
-from rayvec.cluster.node import Node, NodeChunk, NodeSpec, begun, bytes_of, changes_rows, result_leaves, store_seeds
+from rayvec.cluster.node import Node, NodeChunk, NodeSpec, begun, bytes_of, changes_rows, result_leaves
 from rayvec.cluster.stream import Head, Stream
 from rayvec.data import Chunk
 from rayvec.data.layouts import ArrayLayout
 from rayvec.data.trees import as_slice, objects, tree_leaves
 from rayvec.envs.failures import FAILURES, captured
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import NodeLostError, RemoteFailure, first_line
 from rayvec.fleet.commands import NO_NEWS, Answer, ChildLost, Command, Op
 from rayvec.node.machine import CLOSE_S
@@ -83,6 +82,15 @@ class RemoteNode:
             if is_raised_by_handler(error):
                 raise
 
+    def spaces(self) -> Any:
+        """Waits until the environments have been made. Returns their spaces.
+
+        Raises:
+            ChildLost: The node is lost.
+            Exception: The exception that the constructor of an environment raised.
+        """
+        return self._reply()
+
     def _reply(self) -> Any:
         """Waits for the result of a method of the server.
 
@@ -125,19 +133,9 @@ class RemoteNode:
         why = f"{type(error).__name__}: {first_line(error)}"
         return ChildLost(NodeLostError(f"{self.name} is lost ({why}). Its log may say what ended it."))
 
-    def spaces(self) -> PoolSpaces:
-        """Waits until the environments have been made. Returns their spaces.
-
-        Raises:
-            ChildLost: The node is lost.
-            Exception: The exception that the constructor of an environment raised.
-        """
-        spaces: PoolSpaces = self._reply()
-        return spaces
-
     def open(self, arrays: dict[str, Any]) -> None:
         """Attaches the arrays that hold the answers of its environments, and sends how these begin."""
-        self._arrays, self._known_rows = arrays, None
+        self._known_rows = None
         self._leaves = [leaf for leaf in result_leaves(arrays) if not leaf.dtype.hasobject]
         leaves = list(tree_leaves(arrays["obs"]))
         self._objects = [leaves[place] for place in ArrayLayout.with_objects(self.allocation[0]).objects]
@@ -147,7 +145,6 @@ class RemoteNode:
 
     def post(self, command: Command) -> None:
         """Starts a command. Weights travel once for each of their versions."""
-        store_seeds(self._arrays, command)
         if command.op == Op.ROLLOUT and command.rest.weights is not None:
             order = command.rest
             if self._sent_weights.get(order.key) == order.version:
@@ -175,11 +172,10 @@ class RemoteNode:
             answer = answer._replace(value=None)
         return answer
 
-    def worker_pids(self) -> list[int]:
+    def worker_pids(self) -> Any:
         """Returns the process ids of the owner of the workers, and of these."""
         self._send("pids")
-        pids: list[int] = self._reply()
-        return pids
+        return self._reply()
 
     def kill(self) -> None:
         """Ends the node at once."""

@@ -164,24 +164,19 @@ class RestartPolicy:
             ConfigError: `on_env_error` is unknown, or a timeout or `restart_env_every` is not positive.
         """
         check_choice("on_env_error", on_env_error, ("raise", "restart"))
-        if step_timeout_s is not None and not _is_time(step_timeout_s):
-            raise ConfigError(
-                f"step_timeout_s is {step_timeout_s!r}. It must be more than 0 seconds, or None for no limit: pass "
-                "several times what the slowest step takes."
-            )
-        if not _is_time(start_timeout_s):
-            raise ConfigError(
-                f"start_timeout_s is {start_timeout_s!r}. It must be more than 0 seconds: pass several times what the "
-                "slowest constructor or import takes. The default is 300."
-            )
+        for name, value, what in (
+            ("step_timeout_s", step_timeout_s, "step takes; None sets no limit"),
+            ("start_timeout_s", start_timeout_s, "constructor or import takes; the default is 300"),
+        ):
+            is_time = isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
+            if not is_time and not (value is None and name == "step_timeout_s"):
+                raise ConfigError(
+                    f"{name} is {value!r}. It must be more than 0 seconds: pass several times what the slowest {what}."
+                )
         max_episodes = None if restart_env_every is None else check_count("restart_env_every", restart_env_every)
         names = check_names("replay_calls", replay_calls)
         check_choice("spare_envs", spare_envs, (0, 1))
         return cls(on_env_error == "restart", step_timeout_s, start_timeout_s, max_episodes, names, spare_envs)
-
-
-def _is_time(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
 
 
 NO_RESTARTS = RestartPolicy()

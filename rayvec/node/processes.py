@@ -146,12 +146,14 @@ def _server(preload: Sequence[str], threads: int) -> Any:
         server.set_forkserver_preload([_SERVER_MODULE])
         added = {name: text for name, text in _environment(threads).items() if name not in os.environ}
         added[PRELOAD] = json.dumps([[str(path) for path in sys.path], list(preload), _folder()])
+        hidden = {name: os.environ.pop(name) for name in _SECRETS if name in os.environ}
         os.environ.update(added)  # what the server imports reads them
         try:
             server.ensure_running()
         finally:
             for name in added:
                 del os.environ[name]
+            os.environ.update(hidden)
         return server
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import ray
-from helpers.waiting import wait_until
 from hypothesis import given, strategies as st
 
-from rayvec.cluster.nodes import FreeNode, free_nodes
+from rayvec.cluster.nodes import FreeNode
 from rayvec.cluster.open_cluster import open_cluster
 from rayvec.cluster.placement import Demand, plan_topology
 from rayvec.data.resources import EnvResources
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
-from rayvec.fleet.restarts import RestartPolicy
 
 nodes_of_any_size = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=6).map(
     lambda cores: [FreeNode(f"{i:040x}", f"10.0.0.{i}", min(free, all), all) for i, (free, all) in enumerate(cores)]
@@ -142,31 +139,3 @@ def test_places_of_environments_that_need_resources(
 def test_resources_that_the_cluster_lacks(resources: EnvResources, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_topology([having(CPU=8, GPU=2)], Demand(10, resources=resources))
-
-
-def test_claims_of_resources(ray_cluster: Any) -> None:
-    """Environments go where their resource is. Each sees a GPU that is claimed for it."""
-    node = ray_cluster.add_node(num_cpus=2, num_gpus=2, resources={"sim": 3})
-    resources = EnvResources(0.5, 0.5, {"sim": 1})
-    try:
-        cluster = open_cluster(EnvFactory.build("CartPole-v1", 3), resources=resources)
-        (place,) = cluster.topology.nodes
-        assert place.node_id == node.node_id and place.worker_bounds == (0, 1, 2, 3)
-        wait_until(lambda: ray.available_resources().get("GPU", 0) == 0, "whole GPUs are claimed")
-        assert ray.available_resources().get("sim", 0) == 0
-        with pytest.raises(ConfigError, match=r"need 1 GPU \(0 free, 2 in all"):
-            open_cluster(
-                EnvFactory.build("CartPole-v1", 1),
-                resources=EnvResources(0, 1),
-                restart_policy=RestartPolicy(start_timeout_s=0.5),
-            )
-        cluster.close()
-        wait_until(lambda: ray.available_resources().get("GPU") == 2, "the GPUs are free again")
-    finally:
-        ray_cluster.remove_node(node)
-
-
-def test_the_drivers_own_node_is_first(ray_cluster: object) -> None:
-    nodes = free_nodes()
-    assert nodes[0].node_id == ray.get_runtime_context().get_node_id()
-    assert len(nodes) == 2 and all(node.cpus >= 1 for node in nodes)

@@ -10,19 +10,25 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+import ray
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.fleet_kit import OverFleet, Steps, reset, step
 from helpers.kinds import ALL_SPACES, env_fns, in_lockstep
+from helpers.waiting import wait_until
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayvec.cluster import node_actor
+from rayvec.cluster.node_facts import check_versions, own_versions
 from rayvec.cluster.open_cluster import open_cluster
 from rayvec.cluster.stream import connect
 from rayvec.data import ChunkRequest
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import NodeLostError
+from rayvec.errors import ConfigError, NodeLostError
 from rayvec.fleet.commands import Command, Op
 from rayvec.rollout.policy_host import ChunkOrder
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 
 def cluster_of(fns: Any, **settings: Any) -> Any:
@@ -55,8 +61,6 @@ def test_a_node_that_is_closed_leaves_no_folder(ray_cluster: object) -> None:
 
 
 def test_a_chunk_that_stays_on_its_node(ray_cluster: object) -> None:
-    import ray
-
     with closing(cluster_of([Steps] * 4, num_nodes=2)) as fleet:
         reset(fleet)
         rows = np.arange(4)
@@ -72,9 +76,6 @@ def test_a_chunk_that_stays_on_its_node(ray_cluster: object) -> None:
 
 def test_workers_use_the_bundles_of_a_placement_group(ray_cluster: object) -> None:
     """As in a trial of Ray Tune: the first bundle is that of the trial, the others are for its workers."""
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     def trial() -> Any:
         with closing(cluster_of([Steps] * 4, workers_per_node=None, probe=False)) as fleet:
@@ -111,3 +112,33 @@ def test_a_stream_that_can_not_be_connected(
             cluster_of([Steps] * 4, num_nodes=2)
         assert f":{ports[-1]}" in str(caught.value)
     assert len(ports) == min(num_refused + 1, 3)
+
+
+class Trial:
+    """Has environments within an actor, as a search does."""
+
+    def open(self) -> None:
+        self._env = RayVecEnv([Steps], num_nodes=1, workers_per_node=1)
+
+
+def free_cores() -> float:
+    return float(ray.available_resources().get("CPU", 0.0))
+
+
+def test_cores_claimed_within_an_actor_that_is_killed(ray_cluster: object) -> None:
+    """The job goes on, as that of a search does whose trial has ended."""
+    before = ray.cluster_resources()["CPU"]
+    wait_until(lambda: free_cores() == before, "tests before have closed their environments")
+    kind: Any = ray.remote(Trial)
+    trial = kind.options(num_cpus=0).remote()
+    ray.get(trial.open.remote())
+    wait_until(lambda: free_cores() == before - 1, "the core is claimed")
+    ray.kill(trial)
+    wait_until(lambda: free_cores() == before, "the core is free")
+
+
+@pytest.mark.parametrize(("package", "version"), [("rayvec", "0.0.9"), ("python", "3.9.1"), ("numpy", "1.26.4")])
+def test_a_node_whose_versions_differ_is_refused(package: str, version: str) -> None:
+    check_versions(own_versions(), "10.0.0.2")
+    with pytest.raises(ConfigError, match=rf"10.0.0.2 has {package} {version}, .*{package} {own_versions()[package]}"):
+        check_versions({**own_versions(), package: version}, "10.0.0.2")

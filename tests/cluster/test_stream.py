@@ -127,27 +127,3 @@ def test_a_stranger_is_refused(sent: bytes) -> None:
                 pass
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", listening.port), 20.0)
-
-
-def test_a_recorded_proof_does_not_hold_again() -> None:
-    first, recorded = Listening(), bytearray()
-    relay = socket.create_server(("127.0.0.1", 0))
-
-    def forward() -> None:
-        with relay.accept()[0] as driver, socket.create_connection(("127.0.0.1", first.port)) as node:
-            driver.sendall(node.recv(32, socket.MSG_WAITALL))
-            recorded.extend(driver.recv(64, socket.MSG_WAITALL))
-            node.sendall(recorded)
-            driver.sendall(node.recv(32, socket.MSG_WAITALL))
-
-    relaying = threading.Thread(target=forward, daemon=True)
-    relaying.start()
-    with relay:
-        connect("127.0.0.1", relay.getsockname()[1], KEY).close()
-    relaying.join()
-    first.stream().close()
-    second = Listening()
-    with socket.create_connection(("127.0.0.1", second.port), 20.0) as stranger:
-        stranger.sendall(recorded)
-        second.connect().close()
-    second.stream().close()

@@ -39,19 +39,6 @@ class TestEquivalence:
         with closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync, closing(ours):
             assert in_lockstep(ours, sync, 12, options={"level": 2}) > 10
 
-    @pytest.mark.parametrize("mode", MODES)
-    def test_a_key_with_values_of_several_types(self, mode: AutoresetMode) -> None:
-        class Mixed(Steps):
-            def step(self, action: Any) -> Any:
-                results = super().step(action)[:4]
-                half = int(self.np_random.integers(9))
-                return *results, {"half": half if half % 2 else half / 2, "deep": {"half": float(half)}}
-
-        fleet = fleet_of([Mixed] * 4, 2)
-        ours = OverFleet(fleet, fleet.children[0].slice.spaces, mode)
-        with closing(SyncVectorEnv([Mixed] * 4, autoreset_mode=mode)) as sync, closing(ours):
-            assert in_lockstep(ours, sync, 12) > 4
-
 
 class TestTickets:
     def test_groups_step_independently(self) -> None:
