@@ -164,11 +164,12 @@ class RestartPolicy:
             ConfigError: `on_env_error` is unknown, or a timeout or `restart_env_every` is not positive.
         """
         check_choice("on_env_error", on_env_error, ("raise", "restart"))
-        for name, value, what in (
+        limits: tuple[tuple[str, Any, str], ...] = (
             ("step_timeout_s", step_timeout_s, "step takes; None sets no limit"),
             ("start_timeout_s", start_timeout_s, "constructor or import takes; the default is 300"),
-        ):
-            is_time = isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
+        )
+        for name, value, what in limits:
+            is_time = not isinstance(value, bool) and isinstance(value, Real) and float(value) > 0
             if not is_time and not (value is None and name == "step_timeout_s"):
                 raise ConfigError(
                     f"{name} is {value!r}. It must be more than 0 seconds: pass several times what the slowest {what}."
