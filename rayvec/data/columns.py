@@ -209,31 +209,15 @@ def info_of(columns: Columns, row: int) -> dict[Any, Any]:
     return info
 
 
-class Whole:
-    """The info of one environment, which columns hold as one value: its types and its order stay.
-
-    Args:
-        info: The info.
-    """
-
-    __slots__ = ("info",)
-
-    def __init__(self, info: dict[Any, Any]) -> None:
-        self.info = info
-
-    def __deepcopy__(self, memo: Any) -> Whole:
-        return Whole({key: copied(value) for key, value in self.info.items()})
-
-
 def whole(info: Any) -> Any:
-    """Returns the info of a step or reset, for libraries that take a dict for each environment, as a :class:`Whole`."""
-    return {_WHOLE: Whole(info)} if info and isinstance(info, dict) else info
+    """Returns the info of a step or reset as one value, whose types and order stay, for libraries that take dicts."""
+    return {_WHOLE: (info,)} if info and isinstance(info, dict) else info
 
 
 def unwrapped(info: dict[Any, Any]) -> dict[Any, Any]:
     """Returns an info that :func:`whole` may have wrapped, with what was added to it."""
     found = info.pop(_WHOLE, None)
-    return info if found is None else {**found.info, **info}
+    return info if found is None else {**found[0], **info}
 
 
 def infos_of(columns: Columns, rows: Sequence[int]) -> list[dict[Any, Any]]:

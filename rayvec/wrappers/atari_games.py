@@ -60,18 +60,15 @@ def atari(env: Env) -> Env:
         env: A game of ``ale_py`` made with ``frameskip=1``.
 
     Raises:
-        ConfigError: The game skips frames itself, or OpenCV is not installed.
+        ConfigError: The game skips frames itself.
+        DependencyNotInstalled: OpenCV is not installed.
     """
     if getattr(env.unwrapped, "_frameskip", 1) != 1:
         raise ConfigError(
             f"frameskip is {env.unwrapped._frameskip}. This wrapper skips frames itself: "  # type: ignore[attr-defined]
             "pass env_kwargs={'frameskip': 1} (--env-kwargs frameskip 1 on the command line)."
         )
-    try:
-        env = AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
-    except gymnasium.error.DependencyNotInstalled as error:
-        message = "OpenCV, which resizes frames, is not installed. Install it: pip install opencv-python-headless."
-        raise ConfigError(message) from error
+    env = AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
     if env.unwrapped.get_action_meanings()[1:2] == ["FIRE"]:  # type: ignore[attr-defined]
         env = FireToServe(env)
     return FrameStackObservation(env, 4)

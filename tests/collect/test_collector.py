@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from conftest import MakeVec
@@ -212,22 +211,6 @@ class TestState:
         assert chunk.first_step == 10
         assert chunk.obs[0].tolist() == [[77 + i, 0, 0, 0] for i in range(5)]
 
-    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
-    def test_the_first_chunk_after_it_says_which_weights_acted(self, counting: RayVecEnv, inference: Any) -> None:
-        weights = TablePolicy(seed=3).weights()
-        first = Collector(counting, TablePolicy(), inference, seed=5)
-        for _ in range(4):
-            first.set_weights(weights)
-        second = Collector(counting, TablePolicy(seed=3), inference, seed=5)
-        second.load_state_dict(first.state_dict())
-        second.reset()
-        for version in (4, 5):
-            batch = second.collect(n_step=20)
-            chunk = batch.chunks[0]
-            assert batch.stats.weights_versions == (version, version) and batch.stats.staleness == 0
-            assert_identical(chunk.extras["logp"], TablePolicy(seed=3)._logp[chunk.extras["state"], chunk.act])
-            second.set_weights(weights)
-
 
 class TestInput:
     @pytest.mark.parametrize(
@@ -236,14 +219,9 @@ class TestInput:
             {},
             {"n_step": 1, "n_episode": 1},
             {"n_step": 0},
-            {"n_step": -3},
             {"n_step": 1.5},
-            {"n_step": True},
-            {"n_step": "x"},
-            {"n_step": float("nan")},
-            {"n_episode": 0},
             {"n_episode": -1},
-            {"n_episode": 2.5},
+            {"n_episode": True},
         ],
         ids=repr,
     )
@@ -266,32 +244,18 @@ class TestInput:
                 with pytest.raises(ConfigError, match="after close"):
                     call()
 
-    @pytest.mark.parametrize("inference", ["worker", "driver"])
-    @pytest.mark.parametrize(
-        ("wrap", "words"),
-        [
-            (lambda env: None, "NoneType"),
-            (lambda env: SyncVectorEnv([CountingEnv]), "SyncVectorEnv"),
-            (RecordEpisodeStatistics, r"RecordEpisodeStatistics is not a rayvec.RayVecEnv.*wrappers=\[...\]"),
-        ],
-        ids=["none", "sync", "wrapper"],
-    )
-    def test_other_environments(self, wrap: Any, words: str, inference: Any) -> None:
-        with local([CountingEnv]) as env, pytest.raises(ConfigError, match=words):
-            Collector(wrap(env), still, inference)
+    def test_other_environments(self) -> None:
+        with pytest.raises(ConfigError, match=r"RecordEpisodeStatistics is not a rayvec.RayVecEnv.*wrappers=\[...\]"):
+            Collector(RecordEpisodeStatistics(SyncVectorEnv([CountingEnv])), still)  # type: ignore[arg-type]
 
 
-class TestPoliciesThatFail:
-    @pytest.mark.parametrize("prefetch", [pytest.param(False, marks=pytest.mark.slow), True])
-    def test_one_that_raises_in_a_worker_is_heard_with_its_traceback(self, make_vec: MakeVec, prefetch: bool) -> None:
-        env = make_vec([CountingEnv] * 2, nodes=2)
-        collector = Collector(env, raises_at_ten, seed=0, prefetch=prefetch)
-        with pytest.raises(LookupError, match="the policy gave up") as caught:
-            for _ in range(3):
-                collector.collect(n_step=2 * 8)
-        cause = caught.value.__cause__
-        assert isinstance(cause, EnvError)
-        assert "worker 0" in str(cause) and "in raises_at_ten" in str(cause)
+def test_a_policy_that_raises_in_a_worker_is_heard_with_its_traceback(make_vec: MakeVec) -> None:
+    collector = Collector(make_vec([CountingEnv] * 2, nodes=2), raises_at_ten, seed=0, prefetch=True)
+    with pytest.raises(LookupError, match="the policy gave up") as caught:
+        for _ in range(3):
+            collector.collect(n_step=2 * 8)
+    cause = caught.value.__cause__
+    assert isinstance(cause, EnvError) and "worker 0" in str(cause) and "in raises_at_ten" in str(cause)
 
 
 def test_an_episode_that_a_fault_cut_does_not_count_as_one_that_never_ends() -> None:
@@ -306,27 +270,9 @@ def test_an_episode_that_a_fault_cut_does_not_count_as_one_that_never_ends() -> 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_episodes_that_are_too_long_are_cut_and_the_others_are_whole(workers: int) -> None:
-    fns = [partial(Lasts, length) for length in (30, 100, 70)]
+    fns = [partial(CoinEnv, length, length) for length in (30, 100, 70)]
     with RayVecEnv(fns, num_nodes=0, workers_per_node=workers) as env:
         played = Collector(env, lambda obs: np.zeros(len(obs), int), seed=1).play(6, max_len=80)
     lens = {env_id: played.lens[played.env_ids == env_id].tolist() for env_id in range(3)}
     assert lens == {0: [30, 30], 1: [80, 80], 2: [70, 70]} and played.num_cut == 2
     assert played.returns.tolist() == played.lens.tolist()
-
-
-class Lasts(gymnasium.Env[Any, Any]):
-    """An episode of a number of steps, each with the reward 1."""
-
-    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def reset(self, **options: Any) -> Any:
-        super().reset(seed=options.get("seed"))
-        self.steps = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        return np.zeros(1, np.float32), 1.0, self.steps == self.length, False, {}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from helpers.training_kit import HERE
 
-import rayvec
 from rayvec.errors import ConfigError
 from rayvec.wrappers import FireToServe, atari
 
@@ -81,28 +78,3 @@ def test_fire_serves_after_a_reset_and_each_lost_life() -> None:
         if terminated:
             break
     assert inner.pressed == [1, 2, 2, 1, 2, 2, 1, 2, 2] and earned == 8
-
-
-def test_a_game_without_fire_is_left_alone() -> None:
-    env = make("Freeway")
-    while isinstance(env, gymnasium.Wrapper):
-        assert not isinstance(env, FireToServe)
-        env = env.env
-
-
-def test_training_sees_them(tmp_path: Path) -> None:
-    config = rayvec.PPOConfig(
-        env_id="ale_py:ALE/Breakout-v5",
-        env_kwargs={"frameskip": 1},
-        wrappers=("rayvec.wrappers:atari",),
-        num_envs=2,
-        num_steps=8,
-        total_steps=32,
-        minibatch_size=16,
-        num_epochs=1,
-        clip_reward=1.0,
-        eval_episodes=0,
-        **HERE,
-        run_dir=tmp_path / "a",
-    )
-    assert rayvec.train(config).total_steps == 32
