@@ -17,7 +17,7 @@ from conftest import MakeVec
 from helpers.chunks import assert_same_chunk
 from helpers.exact import TablePolicy
 from helpers.obedient_envs import GatedEnv
-from helpers.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
+from helpers.testing import CountingEnv, assert_identical, counting_errors
 from helpers.waiting import alive, wait_until
 
 import rayvec
@@ -149,22 +149,6 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
         assert len(restarts) == (env_id not in (2, 3))
         for part in np.split(np.arange(len(chunks)), restarts):
             assert counting_errors([chunks[number] for number in part]) == []
-
-
-def test_an_environment_that_raises() -> None:
-    fns = [partial(FaultyEnv, "raise", at=9), CountingEnv, CountingEnv]
-    with RayVecEnv(fns, num_nodes=0, workers_per_node=3, on_env_error="restart") as env:
-        collector = Collector(env, TablePolicy(), seed=1, max_staleness=2)
-        batches = [*collect(collector, 4), *collect(collector, 1, ahead=False)]
-        assert sum(batch.stats.n_restarts for batch in batches) >= 1
-        columns = columns_of(batches)
-        assert [counting_errors(columns[env_id]) for env_id in (1, 2)] == [[], []]
-    env = RayVecEnv([partial(FaultyEnv, "raise", at=9), CountingEnv], num_nodes=0, workers_per_node=2)
-    collector = Collector(env, TablePolicy(), seed=1, max_staleness=2)
-    with pytest.raises(ValueError, match="this environment is broken"):
-        collect(collector, 8)
-    assert env.closed
-    collector.close()
 
 
 def test_a_reset_drops_what_is_pending_and_says_so() -> None:
