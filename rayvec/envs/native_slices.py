@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.columns import Columns, as_columns, mask_of, merge, select
-from rayvec.data.layouts import ArrayLayout, fitted, index_tree, tree_writer
+from rayvec.data.layouts import fitted, index_tree, tree_writer
 from rayvec.data.trees import objects, tree_map
 from rayvec.envs.slices import CUT, ENDED, NEW, RUNNING, Slice, own_info, values_of
 from rayvec.envs.spaces import PoolSpaces
@@ -41,9 +41,9 @@ class NativeSlice(Slice):
         self.native_mode, self.num_envs = self.spaces.native_mode, sum(sizes)
         self.unit_bounds = np.cumsum([0, *sizes])
 
-    def open(self, layout: ArrayLayout, arrays: dict[str, Any]) -> None:
+    def open(self, arrays: dict[str, Any]) -> None:
         """Attaches the arrays. A replacement begins with cut episodes."""
-        super().open(layout, arrays)
+        super().open(arrays)
         self._writers = [
             tree_writer(tree_map(lambda leaf, at=rows: leaf[None, at], self._obs)) for rows in self._unit_rows
         ]

@@ -142,12 +142,12 @@ class Slice:
         )
         self.unit_bounds = np.arange(self.num_envs + 1)
 
-    def open(self, layout: ArrayLayout, arrays: dict[str, Any]) -> None:
+    def open(self, arrays: dict[str, Any]) -> None:
         """Attaches the arrays into which the slice writes: ``obs``, and those of `ENV_ARRAYS`.
 
         They outlive this process. A replacement resumes from the seeds and the states of episodes that they hold.
         """
-        self.layout, self.arrays = layout, arrays
+        self.arrays = arrays
         self._obs, self._write_obs = arrays["obs"], tree_writer(arrays["obs"])
         self._rew, self._terminated, self._truncated = (arrays[name] for name in ("rew", "terminated", "truncated"))
         self._ends: Any = arrays["terminated"].data, arrays["truncated"].data  # memoryviews are twice as fast

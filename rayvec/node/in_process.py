@@ -56,7 +56,7 @@ class InProcess:
         """Allocates the arrays for these spaces."""
         self.layout, self.action_layout = ArrayLayout.with_objects(observation), ArrayLayout.of_actions(action)
         self.arrays = own_arrays(self.layout, self.num_envs)
-        self._slice.open(self.layout, self.arrays)
+        self._slice.open(self.arrays)
 
     def post(self, command: Command) -> Answer:
         """Executes a command. Returns the answer, which serves as ticket."""

@@ -176,7 +176,7 @@ class _Worker:
         self._objects = [leaves[place] for place in block.layout.objects]
         for leaf, values in zip(self._objects, attachment.objects, strict=True):
             leaf[:] = np.fromiter(values, object, len(values))
-        slice_.open(block.layout, arrays)
+        slice_.open(arrays)
         of_worker = {name: array[index : index + 1] for name, array in block.by_worker.items()}
         slice_.progress = of_worker["progress"].data
         self._chunk_step, self._cut_chunk = of_worker["chunk_step"], of_worker["cut_chunk"]

@@ -41,7 +41,7 @@ class Here:
         self.is_dead = False
 
     def open(self, arrays: dict[str, Any]) -> None:
-        self.slice.open(ArrayLayout.with_objects(self.slice.spaces.observation), arrays)
+        self.slice.open(arrays)
 
     def post(self, command: Command) -> None:
         self.pending.append(command)

@@ -57,7 +57,7 @@ def reset(target: Any) -> None:
 def slice_host(fns: Sequence[Callable[[], Any]], policy: RestartPolicy = NO_RESTARTS, native: bool = False) -> Any:
     slice_ = slice_of(fns, policy, native=native)
     layout = ArrayLayout.with_objects(slice_.spaces.observation)
-    slice_.open(layout, own_arrays(layout, slice_.num_envs))
+    slice_.open(own_arrays(layout, slice_.num_envs))
     here = InProcess(slice_)
     reset(here)
     return PolicyHost(here, ArrayLayout.of(slice_.spaces.action), 0, slice_.native_mode)
