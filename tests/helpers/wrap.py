@@ -45,10 +45,6 @@ def fills_the_disk(env: Env) -> Env:
     return _Until(env, 30, limit)
 
 
-def doubled(env: Env) -> Env:
-    return gymnasium.wrappers.TransformReward(env, lambda reward: 2 * float(reward))
-
-
 class _Pictured(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Draws the angle of CartPole's pole as a grey picture with odd sides."""
 
