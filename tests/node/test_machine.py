@@ -1,4 +1,4 @@
-"""A machine's fleet of worker processes: equal to ``SyncVectorEnv``, and what happens when workers fail."""
+"""A machine's fleet of worker processes: what workers get, and what happens when workers fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ import numpy as np
 import psutil
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.fleet_kit import OverFleet, Steps, reset, step
-from helpers.kinds import ALL_SPACES, MODES, env_fns, in_lockstep
+from helpers.fleet_kit import Steps, reset, step
+from helpers.kinds import env_fns
 from helpers.waiting import alive, wait_until
 
 from rayvec.envs.factory import EnvFactory
@@ -76,28 +75,7 @@ class Odd(Steps):
         return self.process.pid
 
 
-class TestEquivalence:
-    @pytest.mark.parametrize("mode", MODES)
-    def test_every_space_and_info(self, mode: AutoresetMode) -> None:
-        space = spaces.Dict(ALL_SPACES)
-        fns = env_fns(5, space, space)
-        with machine(fns) as fleet, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
-            assert in_lockstep(OverFleet(fleet, fleet.spaces, mode), sync, 12, options={"level": 2}) > 10
-
-    def test_actions_keep_their_data_type(self) -> None:
-        class Repeats(Steps):
-            action_space = spaces.Box(-1, 1, (2,), np.float32)
-
-            def step(self, action: Any) -> Any:
-                return *super().step(action)[:4], {"dtype": str(action.dtype), "sum": float(action.sum())}
-
-        with machine([Repeats] * 2) as fleet:
-            reset(fleet)
-            for dtype in (np.float64, np.float16, np.int8, np.complex64):
-                actions = np.array([[1, 2], [3, 4]], dtype)
-                infos = fleet.run(Command(Op.STEP, np.arange(2), actions)).infos if dtype != np.complex64 else None
-                assert infos is None or infos["dtype"].tolist() == [np.dtype(dtype).name] * 2
-
+class TestMessages:
     def test_messages_of_any_size(self) -> None:
         with machine([Odd] * 2) as fleet:
             for size in (1, 1 << 13, 1 << 14, 1 << 20):
