@@ -137,6 +137,16 @@ def marked() -> list[psutil.Process]:
     return found
 
 
+def left() -> list[str]:
+    """Returns what is left besides this process, its fork server, and what environments put into their own sessions."""
+    own, found = {os.getpid(), *(child.pid for child in psutil.Process().children())}, []
+    for process in marked():
+        with suppress(psutil.Error):
+            if process.pid not in own and process.name() != "sleep":
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
 def soak(args: argparse.Namespace, directory: Path) -> None:
     """Runs for some minutes; raises AssertionError at the first thing that is not as it should be."""
     import ray
@@ -203,8 +213,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ["RAY_TMPDIR"] = directory
         os.mkdir(f"{directory}/ray")
         soak(args, Path(directory))
-    own = {os.getpid(), *(child.pid for child in psutil.Process().children())}  # the fork server ends with this process
-    wait_until(lambda: not [process for process in marked() if process.pid not in own], "every process has ended")
+    with suppress(AssertionError):
+        wait_until(lambda: not left())
+    assert not left(), left()
     assert shm_names() <= before, shm_names() - before
     print("not one transition was wrong, and nothing is left")
 
