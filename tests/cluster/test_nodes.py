@@ -1,36 +1,23 @@
-"""A fleet of nodes: equal to ``SyncVectorEnv``, chunks, and what happens when nodes and their workers fail."""
+"""A fleet of nodes: chunks, and what happens when nodes and their workers fail."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import signal
-from contextlib import closing
 from functools import partial
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import pytest
-from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.fleet_kit import RESTART, OverFleet, Steps, reset, step
-from helpers.kinds import ALL_SPACES, MODES, env_fns, in_lockstep
+from helpers.fleet_kit import RESTART, Steps, reset, step
 from helpers.node_kit import FAR, OWN, cluster_of
 
 from rayvec.data import ChunkRequest
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.policies.noise import NO_NOISE
 from rayvec.rollout.policy_host import ChunkOrder
-
-
-class TestEquivalence:
-    @pytest.mark.parametrize("mode", MODES)
-    def test_every_space_and_info(self, mode: AutoresetMode) -> None:
-        space = spaces.Dict(ALL_SPACES)
-        fns = env_fns(5, space, space)
-        with cluster_of(fns, workers=2) as fleet, closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync:
-            assert in_lockstep(OverFleet(fleet, fleet.spaces, mode), sync, 12, options={"level": 2}) > 10
 
 
 class Slow(Steps):

@@ -11,10 +11,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import ray
-from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.fleet_kit import OverFleet, Steps, reset, step
-from helpers.kinds import ALL_SPACES, env_fns, in_lockstep
+from helpers.fleet_kit import Steps, reset, step
 from helpers.waiting import wait_until
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -35,16 +32,6 @@ def cluster_of(fns: Any, **settings: Any) -> Any:
     cluster = open_cluster(EnvFactory.build(list(fns)), **{"workers_per_node": 1, **settings})
     cluster.allocate(cluster.spaces.observation, cluster.spaces.action)
     return cluster
-
-
-def test_equal_to_sync_vector_env(ray_cluster: object) -> None:
-    space = spaces.Dict(ALL_SPACES)
-    fns = env_fns(5, space, space)
-    fleet = cluster_of(fns, num_nodes=2)
-    ours = OverFleet(fleet, fleet.spaces, AutoresetMode.NEXT_STEP)
-    with closing(fleet), closing(SyncVectorEnv(fns)) as sync:
-        assert fleet.transports == ("shm", "tcp")
-        assert in_lockstep(ours, sync, 12, options={"level": 2}) > 10
 
 
 class Folder(Steps):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.fleet_kit import RESTART, Dies, OverFleet, Steps, fleet_of
-from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, env_fns, in_lockstep
+from helpers.fleet_kit import RESTART, Dies, Steps, fleet_of
 
 from rayvec.errors import WorkerLostError
 from rayvec.fleet.commands import Autoreset, Command, Op
 
-EVERYTHING = {"arrays": spaces.Dict(ARRAY_SPACES), "some objects": spaces.Dict(ALL_SPACES)}
 EVERYONE = np.arange(4)
 
 
@@ -26,18 +21,6 @@ def reset(fleet: Any, seed: int = 5) -> None:
 
 def step(fleet: Any, mode: Autoreset, rows: Any = EVERYONE) -> Any:
     return fleet.run(Command(Op.STEP, rows, np.zeros(len(rows), np.int64), mode))
-
-
-class TestEquivalence:
-    @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("num_children", [1, 3])
-    @pytest.mark.parametrize("kind", EVERYTHING)
-    def test_every_space_and_info(self, kind: str, num_children: int, mode: AutoresetMode) -> None:
-        fns = env_fns(5, EVERYTHING[kind], EVERYTHING[kind])
-        fleet = fleet_of(fns, num_children)
-        ours = OverFleet(fleet, fleet.children[0].slice.spaces, mode)
-        with closing(SyncVectorEnv(fns, autoreset_mode=mode)) as sync, closing(ours):
-            assert in_lockstep(ours, sync, 12, options={"level": 2}) > 10
 
 
 class TestTickets:

@@ -1,4 +1,4 @@
-"""A fleet, or a slice, as a vector environment, and children of a fleet that step in this process and can die."""
+"""Fleets whose children step in this process and can die, and environments that show episode, step and seed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space, iterate
 
-from rayvec.data.columns import settle
-from rayvec.data.layouts import ArrayLayout, as_batch
+from rayvec.data.layouts import ArrayLayout
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.native_slices import NativeSlice
 from rayvec.envs.slices import Slice, own_arrays
@@ -22,7 +19,6 @@ from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.in_process import InProcess
 from rayvec.rollout.policy_host import PolicyHost
-from rayvec.vector.batching import in_batch_order
 
 RESTART = RestartPolicy(restart=True)
 
@@ -105,45 +101,6 @@ def host_of(env_fns: Sequence[Callable[[], Any]], first_id: int = 0) -> PolicyHo
 def reset_with(pool: PolicyHost, seeds: Sequence[int]) -> None:
     """Resets environments, each with its seed."""
     pool.target.post(Command(Op.RESET, np.arange(len(seeds)), rest=(list(seeds), None)))
-
-
-class OverFleet(VectorEnv[Any, Any, Any]):
-    """A fleet as Gymnasium's vector environment, for comparison with ``SyncVectorEnv``."""
-
-    def __init__(self, fleet: Any, spaces: Any, mode: AutoresetMode) -> None:
-        self.fleet, self.num_envs = fleet, fleet.num_envs
-        self.single_observation_space, self.single_action_space = spaces.observation, spaces.action
-        self.observation_space = batch_space(spaces.observation, self.num_envs)
-        self.action_space = batch_space(spaces.action, self.num_envs)
-        self.metadata = {**spaces.metadata, "autoreset_mode": mode}
-        self.mode = Autoreset[mode.name]
-        self.layout = ArrayLayout.of_actions(in_batch_order(spaces.action, self.action_space))
-        self.everyone = np.arange(self.num_envs)
-        self.common = bool(spaces.sub_batches)
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        options = None if options is None else dict(options)
-        rows = self.everyone
-        if options is not None and "reset_mask" in options:
-            rows = np.flatnonzero(options.pop("reset_mask"))
-        seeds = [None if seed is None else seed + row for row in rows.tolist()]
-        answer = self.fleet.run(Command(Op.RESET, rows, rest=(seeds, options)))
-        return as_batch(self.fleet.arrays["obs"]), settle(answer.infos, common=self.common)
-
-    def step(self, actions: Any) -> Any:
-        if self.layout.objects:
-            actions = np.fromiter(iterate(self.action_space, actions), object, self.num_envs)
-        else:
-            actions = self.layout.tree([np.asarray(leaf) for leaf in self.layout.flatten(actions)])
-        answer = self.fleet.run(Command(Op.STEP, self.everyone, actions, self.mode))
-        arrays = self.fleet.arrays
-        results = (arrays[name].copy() for name in ("rew", "terminated", "truncated"))
-        return as_batch(arrays["obs"]), *results, settle(answer.infos, common=self.common)
-
-    def close_extras(self, **kwargs: Any) -> None:
-        for child in self.fleet.children:
-            child.close()
-            child.join(5.0)
 
 
 class Steps(gymnasium.Env[Any, Any]):

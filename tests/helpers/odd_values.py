@@ -121,18 +121,14 @@ def changes_the_process(env: OddValues) -> Any:
     return {"draw": np.random.rand()}
 
 
-def keeps_lock(env: OddValues) -> Any:
-    """Returns what can't be copied."""
-    return {"lock": LOCK}
-
-
 def number_as_reward(env: OddValues, value: float) -> Any:
     return [float("nan"), float("-inf"), -0.0, 10**30][env.t]
 
 
 SometimesNone = partial(OddValues, none_or_a_number)
 ReservedKeys = partial(OddValues, info=reserved_keys)
-KeepsLock = partial(OddValues, info=keeps_lock)
+
+
 ODD_VALUES = [
     partial(OddValues, lambda numbers: numbers),
     partial(OddValues, lambda numbers: [int(number * 9) for number in numbers]),
