@@ -67,9 +67,10 @@ def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[S
 
 def check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
     """Raises ``SpacesError`` if action spaces differ, or observation spaces more than the mode allows."""
-    misfit = found.misfit(single)
-    if mode == "same" and found.observations:
-        misfit = next(i for i, space in enumerate(found.observations) if space != single)
+    if mode == "same":
+        misfit = next((i for i, space in enumerate(found.observations) if space != single), None)
+    else:
+        misfit = found.misfit(single)
     if misfit is not None:
         other = found.observations[misfit] if found.observations else found.observation
         raise SpacesError(
