@@ -64,7 +64,7 @@ class EpisodeTracker:
             skipped[columns] = False
 
         forget(restarts[restarts[:, 0] < 0, 1])
-        returns, lens, places = [], [], []
+        returns, lens, steps, columns = [], [], [], []
         for t in range(chunk.num_steps):
             if len(restarts):
                 forget(restarts[restarts[:, 0] == t, 1])
@@ -75,10 +75,11 @@ class EpisodeTracker:
                 counted = ended[~skipped[ended]]
                 returns.append(sums[counted])
                 lens.append(nums[counted])
-                places += [(t, n) for n in counted.tolist()]
+                steps.append(np.full(len(counted), t))
+                columns.append(counted)
                 forget(ended)
         self._returns[envs], self.lens[envs], self._skipped[envs] = sums, nums, skipped
-        at = np.array(places, np.int64).reshape(-1, 2)
+        at = np.stack([np.concatenate([np.zeros(0, np.int64), *each]) for each in (steps, columns)], 1)
         stats = EpisodeStats(
             chunk.env_ids[at[:, 1]],
             np.concatenate([np.zeros(0), *returns]),

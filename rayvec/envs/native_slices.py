@@ -52,6 +52,8 @@ class NativeSlice(Slice):
 
     def _divided(self, command: Command) -> Iterable[tuple[int, Any]]:
         """Returns the units of a command, each with the places of its environments among those of the command."""
+        if command.op == Op.STEP and np.array_equal(command.rows, np.arange(self.num_envs)):
+            return enumerate(self._unit_rows)
         if command.op == Op.RESET:
             self._note_seeds(command.rows.tolist(), command.rest[0])
         order = np.argsort(command.rows, kind="stable")  # callers may name environments in any order

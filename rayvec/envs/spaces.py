@@ -104,4 +104,6 @@ class PoolSpaces:
     def misfit(self, space: Space[Any]) -> int | None:
         """Returns the index of the first environment whose observations don't fit arrays of `space`, or None."""
         candidates = enumerate(self.observations or (self.observation,))
-        return next((i for i, each in candidates if not is_space_dtype_shape_equiv(each, space)), None)
+        return next(
+            (i for i, each in candidates if each != space and not is_space_dtype_shape_equiv(each, space)), None
+        )

@@ -190,7 +190,7 @@ class ColumnRecorder:
             is_step = ~self._ended[: self.num_steps]  # not a reset: that is no transition, without an end of an episode
             for flags in (chunk.valid, chunk.terminated, chunk.truncated):
                 flags &= is_step
-            chunk.rew[~is_step] = 0.0
+            np.copyto(chunk.rew, 0.0, where=~is_step)
         final_index, final_obs = self._final_arrays(chunk)
         states = np.stack(self._states) if self._states else chunk.states
         return replace(chunk, final_index=final_index, final_obs=final_obs, states=states, **infos)
@@ -201,6 +201,8 @@ class ColumnRecorder:
         Returns:
             Infos, restarts and cuts of the chunk.
         """
+        if not self._infos:  # which would say that environments were restarted
+            return {}
         num_envs, rows = chunk.num_envs, len(self._infos) * chunk.num_envs
         infos = merge([(slice(k * num_envs, (k + 1) * num_envs), each[2]) for k, each in enumerate(self._infos)], rows)
         # Steps count from 0 here, the reset before the chunk's first step.
@@ -236,8 +238,8 @@ class ColumnRecorder:
 
         The policy has seen them before the next step, unless that is the first of another episode.
         """
-        index = np.argwhere(chunk.done)
-        t, n = index.T
+        keys = np.flatnonzero(chunk.done)
+        t, n = np.divmod(keys, chunk.num_envs)
         inner = t < chunk.num_steps - 1
 
         def following(leaf: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
@@ -247,7 +249,7 @@ class ColumnRecorder:
 
         final_obs = tree_map(following, chunk.obs, chunk.last_obs)
         if self._finals:
-            places = np.searchsorted(t * chunk.num_envs + n, np.concatenate([keys for keys, _ in self._finals]))
+            places = np.searchsorted(keys, np.concatenate([shown_at for shown_at, _ in self._finals]))
             shown = [each for _, each in self._finals]
             if not any(each.dtype.hasobject for each in shown):
                 final_obs[places] = np.concatenate(shown)
@@ -255,7 +257,7 @@ class ColumnRecorder:
                 write = tree_writer(final_obs)
                 for place, obs in zip(places.tolist(), chain(*shown), strict=True):
                     write(place, obs)
-        return index, final_obs
+        return np.stack([t, n], 1), final_obs
 
 
 def check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, layout: ArrayLayout | None) -> None:
