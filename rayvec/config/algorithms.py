@@ -150,12 +150,13 @@ class PPOConfig(ActorCriticConfig):
     algorithm: ClassVar[str] = "ppo"
 
     num_steps: Count = 128
-    learning_rate: PositiveScheduled = 2.5e-4
+    learning_rate: PositiveScheduled = 1e-3
+    entropy_coef: Scheduled = 0.0
 
     gae_lambda: Fraction = 0.95
     """Lambda of generalised advantage estimation: 0 trusts the value function, 1 the returns."""
 
-    num_epochs: Count = 4
+    num_epochs: Count = 10
     """Passes over an iteration's steps."""
 
     minibatch_size: Count = 256

@@ -20,6 +20,7 @@ CLEANRL = {
     "gamma": 0.99,
     "gae_lambda": 0.95,
     "num_epochs": 4,
+    "minibatch_size": 256,
     "clip_coef": 0.2,
     "clip_value_loss": True,
     "entropy_coef": 0.01,
@@ -53,9 +54,9 @@ def test_the_preset_of_an_environment_applies_by_itself(kind: Any, env_id: str, 
         assert getattr(config, name) == value
 
 
-def test_defaults_are_those_of_cleanrl() -> None:
-    for config in (PPOConfig(env_id="Maze-v0"), PPOConfig(preset="none")):
-        assert {name: getattr(config, name) for name in CLEANRL} == CLEANRL
+def test_settings_for_atari_are_those_of_cleanrl() -> None:
+    config = PPOConfig(env_id="ale_py:ALE/Breakout-v5", clip_coef=0.2)
+    assert {name: getattr(config, name) for name in CLEANRL} == CLEANRL
 
 
 def test_what_is_passed_counts_before_a_preset_and_an_environment_before_its_kind() -> None:
