@@ -17,18 +17,12 @@ def on_gpu(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.2 GiB free.")
 
 
-def on_cpu(*_: Any) -> Any:
-    return torch.empty(2**45)
-
-
 def in_numpy(*_: Any) -> Any:
     raise MemoryError("Unable to allocate 2.00 TiB for an array")
 
 
 @pytest.mark.parametrize("case", FIRST, ids=str)
-@pytest.mark.parametrize(
-    ("allocate", "asked"), [(on_gpu, "2.00 GiB"), (on_cpu, "140737488355328 bytes"), (in_numpy, "2.00 TiB")]
-)
+@pytest.mark.parametrize(("allocate", "asked"), [(on_gpu, "2.00 GiB"), (in_numpy, "2.00 TiB")])
 def test_memory_that_runs_out(allocate: Any, asked: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message says what was asked for and which settings to lower; the learner learns on with less."""
     learner = case.learner("cpu")

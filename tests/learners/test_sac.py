@@ -146,9 +146,6 @@ def test_a_reward_that_is_not_finite_is_refused_before_it_is_stored(reward: floa
     assert learner.update(Batch(tuple(chunks), STATS))["replay_steps"] == 16 + 31
 
 
-# Action masks
-
-
 @SPACES
 def test_observations_are_normalised_by_moments_of_all_ranks(action_space: spaces.Space[Any]) -> None:
     """Also of a rank without environments; and a state has the moments."""
@@ -208,9 +205,6 @@ def test_acting_and_random_starts_choose_what_is_allowed(random_start: bool) -> 
     assert chosen == {1, 2, 3}
     with pytest.raises(ConfigError, match="allows no choice"):
         there.act({**obs, "action_mask": 0 * obs["action_mask"]}, noise[0])
-
-
-# Your own networks
 
 
 def copies_of(default: SACLearner, shape: Any, observation_space: Any, action_space: Any, config: Any) -> nn.Module:
