@@ -219,6 +219,8 @@ def _arguments(made_by: Any, env_kwargs: Mapping[str, Any], first_id: int, count
     with contextlib.suppress(ValueError, TypeError, ImportError, AttributeError):  # making it says what is wrong
         found = load_env_creator(made_by) if isinstance(made_by, str) else made_by
         takes_index = "env_index" in inspect.signature(found).parameters
+    if not takes_index and not any(isinstance(value, str) and _INDEX in value for value in env_kwargs.values()):
+        return [dict(env_kwargs)] * count  # which fails at once where no memory holds so many
 
     def of(index: int) -> dict[str, Any]:
         own = {
