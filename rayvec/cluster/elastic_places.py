@@ -63,6 +63,8 @@ class ElasticPlaces(RayPlaces):
             if demand.resources is not None:
                 of_node = demand.resources.claim(-(-demand.num_envs // self._low))
             nodes = look_while_requested(look, enough, timeout_s, [of_node] * self._low, "STRICT_SPREAD")
+            freed = look_until(partial(self._usable, ()), enough, _FREED_S)  # the request has held these cores
+            nodes = freed if enough(freed) else nodes
         if not enough(nodes):
             there = ", ".join(f"{node.address}: {node.cpus:g} free" for node in free_nodes()) or "none"
             listed = ", ".join(f"{amount:g} {name}" for name, amount in of_node.items())
