@@ -35,14 +35,19 @@ class Recording:
         except ImportError as error:
             raise ConfigError(f"Recording needs Minari ({error}). Install it: pip install 'minari[hdf5]'.") from error
         path = Path(path).expanduser().resolve()  # Minari misreads a relative one
-        observation, action = env.single_observation_space, env.single_action_space
+        observation, action, spec = env.single_observation_space, env.single_action_space, env.spec
         try:
-            self._storage = MinariStorage.new(path, observation, action, env_spec=env.spec, jpeg_encoding=False)
-        except (ValueError, OSError) as error:
+            spec.to_json()
+        except (AttributeError, TypeError, ValueError):  # there is none, or it holds callables
+            spec = None
+        try:
+            self._storage = MinariStorage.new(path, observation, action, env_spec=spec, jpeg_encoding=False)
+        except (ValueError, OSError, NotImplementedError) as error:  # the last: it has no form for a space
             raise ConfigError(f"No dataset could be made in {path}: {error}") from error
         name = re.sub(r"[^\w-]", "-", path.name)
         self._storage.update_metadata({"dataset_id": f"{name}-v0", "minari_version": __version__})
-        self._dataset, self._episode, self._num_envs = MinariDataset, EpisodeBuffer, env.num_envs
+        self._dataset, self._episode = MinariDataset, EpisodeBuffer
+        self._env_ids = range(first := env._envs.first_id, first + env.num_envs)
         self._parts: dict[int, list[dict[str, Tree]]] = {}  # of each environment's unfinished episode
         self._next_obs: dict[int, Tree] = {}  # the observation after it, [1, ...]
         self._skipped: set[int] = set()
@@ -67,7 +72,7 @@ class Recording:
     def skip_unfinished(self) -> None:
         """Ends the unfinished episodes as truncated; the next chunk is in the midst of others, which are left out."""
         self.begin_episodes()
-        self._skipped = {*range(self._num_envs)}
+        self._skipped = {*self._env_ids}
 
     def begin_episodes(self) -> None:
         """Ends the unfinished episodes as truncated: all environments were reset."""

@@ -38,7 +38,8 @@ class EnvResources:
             ConfigError: An amount is not possible.
         """
         custom = {} if resources_per_env is None else resources_per_env
-        if not isinstance(custom, Mapping) or not all(map(_is_amount, custom.values())) or {*custom} & _OF_RAY:
+        is_named = isinstance(custom, Mapping) and all(isinstance(name, str) for name in custom)
+        if not is_named or not all(map(_is_amount, custom.values())) or {*custom} & _OF_RAY:
             raise ConfigError(
                 f"resources_per_env is {custom!r:.200}. It must be a dict of positive amounts by the names that nodes "
                 "have for them: resources_per_env={'license': 1}. Cores and GPUs are cores_per_env and gpus_per_env."

@@ -290,6 +290,7 @@ class Slice:
                 self._spare.begin(restart_seed(seed, self.first_id, _SPARE_SEED))
             return result
         self._envs[unit], result = self._spare.swap(self._envs[unit])
+        self._num_finished[unit], self._spare.num_finished = self._spare.num_finished, self._num_finished[unit]
         self._repeat_calls(unit)
         return result
 

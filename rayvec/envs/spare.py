@@ -16,10 +16,14 @@ class Spare:
 
     Args:
         make: Makes the first environment, and another after a reset that raised.
+
+    Attributes:
+        env: The environment.
+        num_finished: How many episodes it has ended; the owner counts them.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self.env = make, make()
+        self._make, self.env, self.num_finished = make, make(), 0
         self._thread: threading.Thread | None = None
         self._result: Any = None
         self._error: BaseException | None = None
@@ -27,6 +31,7 @@ class Spare:
     def begin(self, seed: int | None = None) -> None:
         """Begins to reset the environment, once a reset that is running has ended."""
         self._join()
+        self._error = None
         kwargs = {} if seed is None else {"seed": seed}
         self._thread = threading.Thread(target=self._reset, args=(kwargs,), name="rayvec-spare", daemon=True)
         self._thread.start()
@@ -54,7 +59,7 @@ class Spare:
         if (error := self._error) is not None:
             with failures_ignored():
                 self.env.close()
-            self.env, self._error = self._make(), None
+            self.env, self.num_finished, self._error = self._make(), 0, None
             raise error
         ready, result = self.env, self._result
         self.env = env

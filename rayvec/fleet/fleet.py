@@ -177,7 +177,7 @@ class Fleet:
             self._loaded[k].pop(ticket.command.rest[0], None)
             if op == Op.LOAD and answer.failure is None:
                 self._loaded[k][ticket.command.rest[0]] = ticket.commands[k]
-        elif op in (Op.CALL, Op.SET) and ticket.command.rest[0] in self._replay_calls:
+        elif op in (Op.CALL, Op.SET) and ticket.command.rest[0] in self._replay_calls and answer.failure is None:
             command = ticket.commands[k]
             key = op, command.rest[0], command.rows.tobytes()
             self._loaded[k].pop(key, None)

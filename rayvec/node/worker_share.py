@@ -97,7 +97,7 @@ def worker_shares(
         seen = {tuple(resources.gpus_of(env - bounds[0], gpus)) for env in range(first, stop)}
         if resources.gpus and len(seen) > 1:
             raise ConfigError(
-                f"A worker with {stop - first} environments of gpus_per_env={resources.gpus:g} need several GPUs. "
+                f"A worker with {stop - first} environments of gpus_per_env={resources.gpus:g} needs several GPUs. "
                 "Leave workers_per_node out: each environment then has a worker of its own."
             )
         cores = int(resources.cores) * (stop - first)

@@ -153,6 +153,6 @@ def _check_local(
         )
     if workers == 0 and resources is not None:
         raise ConfigError(
-            "cores_per_env and gpus_per_env are of a worker, but workers_per_node=0 steps in this process. Leave them "
-            "out, or pass workers_per_node=1 or more."
+            "cores_per_env, gpus_per_env and resources_per_env are of a worker, but workers_per_node=0 steps in this "
+            "process. Leave them out, or pass workers_per_node=1 or more."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_every_step_is_in_one_episode(tmp_path: Path, settings: dict[str, Any], 
 
 
 def test_steps_that_are_in_no_batch_are_in_no_episode(tmp_path: Path) -> None:
-    with rayvec.RayVecEnv(Diary, 2, env_kwargs={"failed": tmp_path}, num_nodes=0, workers_per_node=0) as env:
+    diaries = [partial(Diary, k, tmp_path) for k in range(2)]
+    with rayvec.RayVecEnv(diaries, num_nodes=0, workers_per_node=0, first_id=5) as env:
         collector = rayvec.Collector(env, acts, record=tmp_path / "data")
         collector.collect(n_episode=3)
         env.reset()
@@ -111,6 +113,13 @@ def test_chunks_are_recorded_by_hand(tmp_path: Path) -> None:
     np.testing.assert_array_equal(first.observations[-1], chunks[0].next_obs()[count - 1, 0])
 
 
+def test_an_environment_that_minari_can_not_make_is_recorded_without_its_spec(tmp_path: Path) -> None:
+    spec = gymnasium.envs.registration.EnvSpec("Diary-v0", entry_point=partial(Diary, 0, tmp_path))
+    with rayvec.RayVecEnv(spec, 1, num_nodes=0, workers_per_node=0) as env:
+        rayvec.record(env, tmp_path / "data").close()
+    assert minari.MinariDataset(tmp_path / "data").spec.env_spec is None
+
+
 def test_refusals(tmp_path: Path) -> None:
     with rayvec.RayVecEnv("CartPole-v1", 1, num_nodes=0, workers_per_node=0) as env:
         rayvec.record(env, tmp_path / "data").close()
@@ -121,3 +130,10 @@ def test_refusals(tmp_path: Path) -> None:
         ]:
             with pytest.raises(rayvec.errors.ConfigError, match=message):
                 rayvec.Collector(env, acts, record=tmp_path / path, **settings)
+
+    class Numbers(Diary):
+        observation_space = spaces.Sequence(spaces.Discrete(2))
+
+    with rayvec.RayVecEnv(partial(Numbers, 0, tmp_path), 1, num_nodes=0, workers_per_node=0) as env:
+        with pytest.raises(rayvec.errors.ConfigError, match="Sequence"):
+            rayvec.record(env, tmp_path / "other")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,13 @@ def test_calls_reach_the_spare_where_they_are_replayed() -> None:
         env.set_attr("level", [3, 4])
         for obs, _ in played(env, 9):
             assert [row[3] for row in obs if row[2]] == [3, 4][: sum(row[2] > 0 for row in obs)]
+
+
+def test_the_spare_is_made_again_after_as_many_episodes_as_others() -> None:
+    with RayVecEnv([Play], spare_envs=1, restart_env_every=3, num_nodes=0, workers_per_node=0) as env:
+        env.reset(seed=1)
+        ended = Counter(obs[0][0] for obs, _ in played(env, 40) if obs[0][2] == 2)
+        assert max(ended.values()) == 3
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -28,6 +28,8 @@ class Course(EndlessEnv):
 def told(env: RayVecEnv) -> None:
     env.call("set_difficulty", 2)
     env.call("set_difficulty", 3, factor=7)
+    with pytest.raises(TypeError):
+        env.call("set_difficulty", None)
     env.set_attr("gravity", [1.0, 2.0, 3.0, 4.0])
     env.set_attr("wind", 5)
 
