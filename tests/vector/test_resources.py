@@ -83,7 +83,7 @@ def test_an_environment_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         ({"gpus_per_env": 1.5}, "gpus_per_env is 1.5. It must be a share of at most 1, or a whole number"),
         ({"cores_per_env": -1}, "cores_per_env is -1"),
         ({"cores_per_env": 1, "workers_per_node": 0}, "steps in this process"),
-        ({"gpus_per_env": 1, "workers_per_node": 1}, "need several GPUs"),
+        ({"gpus_per_env": 1, "workers_per_node": 1}, "needs several GPUs"),
     ],
     ids=str,
 )
