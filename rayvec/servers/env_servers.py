@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Condition, Thread
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from rayvec.env_server import Messages, Refused, admit, read_key
 from rayvec.errors import ConfigError, check_count
@@ -30,6 +30,9 @@ _REDIAL_S = 5.0
 """How long a server takes at most to dial in again. One that this process has started is killed after it."""
 _END_S = 2.0
 """How long servers get to end."""
+
+_open: set[Any] = set()
+"""Those that are not closed: their servers outlive a variable, ``RayVecEnv(EnvServers(8, ...))`` has none."""
 
 
 class EnvServers:
@@ -95,6 +98,7 @@ class EnvServers:
         _serve(self._listener, self._servers.admit)
         _serve(self._handover, self._servers.hand_over)
         self._end = weakref.finalize(self, _end, self._servers, (self._handover, self._listener), self._folder)
+        _open.add(self)
 
     def __len__(self) -> int:
         return self._count
@@ -111,6 +115,7 @@ class EnvServers:
     def close(self) -> None:
         """Tells the servers to end, as the end of this process does. Close the environments first."""
         self._end()
+        _open.discard(self)
 
     def __enter__(self) -> Self:
         return self

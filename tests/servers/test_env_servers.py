@@ -301,3 +301,8 @@ def test_the_file_of_the_server_is_for_python_3_8_with_numpy_alone() -> None:
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert set(names) - set(sys.stdlib_module_names) == {"numpy"}
+
+
+def test_servers_that_only_the_environments_have_stay() -> None:
+    with rayvec.RayVecEnv(rayvec.EnvServers(1, command=command("CartPole-v1")), num_nodes=0) as env:
+        env.reset(seed=1)
