@@ -75,7 +75,8 @@ class RankTrainer(Trainer):
         self._first_id, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
         num_envs = stop - self._first_id
         if probe and config.workers_per_node:
-            config = replace(config, workers_per_node=probed_workers(config, num_envs, config.workers_per_node))
+            workers = probed_workers(config, num_envs, self._first_id, config.workers_per_node)
+            config = replace(config, workers_per_node=workers)
         self._stragglers = Stragglers(
             make_arrivals(ranks.rank),
             ranks.size,

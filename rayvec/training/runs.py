@@ -119,10 +119,7 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         seed: For what their constructors draw from global random generators; by default the run's own.
     """
     num_envs = num_envs or config.num_envs
-    entry = environment_of(config)
-    if isinstance(entry, list | tuple) and len(entry) == config.num_envs:
-        entry = entry[first_id % len(entry) :][:num_envs]  # of a rank; of an evaluation, the first ones
-    makes: dict[str, Any] = {"env": entry, "env_kwargs": config.env_kwargs}
+    makes: dict[str, Any] = {"env": _entry(config, num_envs, first_id), "env_kwargs": config.env_kwargs}
     if config.native is not None:
         make_native = functools.partial(resolve("native", config.native), **config.env_kwargs)
         sizes = sub_batch_sizes(num_envs, config.num_nodes, config.workers_per_node)
@@ -221,13 +218,25 @@ def eval_settings(config: TrainConfig) -> TrainConfig:
     return replace(config, env_id=config.eval_env or config.env_id, env_kwargs=env_kwargs)
 
 
-def probed_workers(config: TrainConfig, num_envs: int, cores: int) -> int:
-    """Returns the number of workers for `num_envs` environments: `cores`, or `num_envs` if their steps wait."""
+def probed_workers(config: TrainConfig, num_envs: int, first_id: int, cores: int) -> int:
+    """Returns the number of workers for `num_envs` environments: `cores`, or `num_envs` if their steps wait.
+
+    The environment that is tried is the one with the global index `first_id`.
+    """
     if config.native is not None:
         return cores
-    factory = EnvFactory.build(environment_of(config), num_envs, config.env_kwargs, _wrappers(config))
+    entry = _entry(config, num_envs, first_id)
+    factory = EnvFactory.build(entry, num_envs, config.env_kwargs, _wrappers(config), first_id=first_id)
     policy = RestartPolicy.of(config.on_env_error, config.step_timeout_s, config.start_timeout_s)
     return local_workers(factory, cores, preload=_preload(config), restart_policy=policy)
+
+
+def _entry(config: TrainConfig, num_envs: int, first_id: int) -> Any:
+    """Returns what makes these environments of a run; of a list, their part."""
+    entry = environment_of(config)
+    if isinstance(entry, list | tuple) and len(entry) == config.num_envs:
+        entry = entry[first_id % len(entry) :][:num_envs]  # of a rank; of an evaluation, the first ones
+    return entry
 
 
 def _wrappers(config: TrainConfig) -> list[Any]:

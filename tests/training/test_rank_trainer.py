@@ -98,6 +98,14 @@ def test_ranks_know_what_the_driver_has_registered(tmp_path: Path) -> None:
         del gymnasium.registry["OfTheDriver-v0"]
 
 
+def test_ranks_divide_a_list_of_environments(tmp_path: Path) -> None:
+    """The number of workers is the default one."""
+    settings = {**SMALL, **UNCUT, "num_envs": 4, "num_learners": 2, "num_nodes": 0, "total_steps": 64}
+    config = rayvec.PPOConfig(**settings, eval_episodes=0, run_dir=tmp_path / "a")
+    makes = [lambda: gymnasium.make("CartPole-v1")] * 4
+    assert rayvec.train(config, env=makes).total_steps == 64
+
+
 def test_no_iteration_is_left_out_of_the_last_checkpoint(tmp_path: Path) -> None:
     """With variable lengths an iteration takes more steps than planned, and one has begun beyond the last."""
     settings = {**SMALL, "num_nodes": 0, "workers_per_node": 2, "total_steps": 640, "eval_episodes": 0}

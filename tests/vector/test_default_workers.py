@@ -19,6 +19,7 @@ import rayvec.stable_baselines3
 import rayvec.tianshou
 from rayvec.data.cores import quota_cores, usable_cores
 from rayvec.errors import ConfigError
+from rayvec.training.runs import probed_workers, with_own_parts
 
 MANY = usable_cores() + 2
 
@@ -123,6 +124,16 @@ def test_a_training_decides_alike(settings: dict[str, Any], probes: int, tmp_pat
     rayvec.train(config, env=lambda: NotesProcess(make_sleeping(), path, "env"))
     steppers = {each.split()[2] for each in events(path) if "step" in each}
     assert len(steppers) == count + probes
+
+
+@pytest.mark.parametrize("is_list", [True, False], ids=["a list", "env_index"])
+def test_a_rank_tries_the_first_of_its_own_environments(is_list: bool, tmp_path: Path) -> None:
+    """Others may hold the port and the folder of environment 0."""
+    path = tmp_path / "events"
+    makes = [partial(make_noted, path, f"env{i}") for i in range(4)]
+    config = with_own_parts(rayvec.PPOConfig(num_envs=4), makes if is_list else lambda env_index: makes[env_index]())
+    assert probed_workers(config, num_envs=2, first_id=2, cores=1) == 2
+    assert {each.split()[0] for each in events(path)} == {"env2"}
 
 
 @pytest.fixture
