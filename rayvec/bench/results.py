@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import installed_versions, written_whole
 
@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
     found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
     generation = [f"{key.removeprefix('cpu ')} {found[key]}" for key in ("cpu family", "model") if key in found]
     return {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "processor": ", ".join([found.get("model name", platform.machine()), *generation]),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",

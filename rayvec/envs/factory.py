@@ -184,6 +184,11 @@ class EnvFactory:
         """How many environments there are in all; where they are native, how many sub-batches."""
         return len(self.env_fns)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the environments say of themselves that their steps wait, as those of environment servers do."""
+        return any(getattr(made_by, "waits", False) for env_fn in self.env_fns for made_by in env_fn.args[:1])
+
     def in_parts(self, bounds: Sequence[int]) -> PickledParts:
         """Returns pickled factories for the environments between each two consecutive bounds."""
         own = self.part(bounds[0], bounds[-1])

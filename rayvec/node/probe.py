@@ -47,7 +47,8 @@ def probe_step(
     """
     timer = replace(factory, env_fns=(partial(StepTimer, factory.env_fns[0]),))
     limit_s = restart_policy.step_timeout_s
-    limits = replace(restart_policy, restart=False, step_timeout_s=limit_s and 3 * limit_s + _MEASURING_S)
+    step_timeout_s = limit_s and 3 * limit_s + _MEASURING_S  # the command to measure has a reset and several steps
+    limits = replace(restart_policy, restart=False, step_timeout_s=step_timeout_s, spare_envs=0)
     fleet = open_fleet(timer, limits)
     try:
         fleet.allocate(fleet.spaces.observation, fleet.spaces.action)

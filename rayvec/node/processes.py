@@ -63,7 +63,7 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEX
 """How many threads a process uses for linear algebra. If unset, one, or what its share says."""
 _threads: dict[str, str] = {}
 """The threads that preloaded modules have started, by module."""
-_servers: dict[tuple[int, int, tuple[str, ...]], forkserver.ForkServer] = {}
+_servers: dict[tuple[Any, ...], forkserver.ForkServer] = {}
 """The fork servers of a process, by its id, their threads, and the modules that they have imported."""
 _lock = threading.Lock()
 FILES_OF_A_WORKER = 5
@@ -141,10 +141,11 @@ def _environment(threads: int) -> dict[str, str]:
 def _server(preload: Sequence[str], threads: int) -> Any:
     """Returns the fork server for some modules. It is started if it does not run."""
     with _lock:
-        key = os.getpid(), threads, tuple(preload)
+        variables = _environment(threads)
+        key = os.getpid(), tuple(variables[name] for name in _THREADS), tuple(preload)  # libraries read them once
         server = _servers.setdefault(key, forkserver.ForkServer())
         server.set_forkserver_preload([_SERVER_MODULE])
-        added = {name: text for name, text in _environment(threads).items() if name not in os.environ}
+        added = {name: text for name, text in variables.items() if name not in os.environ}
         added[PRELOAD] = json.dumps([[str(path) for path in sys.path], list(preload), _folder()])
         hidden = {name: os.environ.pop(name) for name in _SECRETS if name in os.environ}
         os.environ.update(added)  # what the server imports reads them

@@ -122,7 +122,7 @@ def local_workers(
     Only where this makes a difference, an environment is made and stepped for it.
     """
     num_envs = factory.num_envs
-    if getattr(factory.env_fns[0], "waits", False):  # those of environment servers
+    if factory.waits:
         return min(num_envs, MAX_WAITING_WORKERS)
     if not probe or factory.native or num_envs <= cores:
         return min(num_envs, cores)

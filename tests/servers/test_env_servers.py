@@ -23,6 +23,7 @@ import pytest
 from gymnasium.vector import SyncVectorEnv
 
 import rayvec
+from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError
 
 SERVER = Path(rayvec.__file__).parent / "env_server.py"
@@ -306,3 +307,13 @@ def test_the_file_of_the_server_is_for_python_3_8_with_numpy_alone() -> None:
 def test_servers_that_only_the_environments_have_stay() -> None:
     with rayvec.RayVecEnv(rayvec.EnvServers(1, command=command("CartPole-v1")), num_nodes=0) as env:
         env.reset(seed=1)
+
+
+def test_each_has_a_worker_by_default_and_none_is_tried() -> None:
+    count = usable_cores() + 1
+    with rayvec.EnvServers(count, command=command("helpers.served:Plant")) as servers:
+        with rayvec.RayVecEnv(servers, num_nodes=0, probe=False) as env:
+            assert env.topology.nodes[0].num_workers == count
+        with rayvec.RayVecEnv(servers, num_nodes=0) as env:
+            assert env.topology.nodes[0].num_workers == count
+            assert env.get_attr("steps") == (0,) * count

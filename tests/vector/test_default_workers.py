@@ -53,15 +53,20 @@ def test_environments_that_compute_have_a_worker_for_each_core(env: Any) -> None
         assert workers_of(envs) == usable_cores()
 
 
-def test_only_the_first_of_different_callables_is_tried_and_closed_before_the_others_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spare_envs", [0, 1])
+def test_only_the_first_of_different_callables_is_tried_and_closed_before_the_others_start(
+    spare_envs: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "events"
-    with rayvec.RayVecEnv([partial(make_noted, path, f"env{i}") for i in range(MANY)], num_nodes=0) as env:
+    env_fns = [partial(make_noted, path, f"env{i}") for i in range(MANY)]
+    with rayvec.RayVecEnv(env_fns, num_nodes=0, spare_envs=spare_envs) as env:
         assert workers_of(env) == MANY
         found = events(path)
     closed = found.index("env0 close")
     assert found[:2] == ["env0 make", "env0 reset"] and "env0 step" in found[:closed]
     assert {each.split()[0] for each in found[:closed]} == {"env0"}
-    assert sorted(found[closed + 1 :]) == sorted(f"env{i} make" for i in range(MANY))
+    made = [f"env{i} make" for i in range(MANY)]
+    assert sorted(found[closed + 1 :]) == sorted(made * (1 + spare_envs))  # each worker makes one more
 
 
 @pytest.mark.parametrize(
