@@ -146,5 +146,5 @@ def _draw(axes: Any, runs: Sequence[NDArray[np.float64]], **style: Any) -> None:
     grid = np.unique([step for run in runs for step in run[0] if step <= end])
     values = np.array([np.interp(grid, *run) for run in runs])
     mean, spread = values.mean(0), values.std(0)
-    axes.plot(grid, mean, **style)
+    axes.plot(grid, mean, **{"marker": "o" if len(grid) == 1 else None, **style})  # one point has no line
     axes.fill_between(grid, mean - spread, mean + spread, color=style["color"], alpha=0.2)

@@ -156,7 +156,7 @@ class TestStates:
 
 @pytest.mark.parametrize("kind", ["box32", "text"])
 def test_the_first_reset_is_of_all(kind: str) -> None:
-    """Before, the others had observations that no environment had made."""
+    """A first reset that leaves environments out is refused."""
     with RayVecEnv(env_fns(2, ALL_SPACES[kind]), num_nodes=0, workers_per_node=0) as env:
         for mask in ([True, False], [True, True], [True, False]):
             options = {"reset_mask": np.array(mask)}
