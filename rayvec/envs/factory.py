@@ -187,7 +187,8 @@ class EnvFactory:
     @property
     def waits(self) -> bool:
         """Whether the environments say of themselves that their steps wait, as those of environment servers do."""
-        return any(getattr(made_by, "waits", False) for env_fn in self.env_fns for made_by in env_fn.args[:1])
+        makers: Any = self.env_fns  # each is partial(_made, made_by, ...)
+        return any(getattr(made_by, "waits", False) for maker in makers for made_by in maker.args[:1])
 
     def in_parts(self, bounds: Sequence[int]) -> PickledParts:
         """Returns pickled factories for the environments between each two consecutive bounds."""
