@@ -122,11 +122,13 @@ def plan_topology(nodes: Sequence[FreeNode], demand: Demand) -> Topology:
 def _too_few_nodes(nodes: Sequence[FreeNode], count: int, workers_per_node: int | None) -> ConfigError:
     there = ", ".join(f"{node.address}: {node.cpus:g} of {node.all_cpus} cores free" for node in nodes)
     wanted = f"num_nodes={count}" if workers_per_node is None else f"workers_per_node={workers_per_node}"
-    claimed = "" if workers_per_node is None else f" claims {counted(workers_per_node, 'core')} of a node, and"
+    workers = workers_per_node or 0
+    cores = min(workers, max((node.all_cpus for node in nodes), default=workers))
+    claimed = f" claims {counted(cores, 'core')} of a node, and" if cores else ""
     return ConfigError(
         f"{wanted}{claimed} needs {counted(count, 'node')}, but Ray has {there or 'no living node with cores'}. Leave "
-        "it out to use what is free, free the cores (is another pool still open?), or pass num_nodes=0, which steps on "
-        "this machine without Ray."
+        "it out to use what is free, free the cores (is another vector environment still open?), or pass num_nodes=0, "
+        "which steps on this machine without Ray."
     )
 
 
