@@ -130,7 +130,7 @@ class ElasticPlaces(RayPlaces):
         self._rooms = {node_id: room for node_id, room in self._rooms.items() if node_id in holders}
         may_hold = [
             node
-            for node in self._free_nodes()
+            for node in self.free_nodes()
             if node.node_id in holders or (node.node_id not in distrusted and self._room(node) >= least)
         ]
         nodes = choose_nodes(may_hold, holders, self._leaving, self._high)

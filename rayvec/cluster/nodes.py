@@ -26,7 +26,7 @@ class FreeNode:
     Attributes:
         node_id: Ray's node id, in hexadecimal.
         address: The node's own IP address.
-        cpus: Number of free whole cores.
+        cpus: Number of free cores.
         all_cpus: Number of whole cores, whether they are free or not.
         free: What is free, by Ray's names of resources.
         total: What there is.
@@ -81,7 +81,7 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
             for _, amounts in bundles.get(node_id, ()):
                 reserved.update(amounts)
             free, total = free | reserved, total | reserved
-        cpus, all_cpus = int(free.get("CPU", 0)), int(total.get("CPU", 0))
+        cpus, all_cpus = round(float(free.get("CPU", 0)), 4), int(total.get("CPU", 0))  # Ray counts in 1/10,000
         nodes.append(FreeNode(node_id, address, cpus, all_cpus, free, total, (address, node["NodeManagerPort"])))
     return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
 

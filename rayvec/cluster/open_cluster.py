@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from rayvec.cluster.cluster import Cluster
 from rayvec.cluster.elastic_places import ElasticPlaces
-from rayvec.cluster.nodes import free_nodes
 from rayvec.cluster.placement import Demand
 from rayvec.cluster.ray_places import RayPlaces
 from rayvec.cluster.ray_session import RaySession
@@ -72,14 +71,17 @@ def open_cluster(
     places = kind(factory, preload, restart_policy, demand)
     session = RaySession(address)
     try:
-        if probe and demand.takes_what_is_free and not (worker_per_env or factory.native):
-            places.demand = _probed(places)
+        is_unknown = probe and demand.takes_what_is_free and not (worker_per_env or factory.native)
         for attempt in range(_START_ATTEMPTS):
-            topology = places.topology()
-            unclaimed = [node.name for node in topology.nodes if not node.num_cpus]
-            if unclaimed and claim_cpus and resources is None:
-                logger.warning("no core is free on %s: workers run there without claiming any", ", ".join(unclaimed))
+            if resources is None:
+                places.wait_for_cores()
             try:
+                if is_unknown:
+                    places.demand, is_unknown = _probed(places), False
+                topology = places.topology()
+                unclaimed = ", ".join(node.name for node in topology.nodes if not node.num_cpus)
+                if unclaimed and claim_cpus and resources is None:
+                    logger.warning("no core is free on %s: workers run there without claiming any", unclaimed)
                 return Cluster(
                     topology,
                     places,
@@ -100,12 +102,13 @@ def open_cluster(
 def _probed(places: RayPlaces) -> Demand:
     """Measures steps of one environment, if there are more of them than cores. Returns the demand that follows.
 
-    It runs on the driver's node if that has cores, else on the first node that has.
+    It runs on the first node that has a free core, else on the first that has cores.
     """
     demand = places.demand
     most = demand.num_nodes[1] if isinstance(demand.num_nodes, tuple | list) else demand.num_nodes
-    nodes = [node for node in free_nodes() if node.all_cpus][:most]
-    if not nodes or sum(node.cpus for node in nodes) >= demand.num_envs:
+    nodes = sorted(places.free_nodes(), key=lambda node: not demand.room(node))[:most]
+    cores = sum(map(demand.room, nodes)) or sum(node.all_cpus for node in nodes)
+    if not nodes or cores >= demand.num_envs:
         return demand
     place = NodeSlice(nodes[0].node_id, nodes[0].address, (0, 1), 0)
 
@@ -115,5 +118,5 @@ def _probed(places: RayPlaces) -> Demand:
     step = log_probe(lambda: probe_step(places.factory, places.restart_policy, opened))
     if step is None or not step.waits:
         return demand
-    cores = max(MIN_WAITING_CORES, step.busy)
-    return replace(demand, worker_per_env=True, max_workers=MAX_WAITING_WORKERS, cores_per_worker=cores)
+    share = max(MIN_WAITING_CORES, step.busy)
+    return replace(demand, worker_per_env=True, max_workers=MAX_WAITING_WORKERS, cores_per_worker=share)

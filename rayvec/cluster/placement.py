@@ -30,7 +30,7 @@ class Demand:
             `resources` for each environment.
         worker_per_env: Whether each environment gets a worker of its own, even if there are fewer cores.
         max_workers: The most workers of a node with `worker_per_env`.
-        cores_per_worker: Cores that each worker claims.
+        cores_per_worker: Cores that each worker claims, at most 1.
         claim_cpus: Whether to claim the workers' cores from Ray.
         resources: What each environment claims, in place of cores for workers.
     """
@@ -49,13 +49,17 @@ class Demand:
         """Whether a node without a free core may be used: nothing says how many there must be."""
         return self.workers_per_node is None and self.resources is None
 
+    def free_cores(self, node: FreeNode) -> float:
+        """Returns the free cores of a node, 0 if they are too few for one worker."""
+        return node.cpus if node.cpus >= self.cores_per_worker else 0.0
+
     def room(self, node: FreeNode) -> int:
         """Returns how many workers a node has room for, with `resources` how many environments."""
         if self.resources is not None:
             return self.resources.fitting(node.free, self.num_envs)
         wanted = self.workers_per_node
         if wanted is None:
-            return int(node.cpus)
+            return int(max(1.0, node.cpus)) if self.free_cores(node) else 0
         return wanted if node.cpus >= max(1, min(wanted, node.all_cpus)) else 0
 
     def place(self, node: FreeNode, envs: range, cores: int) -> NodeSlice:
@@ -71,7 +75,7 @@ class Demand:
         bounds = even_bounds(len(envs), max(1, min(len(envs), most)), envs.start)
         if self.resources is not None:
             return NodeSlice(node.node_id, node.address, bounds, self.resources.claim(len(envs)).get("CPU", 0))
-        claimed = max(0.0, min(node.cpus, cores, self.cores_per_worker * (len(bounds) - 1)))
+        claimed = max(0.0, min(self.free_cores(node), cores, self.cores_per_worker * (len(bounds) - 1)))
         return NodeSlice(node.node_id, node.address, bounds, round(claimed, 4) if self.claim_cpus else 0)
 
 

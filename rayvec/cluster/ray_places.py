@@ -52,14 +52,24 @@ class RayPlaces:
         self.factory, self.preload, self.restart_policy = factory, tuple(preload), restart_policy
         self.demand, self._distrusted = demand, dict[str, float]()
 
-    def _free_nodes(self) -> list[FreeNode]:
+    def free_nodes(self) -> list[FreeNode]:
         """Reads from Ray the nodes that may have environments: those with cores, if these need nothing else."""
         by_cores = self.demand.resources is None
         nodes = free_nodes(claimed_too=by_cores and not self.demand.claim_cpus)
         return [node for node in nodes if node.all_cpus or not by_cores]
 
+    def wait_for_cores(self) -> None:
+        """Waits for a moment for free cores: Ray frees those of closed environments with a delay."""
+        demand = self.demand
+        least = demand.num_nodes[0] if isinstance(demand.num_nodes, tuple | list) else demand.num_nodes
+
+        def are_free(nodes: list[FreeNode]) -> bool:
+            return sum(demand.free_cores(node) > 0 for node in nodes) >= (least or len(nodes))
+
+        look_until(self.free_nodes, are_free, _FREED_S)
+
     def topology(self) -> Topology:
-        """Returns where all environments begin. It waits for cores: Ray frees those of closed ones with a delay.
+        """Returns where all environments begin. It waits until the cluster has what `demand` says.
 
         Raises:
             ConfigError: The cluster does not have the nodes, cores or resources.
@@ -68,18 +78,14 @@ class RayPlaces:
 
         def plan() -> Topology | ConfigError:
             try:
-                return plan_topology(self._free_nodes(), demand)
+                return plan_topology(self.free_nodes(), demand)
             except ConfigError as error:
                 return error
-
-        def are_free(nodes: list[FreeNode]) -> bool:
-            return sum(node.cpus > 0 for node in nodes) >= (demand.num_nodes or len(nodes))
 
         def is_planned(found: Topology | ConfigError) -> bool:
             return isinstance(found, Topology)
 
         if demand.resources is None:
-            look_until(self._free_nodes, are_free, _FREED_S)
             found = look_until(plan, is_planned, _PLACE_S)
         else:
             found = look_until(plan, is_planned, _FREED_S)

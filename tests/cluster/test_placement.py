@@ -54,7 +54,7 @@ def test_every_plan_is_sound_or_explained(
         assert len(topology.nodes) <= num_nodes
 
 
-def free(cpus: int, all_cpus: int, name: str = "a") -> FreeNode:
+def free(cpus: float, all_cpus: int, name: str = "a") -> FreeNode:
     return FreeNode(name * 40, "10.0.0.1", cpus, all_cpus)
 
 
@@ -68,13 +68,15 @@ def free(cpus: int, all_cpus: int, name: str = "a") -> FreeNode:
         ([(1, 1), (0, 4), (3, 3)], {}, [(0, 2), (2, 4, 6, 7)], [1, 3]),
         ([(0, 4), (2, 4)], {"num_nodes": 2}, [(0, 3, 5), (5, 7)], [2, 0]),
         ([(0, 4)], {}, [(0, 2, 4, 6, 7)], [0]),
+        ([(0.7, 1)], {}, [(0, 7)], [0]),
+        ([(0.7, 1)], {"worker_per_env": True, "cores_per_worker": 0.05}, [(0, 1, 2, 3, 4, 5, 6, 7)], [0.35]),
         ([(2, 2)] * 2, {"worker_per_env": True, "max_workers": 2}, [(0, 2, 4), (4, 6, 7)], [2, 2]),
         ([(4, 4)], {"worker_per_env": True, "cores_per_worker": 0.05}, [(0, 1, 2, 3, 4, 5, 6, 7)], [0.35]),
         ([(4, 4)], {"worker_per_env": True, "cores_per_worker": 0.6}, [(0, 1, 2, 3, 4, 5, 6, 7)], [4]),
     ],
 )
 def test_plans(
-    cpus: list[tuple[int, int]], kwargs: dict[str, Any], bounds: list[tuple[int, ...]], claims: list[float]
+    cpus: list[tuple[float, int]], kwargs: dict[str, Any], bounds: list[tuple[int, ...]], claims: list[float]
 ) -> None:
     nodes = [free(*of_node, name) for of_node, name in zip(cpus, "abc", strict=False)]
     topology = plan_topology(nodes, Demand(7, **kwargs))

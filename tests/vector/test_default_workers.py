@@ -169,6 +169,16 @@ class TestOnRay:
             assert all(0.15 <= node.num_cpus < 2 for node in nodes)
             env.reset(seed=0)
 
+    def test_none_is_tried_where_each_has_a_worker_anyway(self, tmp_path: Path) -> None:
+        path = tmp_path / "events"
+        make = partial(make_noted, path)
+        with rayvec.RayVecEnv("CartPole-v1", 4), rayvec.RayVecEnv(make, 6):  # no core is free for these six
+            pass
+        with rayvec.RayVecEnv(make, 4):  # Ray frees the cores of the former with a delay
+            pass
+        rayvec.stable_baselines3.RayVecEnv([make] * 6).close()  # it claims no cores
+        assert events(path).count("env make") == 16
+
     def test_explicit_workers_claim_at_most_the_cores_of_a_node(self) -> None:
         with pytest.raises(ConfigError, match=r"workers_per_node=3 claims 3 cores.* 2 of \d+ cores free"):
             rayvec.RayVecEnv(make_sleeping, 6, workers_per_node=3)
