@@ -57,6 +57,7 @@ class RankTrainer(Trainer):
         make_arrivals: Makes what says which ranks have taken their steps, given the number of this rank.
         probe: Whether `config` has the number of cores in the place of the number of workers: environments that wait
             get a worker each.
+        steps: Steps that the run has taken.
         ranks: The ranks.
     """
 
@@ -67,10 +68,11 @@ class RankTrainer(Trainer):
         specs: Sequence[EnvSpec],
         make_arrivals: Callable[[int], Arrivals],
         probe: bool,
+        steps: int,
         ranks: ClosableRanks,
     ) -> None:
         self._log, self._ranks = LogLines(), ranks
-        seed_globals(config.seed, ranks.rank, 3)
+        seed_globals(config.seed, ranks.rank, 3, steps)
         register_specs(specs)
         self._first_id, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
         num_envs = stop - self._first_id
@@ -259,7 +261,7 @@ def open_trainer(
     """
     config = choose_engine(config)
     if config.learner_mode != "decentralized":
-        with open_env(config, trains=True) as env, open_learner(config, env, fewer=fewer) as learner:
+        with open_env(config, trains=True) as env, open_learner(config, env, progress.steps, fewer=fewer) as learner:
             warn_of_wide_ranges(env.single_observation_space, config)
             spaces = env.single_observation_space, env.single_action_space
             if state:
@@ -273,8 +275,9 @@ def open_trainer(
     probe = config.probe and config.workers_per_node is None
     rank_config = replace(config, num_nodes=0, workers_per_node=num_workers, address=None)
     arrivals = host.arrivals(num_ranks)
+    make_learner, specs = LEARNERS[type(config)], registered_specs()
     group = RankGroup(
-        functools.partial(RankTrainer, rank_config, LEARNERS[type(config)], registered_specs(), arrivals, probe),
+        functools.partial(RankTrainer, rank_config, make_learner, specs, arrivals, probe, progress.steps),
         num_ranks,
         host,
         fewer=fewer or has_changed is not None,

@@ -323,13 +323,19 @@ def network_of(
 
 
 @contextlib.contextmanager
-def open_learner(config: TrainConfig, env: RayVecEnv, *, fewer: bool = False) -> Iterator[Learner]:
+def open_learner(config: TrainConfig, env: RayVecEnv, steps: int, *, fewer: bool) -> Iterator[Learner]:
     """Yields the learner of a run with its initial weights: in this process, or as ranks.
 
     With ``num_nodes=0`` and no address, ranks are processes of this machine, else they are on Ray. Ranks on other
     nodes than the environments claim their cores. On the same nodes they share the cores of the environments'
     workers. Workers wait while the ranks learn, except where steps are collected ahead (SAC and IMPALA): there,
     dedicated nodes or fewer workers keep workers and ranks from competing for cores.
+
+    Args:
+        config: Settings of the run.
+        env: The environments of the run.
+        steps: Steps that the run has taken, on which the ranks' global random generators depend.
+        fewer: Whether ranks may be fewer, where there is no room for all of them.
     """
     build = _learner_builder(config, env)
     with torch_threads(config.learner_threads):
@@ -340,7 +346,7 @@ def open_learner(config: TrainConfig, env: RayVecEnv, *, fewer: bool = False) ->
         from rayvec.distributed.learner_group import LearnerGroup
 
         group = LearnerGroup(
-            functools.partial(_seeded, config.seed, build),
+            functools.partial(_seeded, config.seed, steps, build),
             config.num_learners,
             config.learner_device,
             learner_threads=config.learner_threads,
@@ -356,9 +362,9 @@ def open_learner(config: TrainConfig, env: RayVecEnv, *, fewer: bool = False) ->
             yield group
 
 
-def _seeded(seed: int, build: Callable[[], Learner]) -> Learner:
+def _seeded(seed: int, steps: int, build: Callable[[], Learner]) -> Learner:
     """Makes the learner of a rank. All ranks seed the global generators alike."""
-    seed_globals(seed, 0, 3)
+    seed_globals(seed, 0, 3, steps)
     return build()
 
 

@@ -111,7 +111,7 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
             return (self.is_there < iteration and self.random.random() < 0.1) or have_arrived
 
     def work(ranks: Any) -> tuple[dict[str, Any], int, list[int]]:
-        trainer = RankTrainer(config, LEARNERS[type(config)], (), partial(Jittery, path), False, ranks)
+        trainer = RankTrainer(config, LEARNERS[type(config)], (), partial(Jittery, path), False, 0, ranks)
         try:
             trainer.begin(Progress(), [pack(shared_state(trainer.learner))], None)
             steps = [trainer.iterate().stats.n_collected_steps for _ in range(num_updates)]
