@@ -66,7 +66,7 @@ def test_the_help_is_short_and_in_groups(
     ("options", "line"),
     [
         ("", "--learning-rate 0.008* "),
-        ("--env-id Maze-v0", "--learning-rate 0.00025 "),
+        ("--env-id Maze-v0", "--learning-rate 0.001 "),
         ("--no-normalize-advantage", "--normalize-advantage False "),
         ("", "--target-kl unset "),
         ("", "--hidden-sizes 64 64 "),

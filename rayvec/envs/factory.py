@@ -66,7 +66,8 @@ def env_seeds(seed: int | Sequence[int | None] | None, num_envs: int) -> list[in
     if seed is None or isinstance(seed, int | Integral):
         return [None if seed is None else int(seed) + i for i in range(num_envs)]
     if len(seed) != num_envs or not all(each is None or isinstance(each, Integral) for each in seed):
-        raise gymnasium.error.Error(
+        kind = ValueError if len(seed) != num_envs else gymnasium.error.Error
+        raise kind(
             f"seed is {seed!r:.200}. It must be one int, from which the seeds count on, or a list with an int or None "
             f"for each of the {num_envs} environments."
         )

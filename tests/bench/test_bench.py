@@ -101,7 +101,7 @@ def test_a_command_whose_rows_all_failed_exits_with_1(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("scaling --step-duration 0", ["step_duration", "above 0"]),
+        ("scaling --step-duration 0", ["step_duration", "greater than 0"]),
         ("scaling --nodes 0", ["nodes", "equal to 1"]),
         ("scaling --nodes", ["--nodes", "at least one value"]),
         ("scaling --jitter 9", ["jitter", "equal to 3"]),
