@@ -55,8 +55,8 @@ def test_seeds_are_those_of_gymnasium() -> None:
     assert list(sync.np_random_seed) == env_seeds(40, 3) == env_seeds(np.int64(40), 3)  # type: ignore[arg-type]
     sync.close()
     assert env_seeds(None, 2) == [None, None] and env_seeds([3, None, np.int64(5)], 3) == [3, None, 5]
-    for seeds in ([1, 2, 3], [1, 2.5]):
-        with pytest.raises(gymnasium.error.Error, match="each of the 2 environments"):
+    for seeds, kind in (([1, 2, 3], ValueError), ([1, 2.5], gymnasium.error.Error)):
+        with pytest.raises(kind, match="each of the 2 environments"):
             env_seeds(seeds, 2)  # type: ignore[arg-type]
 
 
