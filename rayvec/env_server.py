@@ -120,6 +120,8 @@ def _form(value: Any, values: list[bytes]) -> Any:
     kind = type(value)
     if value is None or kind is str:
         return value
+    if kind is int and value.bit_length() > 63:
+        return ("long", str(value))
     if kind in _NUMBERS:
         values.append(_NUMBERS[kind].pack(value))
         return (kind.__name__,)
@@ -153,6 +155,8 @@ def _reader(form: Any, place: list[int]) -> Any:
         return lambda data: form
     tag, *rest = form
     at = place[0]
+    if tag == "long":
+        return lambda data: int(rest[0])
     if tag in _NUMBER_NAMED:
         number = _NUMBER_NAMED[tag]
         place[0] += number.size

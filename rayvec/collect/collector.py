@@ -95,7 +95,12 @@ class Collector:
             )
         self._seed = None if seed is None else check_count("seed", seed, 0)
         _check_settings(inference, on_bad_obs, max_staleness, {"prefetch": prefetch, "by_reference": by_reference})
+        if record is not None and by_reference:
+            raise ConfigError(
+                "record was passed with by_reference=True: chunks would stay on their nodes. Leave one out."
+            )
         self._env, self._policy = env, as_policy(policy)
+        self._recording = None if record is None else Recording(env, record)
         self._on_node, self._by_reference, self._on_bad_obs = inference == "node", by_reference, on_bad_obs
         self._is_asynchronous = max_staleness is not None
         self._goes_ahead = prefetch or self._is_asynchronous
@@ -108,11 +113,6 @@ class Collector:
         self._version = 0
         self._closed = False
         self._tracker = EpisodeTracker(env.num_envs, tuple(episode_metrics))
-        if record is not None and by_reference:
-            raise ConfigError(
-                "record was passed with by_reference=True: chunks would stay on their nodes. Leave one out."
-            )
-        self._recording = None if record is None else Recording(env, record)
         self._uses_seen: int | None = None  # `env.num_uses` after the last call; None: the next one resets
 
     def reset(self, seed: int | None = None) -> None:

@@ -47,10 +47,9 @@ class Recording:
         name = re.sub(r"[^\w-]", "-", path.name)
         self._storage.update_metadata({"dataset_id": f"{name}-v0", "minari_version": __version__})
         self._dataset, self._episode = MinariDataset, EpisodeBuffer
-        self._env_ids = range(first := env._envs.first_id, first + env.num_envs)
         self._parts: dict[int, list[dict[str, Tree]]] = {}  # of each environment's unfinished episode
         self._next_obs: dict[int, Tree] = {}  # the observation after it, [1, ...]
-        self._skipped: set[int] = set()
+        self._begun: set[int] | None = None  # whose episode has begun within the recording; None: all
         self._finished: list[Any] = []
 
     def add(self, chunk: Chunk) -> None:
@@ -72,13 +71,13 @@ class Recording:
     def skip_unfinished(self) -> None:
         """Ends the unfinished episodes as truncated; the next chunk is in the midst of others, which are left out."""
         self.begin_episodes()
-        self._skipped = {*self._env_ids}
+        self._begun = set()
 
     def begin_episodes(self) -> None:
         """Ends the unfinished episodes as truncated: all environments were reset."""
         for env_id in [*self._parts]:
             self._end(env_id)
-        self._skipped.clear()
+        self._begun = None
         self._write()
 
     def close(self) -> Any:
@@ -89,7 +88,7 @@ class Recording:
     def _add_steps(self, chunk: Chunk, column: int, begin: int, end: int) -> None:
         rows = begin + np.flatnonzero(chunk.valid[begin:end, column])
         env_id = int(chunk.env_ids[column])
-        if len(rows) and env_id not in self._skipped:
+        if len(rows) and (self._begun is None or env_id in self._begun):
             fields = "obs", "act", "rew", "terminated", "truncated"
             part = {name: tree_map(lambda leaf: leaf[rows, column], getattr(chunk, name)) for name in fields}
             self._parts.setdefault(env_id, []).append(part)
@@ -97,7 +96,8 @@ class Recording:
 
     def _end(self, env_id: int) -> None:
         """Ends the episode of an environment, as truncated unless its last step has ended it."""
-        self._skipped.discard(env_id)
+        if self._begun is not None:
+            self._begun.add(env_id)
         if not (parts := self._parts.pop(env_id, [])):
             return
         episode: Any = tree_map(lambda *leaves: np.concatenate(leaves), *parts)

@@ -147,8 +147,9 @@ def test_a_plain_object_with_four_values_is_an_environment(one_env: rayvec.RayVe
 
     assert one_env.call("set_difficulty", 3, times=2) == (6,)
     assert one_env.get_attr("difficulty") == (6,)
-    one_env.set_attr("difficulty", 4)
-    assert one_env.get_attr("difficulty") == (4,)
+    for difficulty in (4, -(2**63), 2**63, -(2**80)):  # also those that 64 bits don't hold
+        one_env.set_attr("difficulty", difficulty)
+        assert one_env.get_attr("difficulty") == (difficulty,)
     with pytest.raises(AttributeError, match="no attribute 'valve'"):
         one_env.get_attr("valve")
 
