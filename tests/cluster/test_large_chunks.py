@@ -11,22 +11,16 @@ from conftest import MakeVec
 from gymnasium import spaces
 from helpers.chunks import assert_same_chunk
 from helpers.exact import SpaceEnv, TablePolicy
-from helpers.fleet_kit import host_of, reset_with
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
-from rayvec.rollout.loop import rollout
+from rayvec.vector.ray_vec_env import RayVecEnv
 
 
 def serial_chunks(fns: list[Any], num_steps: list[int], seed: int) -> list[Chunk]:
     """What one process makes of the same."""
-    chunks: list[Chunk] = []
-    pool, ids = host_of(fns), np.arange(len(fns))
-    reset_with(pool, [seed + i for i in ids.tolist()])
-    for t in num_steps:
-        first_step = sum(chunk.num_steps for chunk in chunks)
-        chunks.append(rollout(pool, TablePolicy(), t, noise_seed=seed, first_step=first_step))
-    return chunks
+    with RayVecEnv(fns, num_nodes=0, workers_per_node=0) as env:
+        return [env.rollout(TablePolicy(), n, seed=None if number else seed) for number, n in enumerate(num_steps)]
 
 
 def test_chunks_stay_as_they_were(make_vec: MakeVec) -> None:

@@ -2,73 +2,46 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import ray
-from helpers.fleet_kit import Steps, reset, step
+from helpers.testing import CountingEnv
 from helpers.waiting import wait_until
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayvec.cluster import node_actor
 from rayvec.cluster.node_facts import check_versions, own_versions
-from rayvec.cluster.open_cluster import open_cluster
 from rayvec.cluster.stream import connect
-from rayvec.data import ChunkRequest
-from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError
-from rayvec.fleet.commands import Command, Op
-from rayvec.rollout.policy_host import ChunkOrder
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 
-def cluster_of(fns: Any, **settings: Any) -> Any:
-    cluster = open_cluster(EnvFactory.build(list(fns)), **{"workers_per_node": 1, **settings})
-    cluster.allocate(cluster.spaces.observation, cluster.spaces.action)
-    return cluster
-
-
-class Folder(Steps):
+class Folder(CountingEnv):
     def folder(self) -> str:
         """Returns the folder of the fork servers of the node, which workers know too."""
         return get_temp_dir()
 
 
 def test_a_node_that_is_closed_leaves_no_folder(ray_cluster: object) -> None:
-    with closing(cluster_of([Folder] * 2, num_nodes=2)) as fleet:
-        here, there = fleet.run(Command(Op.CALL, np.arange(2), rest=("folder", (), {}))).value
+    with RayVecEnv([Folder] * 2, num_nodes=2, workers_per_node=1) as env:
+        here, there = env.call("folder")
         assert here == get_temp_dir() and Path(there).exists()
     assert Path(here).exists() and not Path(there).exists()
-
-
-def test_a_chunk_that_stays_on_its_node(ray_cluster: object) -> None:
-    with closing(cluster_of([Steps] * 4, num_nodes=2)) as fleet:
-        reset(fleet)
-        rows = np.arange(4)
-        policy = cloudpickle.dumps(lambda obs: np.zeros(len(obs), np.int64))
-        fleet.run(Command(Op.LOAD, rows, rest=(1, policy, False, 0)))
-        order = ChunkOrder(1, ChunkRequest(6, by_reference=True))
-        rollout = fleet.run(Command(Op.ROLLOUT, rows, rest=order)).value
-        assert rollout.chunk is None and len(rollout.refs) == 2
-        chunks = [ray.get(ref.ref) for ref in rollout.refs]
-        assert [chunk.env_ids.tolist() for chunk in chunks] == [[0, 1], [2, 3]]
-        assert rollout.summary.truncated.sum() == 4
 
 
 def test_workers_use_the_bundles_of_a_placement_group(ray_cluster: object) -> None:
     """As in a trial of Ray Tune: the first bundle is that of the trial, the others are for its workers."""
 
     def trial() -> Any:
-        with closing(cluster_of([Steps] * 4, workers_per_node=None, probe=False)) as fleet:
-            reset(fleet)
-            step(fleet)
-            return sum(node.num_workers for node in fleet.topology.nodes), fleet.arrays["obs"][:, 1].tolist()
+        with RayVecEnv([CountingEnv] * 4, probe=False) as env:
+            env.reset(seed=0)
+            steps = env.step(np.zeros(4, int))[0][:, 3].tolist()
+            return sum(node.num_workers for node in env.topology.nodes), steps
 
     group = placement_group([{"CPU": 1}, *[{"CPU": 1}] * 2], strategy="PACK")
     assert group.wait(20)
@@ -93,10 +66,10 @@ def test_a_stream_that_can_not_be_connected(
 
     monkeypatch.setattr(node_actor, "connect", connect_elsewhere)
     if num_refused == 1:
-        cluster_of([Steps] * 4, num_nodes=2).close()
+        RayVecEnv([CountingEnv] * 4, num_nodes=2, workers_per_node=1).close()
     else:
         with pytest.raises(NodeLostError, match="firewall") as caught:
-            cluster_of([Steps] * 4, num_nodes=2)
+            RayVecEnv([CountingEnv] * 4, num_nodes=2, workers_per_node=1)
         assert f":{ports[-1]}" in str(caught.value)
     assert len(ports) == min(num_refused + 1, 3)
 
@@ -105,7 +78,7 @@ class Trial:
     """Has environments within an actor, as a search does."""
 
     def open(self) -> None:
-        self._env = RayVecEnv([Steps], num_nodes=1, workers_per_node=1)
+        self._env = RayVecEnv([CountingEnv], num_nodes=1, workers_per_node=1)
 
 
 def free_cores() -> float:

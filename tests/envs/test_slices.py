@@ -5,15 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from helpers.fleet_kit import Steps
 
 from rayvec import RayVecEnv
 from rayvec.errors import ConfigError
 from rayvec.fleet.restarts import restart_seed
 from rayvec.tianshou import RayVectorEnv
+
+
+class Steps(gymnasium.Env[Any, Any]):
+    """Shows episode, step and seed."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = gymnasium.spaces.Discrete(2)
+    length, episode, taken = 4, 0, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.episode, self.taken = self.episode + 1, 0
+        return self._obs(), {}
+
+    def step(self, action: Any) -> Any:
+        self.taken += 1
+        return self._obs(), 1.0, False, self.taken >= self.length, {}
+
+    def _obs(self) -> Any:
+        return np.array([self.episode, self.taken, float(self.np_random_seed or 0)])
 
 
 @pytest.mark.parametrize(
@@ -55,7 +75,7 @@ class Leaks(Steps):
     """Notes in a file of its own each time that it is made."""
 
     def __init__(self, env_index: int, folder: Path) -> None:
-        super().__init__(length=2)
+        self.length = 2
         with (folder / str(env_index)).open("a") as file:
             file.write("x")
 

@@ -17,18 +17,12 @@ from gymnasium.vector import SyncVectorEnv
 from helpers.chunks import assert_same_chunk
 from helpers.diarist import Diarist
 from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
-from helpers.examples import examples
-from helpers.fleet_kit import host_of, reset_with
 from helpers.kinds import ALL_SPACES
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
-from hypothesis import given, strategies as st
 
 from rayvec.data import Chunk, tree_map
-from rayvec.data.join_chunks import join_chunks
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NO_NOISE, keyed_noise
-from rayvec.rollout.loop import CallablePolicy, as_policy, rollout
-from rayvec.rollout.policy_host import PolicyHost
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
@@ -75,15 +69,14 @@ def shared(ray_cluster: object) -> Iterator[Make]:
         yield make
 
 
+def here(env_fns: list[Any], **kwargs: Any) -> RayVecEnv:
+    return RayVecEnv(env_fns, num_nodes=0, workers_per_node=0, **kwargs)
+
+
 def serial_chunks(env: Any, policy: Any, lengths: list[int], seed: int) -> list[Chunk]:
     """What one process alone makes of the same environments."""
-    pool = host_of([env] * NUM_ENVS)
-    reset_with(pool, [seed + i for i in range(NUM_ENVS)])
-    chunks, step = [], 0
-    for length in lengths:
-        chunks.append(rollout(pool, policy, length, noise_seed=seed, first_step=step))
-        step += length
-    return chunks
+    with here([env] * NUM_ENVS) as envs:
+        return [envs.rollout(policy, n, seed=None if number else seed) for number, n in enumerate(lengths)]
 
 
 class TestTopologies:
@@ -131,7 +124,7 @@ class TestTopologies:
 
         env_fn = partial(SpaceEnv, ALL_SPACES[kind])
         env = make([env_fn] * NUM_ENVS, topology=topology)
-        expected = serial_chunks(env_fn, CallablePolicy(policy), [12], 4)[0]
+        expected = serial_chunks(env_fn, policy, [12], 4)[0]
         for inference in ("worker", "driver", "node"):
             assert_same_chunk(env.rollout(policy, 12, inference, seed=4), expected, inference)  # type: ignore[arg-type]
 
@@ -154,64 +147,42 @@ class TestTopologies:
 
 class TestChunk:
     @pytest.fixture
-    def pool(self) -> PolicyHost:
-        pool = host_of(([CountingEnv] * 3), first_id=10)
-        reset_with(pool, [10, 11, 12])
-        return pool
+    def env(self) -> Iterator[RayVecEnv]:
+        with here([CountingEnv] * 3, first_id=10) as env:
+            env.reset(seed=10)
+            yield env
 
-    def test_infos_stand_where_they_were_said(self, pool: PolicyHost) -> None:
-        chunk = rollout(pool, as_policy(lambda obs: np.zeros(len(obs), int)), 30)
+    def test_infos_stand_where_they_were_said(self, env: RayVecEnv) -> None:
+        chunk = env.rollout(lambda obs: np.zeros(len(obs), int), 30)
         said = {(info.t, info.n): info.info for info in chunk.infos}
         began = {(info.t, info.n): info.info for info in chunk.reset_infos}
         assert list(said) == sorted(said) and list(began) == sorted(began)
-        for t in range(30):
-            for n in range(3):
-                total = int(chunk.obs[t, n, 3]) + 1
-                assert said.get((t, n)) == ({"step": total} if total % 3 == 0 else None)
-                episode = int(chunk.obs[t, n, 1])
-                assert began.get((t, n)) == ({"began": episode + 1} if chunk.done[t, n] else None)
+        for t, n in product(range(30), range(3)):
+            total = int(chunk.obs[t, n, 3]) + 1
+            assert said.get((t, n)) == ({"step": total} if total % 3 == 0 else None)
+            episode = int(chunk.obs[t, n, 1])
+            assert began.get((t, n)) == ({"began": episode + 1} if chunk.done[t, n] else None)
         assert chunk.env_ids.tolist() == [10, 11, 12]
 
     def test_the_reset_before_the_first_step_stands_at_minus_one(self) -> None:
-        pool = host_of([CountingEnv] * 2)
-        chunk = rollout(pool, as_policy(lambda obs: np.zeros(len(obs), int)), 1)
-        assert [(info.t, info.n, info.info) for info in chunk.reset_infos if info.t < 0] == [
-            (-1, 0, {"began": 0}),
-            (-1, 1, {"began": 0}),
-        ]
+        chunk = here([CountingEnv] * 3).rollout(lambda obs: np.zeros(len(obs), int), 1)
+        before = [(info.t, info.n, info.info) for info in chunk.reset_infos if info.t < 0]
+        assert before == [(-1, n, {"began": 0}) for n in range(3)]
 
-    def test_final_observations_are_those_of_the_ends(self, pool: PolicyHost) -> None:
-        chunk = rollout(pool, TablePolicy(), 30)
-        assert_identical(chunk.final_index, np.argwhere(chunk.done))
-        t, n = chunk.final_index.T
-        assert (chunk.final_obs[:, :2] == chunk.obs[t, n, :2]).all()
-        assert (chunk.final_obs[:, 2] == chunk.obs[t, n, 2] + 1).all()
-        assert chunk.terminated.any() and chunk.truncated.any() and not (chunk.terminated & chunk.truncated).any()
-
-    def test_a_chunk_is_in_memory_of_its_own(self, pool: PolicyHost) -> None:
-        first = rollout(pool, TablePolicy(), 5)
+    def test_a_chunk_is_in_memory_of_its_own(self, env: RayVecEnv) -> None:
+        first = env.rollout(TablePolicy(), 5)
         kept = {field.name: getattr(first, field.name) for field in fields(first)}
         copies = {name: tree_map(np.copy, value) for name, value in kept.items() if isinstance(value, np.ndarray)}
-        rollout(pool, TablePolicy(), 20)
+        env.rollout(TablePolicy(), 20)
         for name, copy in copies.items():
             assert_identical(kept[name], copy, name)
             assert kept[name].flags.writeable
 
-    def test_noise_is_that_of_seed_environment_and_step(self, pool: PolicyHost) -> None:
+    def test_noise_is_that_of_seed_environment_and_step(self, env: RayVecEnv) -> None:
         policy = RecordsNoise()
-        chunk = rollout(pool, policy, 6, noise_seed=8, first_step=100)
-        expected = keyed_noise(policy.noise, seed=8, env_ids=np.array([10, 11, 12]), first_step=100, num_steps=6)
-        assert_identical(chunk.extras["noise"], expected[..., 0])
-
-    @examples(20)
-    @given(order=st.permutations(range(4)), split=st.integers(1, 3))
-    def test_groups_of_any_members_give_the_same_chunk(self, order: list[int], split: int) -> None:
-        chunks = []
-        for groups in (None, [np.array(order[:split]), np.array(order[split:])]):
-            pool = host_of([CountingEnv] * 4)
-            reset_with(pool, [0, 1, 2, 3])
-            chunks.append(rollout(pool, TablePolicy(), 15, noise_seed=1, groups=groups))
-        assert_same_chunk(*chunks)
+        chunks = [env.rollout(policy, 4, seed=8), env.rollout(policy, 6)]
+        expected = keyed_noise(policy.noise, seed=8, env_ids=np.array([10, 11, 12]), first_step=0, num_steps=10)
+        assert_identical(np.concatenate([chunk.extras["noise"] for chunk in chunks]), expected[..., 0])
 
 
 class RecordsNoise(TablePolicy):
@@ -271,16 +242,16 @@ class TestPolicies:
             return {key: np.full(2, " pq".index(key)) for key in next(orders)}
 
         action_space = spaces.Dict(p=spaces.Discrete(9), q=spaces.Discrete(9))
-        pool = host_of([partial(SpaceEnv, spaces.Discrete(3), action_space)] * 2)
-        chunk = rollout(pool, as_policy(policy), 4)
+        with here([partial(SpaceEnv, spaces.Discrete(3), action_space)] * 2) as env:
+            chunk = env.rollout(policy, 4, "driver")
         assert (chunk.act["p"] == 1).all() and (chunk.act["q"] == 2).all()
 
     def test_a_callable_may_return_a_tuple_for_arrays_and_lists_within_a_tuple(self) -> None:
-        pool = host_of([CountingEnv] * 2)
-        assert_identical(rollout(pool, as_policy(lambda obs: (0, 1)), 2).act, np.array([[0, 1]] * 2))
+        with here([CountingEnv] * 2) as env:
+            assert_identical(env.rollout(lambda obs: (0, 1), 2).act, np.array([[0, 1]] * 2))
         pairs = spaces.Tuple([spaces.Discrete(9), spaces.Discrete(9)])
-        pool = host_of([partial(SpaceEnv, spaces.Discrete(3), pairs)] * 3)
-        chunk = rollout(pool, as_policy(lambda obs: [[1, 2, 3], [4, 5, 6]]), 2)
+        with here([partial(SpaceEnv, spaces.Discrete(3), pairs)] * 3) as env:
+            chunk = env.rollout(lambda obs: [[1, 2, 3], [4, 5, 6]], 2)
         assert_identical(chunk.act, (np.array([[1, 2, 3]] * 2), np.array([[4, 5, 6]] * 2)))
 
     def test_a_chunk_holds_what_was_returned_in_any_data_type(self) -> None:
@@ -289,22 +260,16 @@ class TestPolicies:
             (np.array([0, 1]), {"x": np.array([True, False]), "y": ["a", "b"]}),
             (np.array([0.5, 1]), {"x": np.array([7, 8]), "y": ["abc", "d"]}),
         )
-        chunk = rollout(host_of([CountingEnv] * 2), policy, 2)
+        with here([CountingEnv] * 2) as env:
+            chunk = env.rollout(policy, 2)
         assert_identical(chunk.act, np.array([[0, 1], [0.5, 1]]))
         assert_identical(chunk.extras, {"x": np.array([[1, 0], [7, 8]]), "y": np.array([["a", "b"], ["abc", "d"]])})
-
-    @pytest.mark.parametrize("extras", [{}, {"a": np.ones(1), "b": np.ones(1)}, {"a": np.ones((1, 1))}])
-    def test_extras_that_differ_among_workers_are_an_error(self, extras: Any) -> None:
-        policies = [Returns((np.zeros(1, int), each)) for each in ({"a": np.ones(1)}, extras)]
-        chunks = [rollout(host_of([CountingEnv]), policy, 2) for policy in policies]
-        with pytest.raises(ConfigError, match="returned extras"):
-            join_chunks(chunks)
 
     @pytest.mark.parametrize("native", [False, True])
     @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_environments_keep_actions_that_the_policy_overwrites(self, inference: Any, native: bool) -> None:
         fns: Any = [partial(SyncVectorEnv, [KeepsActions] * 2)] if native else [KeepsActions] * 2
-        with RayVecEnv(fns, num_nodes=0, workers_per_node=0, native=native) as env:
+        with here(fns, native=native) as env:
             assert env.rollout(Overwrites(), 4, inference).rew.tolist() == [[1.0, 1.0]] * 4
 
     @pytest.mark.parametrize(
@@ -318,7 +283,7 @@ class TestPolicies:
     def test_wrong_results_are_refused(self, results: Any, words: str) -> None:
         policy = Returns((ZEROS, {"a": np.ones(2)}), results)
         with pytest.raises(ConfigError, match=words):
-            rollout(host_of([CountingEnv] * 2), policy, 2)
+            here([CountingEnv] * 2).rollout(policy, 2)
 
 
 class TestMemory:
@@ -328,10 +293,7 @@ class TestMemory:
     @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
     @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
     def test_across_steps_and_resets_in_between(self, make: Make, mode: str, inference: Any, topology: str) -> None:
-        self.check_steps_and_resets(make([CountingEnv] * NUM_ENVS, autoreset_mode=mode, topology=topology), inference)
-
-    def check_steps_and_resets(self, env: RayVecEnv, inference: Any) -> None:
-        policy = Diarist()
+        env, policy = make([CountingEnv] * NUM_ENVS, autoreset_mode=mode, topology=topology), Diarist()
         chunks = [env.rollout(policy, 9, inference, seed=1)]
         for _ in range(3):
             chunks.append(env.rollout(policy, 5, inference))
