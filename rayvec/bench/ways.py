@@ -134,7 +134,7 @@ class _Rank:
         """Takes a chunk, sums, and returns the number of steps."""
         count = self._collector.collect(n_step=self._env.num_envs * num_steps).stats.n_collected_steps
         for _ in range(_NUM_SUMS):
-            self._ranks.sum_(self._gradient)
+            self._ranks.all_reduce_(self._gradient)
         return count
 
     def set_step(self, step_s: float) -> None:

@@ -113,17 +113,17 @@ class SharedMemoryRanks:
         self._large_start = self._small_start + 2 * self.size * _SMALL_BYTES
         self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Replaces `tensor` by its sum over all ranks, with the same bits on each; returns it.
 
         Raises:
-            RankLostError: A rank exited, has left, or did not call `sum_` in time.
+            RankLostError: A rank exited, has left, or did not call `all_reduce_` in time.
             LearnerError: Another rank sums a tensor of another size.
         """
         if self._fd is None:
             raise _lost(self.rank, "has left the group")
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            return tensor.copy_(self.sum_(tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)))
+            return tensor.copy_(self.all_reduce_(tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)))
         flat = tensor.detach().view(-1)
         if flat.nbytes <= _SMALL_BYTES:
             self._sum_small(flat)
@@ -257,7 +257,7 @@ def _has_ended(pid: int) -> bool:
 def _of_another_length(rank: int, num_bytes: int, other: int, other_bytes: int) -> LearnerError:
     return LearnerError(
         f"Rank {other} sums a tensor of {other_bytes} bytes, and rank {rank} one of {num_bytes}. Every rank must call "
-        "sum_ in the same order, with tensors of the same shape and dtype."
+        "all_reduce_ in the same order, with tensors of the same shape and dtype."
     )
 
 

@@ -70,7 +70,7 @@ class CollectiveRanks:
             self._group: Any = self._make_group(store, host)
         except RuntimeError as error:
             raise self._lost(error) from error
-        self.sum_(torch.zeros(1, device=device))  # NCCL connects at the first sum
+        self.all_reduce_(torch.zeros(1, device=device))  # NCCL connects at the first sum
 
     def _make_group(self, store: Any, host: str) -> Any:
         is_cuda = self._device.type == "cuda"
@@ -82,15 +82,15 @@ class CollectiveRanks:
         options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=host)]
         return _c10d.ProcessGroupGloo(store, self.rank, self.size, options)
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Replaces `tensor` by its sum over all ranks, with the same bits on each; returns it.
 
         Raises:
-            RankLostError: A rank exited, or did not call `sum_` in time.
+            RankLostError: A rank exited, or did not call `all_reduce_` in time.
         """
         if tensor.device.type != self._device.type or not tensor.is_contiguous():
             here = tensor.to(self._device, copy=True, memory_format=torch.contiguous_format)
-            return tensor.copy_(self.sum_(here))
+            return tensor.copy_(self.all_reduce_(here))
         if self._group is None:
             raise self._lost(RuntimeError("this rank has left the group"))
         try:

@@ -26,7 +26,7 @@ def give_ranks(learner: Learner, ranks: Ranks) -> None:
     elif ranks.size > 1:
         raise ConfigError(
             f"{type(learner).__name__} can't learn on several ranks: it has no attribute `ranks`. Pass num_learners=1, "
-            "or let the learner sum its gradients by self.ranks.sum_, see rayvec.learners.ranks."
+            "or let the learner sum its gradients by self.ranks.all_reduce_, see rayvec.learners.ranks."
         )
 
 

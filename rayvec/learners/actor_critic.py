@@ -155,7 +155,7 @@ class ActorCriticLearner:
             lengths = [rounded_length(len(each)) if can_capture(self._device) else 2 for each in rows]
             rows = tuple(pad(each, length, k == 0) for k, (each, length) in enumerate(zip(rows, lengths, strict=True)))
         stats = self._gradient(rows[0], *self._select(fields, *rows))
-        gradient = self.ranks.sum_(self._gradient.grad)
+        gradient = self.ranks.all_reduce_(self._gradient.grad)
         norm = torch.linalg.vector_norm(gradient)
         gradient.mul_((self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         self._optimizer.step(gradient, norm, self._learning_rate)

@@ -185,7 +185,7 @@ def check_rewards(ranks: Ranks, chunks: Sequence[Chunk]) -> None:
             t, n = bad[0]
             found[ranks.rank] = torch.tensor([1, chunk.env_ids[n], first_step + t, chunk.rew[t, n]])
         first_step += len(chunk.valid)
-    for is_bad, env_id, step, reward in ranks.sum_(found).tolist():
+    for is_bad, env_id, step, reward in ranks.all_reduce_(found).tolist():
         if is_bad:
             raise LearnerError(
                 f"A reward is not finite in float32: {reward} from environment {env_id:.0f} at step {step:.0f} of the "

@@ -67,7 +67,7 @@ class IMPALALearner(ActorCriticLearner):
             shuffled = stratified_shuffle(total, self.config.num_minibatches, generator)
             shares = [own_part(numbers, own) for numbers in shuffled]
             num_valid = chunk.valid.sum(0)
-            counts = self.ranks.sum_(torch.tensor([int(num_valid[share].sum()) for share in shares])).tolist()
+            counts = self.ranks.all_reduce_(torch.tensor([int(num_valid[share].sum()) for share in shares])).tolist()
             fields, next_row = self._fields(chunk)
             shared = zip(shares, counts, strict=True)
             minibatches = [self._rows(chunk, next_row, share, count) for share, count in shared if count]
@@ -217,7 +217,7 @@ class IMPALALearner(ActorCriticLearner):
             return dict.fromkeys((*_SUMMED, "grad_norm", "explained_variance"), 0.0)
         shares = torch.stack(stats)
         shares[:, -1] /= self.ranks.size  # the norm was that of the whole gradient already
-        counts, *means, target, target_square, error, error_square, norms = self.ranks.sum_(shares).T
+        counts, *means, target, target_square, error, error_square, norms = self.ranks.all_reduce_(shares).T
         weight = counts / counts.sum()
 
         def variance(mean: Tensor, square: Tensor) -> float:

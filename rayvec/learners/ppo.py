@@ -262,4 +262,4 @@ class PPOLearner(ActorCriticLearner):
             return dict.fromkeys(_METRICS, 0.0)
         summed = torch.stack(stats).double()
         summed[:, -1] /= self.ranks.size  # the norm was that of the whole gradient already
-        return dict(zip(_METRICS, self.ranks.sum_(summed).mean(0).tolist(), strict=True))
+        return dict(zip(_METRICS, self.ranks.all_reduce_(summed).mean(0).tolist(), strict=True))

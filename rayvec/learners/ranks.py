@@ -1,7 +1,7 @@
 """What the ranks of a learner share: a sum, what follows from it, and which samples of a batch are in which minibatch.
 
 A learner on several ranks computes sums over its samples, scales them by global counts, and adds up those of all ranks
-by `Ranks.sum_`. Nothing here needs Ray.
+by `Ranks.all_reduce_`. Nothing here needs Ray.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Replaces `tensor` by its sum over all ranks, with the same bits on each; returns it.
 
         Every rank calls it equally often, with tensors of the same shape and dtype, also a rank without samples.
@@ -68,7 +68,7 @@ class Alone:
     size = 1
     sent_bytes = 0
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`."""
         return tensor
 
@@ -87,7 +87,7 @@ def global_range(ranks: Ranks, count: int) -> tuple[range, int]:
     """
     counts = torch.zeros(ranks.size, dtype=torch.int64)
     counts[ranks.rank] = count
-    ends = ranks.sum_(counts).cumsum(0).tolist()
+    ends = ranks.all_reduce_(counts).cumsum(0).tolist()
     return range(ends[ranks.rank] - count, ends[ranks.rank]), ends[-1]
 
 
@@ -96,7 +96,7 @@ def gather_values(ranks: Ranks, values: NDArray[Any]) -> NDArray[Any]:
     rows, total = global_range(ranks, len(values))
     gathered = np.zeros(total, values.dtype)
     gathered[rows.start : rows.stop] = values
-    return ranks.sum_(torch.from_numpy(gathered)).numpy()
+    return ranks.all_reduce_(torch.from_numpy(gathered)).numpy()
 
 
 def global_moments(ranks: Ranks, rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ def global_moments(ranks: Ranks, rows: Tensor, counts: Sequence[int]) -> tuple[T
     deviations = (rows - mean[:, None]).masked_fill(is_beyond, 0.0)
     of_all = rows.new_zeros(ranks.size, 3, len(rows))
     of_all[ranks.rank] = torch.stack([count, mean, deviations.square().sum(1)])
-    every_count, means, squares = ranks.sum_(of_all).unbind(1)
+    every_count, means, squares = ranks.all_reduce_(of_all).unbind(1)
     total = every_count.sum(0).clamp(min=1)
     mean = (every_count * means).sum(0) / total
     return mean, (squares + every_count * (means - mean).square()).sum(0) / total

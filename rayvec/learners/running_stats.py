@@ -84,7 +84,7 @@ class ObsMoments:
         """Adds the observations of this rank's batch and those of all others."""
         if self._module.obs_mean is not None:
             rows = [self._module.encoder(chunk.obs)[chunk.valid] for chunk in batch.chunks]
-            self._moments.merge(ranks.sum_(self._moments.sums(torch.from_numpy(np.concatenate(rows)))))
+            self._moments.merge(ranks.all_reduce_(self._moments.sums(torch.from_numpy(np.concatenate(rows)))))
             self.load_state_dict(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class ReturnScale:
                 running = np.where(t < num_steps[columns], np.where(done[t, columns], 0.0, current), running)
             before[rows[columns]] = shared[rows[columns]] = running
         own = self._moments.sums(torch.from_numpy(returns[valid])[:, None])
-        sums = ranks.sum_(torch.cat([own, torch.from_numpy(shared)]))  # one sum and not two
+        sums = ranks.all_reduce_(torch.cat([own, torch.from_numpy(shared)]))  # one sum and not two
         self._moments.merge(sums[: len(own)])
         self._returns = sums[len(own) :].clone()
         largest = 1 / max(_LEAST_SPREAD * abs(float(self._moments.mean)), _EPSILON)

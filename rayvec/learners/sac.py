@@ -202,7 +202,7 @@ class SACLearner:
 
     def _sum(self, gradient: Gradient) -> Tensor:
         """Adds up the gradients of all ranks in place; returns the norm."""
-        norm: Tensor = torch.linalg.vector_norm(self.ranks.sum_(gradient.grad))
+        norm: Tensor = torch.linalg.vector_norm(self.ranks.all_reduce_(gradient.grad))
         return norm
 
     def _critic_loss(
@@ -293,7 +293,7 @@ class SACLearner:
         count = sum(int(chunk.valid.sum()) for chunk in batch.chunks)
         check_rewards(self.ranks, batch.chunks)
         news = torch.tensor([count, is_foreign], dtype=torch.int64, device=self._device)
-        num_steps, num_foreign = self.ranks.sum_(news).tolist()
+        num_steps, num_foreign = self.ranks.all_reduce_(news).tolist()
         if num_foreign:
             self._refill("it holds steps of other environments than this rank's")
         for chunk in batch.chunks:
@@ -305,7 +305,7 @@ class SACLearner:
         self._own_environments, total = global_range(self.ranks, len(self._replay.sizes))
         sizes = torch.zeros(total, dtype=torch.int64, device=self._device)
         sizes[self._own_environments.start : self._own_environments.stop] = torch.from_numpy(self._replay.sizes)
-        self._sizes = self.ranks.sum_(sizes).cpu().numpy()
+        self._sizes = self.ranks.all_reduce_(sizes).cpu().numpy()
 
     def measure(self, batch: Batch) -> None:
         """Adds the observations of a batch to the moments that normalise all observations; `update` does so too."""
@@ -349,7 +349,7 @@ class SACLearner:
 
     def _metrics(self, first: int, stats: Sequence[Tensor]) -> dict[str, float]:
         """Returns means over updates, of which `first` is the number of the first."""
-        rows = self.ranks.sum_(torch.stack(list(stats))).cpu()
+        rows = self.ranks.all_reduce_(torch.stack(list(stats))).cpu()
         if self._failed.item():
             bad = next((row for row in rows if not row.isfinite().all()), rows[-1])
             raise LearnerError(

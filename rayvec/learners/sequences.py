@@ -228,7 +228,7 @@ def draw_sequences(
     own, total = global_range(ranks, len(happened))
     shuffled = stratified_shuffle(total, min(num_minibatches, max(1, total)), generator)
     drawn = [own_part(numbers, own) for numbers in shuffled]
-    counts = ranks.sum_(torch.tensor([int(happened[numbers].sum()) for numbers in drawn])).tolist()
+    counts = ranks.all_reduce_(torch.tensor([int(happened[numbers].sum()) for numbers in drawn])).tolist()
     places = np.zeros(happened.shape, np.int64)
     places[happened] = np.arange(happened.sum())
     return [

@@ -45,6 +45,6 @@ def test_a_timeout_of_nccl_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> No
         group = ranks._group
         assert group.waits == "1"
         with pytest.raises(RankLostError, match=r"2 ranks failed on rank 0: Watchdog.* within 3 s"):
-            ranks.sum_(torch.zeros(2, device="cuda"))
+            ranks.all_reduce_(torch.zeros(2, device="cuda"))
     ranks.close()
     assert group.is_aborted

@@ -80,9 +80,9 @@ class Counted(ThreadRanks):
         super().__init__(*args)
         self.num_sums = 0
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         self.num_sums += 1
-        return super().sum_(tensor)
+        return super().all_reduce_(tensor)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class Adder:
 
     def add(self, value: float) -> list[float]:
         """Adds this rank's value and those of all others; returns the total."""
-        self.total += self._ranks.sum_(torch.full((3,), value, dtype=torch.float64))
+        self.total += self._ranks.all_reduce_(torch.full((3,), value, dtype=torch.float64))
         return self.total.tolist()  # type: ignore[no-any-return]
 
     def add_and_fall(self, value: float, how: str | None) -> list[float]:
@@ -52,7 +52,7 @@ class Adder:
     def sum_many(self, sizes: list[int], seed: int) -> list[Tensor]:
         """Returns sums over all ranks of random tensors, different on each."""
         generator = torch.Generator().manual_seed(100 * seed + self._ranks.rank)
-        return [self._ranks.sum_(torch.randn(size, generator=generator)) for size in sizes]
+        return [self._ranks.all_reduce_(torch.randn(size, generator=generator)) for size in sizes]
 
     def close(self) -> None:
         """Does nothing."""

@@ -94,12 +94,12 @@ def tensor_of(rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def sum_of_length(ranks: ClosableRanks, lengths: tuple[int, ...]) -> Tensor:
-    return ranks.sum_(torch.ones(lengths[ranks.rank]))
+    return ranks.all_reduce_(torch.ones(lengths[ranks.rank]))
 
 
 def sum_each(ranks: ClosableRanks, cases: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
     """Returns the sums of given dtypes and shapes."""
-    return [ranks.sum_(tensor_of(ranks.rank, number, *case)) for number, case in enumerate(cases)]
+    return [ranks.all_reduce_(tensor_of(ranks.rank, number, *case)) for number, case in enumerate(cases)]
 
 
 def sum_at_random(ranks: ClosableRanks, count: int, seed: int) -> int:
@@ -113,19 +113,19 @@ def sum_at_random(ranks: ClosableRanks, count: int, seed: int) -> int:
             expected += tensor_of(rank, number, torch.float32, shape)
         if own.random() < 0.1:
             time.sleep(own.uniform(0, 0.003))
-        wrong += not torch.equal(ranks.sum_(tensor_of(ranks.rank, number, torch.float32, shape)), expected)
+        wrong += not torch.equal(ranks.all_reduce_(tensor_of(ranks.rank, number, torch.float32, shape)), expected)
     return wrong
 
 
 def fall_before_second_sum(ranks: ClosableRanks, who: int, how: str) -> list[Tensor]:
     """Sums once; then one rank ends, stops or leaves, and the others come to the next sum."""
-    first = ranks.sum_(torch.ones(3))
+    first = ranks.all_reduce_(torch.ones(3))
     if ranks.rank == who:
         if how == "close":
             ranks.close()
             return [first]
         fall(how)
-    return [first, ranks.sum_(torch.ones(3))]
+    return [first, ranks.all_reduce_(torch.ones(3))]
 
 
 def fall(how: str) -> None:

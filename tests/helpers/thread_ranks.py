@@ -22,7 +22,7 @@ class ThreadRanks:
         self.rank, self.size = rank, len(shared)
         self._shared, self._barrier = shared, barrier
 
-    def sum_(self, tensor: Tensor) -> Tensor:
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
         self._shared[self.rank] = tensor.clone()
         self._barrier.wait()
         first, *others = self._shared
@@ -37,8 +37,8 @@ class ThreadRanks:
 class Apart(ThreadRanks):
     """A rank that keeps what it has to itself, though it says that there are others."""
 
-    def sum_(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_floating_point() else super().sum_(tensor)
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_floating_point() else super().all_reduce_(tensor)
 
 
 def on_ranks(size: int, work: Callable[[ThreadRanks], T], kind: type[ThreadRanks] = ThreadRanks) -> list[T]:

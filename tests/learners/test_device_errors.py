@@ -27,7 +27,7 @@ def test_memory_that_runs_out(allocate: Any, asked: str, case: Case, monkeypatch
     """The message says what was asked for and which settings to lower; the learner learns on with less."""
     learner = case.learner("cpu")
     (batch,) = case.batches(1)
-    monkeypatch.setattr("rayvec.learners.ranks.Alone.sum_", allocate)
+    monkeypatch.setattr("rayvec.learners.ranks.Alone.all_reduce_", allocate)
     with pytest.raises(LearnerError, match=rf"Out of memory on the device.*{asked}.*Lower .*(num_|batch_)"):
         learner.update(batch)
     monkeypatch.undo()

@@ -135,7 +135,7 @@ class _GradientSum:
         gradients = [each.grad for each in self._parameters if id(each) in arrived and each.grad is not None]
         flat = torch.cat([each.reshape(-1) for each in gradients])
         flat = flat * self.share if self.share else torch.zeros_like(flat)  # a row without a share may not be finite
-        parts = torch.split(self._ranks.sum_(flat), [each.numel() for each in gradients])
+        parts = torch.split(self._ranks.all_reduce_(flat), [each.numel() for each in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
