@@ -74,7 +74,7 @@ class Messages:
             TypeError: Something else is in the message.
         """
         values: list[bytes] = []
-        form = _form(message, values)
+        form = form_of(message, values)
         data = b"".join(values)
         text = b"" if form == self._sent else json.dumps(form, default=attrgetter("str")).encode()
         self._sent = form
@@ -97,7 +97,7 @@ class Messages:
         message[: len(head)] = head
         _fill(self._connection, message[len(head) :])
         if text_bytes:
-            self._read = _reader(json.loads(bytes(message[:text_bytes]).decode()), [0])
+            self._read = reader_of(json.loads(bytes(message[:text_bytes]).decode()), [0])
         return self._read(message[text_bytes:])
 
 
@@ -115,7 +115,7 @@ def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     return bytes(received)
 
 
-def _form(value: Any, values: list[bytes]) -> Any:
+def form_of(value: Any, values: list[bytes]) -> Any:
     """Returns the form of a value, a tag and what belongs to it; the bytes that it lacks are appended to `values`."""
     kind = type(value)
     if value is None or kind is str:
@@ -129,9 +129,9 @@ def _form(value: Any, values: list[bytes]) -> Any:
         values.append(value.tobytes())
         return ("array" if isinstance(value, np.ndarray) else "scalar", value.dtype, value.shape)
     if isinstance(value, dict):
-        return ("dict", [(_form(key, values), _form_within(key, each, values)) for key, each in value.items()])
+        return ("dict", [(form_of(key, values), _form_within(key, each, values)) for key, each in value.items()])
     if isinstance(value, (list, tuple)):
-        return ("list" if isinstance(value, list) else "tuple", [_form(each, values) for each in value])
+        return ("list" if isinstance(value, list) else "tuple", [form_of(each, values) for each in value])
     raise TypeError(
         f" is a {kind.__name__}, which can't be sent. Use numbers, strings, lists, tuples, dicts or arrays of numbers."
     )
@@ -139,16 +139,16 @@ def _form(value: Any, values: list[bytes]) -> Any:
 
 def _form_within(key: Any, value: Any, values: list[bytes]) -> Any:
     try:
-        return _form(value, values)
+        return form_of(value, values)
     except TypeError as error:
         raise TypeError(f"[{key!r}]{error}") from None
 
 
-def _reader(form: Any, place: list[int]) -> Any:
+def reader_of(form: Any, place: list[int]) -> Any:
     """Returns a function from the bytes of a message to the value that has this form.
 
     Args:
-        form: As `_form` returned it.
+        form: As `form_of` returned it.
         place: Where the bytes of this value begin; it moves to where they end.
     """
     if form is None or isinstance(form, str):
@@ -168,9 +168,9 @@ def _reader(form: Any, place: list[int]) -> Any:
             return lambda data: np.ndarray(shape, dtype, data, at)
         return lambda data: np.ndarray((), dtype, data, at)[()]
     if tag == "dict":
-        pairs = [(_reader(key, place), _reader(each, place)) for key, each in rest[0]]
+        pairs = [(reader_of(key, place), reader_of(each, place)) for key, each in rest[0]]
         return lambda data: {key(data): each(data) for key, each in pairs}
-    parts = [_reader(each, place) for each in rest[0]]
+    parts = [reader_of(each, place) for each in rest[0]]
     return lambda data: (list if tag == "list" else tuple)([part(data) for part in parts])
 
 

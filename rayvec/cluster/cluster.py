@@ -22,7 +22,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, WorkerLostError
 from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Note, Op, Ticket
 from rayvec.fleet.fleet import Fleet
-from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, EpisodeState, store_seed
+from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, EpisodeState, restore_episode, store_seed
 
 __all__ = ["Cluster"]
 
@@ -107,6 +107,9 @@ class Cluster(Fleet):
             for row, seed in zip(command.rows.tolist(), command.rest[0], strict=True):
                 if seed is not None:
                     store_seed(self.arrays, row, seed)
+        if command.op == Op.SET_STATE:
+            for row, state in zip(command.rows.tolist(), command.rest[0], strict=True):
+                restore_episode(self.arrays, row, state["episode"])
         if command.op in STEPPING:
             leaving_only = command.op == Op.STEP
             for k, place in self._places.moves(self._slices, leaving_only).items():
@@ -117,7 +120,7 @@ class Cluster(Fleet):
     def _move(self, k: int, place: NodeSlice) -> None:
         """Moves the environments of node k, once it has answered. If they can't start there, they stay."""
         old, before = self.children[k], self._slices[k]
-        while any(ticket.command.op == Op.ROLLOUT for ticket in self._pending[k]):
+        while self._pending[k]:
             self._receive(k, _POLL_S)
         if self._slices[k] is not before:  # it was lost meanwhile
             return
@@ -128,12 +131,26 @@ class Cluster(Fleet):
             self._places.distrust(place)
             logger.warning("%s can't move to node %s: %s", envs, place.name, error)
             return
+        states = self._states_of(k)
+        if self._slices[k] is not before:
+            node.kill()
+            return
         leaves = " (it leaves)" if self._places.leaves(before) else ""
         logger.warning("%s moved from node %s%s to node %s", envs, before.name, leaves, place.name)
         self._slices[k] = place
-        self.resume(k, node)
+        self.resume(k, node, states)
         old.close(_CLOSE_S)
         old.join(_CLOSE_S)
+
+    def _states_of(self, k: int) -> list[Any] | None:
+        """Returns the states of the environments of node k; None if one of them offers none, or raises."""
+        ticket = super().post(Command(Op.GET_STATE, np.array(self.parts[k])))
+        while k not in ticket.answers:
+            self._receive(k, _POLL_S)
+        states, failure = ticket.answers[k].value, ticket.answers[k].failure
+        if failure is not None:
+            logger.warning("the episodes of %s are cut: %s: %s", failure.where, failure.type_name, failure.text)
+        return None if states is None or any(state is None for state in states) else states
 
     def replace(self, k: int, lost: ChildLost) -> None:
         """Starts a node in place of one that is lost. Its environments resume from their last answers.

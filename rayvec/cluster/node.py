@@ -158,7 +158,7 @@ class Node:
         op = command.op
         if op == Op.RESET:
             self._host.note_reset(command.rows)
-        elif op == Op.STEP:
+        elif op in (Op.STEP, Op.SET_STATE):
             self._host.note_absence()
         elif op == Op.LOAD:
             key, policy, *where = command.rest

@@ -189,6 +189,9 @@ class NativeSlice(Slice):
         values = value if has_rows and len(value) == count else [value] * count
         self._values |= {row: values[row - self._unit_rows[unit].start] for row in command.rows[places].tolist()}
 
+    def _get_state(self, unit: int, _: Any, command: Command) -> None:
+        """Returns nothing: the episodes of native sub-batches do not continue elsewhere."""
+
     def _set(self, unit: int, places: Any, command: Command) -> None:
         """Sets an attribute where :meth:`_call` reads it.
 

@@ -33,14 +33,19 @@ from rayvec.fleet.restarts import (
     EpisodeState,
     RestartBudget,
     RestartPolicy,
+    episode_of,
     restart_seed,
+    restore_episode,
     seed_of,
     store_seed,
 )
+from rayvec.wrappers.save_state import set_state, state_of
 
 __all__ = ["Slice", "own_arrays"]
 
 NEW, RUNNING, ENDED, CUT = map(int, EpisodeState)
+_QUERIES = (Op.CALL, Op.SET, Op.GET_STATE)
+"""The operations that an environment may refuse by raising: its episode continues."""
 _SPARE_SEED = 1 << 32
 """Stands for the number of restarts in the seed of the spare environment."""
 _FOLD_EVERY = 1 << 13
@@ -103,6 +108,8 @@ class Slice:
             Op.BEGIN: self._begin,
             Op.CALL: self._call,
             Op.SET: self._set,
+            Op.GET_STATE: self._get_state,
+            Op.SET_STATE: self._set_state,
         }
         try:
             for unit in range(factory.num_envs):
@@ -171,17 +178,20 @@ class Slice:
         self.progress[0] += 1
         function, is_call = self._functions[command.op], command.op in (Op.CALL, Op.SET)
         is_repeated = is_call and command.rest[0] in self._replay_calls
+        has_values = is_call or command.op == Op.GET_STATE
         for unit, argument in self._divided(command):
             try:
                 function(unit, argument, command)
             except FAILURES as error:
-                self._recover(unit, error, partial(function, unit, argument, command), command.op)
+                restores = command.op == Op.SET_STATE  # another environment is cut, and not restored again
+                again = (lambda: None) if restores else partial(function, unit, argument, command)
+                self._recover(unit, error, again, command.op)
             else:
                 if is_repeated:
                     self._calls[unit].pop(name := (command.op, command.rest[0]), None)
                     self._calls[unit][name] = partial(function, unit, argument, command)
         self.progress[0] += 1
-        value = [self._values.get(row) for row in command.rows.tolist()] if is_call else None
+        value = [self._values.get(row) for row in command.rows.tolist()] if has_values else None
         if not (self._infos or self._failure or self._notes or value is not None):
             return NO_NEWS
         notes, self._notes = tuple(self._notes), []
@@ -194,6 +204,7 @@ class Slice:
             return zip(rows, split_actions(command.actions, len(rows)), strict=True)
         if command.op == Op.RESET:
             self._note_seeds(rows, command.rest[0])
+        if command.op in (Op.RESET, Op.SET_STATE):
             return zip(rows, command.rest[0], strict=True)
         return zip(rows, command.rest[1] if command.op == Op.SET else rows, strict=True)
 
@@ -322,6 +333,29 @@ class Slice:
         """Sets an attribute of an environment, through its wrappers."""
         self._envs[row].set_wrapper_attr(command.rest[0], value)
 
+    def _get_state(self, row: int, _: Any, command: Command) -> None:
+        """Returns what the episode of an environment needs to continue elsewhere, if the environment offers its state.
+
+        With a spare environment it does not: that one is in the midst of a reset.
+        """
+        if self._spare is None and (state := state_of(self._envs[row])) is not None:
+            self._values[row] = {
+                "env": state,
+                "obs": copied(index_tree(self._obs, row)),
+                "episode": episode_of(self.arrays, row),
+                "is_to_seed": row in self._to_seed,
+                "num_finished": self._num_finished[row],
+            }
+
+    def _set_state(self, row: int, state: Any, command: Command) -> None:
+        """Lets an environment continue an episode. If it can't, it is restarted, and that episode is cut."""
+        self._write_obs(row, state["obs"])
+        self._clear(row)
+        restore_episode(self.arrays, row, state["episode"])
+        (self._to_seed.add if state["is_to_seed"] else self._to_seed.discard)(row)
+        self._num_finished[row] = state["num_finished"]
+        set_state(self._envs[row], state["env"])
+
     def _recover(self, unit: int, error: BaseException, again: Callable[[], None], op: Op) -> None:
         """Restarts a unit after an error and repeats what it was doing.
 
@@ -330,7 +364,7 @@ class Slice:
         while True:
             end_if_forked(self._owner, error)
             failure = captured(error, f"{self._where}, {self._name(unit)}")
-            if not self._restart or op in (Op.CALL, Op.SET) or isinstance(error, ConfigError):
+            if not (self._restart or op == Op.SET_STATE) or op in _QUERIES or isinstance(error, ConfigError):
                 self._failure = self._failure or failure
                 return
             if not self._budget.spend(unit):

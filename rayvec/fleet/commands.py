@@ -39,9 +39,13 @@ class Op(IntEnum):
     """The end of a policy (its key alone)."""
     TIMES = 8
     """How long steps and resets have taken (nothing)."""
+    GET_STATE = 9
+    """What the episode of each environment needs to continue elsewhere (nothing)."""
+    SET_STATE = 10
+    """A state of each environment that GET_STATE has returned (a list with the state of each, None)."""
 
 
-STEPPING = (Op.STEP, Op.RESET, Op.BEGIN, Op.ROLLOUT)
+STEPPING = (Op.STEP, Op.RESET, Op.BEGIN, Op.ROLLOUT, Op.SET_STATE)
 """The operations after which environments show other observations."""
 
 
@@ -95,10 +99,11 @@ class Command(NamedTuple):
         if self.op == Op.STEP:
             return Command(Op.STEP, share.rows, tree_map(itemgetter(share.places), self.actions), self.mode)
         rest = self.rest
-        if self.op in (Op.RESET, Op.SET):
+        if self.op in (Op.RESET, Op.SET, Op.SET_STATE):
             places = np.arange(len(self.rows))[share.places].tolist()
-            rest = ([rest[0][place] for place in places], rest[1]) if self.op == Op.RESET else rest
-            rest = (rest[0], [rest[1][place] for place in places]) if self.op == Op.SET else rest
+            which = 1 if self.op == Op.SET else 0
+            own = [rest[which][place] for place in places]
+            rest = (rest[0], own) if which else (own, rest[1])
         return self._replace(rows=share.rows, rest=rest)
 
 

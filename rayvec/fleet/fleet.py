@@ -166,6 +166,8 @@ class Fleet:
         del self._pending[k][answer.place]
         ticket.answers[k] = answer
         self._keep(k, ticket, answer)
+        if ticket.shares[k].places is _NO_ROWS:  # nobody takes its answer
+            self._note_repeated(k, answer)
         return True
 
     def _keep(self, k: int, ticket: Ticket, answer: Answer) -> None:
@@ -202,7 +204,7 @@ class Fleet:
         failure = next((answer.failure for _, answer in answers if answer.failure is not None), None)
         infos = [(self._rows[k], answer.infos) for k, answer in answers if answer.infos]
         value: Any = None
-        if failure is None and ticket.command.op in (Op.CALL, Op.SET, Op.TIMES):
+        if failure is None and ticket.command.op in (Op.CALL, Op.SET, Op.TIMES, Op.GET_STATE):
             value = [None] * len(ticket.command.rows)
             for k, answer in answers:
                 places = np.arange(len(value))[ticket.shares[k].places].tolist()
@@ -249,17 +251,34 @@ class Fleet:
         self._replaced[self.kind] += 1
         self.resume(k, self._start(k, lost))
 
-    def resume(self, k: int, child: Any) -> None:
-        """Lets a child, which has started, resume the environments of child k from their last answers."""
+    def _note_repeated(self, k: int, answer: Answer) -> None:
+        """Notes what went wrong in a command that was repeated in a replacement, or in one that restored states."""
+        self.notes += answer.notes
+        if (failure := answer.failure) is not None:
+            text = f"{failure.where} raised {failure.type_name} in a repeated command: {failure.text}"
+            self.notes.append(Note(text, range(0)))
+
+    def resume(self, k: int, child: Any, states: Sequence[Any] | None = None) -> None:
+        """Lets a child, which has started, resume the environments of child k from their last answers.
+
+        Args:
+            k: Its index.
+            child: The child.
+            states: States of the environments, so that their episodes continue; without them the episodes are cut.
+        """
         rows, episode = self._rows[k], self.arrays["episode"]
         tree_map(lambda array, kept: array.__setitem__(rows, kept[rows]), self.arrays["obs"], self._last_obs)
         running = self._last_episode[rows] == EpisodeState.RUNNING
         episode[rows] = np.where(running, EpisodeState.CUT, self._last_episode[rows])
-        self.arrays["restarts"][rows] += self._restarts
+        again = [*self._loaded[k].values()]
+        if states is None:
+            self.arrays["restarts"][rows] += self._restarts
+        else:
+            again.append(Command(Op.SET_STATE, np.arange(len(states)), rest=(states, None)))
         self.children[k] = child
         child.open(self._arrays_of(k))
-        for load in reversed(self._loaded[k].values()):
-            self._pending[k].appendleft(Ticket(load, {k: Share(_NO_ROWS, load.rows, _NO_ROWS)}, {k: load}))
+        for each in reversed(again):
+            self._pending[k].appendleft(Ticket(each, {k: Share(_NO_ROWS, each.rows, rows)}, {k: each}))
         for ticket in self._pending[k]:
             child.post(ticket.commands[k])
 

@@ -23,7 +23,9 @@ __all__ = [
     "EpisodeState",
     "RestartBudget",
     "RestartPolicy",
+    "episode_of",
     "restart_seed",
+    "restore_episode",
     "seed_of",
     "store_seed",
 ]
@@ -42,6 +44,8 @@ ENV_ARRAYS = {
     "episode": np.int8,
 }
 """The arrays with one value for each environment. The results come first. The others outlive the stepping process."""
+
+_KEPT_ARRAYS = [name for name in ENV_ARRAYS if name not in ("rew", "terminated", "truncated")]
 
 
 RESTARTS_OF_A_NODE = 1 << 20
@@ -122,6 +126,17 @@ def seed_of(arrays: Mapping[str, NDArray[Any]], row: int, env_id: int) -> int | 
     """
     seed, restarts = int(arrays["seed"][row]) if arrays["has_seed"][row] else None, int(arrays["restarts"][row])
     return restart_seed(seed, env_id, restarts) if restarts else seed
+
+
+def episode_of(arrays: Mapping[str, NDArray[Any]], row: int) -> dict[str, Any]:
+    """Returns the seeds and the state of the episode of an environment, for :func:`restore_episode`."""
+    return {name: arrays[name][row].item() for name in _KEPT_ARRAYS}
+
+
+def restore_episode(arrays: Mapping[str, NDArray[Any]], row: int, episode: Mapping[str, Any]) -> None:
+    """Writes what :func:`episode_of` has returned."""
+    for name, value in episode.items():
+        arrays[name][row] = value
 
 
 @dataclass(frozen=True, slots=True)

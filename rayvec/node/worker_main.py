@@ -200,7 +200,7 @@ class _Worker:
         """Executes a command."""
         if command.op in (Op.LOAD, Op.DROP, Op.ROLLOUT):
             return self._act(command)
-        if command.op == Op.STEP:
+        if command.op in (Op.STEP, Op.SET_STATE):
             self._host.note_absence()
         if command.op == Op.RESET:
             self._host.note_reset(command.rows)

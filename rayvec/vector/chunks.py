@@ -87,9 +87,9 @@ class ChunkAdapter(Adapter):
         for acting in (self._host, self._driver):
             if command.op == Op.RESET:
                 acting.note_reset(command.rows)
-            elif command.op in (Op.STEP, Op.ROLLOUT):
+            elif command.op in (Op.STEP, Op.ROLLOUT, Op.SET_STATE):
                 acting.note_absence()
-        if command.op in (Op.RESET, Op.ROLLOUT):
+        if command.op in (Op.RESET, Op.ROLLOUT, Op.SET_STATE):
             self._done[command.rows] = False
         return super()._post(command)
 

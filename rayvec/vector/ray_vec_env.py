@@ -344,6 +344,27 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         self._sent = policy, store, loaded
         return store
 
+    def get_states(self) -> list[Any] | None:
+        """Returns what :meth:`set_states` needs to continue each episode, here or in other environments like these.
+
+        Environments offer it by the methods ``get_state()`` and ``set_state(state)``, or by the wrapper
+        :class:`rayvec.wrappers.SaveState`. If one of them does not, it returns None.
+
+        Raises:
+            Exception: What an environment raised, which then has not changed.
+        """
+        self._assert_idle("get_states")
+        states: list[Any] = self._run(Command(Op.GET_STATE, self._everyone)).value
+        return None if any(state is None for state in states) else states
+
+    def set_states(self, states: Sequence[Any]) -> None:
+        """Lets every environment continue the episode of a state that :meth:`get_states` has returned.
+
+        An environment whose ``set_state`` raises is restarted, and that episode is cut.
+        """
+        self._assert_idle("set_states")
+        self._run(Command(Op.SET_STATE, self._everyone, rest=(list(states), None)))
+
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order.
 

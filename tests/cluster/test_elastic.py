@@ -27,6 +27,7 @@ from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, restart_seed
 from rayvec.vector.ray_vec_env import RayVecEnv
+from rayvec.wrappers import SaveState
 
 SEED, EPISODE, STEP, TOTAL = range(4)
 
@@ -123,6 +124,21 @@ def test_environments_are_those_of_sync_vector_env_and_move_when_cores_come_free
             for _ in range(20):
                 assert_identical(env.step(np.zeros(6, int)), sync.step(np.zeros(6, int)))
         sync.close()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_episodes_continue_where_environments_that_save_their_state_move(caplog: pytest.LogCaptureFixture) -> None:
+    makes = [lambda: SaveState(CountingEnv(1000))] * 6
+    with without_cores_elsewhere() as free, RayVecEnv(makes, num_nodes=(1, 2), workers_per_node=1) as env:
+        env.reset(seed=1)
+        free()
+        (other,) = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(envs_by_node(env))
+        chunks: list[Any] = []
+        until_moved(env, lambda: chunks.append(env.rollout(first_actions, 3)), [None, other])
+        chunks.append(env.rollout(first_actions, 3))
+    assert "moved from node" in caplog.text
+    assert not any(len(chunk.restarts) for chunk in chunks)
+    assert counting_errors(chunks) == []
 
 
 @pytest.fixture
