@@ -103,15 +103,9 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
 
     A value that does not fit raises an error, and changes no array.
     """
-    leaves = [(path, array, array.dtype, array.shape[1:]) for path, array in tree_paths(tree)]
     if isinstance(tree, np.ndarray):
-        _, leaf, leaf_dtype, leaf_shape = leaves[0]
-
-        def write_leaf(row: int, value: Any) -> None:
-            is_array = type(value) is np.ndarray and value.dtype is leaf_dtype and value.shape == leaf_shape
-            leaf[row] = value if is_array else fitted(value, leaf_dtype, leaf_shape)
-
-        return write_leaf
+        return _leaf_writer(tree)
+    leaves = [(path, array, array.dtype, array.shape[1:]) for path, array in tree_paths(tree)]
 
     def write(row: int, value: Any) -> None:
         parts = []
@@ -130,6 +124,23 @@ def tree_writer(tree: Tree) -> Callable[[int, Any], None]:
             array[row] = part
 
     return write
+
+
+def _leaf_writer(leaf: NDArray[Any]) -> Callable[[int, Any], None]:
+    """Returns the function of :func:`tree_writer` for one array."""
+    dtype, shape = leaf.dtype, leaf.shape[1:]
+    vectors = [row.data for row in leaf] if len(shape) == 1 and not dtype.hasobject else []
+
+    def write(row: int, value: Any) -> None:
+        leaf[row] = fitted(value, dtype, shape)
+
+    def write_vector(row: int, value: Any) -> None:
+        try:
+            vectors[row][:] = value  # of the same data type and shape; a third of what NumPy takes
+        except (TypeError, ValueError):
+            write(row, value)
+
+    return write_vector if vectors else write
 
 
 def fitted(value: Any, dtype: Any, shape: tuple[int, ...]) -> Any:

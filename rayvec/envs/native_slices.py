@@ -67,11 +67,12 @@ class NativeSlice(Slice):
         actions = tree_map(itemgetter(places), command.actions)
         began_s = perf_counter()
         result = env.step(actions)
-        self._step_times[unit].recent.append(perf_counter() - began_s)
+        self._times[unit][0].recent.append(perf_counter() - began_s)
         obs, rew, terminated, truncated, info = values_of("step", 5, result)
-        for array, values in ((self._rew, rew), (self._terminated, terminated), (self._truncated, truncated)):
-            array[rows] = fitted(values, array.dtype, array[rows].shape)
-        done = self._terminated[rows] | self._truncated[rows]
+        for name, values in (("rew", rew), ("terminated", terminated), ("truncated", truncated)):
+            array = self.arrays[name][rows]
+            array[:] = fitted(values, array.dtype, array.shape)
+        done = self.arrays["terminated"][rows] | self.arrays["truncated"][rows]
         is_final = self._mode == Autoreset.SAME_STEP and bool(done.any())
         resets_here = is_final and self.native_mode == Autoreset.DISABLED
         if is_final and not resets_here:
@@ -109,7 +110,8 @@ class NativeSlice(Slice):
         if state == CUT:
             self._say_cut(unit, command.mode)
         elif state == RUNNING:
-            mask = (self._terminated[rows] | self._truncated[rows]) & (self._mode == Autoreset.DISABLED)
+            done = self.arrays["terminated"][rows] | self.arrays["truncated"][rows]
+            mask = done & (self._mode == Autoreset.DISABLED)
         if mask.any():
             self._clear(rows.start + np.flatnonzero(self._reset_some(unit, mask)))
 
@@ -134,7 +136,7 @@ class NativeSlice(Slice):
         kwargs = {} if options is None else {"options": dict(options)}
         began_s = perf_counter()
         result = env.reset(seed=_seed_for(env, seeds), **kwargs)
-        self._reset_times[unit].recent.append(perf_counter() - began_s)
+        self._times[unit][1].recent.append(perf_counter() - began_s)
         obs, info = values_of("reset", 2, result)
         self._writers[unit](0, obs)
         self.arrays["episode"][rows] = RUNNING

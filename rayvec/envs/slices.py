@@ -100,8 +100,8 @@ class Slice:
         self._calls: list[dict[Any, Callable[[], None]]] = [{} for _ in range(factory.num_envs)]  # to repeat, of a unit
         self._envs: list[Any] = []
         self._notes: list[Note] = []
-        self._step_times, self._reset_times = ([Times() for _ in factory.env_fns] for _ in range(2))
-        self.progress: Any = np.zeros(1, np.int64)
+        self._times = [(Times(), Times()) for _ in factory.env_fns]  # of the steps and of the resets of each unit
+        self.progress: Any = np.zeros(1, np.int64).data
         self._functions: dict[Op, Callable[[int, Any, Command], Any]] = {
             Op.STEP: self._step,
             Op.RESET: self._reset,
@@ -156,19 +156,15 @@ class Slice:
         """
         self.arrays = arrays
         self._obs, self._write_obs = arrays["obs"], tree_writer(arrays["obs"])
-        self._rew, self._terminated, self._truncated = (arrays[name] for name in ("rew", "terminated", "truncated"))
-        self._ends: Any = arrays["terminated"].data, arrays["truncated"].data  # memoryviews are twice as fast
-        self._episode: Any = arrays["episode"].data
+        results: list[Any] = [arrays[name].data for name in ("rew", "terminated", "truncated", "episode")]
+        self._rew, self._terminated, self._truncated, self._episode = results  # memoryviews are twice as fast
         self._to_seed = set(np.flatnonzero(arrays["restarts"]).tolist())
         self._unit_rows = [slice(*bounds) for bounds in pairwise(self.unit_bounds.tolist())]
 
     def execute(self, command: Command) -> Answer:
         """Executes a command. All environments complete it, also if one raises."""
         if command.op == Op.TIMES or self.progress[0] % _FOLD_EVERY == 0:
-            times = [
-                (*steps.fold(), *resets.fold())
-                for steps, resets in zip(self._step_times, self._reset_times, strict=True)
-            ]
+            times = [(*steps.fold(), *resets.fold()) for steps, resets in self._times]
             if command.op == Op.TIMES:
                 units = np.searchsorted(self.unit_bounds, command.rows, side="right") - 1
                 return Answer(value=[times[unit] for unit in units.tolist()])
@@ -177,7 +173,6 @@ class Slice:
         self._failure: RemoteFailure | None = None
         self.progress[0] += 1
         function, is_call = self._functions[command.op], command.op in (Op.CALL, Op.SET)
-        is_repeated = is_call and command.rest[0] in self._replay_calls
         has_values = is_call or command.op == Op.GET_STATE
         for unit, argument in self._divided(command):
             try:
@@ -187,7 +182,7 @@ class Slice:
                 again = (lambda: None) if restores else partial(function, unit, argument, command)
                 self._recover(unit, error, again, command.op)
             else:
-                if is_repeated:
+                if is_call and command.rest[0] in self._replay_calls:
                     self._calls[unit].pop(name := (command.op, command.rest[0]), None)
                     self._calls[unit][name] = partial(function, unit, argument, command)
         self.progress[0] += 1
@@ -219,12 +214,12 @@ class Slice:
         if self._episode[row] != RUNNING and self._step_is_replaced(row, command.mode):
             return
         began_s = perf_counter()
-        values = self._envs[row].step(action)
-        self._step_times[row].recent.append(perf_counter() - began_s)
+        result = self._envs[row].step(action)
+        self._times[row][0].recent.append(perf_counter() - began_s)
         try:
-            obs, reward, terminated, truncated, info = values
+            obs, reward, terminated, truncated, info = result
         except (TypeError, ValueError):
-            obs, reward, terminated, truncated, info = values_of("step", 5, values)  # which says what is wrong
+            obs, reward, terminated, truncated, info = values_of("step", 5, result)  # which says what is wrong
         try:
             self._rew[row] = reward
         except (TypeError, ValueError) as error:
@@ -232,20 +227,26 @@ class Slice:
                 f"The reward of a step is {reward!r:.80}. It must be one number: let step() return float(reward), or "
                 "combine several, for example with mo_gymnasium.wrappers.LinearReward."
             ) from error
-        self._ends[0][row], self._ends[1][row] = terminated, truncated
-        is_over = terminated or truncated
-        resets_here = is_over and command.mode == Autoreset.SAME_STEP
-        if resets_here:
+        self._terminated[row], self._truncated[row] = terminated, truncated
+        if terminated or truncated:
+            self._end(row, obs, info, command.mode)
+            return
+        self._write_obs(row, obs)
+        if info or type(info) is not dict:
+            self._infos.append((row, own_info(info)))
+
+    def _end(self, row: int, obs: Any, info: Any, mode: Autoreset) -> None:
+        """Ends an episode, and begins the next one if that belongs to the same step."""
+        if mode == Autoreset.SAME_STEP:
             self._infos.append((row, {"final_obs": copied(obs), "final_info": own_info(info)}))
         else:
             self._write_obs(row, obs)
-        if is_over:
-            self._episode[row] = ENDED
-            self._num_finished[row] += 1
-        if resets_here:
+            if info or type(info) is not dict:
+                self._infos.append((row, own_info(info)))
+        self._episode[row] = ENDED
+        self._num_finished[row] += 1
+        if mode == Autoreset.SAME_STEP:
             self._reset_unit(row)
-        elif info or type(info) is not dict:
-            self._infos.append((row, own_info(info)))
 
     def _step_is_replaced(self, unit: int, mode: Autoreset) -> bool:
         """Ends a cut episode, or begins the next one. Returns False if neither is due: the episode begins to run."""
@@ -253,7 +254,7 @@ class Slice:
         state = self._episode[rows.start]
         if state == CUT:  # ends without a step: the last true observation, reward 0, truncated
             self._clear(rows)
-            self._truncated[rows] = True
+            self.arrays["truncated"][rows] = True
             self.arrays["episode"][rows] = ENDED
             self._say_cut(unit, mode)
             if mode == Autoreset.SAME_STEP:
@@ -285,7 +286,7 @@ class Slice:
         self._to_seed.discard(unit)
         began_s = perf_counter()
         result = self._reset_env(unit, **kwargs)
-        self._reset_times[unit].recent.append(perf_counter() - began_s)
+        self._times[unit][1].recent.append(perf_counter() - began_s)
         obs, info = values_of("reset", 2, result)
         self._write_obs(unit, obs)
         self._episode[unit] = RUNNING
@@ -306,8 +307,8 @@ class Slice:
         return result
 
     def _clear(self, row: Any) -> None:
-        self._rew[row] = 0.0
-        self._terminated[row] = self._truncated[row] = False
+        for name in ("rew", "terminated", "truncated"):
+            self.arrays[name][row] = 0
 
     def _reset(self, row: int, seed: int | None, command: Command) -> None:
         """Resets an environment with a seed."""
