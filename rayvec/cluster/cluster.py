@@ -16,13 +16,12 @@ from rayvec.data import ChunkRef, Rollout
 from rayvec.data.join_chunks import join_chunks, summarize
 from rayvec.data.layouts import ArrayLayout
 from rayvec.data.topology import NodeSlice, Topology
-from rayvec.data.trees import tree_map
 from rayvec.envs.slices import own_arrays
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, WorkerLostError
-from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Note, Op, Ticket
+from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import Fleet
-from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, EpisodeState, restore_episode, store_seed
+from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, restore_episode, store_seed
 
 __all__ = ["Cluster"]
 
@@ -163,8 +162,8 @@ class Cluster(Fleet):
             raise lost.error
         try:
             super().replace(k, lost)
-            text, env_ids = self.notes[-1]
-            self.notes[-1] = Note(f"{text} They resume on node {self._slices[k].name}.", env_ids)
+            note = self.notes[-1]
+            self.notes[-1] = note._replace(text=f"{note.text} They resume on node {self._slices[k].name}.")
         except ChildLost as again:  # the replacement was lost while it started
             self.replace(k, again)
 
@@ -210,14 +209,6 @@ class Cluster(Fleet):
             owner, *workers = node.worker_pids()
             found.setdefault(place.name, [owner]).extend(workers)
         return found
-
-    def _keep(self, k: int, ticket: Ticket, answer: Answer) -> None:
-        """Writes into the arrays how the environments go on after a chunk, which steps do themselves."""
-        if ticket.command.op == Op.ROLLOUT and answer.failure is None:
-            rows = ticket.shares[k].of_all
-            tree_map(lambda array, last: array.__setitem__(rows, last), self.arrays["obs"], answer.value.last_obs)
-            self.arrays["episode"][rows] = EpisodeState.RUNNING
-        super()._keep(k, ticket, answer)
 
     def take(self, ticket: Ticket) -> Answer:
         """Returns what a command has brought. A chunk is a ``Rollout``."""

@@ -18,12 +18,12 @@ from rayvec.data.trees import as_slice, tree_leaves
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.envs.pickled_parts import PickledParts
 from rayvec.envs.spaces import PoolSpaces
-from rayvec.fleet.commands import STEPPING, Answer, Command, Op, Ticket
+from rayvec.fleet.commands import IN_ARRAYS, Answer, Command, Op, Ticket
 from rayvec.fleet.restarts import RestartPolicy
 from rayvec.node.machine import CLOSE_S, Machine
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
 
-__all__ = ["Node", "NodeChunk", "NodeSpec", "begun", "bytes_of", "changes_rows", "result_leaves"]
+__all__ = ["Node", "NodeChunk", "NodeSpec", "bytes_of", "result_leaves"]
 
 _POLL_S = 1e-3
 """How long a node waits for the first of several pending commands before it looks at the others."""
@@ -94,6 +94,7 @@ class Node:
     Attributes:
         name: What errors call it.
         machine: The machine; :meth:`start` starts it.
+        leaves: The arrays that hold its answers.
         pending: The pending commands, and what to wait for.
         allocation: The spaces that all nodes share, and the global index of the first environment, for :meth:`open`.
         gpus: The GPUs that are claimed for its environments.
@@ -139,15 +140,14 @@ class Node:
 
     def open(self, arrays: dict[str, Any]) -> None:
         """Allocates shared memory for the workers. The answers are copied into `arrays`."""
-        self.allocate(*self.allocation, begun(arrays))
-        self._copies = list(zip(result_leaves(arrays), result_leaves(self.machine.arrays), strict=True))
+        self.allocate(*self.allocation, arrays)
+        self._copies = list(zip(result_leaves(arrays), self.leaves, strict=True))
 
-    def allocate(
-        self, observation: Space[Any], action: Space[Any], first_id: int, state: dict[str, Any] | None
-    ) -> None:
-        """Allocates the arrays of the machine; they begin with `state`, the last answers of a lost node."""
+    def allocate(self, observation: Space[Any], action: Space[Any], first_id: int, state: dict[str, Any]) -> None:
+        """Allocates the arrays of the machine; they begin with `state`, maybe the last answers of a lost node."""
         machine = self.machine
         machine.allocate(observation, action, first_id=first_id, state=state)
+        self.leaves = result_leaves(machine.arrays)
         self._host = PolicyHost(machine, machine.action_layout, first_id, machine.spaces.native_mode)
 
     def post(self, command: Command) -> None:
@@ -194,7 +194,7 @@ class Node:
                 answer = Answer(failure=captured(error, self.name))
             if answer is not None:
                 del self.pending[place]
-                if changes_rows(command):
+                if command.op in IN_ARRAYS:
                     rows = as_slice(command.rows)
                     for mine, of_machine in self._copies:
                         mine[rows] = of_machine[rows]
@@ -209,8 +209,7 @@ class Node:
         answer = self.machine.take(ticket)
         if answer.failure is None and command.op == Op.ROLLOUT:
             answer = answer._replace(value=self._part(command.rest, answer.value))
-        replaced = self.machine.take_replaced()
-        return answer._replace(replaced=replaced["worker"]) if replaced else answer
+        return answer
 
     def _part(self, order: ChunkOrder, taken: list[TakenChunk]) -> NodeChunk:
         """Returns a chunk of this node, or keeps it here and returns its summary, where that is requested."""
@@ -242,16 +241,6 @@ class Node:
     def join(self, timeout_s: float) -> bool:
         """Returns whether it has ended, which :meth:`close` has waited for."""
         return True
-
-
-def changes_rows(command: Command) -> bool:
-    """Whether the answer to a command lies in the arrays: that to a chunk does not."""
-    return command.op in STEPPING and command.op != Op.ROLLOUT
-
-
-def begun(arrays: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the arrays of the driver if a lost node has written into them: its replacement begins with these."""
-    return arrays if arrays["episode"].any() or arrays["has_seed"].any() else None
 
 
 def result_leaves(arrays: dict[str, Any]) -> list[NDArray[Any]]:

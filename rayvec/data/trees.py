@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tree", "as_slice", "copied", "objects", "tree_leaves", "tree_map", "tree_paths"]
+__all__ = ["Tree", "as_slice", "copied", "object_leaves", "objects", "tree_leaves", "tree_map", "tree_paths"]
 
 Tree = Any
 """An array, or a dict or tuple of trees."""
@@ -42,6 +42,11 @@ def tree_paths(tree: Tree, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
 def tree_leaves(tree: Tree) -> Iterator[Any]:
     """Yields the arrays of `tree` in the order of its keys and places."""
     return (leaf for _, leaf in tree_paths(tree))
+
+
+def object_leaves(tree: Tree) -> list[Any]:
+    """Returns the arrays of objects of `tree`."""
+    return [leaf for leaf in tree_leaves(tree) if leaf.dtype.hasobject]
 
 
 def as_slice(env_ids: NDArray[np.int64]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import itemgetter
@@ -14,7 +15,20 @@ from rayvec.data.columns import Columns
 from rayvec.data.trees import Tree, tree_map
 from rayvec.errors import RayvecError, RemoteFailure
 
-__all__ = ["NO_NEWS", "STEPPING", "Answer", "Autoreset", "ChildLost", "Command", "Note", "Op", "Share", "Ticket"]
+__all__ = [
+    "IN_ARRAYS",
+    "NO_NEWS",
+    "STEPPING",
+    "Answer",
+    "Autoreset",
+    "ChildLost",
+    "Command",
+    "Note",
+    "Op",
+    "Share",
+    "Ticket",
+    "is_like",
+]
 
 
 class Op(IntEnum):
@@ -47,6 +61,8 @@ class Op(IntEnum):
 
 STEPPING = (Op.STEP, Op.RESET, Op.BEGIN, Op.ROLLOUT, Op.SET_STATE)
 """The operations after which environments show other observations."""
+IN_ARRAYS = (Op.STEP, Op.RESET, Op.BEGIN, Op.SET_STATE)
+"""The operations whose answers lie in the arrays: that to a chunk does not."""
 
 
 class Autoreset(IntEnum):
@@ -107,16 +123,31 @@ class Command(NamedTuple):
         return self._replace(rows=share.rows, rest=rest)
 
 
+def is_like(command: Command, last: Command | None) -> bool:
+    """Whether a command is a step that differs from the last one in the values of its actions alone.
+
+    A fleet passes the same rows again.
+    """
+    if last is None or command.rows is not last.rows or command.mode != last.mode:
+        return False
+    new, old = command.actions, last.actions
+    if type(new) is not np.ndarray or type(old) is not np.ndarray or new.dtype.hasobject:
+        return False
+    return bool(new.dtype == old.dtype and new.shape == old.shape)
+
+
 class Note(NamedTuple):
     """Says that environments were restarted, and why.
 
     Attributes:
         text: For the log.
         env_ids: Global indices of the environments.
+        replaced: What was replaced, ``"worker"`` or ``"node"``; "" for the environment alone.
     """
 
     text: str
     env_ids: range
+    replaced: str = ""
 
 
 class Answer(NamedTuple):
@@ -124,12 +155,11 @@ class Answer(NamedTuple):
 
     Attributes:
         infos: The infos of the environments, with a row for each of the child's, not only for those of the command.
-        value: The results of a call, the chunk of a rollout; for a step or reset, those leaves of the observations
-            that no array in shared memory holds, a list for each.
+        value: The results of a call, the chunk of a rollout.
         failure: The first exception of an environment that was not restarted.
         notes: What was restarted.
         place: The place of its command among those that are pending in the child.
-        replaced: How many workers a node has replaced.
+        objects: The leaves of the observations that are objects, on their way from another process.
     """
 
     infos: Columns = {}  # noqa: RUF012  # never written
@@ -137,7 +167,7 @@ class Answer(NamedTuple):
     failure: RemoteFailure | None = None
     notes: tuple[Note, ...] = ()
     place: int = 0
-    replaced: int = 0
+    objects: Sequence[NDArray[Any]] = ()
 
 
 NO_NEWS = Answer()
@@ -151,13 +181,11 @@ class Ticket:
     Attributes:
         command: The command.
         shares: The environments of each child that executes it, by the child's index.
-        commands: The command of each such child.
         answers: What these have answered so far.
     """
 
     command: Command
     shares: dict[int, Share]
-    commands: dict[int, Command]
     answers: dict[int, Answer] = field(default_factory=dict)
 
 

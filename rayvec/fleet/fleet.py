@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rayvec.data.columns import merge
 from rayvec.data.layouts import index_tree
 from rayvec.data.trees import as_slice, tree_leaves, tree_map
-from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Note, Op, Share, Ticket
+from rayvec.fleet.commands import IN_ARRAYS, Answer, ChildLost, Command, Note, Op, Share, Ticket
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
 
@@ -27,7 +27,9 @@ _POLL_S = 0.1
 _ANY_POLL_S = 1e-3
 _MAX_PLANS = 64
 _SHOWN_SEEDS = 8
-_NO_ROWS = slice(0, 0)
+_ALL = slice(None)
+"""The places in a command that nothing waits for but its repetition in a replacement."""
+_CALLS, _OF_POLICIES = (Op.CALL, Op.SET), (Op.LOAD, Op.DROP)
 
 Plan = dict[int, Share]
 
@@ -50,7 +52,7 @@ class Fleet:
         arrays: The last answer of every environment, and the state of its episode.
         notes: What was replaced, until the next answer is taken.
         parts: The environments of each child.
-        kind: What a child is, for :meth:`take_replaced`.
+        kind: What a child is, for notes.
     """
 
     kind = "worker"
@@ -70,7 +72,6 @@ class Fleet:
         self.num_envs = int(bounds[-1])
         self.first_id = first_id
         self.notes: list[Note] = []
-        self._replaced = Counter[str]()
         self._start, self._restarts, self._replay_calls = start, restarts, replay_calls
         self._rows = [slice(*pair) for pair in pairwise(self.bounds.tolist())]
         self.parts = tuple(range(rows.start, rows.stop) for rows in self._rows)
@@ -93,9 +94,9 @@ class Fleet:
     def post(self, command: Command) -> Ticket:
         """Starts a command."""
         plan = self._plan(command.rows)
-        ticket = Ticket(command, plan, {k: command.of_child(share) for k, share in plan.items()})
-        for k, of_child in ticket.commands.items():
-            self.children[k].post(of_child)
+        ticket = Ticket(command, plan)
+        for k, share in plan.items():
+            self.children[k].post(command.of_child(share))
             self._pending[k].append(ticket)
         return ticket
 
@@ -166,7 +167,7 @@ class Fleet:
         del self._pending[k][answer.place]
         ticket.answers[k] = answer
         self._keep(k, ticket, answer)
-        if ticket.shares[k].places is _NO_ROWS:  # nobody takes its answer
+        if ticket.shares[k].places is _ALL:  # nobody takes its answer
             self._note_repeated(k, answer)
         return True
 
@@ -174,22 +175,19 @@ class Fleet:
         """Remembers an answer: a child may die while it writes the next one."""
         if self._start is None:
             return
-        op, rows = ticket.command.op, ticket.shares[k].of_all
-        if op in (Op.LOAD, Op.DROP):
-            self._loaded[k].pop(ticket.command.rest[0], None)
-            if op == Op.LOAD and answer.failure is None:
-                self._loaded[k][ticket.command.rest[0]] = ticket.commands[k]
-        elif op in (Op.CALL, Op.SET) and ticket.command.rest[0] in self._replay_calls and answer.failure is None:
-            command = ticket.commands[k]
-            key = op, command.rest[0], command.rows.tobytes()
-            self._loaded[k].pop(key, None)
-            self._loaded[k][key] = command
+        op, rest, rows = ticket.command.op, ticket.command.rest, ticket.shares[k].of_all
+        if op in IN_ARRAYS:
+            self._keep_obs(rows, index_tree(self.arrays["obs"], rows))
+            self._last_episode[rows] = self.arrays["episode"][rows]
         elif op == Op.ROLLOUT and answer.failure is None:  # the child may have begun the next one
             self._keep_obs(rows, answer.value.last_obs)
             self._last_episode[rows] = EpisodeState.RUNNING
-        elif op in STEPPING:
-            self._keep_obs(rows, index_tree(self.arrays["obs"], rows))
-            self._last_episode[rows] = self.arrays["episode"][rows]
+        elif answer.failure is None and (op in _OF_POLICIES or (op in _CALLS and rest[0] in self._replay_calls)):
+            command = ticket.command.of_child(ticket.shares[k])
+            key = rest[0] if op in _OF_POLICIES else (op, rest[0], command.rows.tobytes())
+            self._loaded[k].pop(key, None)
+            if op != Op.DROP:
+                self._loaded[k][key] = command
 
     def _keep_obs(self, rows: Any, obs: Any) -> None:
         for kept, leaf in zip(tree_leaves(self._last_obs), tree_leaves(obs), strict=True):
@@ -198,7 +196,6 @@ class Fleet:
     def take(self, ticket: Ticket) -> Answer:
         """Returns what a command has brought that all its children have answered."""
         answers = [(k, ticket.answers[k]) for k in ticket.shares]
-        self._replaced["worker"] += sum(answer.replaced for _, answer in answers)
         notes = (*self.notes, *(note for _, answer in answers for note in answer.notes))
         self.notes = []
         failure = next((answer.failure for _, answer in answers if answer.failure is not None), None)
@@ -213,11 +210,6 @@ class Fleet:
         elif failure is None and ticket.command.op == Op.ROLLOUT:
             value = [answer.value for _, answer in answers]
         return Answer(merge(infos, self.num_envs) if infos else {}, value, failure, notes)
-
-    def take_replaced(self) -> dict[str, int]:
-        """Returns how many children were replaced since the last call, and how many workers of nodes, by kind."""
-        replaced, self._replaced = self._replaced, Counter()
-        return {kind: count for kind, count in replaced.items() if count}
 
     def run(self, command: Command) -> Answer:
         """Executes a command.
@@ -247,8 +239,7 @@ class Fleet:
                 f"{child.name} was lost again and again ({RestartBudget.rule()} are allowed): {lost.error}"
             ) from lost.error
         ids = range(self.first_id + self._rows[k].start, self.first_id + self._rows[k].stop)
-        self.notes.append(Note(f"restarted {child.name} ({self._described(ids)}: {lost.error}", ids))
-        self._replaced[self.kind] += 1
+        self.notes.append(Note(f"restarted {child.name} ({self._described(ids)}: {lost.error}", ids, self.kind))
         self.resume(k, self._start(k, lost))
 
     def _note_repeated(self, k: int, answer: Answer) -> None:
@@ -278,9 +269,9 @@ class Fleet:
         self.children[k] = child
         child.open(self._arrays_of(k))
         for each in reversed(again):
-            self._pending[k].appendleft(Ticket(each, {k: Share(_NO_ROWS, each.rows, rows)}, {k: each}))
+            self._pending[k].appendleft(Ticket(each, {k: Share(_ALL, each.rows, rows)}))
         for ticket in self._pending[k]:
-            child.post(ticket.commands[k])
+            child.post(ticket.command.of_child(ticket.shares[k]))
 
     def _described(self, ids: range) -> str:
         """Returns the indices and seeds of environments, for the log."""

@@ -85,10 +85,6 @@ class InProcess:
         """Returns the id of this process, by node name."""
         return {node.name: [os.getpid()] for node in self.topology.nodes}
 
-    def take_replaced(self) -> dict[str, int]:
-        """Returns nothing: there is no worker to replace."""
-        return {}
-
     def close(self, timeout_s: float | None = None) -> None:
         """Closes the environments. Further calls do nothing."""
         try:

@@ -10,17 +10,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rayvec.data.trees import as_slice, tree_leaves
+from rayvec.data.trees import as_slice, object_leaves
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import LIMITS_REMEDY, RemoteFailure, WorkerLostError
-from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, ChildLost, Command, Op
+from rayvec.fleet.commands import Answer, ChildLost, Command, Op, is_like
 from rayvec.node.memory import ChunkColumns, MachineBlock, action_leaves
-from rayvec.node.messages import MAX_POSTED, dumps, is_raised_by_handler, receive, send, send_files
+from rayvec.node.messages import MAX_POSTED, dumps, is_raised_by_handler, read_answer, receive, send, send_files
 from rayvec.node.processes import OwnedProcess
 from rayvec.node.worker_main import STACK_SIGNAL, Attachment, WorkerSpec, worker_main
 
@@ -55,7 +55,7 @@ class LocalWorker:
     def __init__(self, spec: WorkerSpec, index: int, factories: int, preload: Sequence[str]) -> None:
         self.name, self._policy, self._index = spec.name, spec.restart_policy, index
         self._pending = deque[tuple[Command, bytes]]()
-        self._last_rows: NDArray[np.int64] | None = None  # of the last step
+        self._last_step: Command | None = None  # that the block holds
         self._num_posted = 0
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._readable = select.poll()
@@ -126,19 +126,16 @@ class LocalWorker:
     def open(self, arrays: dict[str, Any]) -> None:
         """Attaches the worker to its rows of the block."""
         assert self._block is not None
-        block, leaves = self._block, list(tree_leaves(arrays["obs"]))
-        self._objects = [leaves[place] for place in block.layout.objects]
-        objects = [leaf.tolist() for leaf in self._objects]
+        self._objects = object_leaves(arrays["obs"])
         with suppress(OSError):  # it has died: wait() says so
-            send(self._channel, dumps(Attachment(block.spec, self._index, self._first_id, objects)))
-            send_files(self._channel, block.fd)
+            send(self._channel, dumps(Attachment(self._block.spec, self._index, self._first_id, self._objects)))
+            send_files(self._channel, self._block.fd)
 
     def post(self, command: Command) -> None:
         """Starts a command."""
-        actions = command.actions
-        if type(actions) is np.ndarray and command.rows is self._last_rows and _form(command) == self._last_form:
-            message = self._last_message  # a fleet passes the same rows again
-            self._last_target[:] = actions
+        if is_like(command, self._last_step):
+            message = self._last_message
+            self._last_target[:] = command.actions
         else:
             message = self._message(command)
         self._pending.append((command, message))
@@ -159,7 +156,7 @@ class LocalWorker:
                     actions[rows] = leaf
         message = dumps((int(command.op), None if is_all else command.rows, int(command.mode), codes, rest))
         if codes is not None and type(command.actions) is np.ndarray and isinstance(rows, slice):
-            self._last_rows, self._last_form, self._last_message = command.rows, _form(command), message
+            self._last_step, self._last_message = command, message
             self._last_target = self._block.actions(codes)[0][rows]
         return message
 
@@ -185,28 +182,18 @@ class LocalWorker:
             self._started()
             return None
         message = self._received()
-        try:
-            found = pickle.loads(message)
-        except Exception as error:  # a class that this process can't import
-            failure = RemoteFailure.capture(error, f"the process that unpickles an answer of {self.name}")
-            found = Answer(failure=failure)
+        answer = read_answer(partial(pickle.loads, message), self.name)
         command, _ = self._pending.popleft()
         self._num_posted -= 1
         self._since = time.monotonic()
         self._send_pending()
-        return NO_NEWS if found is None else self._unpacked(command, Answer(*found))
-
-    def _unpacked(self, command: Command, answer: Answer) -> Answer:
-        """Returns an answer whose observations are where those of the fleet are, and whose chunk has its arrays."""
-        if answer.value is None or command.op not in STEPPING:
-            return answer
-        if command.op == Op.ROLLOUT:
+        for leaf, values in zip(self._objects, answer.objects, strict=False):
+            leaf[command.rows] = values
+        if command.op == Op.ROLLOUT and answer.value is not None:
             assert self._block is not None
             chunk = ChunkColumns(self._block, command.rest.place).unpack(answer.value.chunk)
-            return answer._replace(value=answer.value._replace(chunk=chunk))
-        for leaf, values in zip(self._objects, answer.value, strict=True):
-            leaf[command.rows] = np.fromiter(values, object, len(values))
-        return answer._replace(value=None)
+            answer = answer._replace(value=answer.value._replace(chunk=chunk))
+        return answer
 
     def _check(self) -> None:
         """Raises ``ChildLost`` if the worker has died, or takes longer than its limits allow."""
@@ -279,8 +266,3 @@ class LocalWorker:
         has_ended = self._process.wait(timeout_s)
         self.kill()
         return has_ended
-
-
-def _form(command: Command) -> tuple[Any, ...]:
-    """Returns what of a step with one array of actions its message depends on, beside the rows."""
-    return command.mode, command.actions.dtype, command.actions.shape

@@ -11,9 +11,13 @@ import pickle
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
+
+from rayvec.envs.failures import FAILURES, captured
+from rayvec.errors import RemoteFailure
+from rayvec.fleet.commands import Answer
 
 __all__ = [
     "MAX_POSTED",
@@ -21,6 +25,8 @@ __all__ = [
     "dumps",
     "is_raised_by_handler",
     "pack",
+    "packed_answer",
+    "read_answer",
     "receive",
     "receive_files",
     "send",
@@ -28,6 +34,7 @@ __all__ = [
 ]
 
 MAX_POSTED = 8
+_T = TypeVar("_T")
 _PACKET_BYTES = 1 << 13
 _FILE_BYTES = socket.CMSG_LEN(4)
 """The size of a file descriptor beside a packet."""
@@ -86,6 +93,23 @@ def pack(value: Any) -> Message:
         return raw.nbytes <= _PACKET_BYTES
 
     return Message(dumps(value, is_small, large.clear), large)
+
+
+def packed_answer(answer: Answer, where: str, pickled: Callable[[Any], _T]) -> _T:
+    """Pickles an answer, or the failure to pickle it."""
+    try:
+        return pickled(tuple(answer))
+    except FAILURES as error:
+        where = f"{where}, in what an environment returned (infos, observations or results)"
+        return pickled(tuple(Answer(failure=captured(error, where), place=answer.place)))
+
+
+def read_answer(load: Callable[[], Any], name: str) -> Answer:
+    """Unpickles an answer. If it can't be unpickled here, it returns that failure."""
+    try:
+        return Answer(*load())
+    except Exception as error:  # a class that this process can't import
+        return Answer(failure=RemoteFailure.capture(error, f"the process that unpickles an answer of {name}"))
 
 
 def send(channel: socket.socket, data: bytes) -> None:

@@ -14,18 +14,19 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayvec.data.global_random import seed_globals
 from rayvec.data.layouts import ArrayLayout, index_tree
-from rayvec.data.trees import tree_leaves
+from rayvec.data.trees import object_leaves
 from rayvec.envs.failures import FAILURES, captured, end_if_forked
 from rayvec.envs.pickled_parts import Places, load_part
 from rayvec.envs.slices import Slice
-from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, Autoreset, Command, Op
+from rayvec.fleet.commands import IN_ARRAYS, Answer, Autoreset, Command, Op
 from rayvec.fleet.restarts import RestartPolicy, seed_of
 from rayvec.node.in_process import InProcess, make_slice
 from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, MachineBlock
-from rayvec.node.messages import dumps, receive, receive_files, send
+from rayvec.node.messages import dumps, packed_answer, receive, receive_files, send
 from rayvec.node.processes import check_threads
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.node.worker_share import WorkerShare, bind_cores
@@ -69,13 +70,13 @@ class Attachment:
         spec: Determines the arrays of the block.
         index: Index of the worker.
         first_id: Global index of its first environment.
-        objects: The last observations of its environments, as far as they are objects: a list for each such leaf.
+        objects: The last observations of its environments, as far as they are objects: an array for each such leaf.
     """
 
     spec: BlockSpec
     index: int
     first_id: int
-    objects: list[list[Any]]
+    objects: list[NDArray[Any]]
 
 
 def worker_main(spec: WorkerSpec, channel: socket.socket) -> None:
@@ -141,20 +142,11 @@ def _serve(spec: WorkerSpec, slice_: Slice, channel: socket.socket) -> None:
         else:
             answer = worker.execute(command)
             end_if_forked(pid)
-        send(channel, _packed(answer, spec.name))
+        send(channel, packed_answer(answer, spec.name, dumps))
     try:
         slice_.close()
     except FAILURES:
         logger.exception("%s: an environment raised in close()", spec.name)
-
-
-def _packed(answer: Answer, name: str) -> bytes:
-    """Returns an answer. If it can't be pickled, it returns that failure instead."""
-    try:
-        return dumps(None if answer is NO_NEWS else tuple(answer))
-    except FAILURES as error:
-        where = f"{name}, in what an environment returned (infos, observations or results)"
-        return dumps(tuple(Answer(failure=captured(error, where))))
 
 
 class _Worker:
@@ -172,10 +164,9 @@ class _Worker:
         index, slice_.first_id = attachment.index, attachment.first_id
         self._rows = slice(*block.spec.bounds[index : index + 2])
         arrays = {name: index_tree(array, self._rows) for name, array in block.arrays.items()}
-        leaves = list(tree_leaves(arrays["obs"]))
-        self._objects = [leaves[place] for place in block.layout.objects]
+        self._objects = object_leaves(arrays["obs"])
         for leaf, values in zip(self._objects, attachment.objects, strict=True):
-            leaf[:] = np.fromiter(values, object, len(values))
+            leaf[:] = values
         slice_.open(arrays)
         of_worker = {name: array[index : index + 1] for name, array in block.by_worker.items()}
         slice_.progress = of_worker["progress"].data
@@ -207,8 +198,8 @@ class _Worker:
             seeds = dict(zip(command.rows.tolist(), command.rest[0], strict=True))
             _seed(seeds.get(0), self._spec.first_id, 2)
         answer = self._slice.execute(command)
-        if self._objects and command.op in STEPPING:
-            answer = answer._replace(value=[leaf[command.rows].tolist() for leaf in self._objects])
+        if self._objects and command.op in IN_ARRAYS:
+            answer = answer._replace(objects=[leaf[command.rows] for leaf in self._objects])
         return answer
 
     def _act(self, command: Command) -> Answer:

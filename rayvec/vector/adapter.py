@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from threading import RLock
@@ -61,6 +62,7 @@ class Adapter:
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
         """Makes the environments; `settings` are those of `open_environments`."""
         self._creator, self._lock = os.getpid(), RLock()
+        self._replaced = Counter[str]()  # children of fleets, by kind
         self._restarts: dict[int, tuple[int, str]] = {}  # how often, and why the last time, by global index
         self._posted: dict[int, Any] = {}  # the tickets of the pending call, by the group of environments
         self._envs = open_environments(factory, **settings)
@@ -83,7 +85,8 @@ class Adapter:
 
     def take_replaced(self) -> dict[str, int]:
         """Returns how many workers and nodes were replaced since the last call, by kind: ``worker``, ``node``."""
-        return self._envs.take_replaced()
+        replaced, self._replaced = dict(self._replaced), Counter()
+        return replaced
 
     def worker_pids(self) -> dict[str, list[int]]:
         """Process ids by the node's name: of the process that holds the workers, and after it of each worker.
@@ -178,6 +181,7 @@ class Adapter:
         """Logs what was restarted, and counts it."""
         for note in notes:
             logger.warning(note.text)
+            self._replaced.update([note.replaced] if note.replaced else ())
             for env in note.env_ids:
                 self._restarts[env] = self._restarts.get(env, (0, ""))[0] + 1, note.text
 
