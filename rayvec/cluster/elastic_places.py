@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rayvec.cluster.nodes import FreeNode, choose_nodes, free_nodes, leaving_nodes, look_until
+from rayvec.cluster.nodes import FreeNode, choose_nodes, leaving_nodes, look_until
 from rayvec.cluster.placement import assign_parts, num_parts
-from rayvec.cluster.ray_places import DISTRUST_S, REPLACE_S, RayPlaces, look_while_requested
+from rayvec.cluster.ray_places import DISTRUST_S, REPLACE_S, RayPlaces
 from rayvec.cluster.ray_session import check_head, unreachable
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.topology import even_bounds
@@ -21,7 +21,6 @@ __all__ = ["ElasticPlaces"]
 
 logger = logging.getLogger(__name__)
 
-_FREED_S = 1.0
 _POLL_S = 1.0
 
 
@@ -43,36 +42,22 @@ class ElasticPlaces(RayPlaces):
                 f"num_nodes={tuple(demand.num_nodes)} was passed with {demand.num_envs} environments. Each node holds "
                 f"at least one: let max be at most {demand.num_envs}, or make more environments."
             )
+        self._wait_s = self.restart_policy.start_timeout_s
         self._bounds = even_bounds(demand.num_envs, num_parts(self._high, demand.num_envs))
         self._part_size = self._bounds[1]
         self._rooms: dict[str, int] = {}  # of each node that holds parts, when it got the first of them
         self._next_poll_s = {True: 0.0, False: 0.0}
         self._leaving: Collection[str] = ()
 
-    def topology(self) -> Topology:
-        """Places all parts, and waits until there are enough nodes.
+    def plan(self, *, takes_busy: bool) -> Topology:
+        """Places all parts on the nodes that are there.
 
         Raises:
             ConfigError: There are too few.
         """
-        demand, timeout_s, enough = self.demand, self.restart_policy.start_timeout_s, self._are_enough
-        nodes = look_until(partial(self._usable, ()), enough, _FREED_S)
-        if not enough(nodes):  # by default, nodes without a free core are better than none
-            look = partial(self._usable, (), least=0 if demand.takes_what_is_free else 1)
-            of_node = {"CPU": float(demand.workers_per_node or 1)}
-            if demand.resources is not None:
-                of_node = demand.resources.claim(-(-demand.num_envs // self._low))
-            nodes = look_while_requested(look, enough, timeout_s, [of_node] * self._low, "STRICT_SPREAD")
-            freed = look_until(partial(self._usable, ()), enough, _FREED_S)  # the request has held these cores
-            nodes = freed if enough(freed) else nodes
-        if not enough(nodes):
-            there = ", ".join(f"{node.address}: {node.cpus:g} free" for node in free_nodes()) or "none"
-            listed = ", ".join(f"{amount:g} {name}" for name, amount in of_node.items())
-            raise ConfigError(
-                f"There were not {counted(self._low, 'node')} with {listed} each, within "
-                f"start_timeout_s={timeout_s:g}; free cores: {there}. Start more nodes, lower min of "
-                "num_nodes=(min, max), or raise start_timeout_s."
-            )
+        nodes = self._usable((), least=0 if takes_busy and self.demand.takes_what_is_free else 1)
+        if not self._are_enough(nodes):
+            raise self.demand.too_much_for(self.free_nodes())
         node_of = assign_parts([None] * (len(self._bounds) - 1), self._weights(nodes))
         return Topology(tuple(self._places(dict(enumerate(node_of)), nodes).values()))
 
@@ -162,5 +147,6 @@ class ElasticPlaces(RayPlaces):
         for part, node_id in node_of.items():
             cores = -(-self._rooms[node_id] // parts_per_node)
             places[part] = self.demand.place(left[node_id], range(*self._bounds[part : part + 2]), cores)
-            left[node_id] = replace(left[node_id], cpus=left[node_id].cpus - places[part].num_cpus)
+            free = {**left[node_id].free, "CPU": left[node_id].cpus - places[part].num_cpus}
+            left[node_id] = replace(left[node_id], free=free)
         return places

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
@@ -26,8 +26,6 @@ class FreeNode:
     Attributes:
         node_id: Ray's node id, in hexadecimal.
         address: The node's own IP address.
-        cpus: Number of free cores.
-        all_cpus: Number of whole cores, whether they are free or not.
         free: What is free, by Ray's names of resources.
         total: What there is.
         raylet: Address and port of its raylet.
@@ -35,11 +33,19 @@ class FreeNode:
 
     node_id: str
     address: str
-    cpus: float
-    all_cpus: int
-    free: Mapping[str, float] = field(default_factory=dict)
-    total: Mapping[str, float] = field(default_factory=dict)
+    free: Mapping[str, float]
+    total: Mapping[str, float]
     raylet: Address = ("", 0)
+
+    @property
+    def cpus(self) -> float:
+        """Number of free cores."""
+        return round(float(self.free.get("CPU", 0)), 4)  # Ray counts in 1/10,000
+
+    @property
+    def all_cpus(self) -> int:
+        """Number of whole cores, whether they are free or not."""
+        return int(self.total.get("CPU", 0))
 
 
 def reserved_bundles() -> tuple[Any, dict[str, list[tuple[int, dict[str, float]]]]]:
@@ -81,8 +87,7 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
             for _, amounts in bundles.get(node_id, ()):
                 reserved.update(amounts)
             free, total = free | reserved, total | reserved
-        cpus, all_cpus = round(float(free.get("CPU", 0)), 4), int(total.get("CPU", 0))  # Ray counts in 1/10,000
-        nodes.append(FreeNode(node_id, address, cpus, all_cpus, free, total, (address, node["NodeManagerPort"])))
+        nodes.append(FreeNode(node_id, address, free, total, (address, node["NodeManagerPort"])))
     return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
 
 

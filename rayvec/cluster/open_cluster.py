@@ -71,14 +71,13 @@ def open_cluster(
     places = kind(factory, preload, restart_policy, demand)
     session = RaySession(address)
     try:
-        is_unknown = probe and demand.takes_what_is_free and not (worker_per_env or factory.native)
+        probes = probe and demand.takes_what_is_free and not (worker_per_env or factory.native)
         for attempt in range(_START_ATTEMPTS):
-            if resources is None:
-                places.wait_for_cores()
             try:
-                if is_unknown:
-                    places.demand, is_unknown = _probed(places), False
                 topology = places.topology()
+                if probes and sum(node.num_workers for node in topology.nodes) < factory.num_envs:
+                    places.demand, probes = _probed(places, topology.nodes[0]), False
+                    topology = places.topology()
                 unclaimed = ", ".join(node.name for node in topology.nodes if not node.num_cpus)
                 if unclaimed and claim_cpus and resources is None:
                     logger.warning("no core is free on %s: workers run there without claiming any", unclaimed)
@@ -99,24 +98,15 @@ def open_cluster(
         raise
 
 
-def _probed(places: RayPlaces) -> Demand:
-    """Measures steps of one environment, if there are more of them than cores. Returns the demand that follows.
-
-    It runs on the first node that has a free core, else on the first that has cores.
-    """
-    demand = places.demand
-    most = demand.num_nodes[1] if isinstance(demand.num_nodes, tuple | list) else demand.num_nodes
-    nodes = sorted(places.free_nodes(), key=lambda node: not demand.room(node))[:most]
-    cores = sum(map(demand.room, nodes)) or sum(node.all_cpus for node in nodes)
-    if not nodes or cores >= demand.num_envs:
-        return demand
-    place = NodeSlice(nodes[0].node_id, nodes[0].address, (0, 1), 0)
+def _probed(places: RayPlaces, node: NodeSlice) -> Demand:
+    """Measures steps of one environment on a node. Returns the demand that follows."""
+    place = replace(node, worker_bounds=(0, 1), num_cpus=0)
 
     def opened(factory: EnvFactory, restart_policy: RestartPolicy) -> Cluster:
         return Cluster(Topology((place,)), RayPlaces(factory, places.preload, restart_policy, Demand(1)))
 
     step = log_probe(lambda: probe_step(places.factory, places.restart_policy, opened))
     if step is None or not step.waits:
-        return demand
+        return places.demand
     share = max(MIN_WAITING_CORES, step.busy)
-    return replace(demand, worker_per_env=True, max_workers=MAX_WAITING_WORKERS, cores_per_worker=share)
+    return replace(places.demand, worker_per_env=True, max_workers=MAX_WAITING_WORKERS, cores_per_worker=share)

@@ -49,6 +49,39 @@ class Demand:
         """Whether a node without a free core may be used: nothing says how many there must be."""
         return self.workers_per_node is None and self.resources is None
 
+    @property
+    def least_nodes(self) -> Any:
+        """The least number of nodes; None where it is not set."""
+        return self.num_nodes[0] if isinstance(self.num_nodes, tuple | list) else self.num_nodes
+
+    def request(self) -> tuple[list[dict[str, float]], str]:
+        """Returns the bundles of a placement group that asks for all of it, and its strategy."""
+        count = self.least_nodes or 1
+        if self.resources is None:
+            return [{"CPU": float(self.workers_per_node or 1)}] * count, "STRICT_SPREAD"
+        if self.least_nodes is None:
+            return [self.resources.claim(1)] * self.num_envs, "PACK"
+        return [self.resources.claim(-(-self.num_envs // count))] * count, "STRICT_SPREAD"
+
+    def too_much_for(self, nodes: Sequence[FreeNode]) -> ConfigError:
+        """Returns the error of a cluster that does not have all of it."""
+        count = counted(self.least_nodes or 1, "node")
+        amounts, where = {"CPU": float(self.workers_per_node or 1)}, f" on each of {count}, or all its cores"
+        if self.resources is not None:
+            amounts, where = self.resources.claim(self.num_envs), " together"
+        needed = ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+        there = [
+            f"{node.address}: {node.free.get(name, 0):g} free of {node.total.get(name, 0):g} {name}"
+            for node in nodes
+            for name in amounts
+        ]
+        return ConfigError(
+            f"{counted(self.num_envs, 'environment')} need {needed}{where}, but Ray has "
+            f"{', '.join(there) or 'no living node with cores'}. Lower num_nodes, workers_per_node or what each "
+            "environment needs, free some of it (is another vector environment still open?), start more nodes, or pass "
+            "num_nodes=0, which steps on this machine without Ray."
+        )
+
     def free_cores(self, node: FreeNode) -> float:
         """Returns the free cores of a node, 0 if they are too few for one worker."""
         return node.cpus if node.cpus >= self.cores_per_worker else 0.0
@@ -79,7 +112,7 @@ class Demand:
         return NodeSlice(node.node_id, node.address, bounds, round(claimed, 4) if self.claim_cpus else 0)
 
 
-def plan_topology(nodes: Sequence[FreeNode], demand: Demand) -> Topology:
+def plan_topology(nodes: Sequence[FreeNode], demand: Demand, *, takes_busy: bool = True) -> Topology:
     """Divides environments among nodes in proportion to their room, and on each node evenly.
 
     A node claims one core for each worker of `workers_per_node`, or all its cores where it has fewer. By default it
@@ -88,29 +121,29 @@ def plan_topology(nodes: Sequence[FreeNode], demand: Demand) -> Topology:
     Args:
         nodes: Available nodes, in order of preference.
         demand: What the environments need.
+        takes_busy: Whether nodes without a free core may be used by default, and left out where others have some.
 
     Raises:
         ConfigError: The cluster does not have the requested nodes, cores or resources.
 
-    >>> node = FreeNode("a", "10.0.0.1", 4, 4)
+    >>> node = FreeNode("a", "10.0.0.1", {"CPU": 4}, {"CPU": 4})
     >>> plan_topology([node], Demand(num_envs=7, workers_per_node=3)).nodes[0].worker_bounds
     (0, 3, 5, 7)
     """
     num_envs, num_nodes = demand.num_envs, demand.num_nodes
     rooms = {node.node_id: demand.room(node) for node in nodes}
     chosen = [node for node in nodes if rooms[node.node_id]]
-    if demand.takes_what_is_free and (num_nodes or not chosen):
+    if takes_busy and demand.takes_what_is_free and (num_nodes or not chosen):
         chosen += [node for node in nodes if node not in chosen]
     if demand.resources is not None and num_nodes:
         chosen.sort(key=lambda node: -rooms[node.node_id])
-    count = min(num_nodes or max(1, len(chosen)), num_envs)
+    wanted = chosen if takes_busy or demand.resources is not None else nodes
+    count = min(num_nodes or max(1, len(wanted)), num_envs)
     chosen = chosen[:count]
     are_all_busy = not any(rooms[node.node_id] for node in chosen)
     weights = [rooms[node.node_id] or (node.all_cpus if are_all_busy else 1) for node in chosen]
-    if demand.resources is not None and (len(chosen) < count or sum(weights) < num_envs):
-        raise _too_little(nodes, demand, demand.resources)
-    if len(chosen) < count:
-        raise _too_few_nodes(nodes, count, demand.workers_per_node)
+    if len(chosen) < count or (demand.resources is not None and sum(weights) < num_envs):
+        raise demand.too_much_for(nodes)
     while sum(weights) > num_envs:  # every worker has an environment
         weights[weights.index(max(weights))] -= 1
     ends = np.cumsum([0, *weights])
@@ -121,31 +154,6 @@ def plan_topology(nodes: Sequence[FreeNode], demand: Demand) -> Topology:
         if envs[0] < envs[1]
     ]
     return Topology(tuple(slices))
-
-
-def _too_few_nodes(nodes: Sequence[FreeNode], count: int, workers_per_node: int | None) -> ConfigError:
-    there = ", ".join(f"{node.address}: {node.cpus:g} of {node.all_cpus} cores free" for node in nodes)
-    wanted = f"num_nodes={count}" if workers_per_node is None else f"workers_per_node={workers_per_node}"
-    workers = workers_per_node or 0
-    cores = min(workers, max((node.all_cpus for node in nodes), default=workers))
-    claimed = f" claims {counted(cores, 'core')} of a node, and" if cores else ""
-    return ConfigError(
-        f"{wanted}{claimed} needs {counted(count, 'node')}, but Ray has {there or 'no living node with cores'}. Leave "
-        "it out to use what is free, free the cores (is another vector environment still open?), or pass num_nodes=0, "
-        "which steps on this machine without Ray."
-    )
-
-
-def _too_little(nodes: Sequence[FreeNode], demand: Demand, resources: EnvResources) -> ConfigError:
-    claimed = resources.claim(demand.num_envs)
-    free = {name: sum(node.free.get(name, 0) for node in nodes) for name in claimed}
-    total = {name: sum(node.total.get(name, 0) for node in nodes) for name in claimed}
-    short = [name for name in claimed if claimed[name] > free[name]] or list(claimed)
-    listed = ", ".join(f"{claimed[name]:g} {name} ({free[name]:g} free, {total[name]:g} in all)" for name in short)
-    return ConfigError(
-        f"The cluster has no room for {counted(demand.num_envs, 'environment')}: together they need {listed}. Use "
-        "fewer environments, lower cores_per_env, gpus_per_env or resources_per_env, or start nodes that have more."
-    )
 
 
 def num_parts(high: int, num_envs: int) -> int:

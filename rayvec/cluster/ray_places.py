@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -24,12 +23,12 @@ from rayvec.fleet.restarts import RestartPolicy
 
 __all__ = ["RayPlaces"]
 
-_PLACE_S = 10.0
+_REQUEST_S = 8.0
 _FREED_S = 1.0
+"""How long it waits for free cores before busy nodes count: Ray frees those of closed environments with a delay."""
 REPLACE_S = 8.0
 DISTRUST_S = 30.0
 """How long a node that was lost gets no environments: Ray lists a node that is gone for about a minute."""
-_T = TypeVar("_T")
 
 
 class RayPlaces:
@@ -51,6 +50,7 @@ class RayPlaces:
                 check_count(name, value, least)  # num_nodes=0 does not come here, but is allowed
         self.factory, self.preload, self.restart_policy = factory, tuple(preload), restart_policy
         self.demand, self._distrusted = demand, dict[str, float]()
+        self._wait_s = min(_REQUEST_S, restart_policy.start_timeout_s)
 
     def free_nodes(self) -> list[FreeNode]:
         """Reads from Ray the nodes that may have environments: those with cores, if these need nothing else."""
@@ -58,44 +58,41 @@ class RayPlaces:
         nodes = free_nodes(claimed_too=by_cores and not self.demand.claim_cpus)
         return [node for node in nodes if node.all_cpus or not by_cores]
 
-    def wait_for_cores(self) -> None:
-        """Waits for a moment for free cores: Ray frees those of closed environments with a delay."""
-        demand = self.demand
-        least = demand.num_nodes[0] if isinstance(demand.num_nodes, tuple | list) else demand.num_nodes
-
-        def are_free(nodes: list[FreeNode]) -> bool:
-            return sum(demand.free_cores(node) > 0 for node in nodes) >= (least or len(nodes))
-
-        look_until(self.free_nodes, are_free, _FREED_S)
-
     def topology(self) -> Topology:
         """Returns where all environments begin. It waits until the cluster has what `demand` says.
+
+        Meanwhile a placement group requests it: an autoscaler sees that, and starts nodes.
 
         Raises:
             ConfigError: The cluster does not have the nodes, cores or resources.
         """
-        demand = self.demand
-
-        def plan() -> Topology | ConfigError:
+        found = self._found()
+        if isinstance(found, ConfigError):
+            group = placement_group(*self.demand.request())
             try:
-                return plan_topology(self.free_nodes(), demand)
-            except ConfigError as error:
-                return error
-
-        def is_planned(found: Topology | ConfigError) -> bool:
-            return isinstance(found, Topology)
-
-        if demand.resources is None:
-            found = look_until(plan, is_planned, _PLACE_S)
-        else:
-            found = look_until(plan, is_planned, _FREED_S)
-            if isinstance(found, ConfigError):
-                each = [demand.resources.claim(1)] * demand.num_envs
-                timeout_s = min(_PLACE_S, self.restart_policy.start_timeout_s)
-                found = look_while_requested(plan, is_planned, timeout_s, each, "PACK")
+                look_until(self._planned, lambda plan: isinstance(plan, Topology) or group.wait(0.1), self._wait_s)
+            finally:
+                remove_placement_group(group)
+            found = self._found()
         if isinstance(found, ConfigError):
             raise found
         return found
+
+    def _found(self) -> Topology | ConfigError:
+        """Returns a plan with free cores, if there are some soon, else one with what is there."""
+        look = partial(self._planned, takes_busy=False)
+        found = look_until(look, lambda plan: isinstance(plan, Topology), _FREED_S)
+        return found if isinstance(found, Topology) else self._planned()
+
+    def _planned(self, *, takes_busy: bool = True) -> Topology | ConfigError:
+        try:
+            return self.plan(takes_busy=takes_busy)
+        except ConfigError as error:
+            return error
+
+    def plan(self, *, takes_busy: bool) -> Topology:
+        """Returns where all environments would begin now; the arguments are those of :func:`plan_topology`."""
+        return plan_topology(self.free_nodes(), self.demand, takes_busy=takes_busy)
 
     def open(self, place: NodeSlice) -> Node | RemoteNode:
         """Returns a node, which begins to start."""
@@ -165,18 +162,3 @@ class RayPlaces:
     def distrusted(self) -> list[str]:
         """Returns the ids of the nodes that get no environments now."""
         return [node_id for node_id, until_s in self._distrusted.items() if until_s > time.monotonic()]
-
-
-def look_while_requested(
-    look: Callable[[], _T], is_enough: Callable[[_T], Any], timeout_s: float, bundles: Any, strategy: str
-) -> _T:
-    """Repeats `look` until it finds enough or the timeout expires, while a placement group requests what is missing.
-
-    An autoscaler sees the request, and starts nodes for it.
-    """
-    group = placement_group([*map(dict, bundles)], strategy)
-    try:
-        found = look_until(look, lambda found: is_enough(found) or group.wait(0.1), timeout_s)
-    finally:
-        remove_placement_group(group)
-    return found if is_enough(found) else look_until(look, is_enough, _FREED_S)

@@ -212,9 +212,10 @@ class OwnedProcess:
         timeout_s: float,
         share: WorkerShare = WorkerShare(),  # noqa: B008  # it is immutable
     ) -> None:
+        server = _server(preload, share.threads)  # first: the process gets the folder of its socket
         variables = _environment(share.threads) | share.variables()
         process = Process(target=_main, args=(variables, os.getpid(), target, args), name=name)
-        self._popen, self._timeout_s = _Popen(process, _server(preload, share.threads)), timeout_s
+        self._popen, self._timeout_s = _Popen(process, server), timeout_s
 
     @functools.cached_property
     def pid(self) -> int:

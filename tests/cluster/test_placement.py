@@ -15,7 +15,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError
 
 nodes_of_any_size = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=6).map(
-    lambda cores: [FreeNode(f"{i:040x}", f"10.0.0.{i}", min(free, all), all) for i, (free, all) in enumerate(cores)]
+    lambda cores: [free(min(part, all), all, f"{i:040x}") for i, (part, all) in enumerate(cores)]
 )
 
 
@@ -55,7 +55,7 @@ def test_every_plan_is_sound_or_explained(
 
 
 def free(cpus: float, all_cpus: int, name: str = "a") -> FreeNode:
-    return FreeNode(name * 40, "10.0.0.1", cpus, all_cpus)
+    return FreeNode(name, "10.0.0.1", {"CPU": cpus}, {"CPU": all_cpus})
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,13 @@ def test_counts_are_checked_before_ray_is_needed(kwargs: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("nodes", "kwargs", "words"),
     [
-        ([free(4, 4)], {"num_nodes": 2}, "num_nodes=2 needs 2 nodes.*4 of 4 cores free"),
-        ([free(1, 4)], {"workers_per_node": 3}, "workers_per_node=3 claims 3 cores.*1 of 4 cores free"),
-        ([free(3, 4)], {"workers_per_node": 5}, "workers_per_node=5 claims 4 cores.*3 of 4 cores free"),
+        ([free(4, 4)], {"num_nodes": 2}, "10 environments need 1 CPU on each of 2 nodes.* 4 free of 4 CPU"),
+        (
+            [free(1, 4)],
+            {"workers_per_node": 3},
+            "need 3 CPU on each of 1 node.* 1 free of 4 CPU",
+        ),
+        ([free(3, 4)], {"workers_per_node": 5}, "need 5 CPU.* 3 free of 4 CPU"),
         ([], {}, "no living node.*num_nodes=0, which steps on this machine without Ray"),
     ],
 )
@@ -105,7 +109,7 @@ def test_too_few_cores_for_what_was_asked(nodes: list[FreeNode], kwargs: dict[st
 
 
 def having(name: str = "a", **free: float) -> FreeNode:
-    return FreeNode(name * 40, "10.0.0.1", int(free["CPU"]), int(free["CPU"]), free, free)
+    return FreeNode(name, "10.0.0.1", free, free)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +137,9 @@ def test_places_of_environments_that_need_resources(
 @pytest.mark.parametrize(
     ("resources", "words"),
     [
-        (EnvResources(5), r"10 environments: together they need 50 CPU \(8 free, 8 in all"),
-        (EnvResources(0, 0.25), r"need 3 GPU \(2 free, 2 in all"),
-        (EnvResources(0, custom={"license": 1}), r"need 10 license \(0 free, 0 in all"),
+        (EnvResources(5), "10 environments need 50 CPU together.* 8 free of 8 CPU"),
+        (EnvResources(0, 0.25), "need 3 GPU together.* 2 free of 2 GPU"),
+        (EnvResources(0, custom={"license": 1}), "need 10 license together.* 0 free of 0 license"),
     ],
 )
 def test_resources_that_the_cluster_lacks(resources: EnvResources, words: str) -> None:

@@ -180,7 +180,7 @@ class TestOnRay:
         assert events(path).count("env make") == 16
 
     def test_explicit_workers_claim_at_most_the_cores_of_a_node(self) -> None:
-        with pytest.raises(ConfigError, match=r"workers_per_node=3 claims 3 cores.* 2 of \d+ cores free"):
+        with pytest.raises(ConfigError, match=r"need 3 CPU.* 2 free of \d+ CPU"):
             rayvec.RayVecEnv(make_sleeping, 6, workers_per_node=3)
 
     @pytest.mark.parametrize("num_nodes", [None, (2, 2)], ids=["fixed", "elastic"])

@@ -105,7 +105,7 @@ def test_on_ray_environments_are_where_their_resources_are(ray_cluster: Any) -> 
             assert sorted(each[0] for each in shown) == ["6", "6", "7", "7"]
             with pytest.raises(ConfigError, match="license"):
                 rayvec.RayVecEnv(Shows, 1, resources_per_env={"license": 1}, start_timeout_s=1.0)
-        with pytest.raises(ConfigError, match="need 5 license"):
+        with pytest.raises(ConfigError, match="need 5 license together"):
             rayvec.RayVecEnv(Shows, 5, resources_per_env={"license": 1}, start_timeout_s=1.0)
     finally:
         ray_cluster.remove_node(licensed)
