@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -174,17 +173,6 @@ def test_a_reader_of_the_output_that_has_ended(tmp_path: Path) -> None:
         os.close(writer)
 
 
-@pytest.mark.slow
-def test_output_that_cannot_be_written(tmp_path: Path) -> None:
-    assert main(["train", "ppo", *TINY, "--eval-episodes=1", f"--run-dir={tmp_path / 'a'}"]) == 0
-    args = [sys.executable, "-m", "rayvec", "eval", str(tmp_path / "a"), "--episodes", "1"]
-    with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(args, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert ended.returncode == 1, ended.stderr
-    assert ended.stderr.endswith("rayvec: OSError: [Errno 28] No space left on device\n")
-    assert "Traceback" not in ended.stderr
-
-
 def test_a_run_without_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = options({**SMALL, **HERE, "total_steps": 64, "eval_episodes": 0, "run_dir": tmp_path / "a"})
     assert main(["train", "ppo", *settings]) == 0
@@ -268,29 +256,6 @@ def test_sigterm_lets_a_command_clean_up() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned\n", "rayvec: interrupted\n")
 
 
-def test_the_exit_code_of_ctrl_c_while_generated_code_runs(tmp_path: Path) -> None:
-    (tmp_path / "generated.py").write_text("exec('import signal; signal.raise_signal(signal.SIGINT)')")
-    command = [sys.executable, "-m", "rayvec", "--plugin", "generated", "doctor"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "rayvec: interrupted\n")
-
-
-PRESSED_AT_EXIT = """
-import atexit, os, signal, sys
-from rayvec.cli import main
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))  # runs after what is registered later
-sys.argv[1:] = ["--help"]
-main()
-"""
-
-
-def test_ctrl_c_while_the_process_exits() -> None:
-    done = subprocess.run([sys.executable, "-c", PRESSED_AT_EXIT], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "") and "usage: rayvec" in done.stdout
-
-
 def test_train_resume_and_eval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], assert_refused: AssertRefused
 ) -> None:
@@ -326,14 +291,6 @@ def test_a_run_moves_between_ray_and_this_process(tmp_path: Path, capsys: pytest
     ):
         assert main(arguments) == 0
         assert f"rayvec: 4 environments {where}\n" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor"]) == 0
-    printed = capsys.readouterr().out
-    for word in ("python", "rayvec", "cores", "open files", "/dev/shm", "ray         answers", "at nice"):
-        assert word in printed
 
 
 @pytest.mark.slow

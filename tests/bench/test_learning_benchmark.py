@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +50,3 @@ def test_a_table_and_a_picture_of_runs(learning: Any, tmp_path: Path, capsys: py
     assert at[1:] == pytest.approx([40, 78])
     learning.draw({"rayvec": outcomes}, tmp_path / "curve.png", "title")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_that_was_interrupted_is_not_finished(
-    learning: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learning, "RAYVEC", [sys.executable, "-c", f"raise SystemExit({learning.INTERRUPTED})"])
-    with pytest.raises(subprocess.CalledProcessError):
-        learning.run(["train", "ppo"], 1, 100, 5.0, tmp_path)
-    assert not list(tmp_path.rglob("outcome.json"))

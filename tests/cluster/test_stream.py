@@ -65,22 +65,6 @@ def test_what_is_sent_arrives(pair: tuple[Stream, Stream], sizes: list[int], lar
     assert not theirs.poll(0.0)
 
 
-def test_both_ends_may_send_at_the_same_time(pair: tuple[Stream, Stream]) -> None:
-    large = np.zeros(30_000_000, np.uint8)
-    read = []
-
-    def exchange(stream: Stream) -> None:
-        stream.send(Head(1), [large.data])
-        read.append((stream.read_head().place, len(stream.read(len(large)))))
-
-    threads = [threading.Thread(target=exchange, args=(each,), daemon=True) for each in pair]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
-    assert read == [(1, len(large))] * 2
-
-
 def test_nothing_is_unpickled_whose_proof_does_not_hold() -> None:
     class Planted:
         def __reduce__(self) -> Any:

@@ -24,8 +24,6 @@ import rayvec
 from rayvec.collect.collector import Collector
 from rayvec.data import Batch, Chunk
 from rayvec.errors import ConfigError
-from rayvec.learners.ranks import ALONE
-from rayvec.learners.running_stats import ReturnScale
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 EPISODE, TOTAL = 1, 3
@@ -207,23 +205,6 @@ def test_what_cannot_be_combined() -> None:
     for changes in ({"prefetch": False}, {"num_learners": 2}, {"learners": "decentralized"}):
         with pytest.raises(ConfigError, match="max_staleness"):
             rayvec.IMPALAConfig(max_staleness=2, **changes)  # type: ignore[arg-type]
-
-
-def test_returns_continue_through_the_columns_of_an_environment() -> None:
-    """Environment 0 comes twice in a batch, 1 not at all: the same sums as one after another."""
-    rng = np.random.default_rng(0)
-    rew, done = rng.standard_normal((3, 4, 2)), rng.random((3, 4, 2)) < 0.2
-    valid, never = np.ones((4, 2), bool), np.zeros(2, bool)
-    one, two = ReturnScale(0.9), ReturnScale(0.9)
-    one(rew[0], done[0], valid, never, ALONE, np.array([0, 1]))
-    two(rew[0], done[0], valid, never, ALONE)
-    repeated = np.stack([rew[1, :, 0], rew[2, :, 0]], 1), np.stack([done[1, :, 0], done[2, :, 0]], 1)
-    one(*repeated, valid, never, ALONE, np.array([0, 0]))
-    before = two.state_dict()["returns"][1]
-    for number in (1, 2):
-        two(rew[number], done[number], valid, never, ALONE)
-    assert one.state_dict()["returns"].tolist() == [two.state_dict()["returns"][0], before]
-    assert one.state_dict()["count"] == 16
 
 
 @pytest.mark.slow

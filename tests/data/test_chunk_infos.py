@@ -68,16 +68,6 @@ def test_what_went_in_comes_out(left: list[ChunkInfo], right: list[ChunkInfo]) -
     assert_same(joined.between(4, 8), right)
 
 
-def test_the_reader_owns_what_he_reads() -> None:
-    said = [ChunkInfo(0, n, {"same": np.zeros(2), "any": [np.zeros(n)]}) for n in range(3)]
-    kept = ChunkInfos.of(said)
-    kept.columns["same"].flags.writeable = False
-    for info in kept:
-        info.info["same"][:] = info.info["any"][0][:] = 1.0
-    assert_identical(kept.columns["same"], np.zeros((3, 2)))
-    assert [info["any"][0].tolist() for _, _, info in ChunkInfos(kept.places, kept.columns)] == [[], [0.0], [0.0, 0.0]]
-
-
 @pytest.mark.parametrize("wrap", [lambda x: [{"a": (x,)}], lambda x: x])
 def test_arrays_can_be_written_in_whatever_came_by_ray(ray_cluster: object, wrap: Any) -> None:
     came = ray.get(ray.put(ChunkInfos.of([ChunkInfo(0, 0, {"x": wrap(np.arange(5))})])))

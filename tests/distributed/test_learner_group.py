@@ -15,14 +15,11 @@ import ray
 from helpers.actor_critic_kit import DISCRETE, distance
 from helpers.rank_objects import CountsColumns, Owner
 from helpers.ranks_kit import N, make_batches, make_impala, make_learner, make_lonely
-from helpers.testing import assert_identical
 from helpers.waiting import alive, wait_until
-from hypothesis import given, strategies as st
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rayvec
 from rayvec.data import Batch, Chunk, ChunkRef
-from rayvec.distributed.shards import fetch_shard, split_batch, split_refs
 from rayvec.errors import ConfigError, LearnerError
 
 MakeGroup = Callable[..., rayvec.LearnerGroup]
@@ -62,34 +59,6 @@ def by_reference(batch: Batch, bounds: list[int], put: Callable[[Any], Any]) -> 
         parts = [chunk.columns(start, stop) for start, stop in itertools.pairwise(bounds)]
         refs.append(tuple(ChunkRef(part.env_ids, part.num_steps, put(part)) for part in parts))
     return Batch((), batch.stats, tuple(refs))
-
-
-def fields_of(chunk: Chunk) -> dict[str, Any]:
-    return {field.name: getattr(chunk, field.name) for field in dataclasses.fields(chunk)}
-
-
-class TestShards:
-    batch = make_batches(DISCRETE, 1)[0]
-
-    @given(cuts=st.lists(st.integers(0, N), max_size=3).map(sorted), num_ranks=st.integers(1, 10))
-    def test_all_ways_give_every_rank_the_same(self, cuts: list[int], num_ranks: int) -> None:
-        batch = self.batch
-        store: list[Any] = []
-
-        def put(part: Any) -> int:
-            store.append(part)
-            return len(store) - 1
-
-        remote = split_refs(by_reference(batch, [0, *cuts, N], put), num_ranks)
-        fetched = [fetch_shard(shard, store.__getitem__) for shard in remote]
-        views = split_batch(batch, num_ranks)
-        assert_identical(*([list(map(fields_of, shard.chunks)) for shard in each] for each in (fetched, views)))
-        widths = [shard.chunks[0].num_envs for shard in views]
-        assert sum(widths) == N and max(widths) - min(widths) <= 1
-
-    def test_a_rank_fetches_only_what_it_needs(self) -> None:
-        shards = split_refs(by_reference(self.batch, [0, 2, 4, N], lambda part: part.env_ids[0]), 2)
-        assert [[ref for ref, _, _ in shard.parts[0]] for shard in shards] == [[0, 2], [4]]
 
 
 def check_equal(group: rayvec.LearnerGroup, learner: Any, num_updates: int = 4, num_envs: int = N) -> None:

@@ -14,7 +14,6 @@ from rayvec.distributed.rank_placement import (
     ResourceRequest,
     find_placements,
     place_ranks,
-    rank_share,
 )
 from rayvec.errors import ConfigError
 
@@ -30,30 +29,6 @@ def test_too_many_ranks_are_refused(ray_cluster: object, monkeypatch: pytest.Mon
     monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
     with pytest.raises(ConfigError, match=r"no room for 33 ranks: .*room for \d+, .*room for \d"):
         RankGroup(Adder, 33, open_host())
-
-
-@pytest.mark.parametrize(
-    ("num_nodes", "is_restart", "expected"),
-    [(None, False, (1, 2, 2)), (2, False, (2, 4, 4)), (2, True, (1, 2, 2))],
-    ids=["nodes with free cores", "a number of nodes", "restart"],
-)
-def test_a_number_of_nodes_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, num_nodes: int | None, is_restart: bool, expected: tuple[int, int, int]
-) -> None:
-    """The second node joins after the first look."""
-    nodes = [NodeCapacity("a", "10.0.0.1", 4, all_cpus=4), NodeCapacity("b", "10.0.0.2", 4, all_cpus=4)]
-    looks: list[ResourceRequest] = []
-
-    def look(request: ResourceRequest) -> list[NodeCapacity]:
-        looks.append(request)
-        return nodes[: len(looks)]
-
-    monkeypatch.setattr("rayvec.distributed.rank_placement.capacities", look)
-    monkeypatch.setattr("rayvec.cluster.nodes._LOOK_AGAIN_S", 0.0)
-    assert rank_share(2, num_nodes, None, is_restart=is_restart) == expected
-    monkeypatch.setattr("rayvec.distributed.rank_placement._JOIN_TIMEOUT_S", 0.0)
-    with pytest.raises(ConfigError, match="2 nodes of 3 for decentralized ranks"):
-        rank_share(3, 3, None)
 
 
 def test_ranks_can_be_kept_off_nodes(ray_cluster: object) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.actor_critic_kit import distance
-from helpers.sac_kit import make_batch, make_falling_learner, make_learner
+from helpers.sac_kit import make_batch, make_learner
 
 import rayvec
-from rayvec.errors import LearnerError
 from rayvec.learners.base import KeepsRankLocalState
 from rayvec.policies.networks import flat_weights
 
@@ -69,27 +67,3 @@ def test_a_group_equals_a_learner_and_resumes_exactly(make_group: MakeGroup, cap
         assert "the replay refills" in caplog.text
         assert learner.update(make_batch(seed=3)) == {}
         assert learner.update(make_batch(seed=4))["num_updates"] == 48
-
-
-@pytest.mark.slow
-def test_with_a_rank_every_replay_is_lost_and_refills(
-    make_group: MakeGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The update of the lost rank raises; the next one has new ranks, a warning, and the state that was saved last."""
-    mark = tmp_path / "fallen"
-    group = make_group(2, lambda: make_falling_learner(mark, 1))
-    for seed in range(2):
-        metrics = group.update(make_batch(seed=seed))
-    assert metrics["num_updates"] == 16
-    group.state_dict()  # new ranks continue from here
-    weights = group.weights()
-    with pytest.raises(LearnerError, match=r"rank 1 on .* is lost"):
-        group.update(make_batch(seed=2))
-    assert mark.exists()
-    with caplog.at_level(logging.WARNING):
-        assert group.update(make_batch(seed=2)) == {}
-    assert "the replay refills" in caplog.text
-    np.testing.assert_array_equal(group.weights(), weights)
-    metrics = group.update(make_batch(seed=3))
-    assert (metrics["num_updates"], metrics["replay_steps"]) == (32, 32)
-    assert not np.array_equal(group.weights(), weights)

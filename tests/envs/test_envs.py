@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import gymnasium
 import numpy as np
@@ -113,24 +112,3 @@ def test_a_module_that_raises_or_exits_is_named(
     monkeypatch.delitem(sys.modules, "rv_raises", raising=False)
     with pytest.raises(ConfigError, match=f"'rv_raises', which 'rv_raises:Some-v0' .*{words}"):
         EnvFactory.build("rv_raises:Some-v0")
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"env": "NoSuch-v0"},
-        {"env": "no_such_module:CartPole-v1"},
-        {"env": "CartPole-v1", "num_envs": 0},
-        {"env": [CountingEnv, 3]},
-        {"env": [CountingEnv], "num_envs": 2},
-        {"env": [CountingEnv], "env_kwargs": {"x": 1}},
-        {"env": [CountingEnv], "native": "yes"},
-    ],
-    ids=repr,
-)
-def test_mistakes_are_explained(kwargs: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        EnvFactory.build(**kwargs)
-    assert repr(next(reversed(kwargs.values()))) in str(caught.value)
-    if isinstance(kwargs["env"], str) and "num_envs" not in kwargs:
-        assert isinstance(caught.value, gymnasium.error.NameNotFound)

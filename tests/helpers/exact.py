@@ -25,7 +25,7 @@ def describe(value: Any) -> str:
     if isinstance(value, np.generic):
         return f"{value.dtype.str}:{value.tobytes().hex()}"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key!r}={describe(value[key])}" for key in sorted(value)) + "}"
+        return "{" + ",".join(f"{key!r}={describe(value[key])}" for key in value) + "}"
     if isinstance(value, (tuple, list, np.ndarray)):
         return f"{type(value).__name__}(" + ",".join(map(describe, value)) + ")"
     return f"{type(value).__name__}:{value!r}"

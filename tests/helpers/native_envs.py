@@ -68,27 +68,6 @@ class Odd(SyncVectorEnv):
         return obs, rew, terminated, truncated, info
 
 
-class Final(SyncVectorEnv):
-    """Returns ``final_obs`` and ``final_info`` at every step, with an empty mask where no episode ended.
-
-    Args:
-        mode: Its autoreset mode.
-        kind: What ``final_obs`` is then: ``"none"``, ``"objects"`` or ``"array"``.
-    """
-
-    def __init__(self, mode: str, kind: str) -> None:
-        super().__init__([partial(CountingEnv, 9)] * 3, autoreset_mode=mode)
-        self._kind = kind
-
-    def step(self, actions: Any) -> Any:
-        obs, rew, terminated, truncated, info = super().step(actions)
-        nothing = np.zeros(3, bool)
-        finals = {"none": None, "objects": np.array([None] * 3, object), "array": np.zeros_like(obs)}
-        empty = {"final_obs": finals[self._kind], "_final_obs": nothing}
-        empty |= {"final_info": {"x": np.zeros(3), "_x": nothing}, "_final_info": nothing}
-        return obs, rew, terminated, truncated, {**empty, **info}
-
-
 class Fails(SyncVectorEnv):
     """Raises, or kills its process, in one step of the first process that makes it.
 

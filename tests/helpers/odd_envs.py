@@ -83,15 +83,6 @@ class TwoFaced(CountingEnv):
         return (obs[:1] if self._what == "shape" else obs + 0.5), *rest
 
 
-class TellsPid(CountingEnv):
-    def __init__(self) -> None:
-        super().__init__()
-        self._pid = os.getpid()
-
-    def made_in(self) -> int:
-        return self._pid
-
-
 class PressesCtrlC(CountingEnv):
     """When it is told to, it interrupts a process, which waits for it by then, before it answers."""
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
 
-from helpers.rank_processes import fall
 from rayvec.config import SACConfig
 from rayvec.data import Batch, Chunk, CollectStats
 from rayvec.learners.sac import SACLearner
@@ -72,22 +70,3 @@ def masked_chunk(action_space: spaces.Space[Any], seed: int, **kwargs: Any) -> C
 
 def make_batch(action_space: spaces.Space[Any] = BOX, seed: int = 0, **kwargs: Any) -> Batch:
     return Batch((make_chunk(action_space, seed, **kwargs),), STATS)
-
-
-class FallingSAC(SACLearner):
-    """A learner whose process falls in the fifth step of the second update that has steps, on one rank, once."""
-
-    mark: Path
-    who: int
-
-    def _step(self, *args: Any) -> Any:
-        if self._num_updates == 20 and self.ranks.rank == self.who and not self.mark.exists():
-            self.mark.touch()
-            fall("SIGKILL")
-        return super()._step(*args)
-
-
-def make_falling_learner(mark: Path, who: int) -> FallingSAC:
-    learner = FallingSAC(OBS, BOX, make_config(), dtype=torch.float64)
-    learner.mark, learner.who = mark, who
-    return learner

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from helpers.actor_critic_kit import (
     DISCRETE,
     OBS,
     SPACES,
-    STATS,
     N,
     T,
     impala_config,
@@ -24,7 +22,6 @@ from helpers.actor_critic_kit import (
     ppo_config,
 )
 
-from rayvec.data import Batch
 from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.base import Learner
 from rayvec.learners.impala import IMPALALearner
@@ -140,27 +137,3 @@ def test_coefficients_of_the_loss_follow_a_schedule(make: MakeLearner, compiled:
         np.testing.assert_allclose(changes.weights(), fixed.weights(), atol=2e-6)
         other = make(total_steps=total, entropy_coef=coefficient + 0.25, compile=False)
     assert np.abs(changes.weights() - other.weights()).max() > 1e-3
-
-
-@LEARNERS
-def test_a_return_ends_where_an_environment_restarts(make: MakeLearner) -> None:
-    """It is lost with its environment between two batches, or within one."""
-    learner = make(normalize_reward=True, gamma=0.9)
-    policy, running = Policy(learner.module), np.zeros(N)
-    none = np.zeros((T, N), bool)
-    for seed, lost in ((0, []), (1, [[-1, 2], [5, 0]]), (2, [[-1, 0], [-1, 3]])):
-        [chunk] = make_batch(policy, seed).chunks
-        valid = np.ones((T, N), bool)
-        for t, n in lost:
-            if t >= 0:
-                valid[t, n] = False
-        ends = {"terminated": none, "truncated": none, "final_index": chunk.final_index[:0]}
-        chunk = replace(
-            chunk, **ends, final_obs=chunk.final_obs[:0], valid=valid, restarts=np.array(lost, np.int64).reshape(-1, 2)
-        )
-        learner.update(Batch((chunk,), STATS))
-        running[[n for t, n in lost if t < 0]] = 0
-        for t in range(T):
-            running = np.where(valid[t], 0.9 * running + chunk.rew[t], 0)
-        returns = learner.state_dict()["return_scale"]["returns"]
-        np.testing.assert_allclose(returns, running)

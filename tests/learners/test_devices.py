@@ -1,4 +1,4 @@
-"""Learners on a device that is not a CPU: what works there, what the host reads, and results equal to a CPU's."""
+"""Learners on devices that are no CPU, in other precisions, and out of memory: results equal to a CPU's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import pytest
 import torch
 from helpers.device_cases import CASES, Case
 from helpers.pretend_device import pretended
+
+from rayvec.errors import LearnerError
+from rayvec.policies.policy import Policy
 
 _SLOW = ("images", "dict", "discrete-True", "numbers-discrete", "numbers-multibinary", "tuple-box")
 
@@ -104,3 +107,61 @@ def test_a_state_goes_to_a_replay_elsewhere_and_back() -> None:
             elsewhere.append(learner.update(batch))
             state = learner.state_dict()
         assert_same(learner, elsewhere, here, expected)
+
+
+FIRST = [next(each for each in CASES if each.algorithm == name) for name in ("ppo", "impala", "sac")]
+
+
+def on_gpu(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.2 GiB free.")
+
+
+def in_numpy(*_: Any) -> Any:
+    raise MemoryError("Unable to allocate 2.00 TiB for an array")
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+@pytest.mark.parametrize(("allocate", "asked"), [(on_gpu, "2.00 GiB"), (in_numpy, "2.00 TiB")])
+def test_memory_that_runs_out(allocate: Any, asked: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says what was asked for and which settings to lower; the learner learns on with less."""
+    learner = case.learner("cpu")
+    (batch,) = case.batches(1)
+    monkeypatch.setattr("rayvec.learners.ranks.Alone.all_reduce_", allocate)
+    with pytest.raises(LearnerError, match=rf"Out of memory on the device.*{asked}.*Lower .*(num_|batch_)"):
+        learner.update(batch)
+    monkeypatch.undo()
+    assert learner.update(batch)
+
+
+def cases(*names: str) -> list[Any]:
+    return [pytest.param(case, id=str(case)) for case in CASES if str(case) in names]
+
+
+def learned(case: Case, name: str, count: int, **settings: Any) -> tuple[Any, list[dict[str, float]]]:
+    learner = case.learner("cpu", precision=name, **settings)
+    batches = case.batches(min(count, 4))
+    return learner, [learner.update(batches[number % 4]) for number in range(count)]
+
+
+@pytest.mark.parametrize("case", cases("ppo-numbers-box", "impala-numbers-box", "sac-numbers-box"))
+def test_updates_in_bfloat16_stay_near_those_in_float32(case: Case) -> None:
+    first, _ = learned(case, "float32", 0)
+    (exact, expected), (rough, got) = learned(case, "float32", 20), learned(case, "bf16", 20)
+    way = np.linalg.norm(exact.weights() - first.weights())
+    off = np.linalg.norm(exact.weights() - rough.weights())
+    assert 0 < off < 0.4 * way  # bfloat16 has 8 bits: other than exact, and not far away
+    value = "critic_loss" if case.algorithm == "sac" else "value_loss"
+    assert got[-1][value] == pytest.approx(expected[-1][value], rel=0.2)
+    assert all(each.dtype == torch.float32 for each in rough.module.parameters())
+
+
+@pytest.mark.parametrize("case", cases("ppo-numbers-box", "ppo-images-discrete"))
+def test_policies_act_in_float32(case: Case) -> None:
+    """Steps are the same wherever a policy acts."""
+    chunk = case.batches(1)[0].chunks[0]
+    obs = chunk.obs[0]
+    actors = [Policy(case.learner("cpu", precision=each).module) for each in ("float32", "bf16")]
+    noise = np.full((len(obs), actors[0].noise.lanes), 0.4)
+    (one, extras), (other, others) = (actor.act(obs, noise) for actor in actors)
+    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(extras["logp"], others["logp"])

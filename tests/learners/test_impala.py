@@ -13,7 +13,6 @@ from helpers.vtrace import vtrace_by_definition
 
 from rayvec.data import Batch
 from rayvec.learners.impala import IMPALALearner
-from rayvec.learners.returns import num_rounds, vtrace_of_rows
 from rayvec.policies.policy import Policy
 
 
@@ -62,25 +61,3 @@ def test_metrics_say_what_they_are() -> None:
     target, _ = vtrace_by_definition(chunk.rew, old, next_value, np.log(ratio), *ends, 0.99, 1.0, 1.0, 1.0)
     assert metrics["value_loss"] == pytest.approx(0.5 * np.mean((old - target) ** 2), rel=1e-4)
     assert metrics["explained_variance"] == pytest.approx(1 - (target - old).var() / target.var(), rel=1e-4)
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 7, 64])
-def test_vtrace_of_rows_equals_the_definition(num_steps: int) -> None:
-    rng = np.random.default_rng(num_steps)
-    shape = num_steps, N
-    rew, value, next_value, log_ratio = rng.normal(size=(4, *shape))
-    terminated, truncated = rng.random((2, *shape)) < 0.15
-    valid = rng.random(shape) > 0.2
-    terminated, truncated = terminated & valid, truncated & valid
-    ends = terminated, truncated, valid
-    within = ~(terminated | truncated)[:-1] & valid[1:]
-    next_value[:-1][within] = value[1:][within]
-    expected = vtrace_by_definition(rew, value, next_value, log_ratio, *ends, 0.9, 0.8, 1.2, 0.9)
-    chain = ~(terminated | truncated)
-    chain[:-1] &= valid[1:]
-    chain[-1] = False
-    columns = [rew, value, next_value, log_ratio, np.where(terminated, 0.0, 0.9), chain.astype(float)]
-    rows = [torch.from_numpy(column.T[valid.T]) for column in columns]
-    got = vtrace_of_rows(*rows, decay=0.9 * 0.8, rho_bar=1.2, c_bar=0.9, rounds=num_rounds(num_steps))
-    for ours, theirs in zip(got, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs.T[valid.T], atol=1e-12)

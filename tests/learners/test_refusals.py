@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.sac_kit import make_learner
+from helpers.sac_kit import BOX, make_chunk, make_learner
 
-from rayvec.errors import ConfigError
+from rayvec.errors import CheckpointError, ConfigError
+from rayvec.learners.replay import ReplayBuffer
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,18 @@ from rayvec.errors import ConfigError
 def test_action_spaces_of_sac(space: spaces.Space[Any], remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         make_learner(space, dtype=torch.float32)
+
+
+def test_what_can_not_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"capacity_steps is 0.*at least 1"):
+        ReplayBuffer(0)
+    replay, chunk = ReplayBuffer(8), make_chunk(BOX, 0, 8)
+    replay.add(chunk)
+    with pytest.raises(ConfigError, match=r"environments \[1, 2, 3, 4\].*\[0, 1, 2, 3\]"):
+        replay.add(replace(chunk, env_ids=chunk.env_ids + 1))
+    with pytest.raises(CheckpointError, match="has 8 steps of each environment, and this one 4"):
+        ReplayBuffer(4).load_state_dict(replay.state_dict())
+    ReplayBuffer(16).load_state_dict(replay.state_dict())
+    replay.add(make_chunk(BOX, 1, 1))
+    with pytest.raises(CheckpointError, match="has 8 steps of each environment, and this one 16"):
+        ReplayBuffer(16).load_state_dict(replay.state_dict())

@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,10 @@ from helpers.sac_kit import (
     masked_chunk,
 )
 from helpers.thread_ranks import ThreadRanks, on_ranks
+from helpers.training_kit import HERE
 from torch import Tensor, nn
 
+import rayvec
 from rayvec.config.references import refer
 from rayvec.data import Batch, tree_leaves
 from rayvec.errors import ConfigError, LearnerError
@@ -265,3 +268,10 @@ def test_your_own_networks_learn_what_the_default_ones_do(
     if action_space is DISCRETE:
         actions = GreedyModule(own.module.float(), space)(*map(torch.as_tensor, tree_leaves(renamed(obs))))
         np.testing.assert_array_equal(actions, wanted.argmax(-1) + DISCRETE.start)
+
+
+@pytest.mark.slow
+def test_it_learns_pendulum(tmp_path: Path) -> None:
+    settings: Any = {"num_steps": 8, "learning_starts": 600, "batch_size": 128, "hidden_sizes": (64, 64), **HERE}
+    config = rayvec.SACConfig(total_steps=4_000, eval_episodes=10, run_dir=tmp_path / "a", **settings)
+    assert rayvec.train(config).eval_return_mean > -500  # random actions: about -1200

@@ -10,34 +10,23 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers.actor_critic_kit import (
-    BOX,
     DISCRETE,
-    MASKED,
     OBS,
     STATS,
     N,
     T,
     impala_config,
     make_batch,
-    perturb,
     ppo_config,
 )
-from helpers.recurrent_kit import StepByStep, act_randomly
+from helpers.recurrent_kit import act_randomly
 
-from rayvec.data import Batch, Chunk, tree_map
+from rayvec.data import Batch, Chunk
 from rayvec.data.join_chunks import join_chunks, pad_chunk
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.policies.policy import Policy
-from rayvec.policies.recurrent import RecurrentActorCritic
-
-CELLS = pytest.mark.parametrize("kind", ["gru", "lstm"])
-SPACES = pytest.mark.parametrize(
-    ("space", "action_space"),
-    [(OBS, DISCRETE), (MASKED, DISCRETE), pytest.param(OBS, BOX, marks=pytest.mark.slow)],
-    ids=["discrete", "masked", "box"],
-)
 
 
 def make_ppo(action_space: spaces.Space[Any] = DISCRETE, obs: spaces.Space[Any] = OBS, **settings: Any) -> PPOLearner:
@@ -56,39 +45,6 @@ def recorded(learner: PPOLearner | IMPALALearner, count: int = 1, **kwargs: Any)
     """Chunks that follow each other: the first one begins all episodes, and the others don't."""
     policy = Policy(learner.module)
     return [act_randomly(policy, seed, **kwargs) for seed in range(count)]
-
-
-def reference_of(learner: PPOLearner | IMPALALearner) -> StepByStep:
-    assert isinstance(learner.module, RecurrentActorCritic)
-    return StepByStep(learner.module)
-
-
-def samples_of(learner: PPOLearner | IMPALALearner, chunk: Chunk) -> Any:
-    return torch.from_numpy(learner.module.distribution.recorded(chunk.act, chunk.extras))
-
-
-@CELLS
-@SPACES
-def test_the_policy_records_what_the_network_computes(
-    kind: str, space: spaces.Space[Any], action_space: spaces.Space[Any]
-) -> None:
-    """In NumPy as in torch: log-probabilities, and states before each sequence, through episodes and chunks."""
-    learner = make_ppo(action_space, space, recurrent=kind)
-    perturb(learner.module, 0.3)
-    reference, state = reference_of(learner), torch.zeros(N, learner.module.cell.state_size)  # type: ignore[union-attr]
-    for chunk in recorded(learner, 2, faults=True, space=space):
-        starts = [0, 5, 10, 15]
-        for t in range(T):
-            if t in starts:
-                torch.testing.assert_close(torch.from_numpy(chunk.states[starts.index(t)]), state, atol=1e-6, rtol=1e-5)
-            for n in range(N):
-                params, _, following = reference.step(tree_map(lambda leaf: leaf[t, n], chunk.obs), state[n])  # noqa: B023
-                sample = samples_of(learner, chunk)[t, n]
-                logp, _ = learner.module.distribution.logp_entropy(params[None], sample[None])
-                assert float(chunk.extras["logp"][t, n]) == pytest.approx(logp.item(), abs=2e-6)
-                begins = chunk.done[t, n] or not chunk.valid[t, n]
-                state[n] = torch.zeros_like(following) if begins else following.detach()
-        assert len(chunk.states) == len(starts)
 
 
 @pytest.mark.parametrize(("length", "taken"), [(5, 10), (5, 7), (8, 8), (8, 3)])

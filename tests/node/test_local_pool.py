@@ -19,11 +19,9 @@ import torch
 from conftest import MakeVec
 from helpers.exact import SpaceEnv
 from helpers.testing import CountingEnv, assert_identical
-from numpy.typing import NDArray
 
 import rayvec
 from rayvec.errors import ConfigError
-from rayvec.policies.noise import NO_NOISE
 from rayvec.training.run_dir import load_run
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -35,23 +33,6 @@ class Interrupts(CountingEnv):
         if action:
             raise KeyboardInterrupt
         return super().step(action)
-
-
-class Weighs:
-    """Records the sum of its weights, and counts how often it has acted."""
-
-    noise = NO_NOISE
-
-    def __init__(self) -> None:
-        self.weights: NDArray[np.float32] = np.zeros(1, np.float32)
-        self.calls = 0
-
-    def act(self, obs: Any, noise: Any) -> Any:
-        self.calls += 1
-        return np.zeros(len(obs), int), {"sum": np.full(len(obs), self.weights.sum())}
-
-    def load_weights(self, weights: NDArray[np.float32]) -> None:
-        self.weights = weights.copy()
 
 
 def make(env: Any, **kwargs: Any) -> RayVecEnv:
@@ -88,25 +69,6 @@ def test_ctrl_c_in_a_chunk_closes_all_since_half_of_it_is_lost() -> None:
     with pytest.raises(KeyboardInterrupt):
         env.rollout(lambda obs: (obs[:, 3] == 3).astype(int), 5)
     assert env.closed
-
-
-def test_a_chunk_is_taken_with_the_weights_of_when_it_was_asked_for() -> None:
-    policy, weights, taken = Weighs(), np.ones(3, np.float32), []
-    with make([CountingEnv] * 2) as env:
-        env.reset(seed=0)
-        store = env.publish(policy)
-        env.rollout_async(store, 2, 0, 0)
-        store.publish(weights)
-        weights += 1
-        env.rollout_async(store, 2, 2, 0)
-        store.publish(weights)
-        with pytest.raises(gymnasium.error.AlreadyPendingCallError):
-            env.step(np.zeros(2, int))
-        for rollout in (env.rollout_wait(), env.rollout_wait(), env.rollout_workers(store, 2, 4, 0)):
-            assert rollout.chunk is not None
-            taken.append((rollout.chunk.weights_version, rollout.chunk.extras["sum"].tolist()))
-    assert taken == [(0, [[0.0] * 2] * 2), (1, [[3.0] * 2] * 2), (2, [[6.0] * 2] * 2)]
-    assert policy.calls == 0, "it is a copy that acts"
 
 
 def test_a_run_learns_what_it_learns_in_a_worker(tmp_path: Path) -> None:

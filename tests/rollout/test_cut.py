@@ -8,15 +8,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from helpers.examples import examples
 from helpers.obedient_envs import Uneven, lean
-from hypothesis import given, strategies as st
 
 from rayvec import Collector, RayVecEnv
-from rayvec.data import Batch, Chunk
-from rayvec.data.join_chunks import join_chunks, pad_chunk
+from rayvec.data import Batch
 from rayvec.errors import ConfigError
-from rayvec.learners.returns import gae
 from rayvec.policies.noise import NoiseSpec
 
 NUM_ENVS, SEED = 4, 7
@@ -93,47 +89,9 @@ def test_a_cut_uses_no_noise_twice() -> None:
     assert len(drawn) == 18 and len(set(drawn.tolist())) == 18
 
 
-@examples(30)
-@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 6))
-def test_padding_changes_no_advantage(seed: int, first: int, second: int) -> None:
-    rng = np.random.default_rng(seed)
-    chunks = [_random_chunk(rng, num_steps, column) for column, num_steps in enumerate((first, second))]
-    joined = join_chunks(chunks)
-
-    def advantages(chunk: Chunk) -> np.ndarray:
-        value, next_value = (obs.astype(np.float32)[..., 0] for obs in (chunk.obs, chunk.next_obs()))
-        ends = chunk.terminated, chunk.truncated
-        return gae(chunk.rew, value, next_value, *ends, gamma=0.9, lam=0.8, valid=chunk.valid)[0]
-
-    assert joined.num_steps == max(first, second) and joined.valid.sum() == first + second
-    for column, chunk in enumerate(chunks):
-        np.testing.assert_array_equal(advantages(joined)[: chunk.num_steps, column], advantages(chunk)[:, 0])
-
-
 def test_only_environments_of_one_machine_can_be_cut(ray_cluster: object) -> None:
     with RayVecEnv("CartPole-v1", 2, num_nodes=1, workers_per_node=1) as env:
         with pytest.raises(ConfigError, match="`cut` was passed with environments on Ray"):
             Collector(env, lean).collect(n_step=8, cut=lambda steps: True)
     with pytest.raises(ConfigError, match="first_id=3"):
         RayVecEnv("CartPole-v1", 2, num_nodes=1, first_id=3)
-
-
-def _random_chunk(rng: np.random.Generator, num_steps: int, column: int) -> Chunk:
-    lead = (num_steps, 1)
-    terminated = rng.random(lead) < 0.3
-    places = np.argwhere(terminated)
-    return pad_chunk(
-        Chunk(
-            env_ids=np.array([column]),
-            obs=rng.standard_normal((*lead, 1)),
-            act=rng.integers(2, size=lead),
-            rew=rng.standard_normal(lead),
-            terminated=terminated,
-            truncated=np.zeros(lead, bool),
-            valid=np.ones(lead, bool),
-            last_obs=rng.standard_normal((1, 1)),
-            final_index=places,
-            final_obs=rng.standard_normal((len(places), 1)),
-        ),
-        num_steps,
-    )

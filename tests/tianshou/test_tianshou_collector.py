@@ -17,7 +17,7 @@ import torch
 from gymnasium import spaces
 from helpers import tianshou_algorithms as kit
 from helpers.exact import DriftEnv
-from helpers.testing import CountingEnv, FaultyEnv
+from helpers.testing import FaultyEnv
 from helpers.tianshou_buffers import assert_same_buffer
 from helpers.tianshou_kit import Agents, Exact, Pointed, Remembers
 from tianshou.algorithm import PPO
@@ -371,31 +371,6 @@ def test_what_cannot_work_is_refused(venvs: dict[str, RayVectorEnv]) -> None:
         collector.collect(n_episode=5)
 
 
-class Halved(RayVectorEnv):
-    """Halves rewards, and begins every episode at 0."""
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        obs, rew, *rest = super().step(*args, **kwargs)
-        return obs, rew * 0.5, *rest
-
-    def reset(self, *args: Any, **kwargs: Any) -> Any:
-        obs, infos = super().reset(*args, **kwargs)
-        return obs * 0, infos
-
-
-def test_step_and_reset_of_a_subclass_are_called() -> None:
-    with closing(Halved([CountingEnv] * 2, num_nodes=0, workers_per_node=0)) as env:
-        collector = Collector(Exact(), env, VectorReplayBuffer(200, 2))
-        collector.reset()
-        collector.collect(n_step=60)
-        for sub in collector.buffer.buffers:
-            np.testing.assert_array_equal(sub.rew[:30], 0.5 * np.arange(1, 31))
-            begins = np.append(True, sub.done[:29])
-            assert not sub.obs[:30][begins].any() and sub.obs[:30][~begins].any()
-        with pytest.raises(ConfigError, match="step and reset not overridden"):
-            Collector(Exact(), env, prefetch=True)
-
-
 class Gives(Policy):
     """Gives one action always; its noise adds one. What it draws is random."""
 
@@ -433,17 +408,3 @@ def test_another_policy_or_noise_that_is_set_acts(settings: dict[str, Any]) -> N
         collector.reset()
         collector.collect(n_step=4)
         assert acts(collector) == [4] * 4
-
-
-def test_equal_runs_in_one_process_are_equal_and_two_collectors_differ() -> None:
-    runs = []
-    for _ in range(2):
-        with closing(local([lambda: gymnasium.make("CartPole-v1")] * 2)) as env:
-            torch.manual_seed(0)
-            env.seed(0)
-            collectors: list[Any] = [Collector(Gives(None), env, VectorReplayBuffer(200, 2)) for _ in range(2)]
-            for collector in collectors:
-                collector.reset()
-                collector.collect(n_step=100, random=True)
-            runs.append([acts(collector) for collector in collectors])
-    assert runs[0] == runs[1] and runs[0][0] != runs[0][1]

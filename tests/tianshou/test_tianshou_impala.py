@@ -139,19 +139,6 @@ def test_returns_are_scaled() -> None:
     torch.testing.assert_close(batch.adv * scale, batches[0].adv)
 
 
-def test_passes_take_up_the_policy_as_it_is() -> None:
-    algorithm = make()
-    buffer = filled(algorithm)
-    seen = []
-    add_targets = algorithm._add_targets
-    algorithm._add_targets = lambda batch: seen.append(add_targets(batch)) or seen[-1]
-    with policy_within_training_step(algorithm.policy):
-        stats = algorithm.update(buffer, batch_size=32, repeat=3)
-    assert stats.gradient_steps == 6  # two minibatches, since the last is merged with what is left
-    np.testing.assert_allclose(seen[0], 1, atol=1e-5)
-    assert not np.allclose(seen[1], 1, atol=1e-3) and not np.allclose(seen[1], seen[2], atol=1e-3)
-
-
 def test_its_policy_records_wherever_it_goes() -> None:
     algorithm = make()
     assert records_logp(algorithm.policy) and records_logp(copy.deepcopy(algorithm.policy))

@@ -18,7 +18,7 @@ import torch
 from gymnasium import spaces
 from helpers import tianshou_algorithms as kit
 from helpers.exact import DriftEnv
-from helpers.tianshou_kit import Exact, Remembers
+from helpers.tianshou_kit import Exact
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.algorithm.modelfree.ddpg import ContinuousDeterministicPolicy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
@@ -29,10 +29,8 @@ from tianshou.utils.net.common import Recurrent
 from tianshou.utils.net.continuous import ContinuousActorDeterministic
 
 import rayvec.tianshou
-from rayvec.collect.collector import Collector
 from rayvec.tianshou import RayVectorEnv
-from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry
-from rayvec.vector.ray_vec_env import RayVecEnv
+from rayvec.tianshou.policies import TianshouPolicy, policy_entry
 
 BOX, DISCRETE = spaces.Box(-2.0, 3.0, (3,), np.float32), spaces.Discrete(2)
 NO_NOISE = np.full((4, 1), 0.5)
@@ -116,31 +114,6 @@ class Holds(DiscreteQLearningPolicy[Any]):
         return [self.rng.random(), self.old_rng.rand(), self.dice.random(), self.action_space.sample()]
 
 
-def test_a_policy_replaces_its_copy_if_anything_but_its_tensors_has_changed() -> None:
-    policy = Holds()
-    acting = TianshouPolicy(policy)
-    copy = pickle.loads(pickle.dumps(acting))
-    first = copy.policy
-    for change in (lambda: None, lambda: [each.data.add_(1) for each in policy.parameters()]):
-        change()
-        copy.load_weights(acting.weights())
-        assert copy.policy is first and torch.equal(copy.policy.net.weight, policy.net.weight)
-    for number, (change, value_of) in enumerate(
-        (
-            (lambda: policy.table.__setitem__(1, 2.0), lambda policy: policy.table[1]),
-            (lambda: policy.nested["deep"][0].fill(1), lambda policy: policy.nested["deep"][0][0]),
-            (lambda: setattr(policy, "active", policy.other_net), lambda policy: policy.active is policy.other_net),
-            (lambda: policy.set_eps_training(0.25), lambda policy: policy.eps_training),
-            (lambda: setattr(policy.noise, "_sigma", 1 / 3), lambda policy: policy.noise._sigma),
-            (lambda: setattr(policy, "function", lambda: 7), lambda policy: policy.function()),
-        )
-    ):
-        last = copy.policy
-        change()
-        copy.load_weights(acting.weights())
-        assert copy.policy is not last and value_of(copy.policy) == value_of(policy), number
-
-
 @pytest.mark.parametrize("workers_per_node", [0, 2])
 def test_a_table_that_has_changed_acts_in_the_workers(workers_per_node: int) -> None:
     class Tabular(Policy):
@@ -187,30 +160,6 @@ def test_draws_depend_on_the_seed_in_a_worker_and_on_global_generators_in_the_dr
     assert one == same != other and one[0] != one[1]
     assert held == same_held == draws(holds, 0.3)
     assert all(ours != theirs for k in range(4) for ours, theirs in [(held[k::4], other_held[k::4])])
-
-
-def test_random_actions_depend_on_the_environment_only() -> None:
-    noise = np.random.default_rng(0).random((6, 1))
-    together, apart = RandomActions(BOX), [RandomActions(BOX), RandomActions(BOX)]
-    for _ in range(3):
-        parts = [policy.act(None, noise[rows])[0] for policy, rows in zip(apart, (slice(2), slice(2, 6)), strict=True)]
-        np.testing.assert_array_equal(together.act(None, noise)[0], np.concatenate(parts))
-
-
-@pytest.mark.parametrize("inference", ["worker", "driver"])
-def test_memory_lasts_for_one_episode(inference: Any) -> None:
-    env = RayVecEnv([DriftEnv] * 4, num_nodes=0, workers_per_node=0, groups=2)
-    collector = Collector(env, TianshouPolicy(Remembers()), inference, seed=0)
-    count = np.zeros(4)
-    for _ in range(2):
-        for chunk in (collector.collect(n_step=4 * n).chunks[0] for n in (30, 25)):
-            remembered = policy_entry(chunk.extras).hidden_state.hidden.numpy()[..., 0]
-            for t in range(chunk.num_steps):
-                count += 1
-                np.testing.assert_array_equal(remembered[t], count)
-                count[chunk.done[t]] = 0
-        collector.reset(seed=1)
-        count[:] = 0
 
 
 def test_in_this_process_a_collector_draws_from_the_generators_that_tianshous_draws_from() -> None:

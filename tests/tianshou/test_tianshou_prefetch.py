@@ -67,20 +67,6 @@ def test_steps_are_those_of_the_policy_one_change_ago(venv: RayVectorEnv, make_p
     mine.reset_env()  # frees the environments for the next test
 
 
-def test_other_numbers_of_steps(venv: RayVectorEnv) -> None:
-    """Pending steps count; missing ones are taken at once, with the newest policy."""
-    collector, _ = pair(venv, Exact)
-    taken = []
-    for n_step in (50, 100, 50, 25, 25):
-        collector.policy.shift.data.add_(1)
-        taken.append((collector.collect(n_step=n_step).n_collected_steps, len(collector.buffer)))
-    assert taken == [(50, 50), (100, 150), (100, 250), (50, 300), (25, 325)]
-    stats = collector.collect(n_step=60, random=True)
-    assert stats.n_collected_steps == 60
-    collector.collect(n_step=60)
-    collector.reset_env()
-
-
 class Interrupted(RayVectorEnv):
     """Raises KeyboardInterrupt in the next wait for a chunk if it is told to, as after Ctrl-C in a notebook."""
 
@@ -124,22 +110,6 @@ def test_an_interrupted_wait_loses_nothing(settings: dict[str, Any]) -> None:
             collector.collect(n_step=50)
         collector.reset()
         assert env.step(np.zeros(5, int))[1].shape == (5,)  # the environments are free
-
-
-def test_a_reset_drops_the_pending_chunk(venv: RayVectorEnv) -> None:
-    collector, _ = pair(venv, Exact)
-    collector.collect(n_step=50)
-    with pytest.raises(AssertionError, match="prefetching"):
-        venv.reset()
-    with pytest.raises(AssertionError, match="prefetching"):
-        venv.step(np.zeros(5, int))
-    collector.reset()
-    assert len(collector.buffer) == 0
-    venv.step(np.zeros(5, int))
-    collector.reset()
-    starts = collector.collect(n_step=5)
-    assert starts.n_collected_steps == 5 and starts.staleness == 0
-    collector.reset_env()
 
 
 @pytest.mark.parametrize("ahead", [{"prefetch": True}, {"max_staleness": 2}], ids=str)

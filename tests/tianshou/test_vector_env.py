@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -213,14 +211,6 @@ class TestInterface:
                 call()
         assert len(venv) == 1
 
-    @pytest.mark.slow
-    def test_cores_are_shared(self, make: MakeVenv) -> None:
-        """Any number of environments: Tianshou has training and test environments at once."""
-        cores = sum(node.num_workers for node in make([Line] * 40, nodes=None, workers=None).topology.nodes)
-        again = make([Line] * 40, nodes=None, workers=None)
-        assert sum(node.num_workers for node in again.topology.nodes) == cores >= 16
-        assert again.reset()[0].shape == (40, 2)
-
 
 class TestAsync:
     def test_a_step_does_not_wait_for_slow_environments(self, make: MakeVenv, tmp_path: Path) -> None:
@@ -426,24 +416,3 @@ def test_environments_without_spaces(workers: int) -> None:
         assert venv.reset()[0].tolist() == [{"first"}, {"first"}]
         assert venv.step(np.array([3, 4]))[0].tolist() == [{3}, {4}]
         assert venv.get_env_attr("observation_space") == [None, None]
-
-
-WITHOUT_RAY = """
-import sys
-sys.modules["ray"] = None  # Tianshou imports Ray where it is installed, and does without it where not
-from helpers.exact import DriftEnv
-from helpers.tianshou_kit import Exact
-from rayvec.tianshou import Collector, RayVectorEnv
-for workers in (1, 0):
-    envs = RayVectorEnv([DriftEnv] * 2, num_nodes=0, workers_per_node=workers)
-    collector = Collector(Exact(), envs)
-    collector.reset()
-    print(envs.transports, collector.collect(n_episode=2).n_collected_episodes)
-    envs.close()
-"""
-
-
-@pytest.mark.slow
-def test_ray_is_not_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_RAY], capture_output=True, text=True, check=True)
-    assert done.stdout == "('shm',) 2\n('local',) 2\n"

@@ -134,26 +134,6 @@ def test_the_list_of_callbacks_may_be_thinned_out(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "a" / "learning_curve.png").exists() and "steps/s" not in capsys.readouterr().err
 
 
-def test_infos_that_training_does_not_read_are_not_carried(tmp_path: Path) -> None:
-    seen: list[set[str]] = []
-
-    class Looks(rayvec.learners.ppo.PPOLearner):
-        def update(self, batch: rayvec.Batch) -> dict[str, float]:
-            seen.append({key for chunk in batch.chunks for info in chunk.infos for key in info.info})
-            return super().update(batch)
-
-    from rayvec.training.runs import LEARNERS
-
-    for reads, expected in ((False, {"is_success"}), (True, {"is_success", "frame", "text"})):
-        Looks.reads_infos = reads
-        before, LEARNERS[rayvec.PPOConfig] = LEARNERS[rayvec.PPOConfig], Looks
-        try:
-            rayvec.train(tiny(tmp_path / str(reads), total_steps=64, eval_episodes=0), env=Levels)
-        finally:
-            LEARNERS[rayvec.PPOConfig] = before
-        assert seen.pop() == expected
-
-
 @pytest.mark.parametrize("where", [HERE, pytest.param(RANKS, marks=SLOW)], ids=["here", "ranks"])
 def test_a_list_of_callables_and_their_indices(tmp_path: Path, where: dict[str, Any]) -> None:
     curriculum = Curriculum()

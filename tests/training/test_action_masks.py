@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from gymnasium import spaces
 from helpers.own_envs import Masked
 from helpers.training_kit import HERE, SMALL, tiny
@@ -16,21 +15,13 @@ import rayvec
 from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.errors import ConfigError, EnvError
 from rayvec.learners.ppo import PPOLearner
-from rayvec.policies.policy import Policy
 from rayvec.training.evaluation import evaluate_run
-from rayvec.training.run_dir import load_run
-from rayvec.training.runs import make_env, make_learner
 from rayvec.wrappers import ActionMask
 
 IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "prefetch": False, **HERE, "total_steps": 256}
 PPO = {**SMALL, **HERE, "total_steps": 256}
 WHERE = pytest.mark.parametrize("where", ["info", "obs"])
 SLOW = pytest.mark.slow
-
-
-def weights_of(run_dir: Path) -> torch.Tensor:
-    weights: torch.Tensor = load_run(run_dir)[1]["weights"]
-    return weights
 
 
 @pytest.mark.parametrize(
@@ -79,49 +70,6 @@ def test_sac_takes_no_action_that_is_not_allowed(tmp_path: Path, where: str) -> 
 def test_without_masks_the_environment_refuses(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not allowed"):
         rayvec.train(tiny(tmp_path / "a", action_masks=False), env=Masked)
-
-
-@pytest.mark.parametrize("where", ["info", pytest.param("obs", marks=SLOW)])
-@pytest.mark.parametrize(
-    "elsewhere",
-    [
-        pytest.param({"workers_per_node": 2}, marks=SLOW),
-        {"inference": "driver"},
-        pytest.param({"num_learners": 2, "learners": "decentralized", "sync_fraction": 1.0}, marks=SLOW),
-        pytest.param({"compile": True}, marks=SLOW),
-    ],
-    ids=str,
-)
-def test_runs_learn_the_same_wherever_they_run(tmp_path: Path, where: str, elsewhere: dict[str, Any]) -> None:
-    results = []
-    for name, changes in (("here", {}), ("there", elsewhere)):
-        config = tiny(tmp_path / name, total_steps=256, env_kwargs={"where": where}, **changes)
-        results.append(rayvec.train(config, env=Masked).eval_return_mean)
-    torch.testing.assert_close(weights_of(tmp_path / "there"), weights_of(tmp_path / "here"), atol=1e-5, rtol=0)
-    assert results[0] == results[1]
-
-
-@WHERE
-def test_acting_and_learning_have_the_same_probabilities(where: str) -> None:
-    config = PPOConfig(**{**PPO, "env_kwargs": {"where": where}, "env_id": "helpers.own_envs:Masked"})
-    with make_env(config) as env:
-        learner = make_learner(config, env)
-        env.reset(seed=0)
-        chunk = env.rollout(Policy(learner.module), 16)
-        module: Any = learner.module
-        params, _ = module(module.encode(chunk.obs))
-        sample = torch.from_numpy(module.distribution.recorded(chunk.act, chunk.extras))
-        logp, entropy = module.distribution.logp_entropy(params.flatten(0, 1), sample.flatten(0, 1))
-        np.testing.assert_allclose(logp.detach(), chunk.extras["logp"].ravel(), atol=1e-5)
-        mask = chunk.obs["action_mask"].reshape(-1, 4) != 0
-        assert (params.flatten(0, 1).detach().softmax(-1).numpy()[~mask] == 0).all()
-        reference = torch.distributions.Categorical(logits=params.flatten(0, 1).detach().double())
-        allowed = torch.from_numpy(mask)
-        renormalised = torch.where(allowed, reference.probs, 0)  # type: ignore[arg-type]
-        logs = torch.where(allowed, renormalised.clamp(min=1e-300).log(), 0)
-        torch.testing.assert_close(entropy.detach().double(), -(renormalised * logs).sum(-1), atol=1e-5, rtol=0)
-        logp.sum().backward()
-        assert all(each.grad is None or each.grad.isfinite().all() for each in module.parameters())
 
 
 def test_the_network_does_not_see_the_mask() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -17,38 +16,12 @@ from rayvec.training.atomic_files import written_whole
 from rayvec.training.run_dir import load_run
 
 
-def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    with written_whole(path) as file:
-        file.write(b"new")
-        assert path.read_bytes() == b"old"
-    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
-
-
 def test_what_is_no_file_stays(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     for path in (pipe, tmp_path):
         with pytest.raises(ConfigError, match="it is no file"), written_whole(path) as file:
             file.write(b"new")
     assert list(tmp_path.iterdir()) == [pipe] and pipe.is_fifo()
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
-def test_what_fails_leaves_the_old_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-
-    def full(descriptor: int) -> None:
-        raise error
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(type(error)) as caught, written_whole(path) as file:
-        file.write(b"new")
-    assert isinstance(error, KeyboardInterrupt) or str(path) in str(caught.value)
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_full_disk_ends_a_run_with_its_last_files_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.training_kit import HERE, lengthen, tiny
+from helpers.training_kit import HERE, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rayvec
@@ -165,18 +165,6 @@ def test_the_best_weights_are_kept(tmp_path: Path) -> None:
     best = checkpoint.load(tmp_path / "a" / "best.pt")
     mean, weights = max(found, key=lambda each: each[0])
     assert torch.equal(best["weights"], torch.from_numpy(weights)) and best["progress"]["best_return"] == mean
-
-
-def test_a_resumed_run_knows_of_a_best_evaluation_after_its_checkpoint(tmp_path: Path) -> None:
-    """The run was killed between the two, or a callback had ended it."""
-    rayvec.train(tiny(tmp_path / "a", **EVALUATED))
-    best = checkpoint.load(tmp_path / "a" / "best.pt")
-    best["progress"]["best_return"] = 600.0
-    checkpoint.save(tmp_path / "a" / "best.pt", best)
-    steps = load_run(tmp_path / "a")[0].total_steps
-    lengthen(tmp_path / "a", steps, steps + 256)
-    rayvec.resume(tmp_path / "a")
-    assert checkpoint.load(tmp_path / "a" / "best.pt")["progress"]["best_return"] == 600.0
 
 
 def test_checkpoints_are_kept_at_intervals(tmp_path: Path) -> None:

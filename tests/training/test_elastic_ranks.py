@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 from helpers.elastic import Nodes, without_cores_elsewhere
 from helpers.training_kit import SMALL
-from helpers.waiting import wait_until
 
 import rayvec
 from rayvec.distributed import rank_placement
-from rayvec.distributed.rank_placement import RankNodes, ResourceRequest
 from rayvec.errors import ConfigError
 from rayvec.training.run_dir import read_metrics
 
@@ -31,21 +28,6 @@ def test_too_few_nodes_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"3 nodes with 1 core in 0\.1 s"):
         rayvec.train(rayvec.PPOConfig(**settings))
     assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_ranks_are_as_many_as_nodes_allow() -> None:
-    cores: dict[str, int] = {}
-    with without_cores_elsewhere() as free:
-        here = ray.get_runtime_context().get_node_id()
-        nodes = RankNodes((1, 4), 8, cores, ResourceRequest(1, 0))
-        assert nodes.num_ranks == 2 and len(nodes.node_ids) == len(cores) == 1
-        assert nodes.workers_per_rank(6) == 3 and nodes.workers_per_rank(0) == 0
-        assert nodes.node_ids == (here,) and not nodes.has_changed([here])
-        free()
-        wait_until(lambda: nodes.has_changed([here]), "a node has joined")
-        again = RankNodes((1, 4), 8, cores, ResourceRequest(1, 0))
-        assert again.num_ranks == 4 and set(again.node_ids) == cores.keys() and len(cores) == 2
 
 
 @pytest.fixture

@@ -12,41 +12,12 @@ from pathlib import Path
 
 import pytest
 from helpers.processes import assert_nothing_left, running
-from helpers.training_kit import SMALL, options, tiny
+from helpers.training_kit import SMALL, options
 
-import rayvec
-import rayvec.training.loop  # now, so that it keeps none of the functions that a test replaces
 from rayvec.training.run_dir import load_run, read_metrics
-from rayvec.training.stop_signals import Interrupts, Terminated
+from rayvec.training.stop_signals import Interrupts
 
 pytestmark = pytest.mark.timeout(600)  # commands in processes of their own, on a busy machine
-
-
-def press() -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
-def test_the_first_press_in_the_loop_is_a_request_and_the_second_an_interrupt(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts, interrupts.deferred():
-        assert not interrupts.requested
-        press()
-        assert interrupts.requested
-        assert "\nfinishing the current iteration; Ctrl-C again stops at once\n" in capsys.readouterr().err
-        press()
-
-
-def test_sigterm_is_a_request_in_the_loop_alone() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated), Interrupts() as interrupts:
-        assert signal.getsignal(signal.SIGTERM) is before
-        with interrupts.deferred():
-            signal.raise_signal(signal.SIGTERM)
-            assert interrupts.requested and interrupts.kind is Terminated
-            press()  # the first of its kind
-            signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_handler_of_yours_for_sigterm_stays() -> None:
@@ -58,34 +29,6 @@ def test_a_handler_of_yours_for_sigterm_stays() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == [1] and not interrupts.requested
-
-
-def test_an_interrupt_that_a_library_drops_is_raised_later() -> None:
-    reached = []
-    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
-        with contextlib.suppress(KeyboardInterrupt):
-            press()
-        with interrupts.deferred():
-            reached.append("the loop")
-    assert not reached
-    with pytest.raises(KeyboardInterrupt), Interrupts(), contextlib.suppress(KeyboardInterrupt):
-        press()
-
-
-def test_an_interrupt_that_a_library_turns_into_an_error_is_one_again() -> None:
-    error = ImportError("initialisation failed")
-    with pytest.raises(KeyboardInterrupt) as caught, Interrupts():
-        try:
-            press()
-        except KeyboardInterrupt:
-            raise error from None
-    assert caught.value.__cause__ is error
-
-
-def test_errors_that_follow_a_request_stay_errors() -> None:
-    with pytest.raises(OSError, match="disk"), Interrupts() as interrupts, interrupts.deferred():
-        press()
-        raise OSError("the disk is full")
 
 
 @pytest.mark.parametrize(
@@ -190,34 +133,3 @@ def test_an_interrupt_at_any_moment_of_a_run_ends_it(tmp_path: Path, num_nodes: 
         else:
             assert codes[-1] == 130 and "rayvec: " in said and "Traceback" not in said, said
     assert 130 in codes, codes
-
-
-def test_sigterm_while_a_run_directory_is_made_leaves_none_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rayvec.training.checkpoint.save", lambda *_: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Terminated):
-        rayvec.train(tiny(tmp_path / "a"))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("part", ["rank_trainer.open_env", "trainer.Trainer.evaluate"])
-def test_sigterm_before_and_after_the_loop_ends_the_run_as_ctrl_c_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    monkeypatch.setattr(f"rayvec.training.{part}", lambda *args, **_: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Terminated) as caught:
-        rayvec.train(tiny(tmp_path / "a"))
-    has_begun = part == "trainer.Trainer.evaluate"
-    assert (tmp_path / "a").exists() == has_begun
-    assert any("resume with" in note for note in getattr(caught.value, "__notes__", [])) == has_begun
-
-
-def test_sigterm_stays_sigterm_if_a_library_raises_a_keyboard_interrupt_of_its_own() -> None:
-    """As Ray does, in whose calls the driver waits."""
-    with pytest.raises(KeyboardInterrupt) as caught, Interrupts() as interrupts, interrupts.taking_sigterm():
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt from None
-    assert caught.type is Terminated

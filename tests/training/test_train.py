@@ -16,8 +16,6 @@ import rayvec
 from rayvec import PPOConfig, TrainConfig
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run, read_metrics
-from rayvec.training.runs import make_env, make_learner
-from rayvec.training.trainer import Progress, Trainer
 
 IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2}
 ONE_WORKER = {"num_nodes": 1, "workers_per_node": 1}
@@ -59,19 +57,6 @@ def test_chunks_are_taken_ahead_where_workers_act(
     run = rayvec.train(rayvec.IMPALAConfig(run_dir=tmp_path / "a", inference=inference, **settings))
     assert run.total_steps == 192
     assert [line["staleness"] for line in read_metrics(run.run_dir / "metrics.jsonl")] == staleness
-
-
-def test_a_run_measures_observations_before_it_acts(tmp_path: Path) -> None:
-    config = tiny(tmp_path / "a", normalize_obs=True)
-    with make_env(config) as env:
-        learner, seed = make_learner(config, env), config.train_seed(0)
-        batch = Trainer(config, env, learner, Progress()).collector.collect(n_step=config.steps_per_iteration)
-        first_obs, _ = env.reset(seed=seed)
-        (chunk,) = batch.chunks
-        np.testing.assert_array_equal(chunk.obs[0], first_obs)
-        assert batch.stats.weights_versions == (1, 1) and batch.stats.n_surplus_steps == 0
-        moments = learner.state_dict()["obs_moments"]
-        assert moments["count"] == config.steps_per_iteration and moments["mean"].any()
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -18,8 +18,6 @@ import rayvec
 import rayvec.stable_baselines3
 import rayvec.tianshou
 from rayvec.data.cores import quota_cores, usable_cores
-from rayvec.errors import ConfigError
-from rayvec.training.runs import probed_workers, with_own_parts
 
 MANY = usable_cores() + 2
 
@@ -53,20 +51,17 @@ def test_environments_that_compute_have_a_worker_for_each_core(env: Any) -> None
         assert workers_of(envs) == usable_cores()
 
 
-@pytest.mark.parametrize("spare_envs", [0, 1])
-def test_only_the_first_of_different_callables_is_tried_and_closed_before_the_others_start(
-    spare_envs: Any, tmp_path: Path
-) -> None:
+def test_only_the_first_of_different_callables_is_tried_and_closed_before_the_others_start(tmp_path: Path) -> None:
     path = tmp_path / "events"
     env_fns = [partial(make_noted, path, f"env{i}") for i in range(MANY)]
-    with rayvec.RayVecEnv(env_fns, num_nodes=0, spare_envs=spare_envs) as env:
+    with rayvec.RayVecEnv(env_fns, num_nodes=0, spare_envs=1) as env:
         assert workers_of(env) == MANY
         found = events(path)
     closed = found.index("env0 close")
     assert found[:2] == ["env0 make", "env0 reset"] and "env0 step" in found[:closed]
     assert {each.split()[0] for each in found[:closed]} == {"env0"}
     made = [f"env{i} make" for i in range(MANY)]
-    assert sorted(found[closed + 1 :]) == sorted(made * (1 + spare_envs))  # each worker makes one more
+    assert sorted(found[closed + 1 :]) == sorted(made * 2)  # each worker makes one more
 
 
 @pytest.mark.parametrize(
@@ -131,16 +126,6 @@ def test_a_training_decides_alike(settings: dict[str, Any], probes: int, tmp_pat
     assert len(steppers) == count + probes
 
 
-@pytest.mark.parametrize("is_list", [True, False], ids=["a list", "env_index"])
-def test_a_rank_tries_the_first_of_its_own_environments(is_list: bool, tmp_path: Path) -> None:
-    """Others may hold the port and the folder of environment 0."""
-    path = tmp_path / "events"
-    makes = [partial(make_noted, path, f"env{i}") for i in range(4)]
-    config = with_own_parts(rayvec.PPOConfig(num_envs=4), makes if is_list else lambda env_index: makes[env_index]())
-    assert probed_workers(config, num_envs=2, first_id=2, cores=1) == 2
-    assert {each.split()[0] for each in events(path)} == {"env2"}
-
-
 @pytest.fixture
 def few_free_cores(ray_cluster: object) -> Iterator[None]:
     """Claims the cores of the shared cluster until each node has two."""
@@ -178,10 +163,6 @@ class TestOnRay:
             pass
         rayvec.stable_baselines3.RayVecEnv([make] * 6).close()  # it claims no cores
         assert events(path).count("env make") == 16
-
-    def test_explicit_workers_claim_at_most_the_cores_of_a_node(self) -> None:
-        with pytest.raises(ConfigError, match=r"need 3 CPU.* 2 free of \d+ CPU"):
-            rayvec.RayVecEnv(make_sleeping, 6, workers_per_node=3)
 
     @pytest.mark.parametrize("num_nodes", [None, (2, 2)], ids=["fixed", "elastic"])
     def test_environments_for_training_and_for_evaluation(

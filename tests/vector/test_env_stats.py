@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import MakeVec
-from gymnasium.vector import SyncVectorEnv
 from helpers.testing import CountingEnv, FaultyEnv
 
 import rayvec
@@ -32,13 +31,6 @@ def test_each_environment_has_its_figures(make_vec: MakeVec, nodes: int, workers
     assert failing.num_restarts == 1 and "environment 2, seed 12 raised ValueError" in failing.last_error
     assert [each.node for each in (fast, failing)] == [env.topology.nodes[at].name for at in (0, -1)]
     assert failing.worker == (1 if (nodes, workers) == (0, 2) else 0)
-
-
-def test_native_sub_batches_have_those_of_the_whole() -> None:
-    with rayvec.RayVecEnv([partial(SyncVectorEnv, [CountingEnv] * 2)] * 2, native=True, num_nodes=0) as env:
-        env.reset(seed=0)
-        env.step(np.zeros(4, int))
-        assert [each.num_steps for each in env.env_stats()] == [1] * 4
 
 
 def test_a_training_says_which_is_slow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

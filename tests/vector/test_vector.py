@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 from conftest import MakeVec
 from gymnasium import spaces
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.exact import SpaceEnv
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep
 from helpers.odd_envs import OddInfo
-from helpers.testing import CountingEnv, assert_identical
+from helpers.testing import assert_identical
 from helpers.vector_kit import TOPOLOGIES
 
 from rayvec.data import tree_map
@@ -89,36 +88,6 @@ class TestEquivalence:
         env = make_vec(fns, *TOPOLOGIES[topology])
         with closing(SyncVectorEnv(fns)) as sync:
             in_lockstep(env, sync, 9)
-
-
-class RepeatsAction(gymnasium.Env[Any, Any]):
-    """Its info holds the text of its action, whose keys have an order."""
-
-    observation_space = spaces.Discrete(2)
-    action_space = spaces.Dict(
-        z=spaces.Dict(d=spaces.Discrete(3), c=spaces.Box(-1.0, 1.0, (2,))),
-        b=spaces.Tuple([spaces.Dict(y=spaces.Discrete(2), x=spaces.Discrete(9))]),
-        a=spaces.Discrete(4),
-    )
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return 0, {}
-
-    def step(self, action: Any) -> Any:
-        return 0, 0.0, False, False, {"action": repr(action)}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_keys_of_actions_come_in_gymnasiums_order(workers: int) -> None:
-    env, sync = (
-        RayVecEnv([RepeatsAction] * 3, num_nodes=0, workers_per_node=workers),
-        SyncVectorEnv([RepeatsAction] * 3),
-    )
-    with env, closing(sync):
-        actions = env.action_space.sample()
-        for each in (env, sync):
-            each.reset()
-        assert_identical(env.step(actions), sync.step(actions))
 
 
 class TestSeeds:
@@ -230,30 +199,6 @@ class TestGroups:
                 over[group] = expected[2] | expected[3]
         for half in halves:
             half.close()
-
-    def test_order_of_calls(self, make_vec: MakeVec) -> None:
-        env = make_vec([CountingEnv] * 4, groups=2)
-        env.reset(seed=0)
-        with pytest.raises(NoAsyncCallError):
-            env.recv(0)
-        env.send(np.zeros(2, int), group=0)
-        for forbidden in (
-            partial(env.send, np.zeros(2, int), 0),
-            partial(env.step_async, np.zeros(4, int)),
-            env.reset_async,
-            partial(env.call, "spec"),
-            partial(env.rollout, lambda obs: np.zeros(len(obs), int), 2),
-        ):
-            with pytest.raises(AlreadyPendingCallError):
-                forbidden()
-        env.send(np.zeros(2, int), group=1)
-        with pytest.raises(NoAsyncCallError):
-            env.step_wait()
-        assert env.recv(1).rew.tolist() == [1.0, 1.0]
-        assert env.recv(0).rew.tolist() == [1.0, 1.0]
-        for wrong in (2, -1):
-            with pytest.raises(ConfigError, match=f"no group {wrong}"):
-                env.send(np.zeros(2, int), group=wrong)
 
 
 class TestMemory:

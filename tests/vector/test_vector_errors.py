@@ -19,7 +19,7 @@ from conftest import MakeVec
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import TimeLimit
 from helpers.kinds import in_lockstep, within
-from helpers.odd_envs import OwnError, PressesCtrlC, SlowCall, TellsPid, TwoFaced
+from helpers.odd_envs import PressesCtrlC, SlowCall, TwoFaced
 from helpers.testing import CountingEnv, FaultyEnv
 from helpers.vector_kit import DEADLINE_S, pids_of
 from helpers.waiting import alive, shm_names, wait_until
@@ -88,14 +88,6 @@ class TestErrors:
         wait_until(
             lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], "all cores are free again"
         )
-
-    @pytest.mark.parametrize("nodes", [1, 2])
-    def test_an_error_whose_constructor_takes_other_arguments(self, make_vec: MakeVec, nodes: int) -> None:
-        env = make_vec([CountingEnv, partial(FaultyEnv, "raise", error=partial(OwnError, 3, "odd"))], nodes)
-        env.reset(seed=0)
-        with pytest.raises(OwnError, match=r"^odd \(3\)$") as caught:
-            env.step(np.zeros(2, int))
-        assert "environment 1, seed 1" in str(caught.value.__cause__)
 
     @pytest.mark.parametrize(
         ("nodes", "when"),
@@ -229,25 +221,6 @@ class TestInput:
         with pytest.raises(ConfigError, match="|".join([*kwargs, "callable"])):
             RayVecEnv(**kwargs)
 
-    @pytest.mark.parametrize(
-        ("inference", "shape"),
-        [
-            *(("worker", ()), ("driver", (6, 1))),
-            *(pytest.param("worker", shape, marks=pytest.mark.slow) for shape in ((1,), (3, 1))),
-            *(pytest.param("driver", shape, marks=pytest.mark.slow) for shape in ((1,), (7,))),
-        ],
-    )
-    def test_policies_that_return_a_wrong_number_of_actions(
-        self, make_vec: MakeVec, inference: Any, shape: tuple[int, ...]
-    ) -> None:
-        env = make_vec([CountingEnv] * 6, 2)
-
-        def policy(obs: Any) -> Any:
-            return np.zeros(shape, int)
-
-        with pytest.raises(ConfigError, match="action"):
-            env.rollout(policy, 3, inference, seed=0)
-
 
 class TestConstruction:
     @pytest.mark.parametrize(
@@ -297,14 +270,3 @@ class TestConstruction:
         env = make_vec(gymnasium.spec("Blackjack-v1"), num_envs=2, wrappers=wrappers)
         with closing(SyncVectorEnv([make] * 2)) as sync:
             in_lockstep(env, sync, 10)
-
-    def test_by_default_every_node_takes_part(self, ray_cluster: object) -> None:
-        with RayVecEnv([CountingEnv] * 4, workers_per_node=1) as env:
-            assert env.transports == ("shm", "tcp")
-            assert [len(node.env_range) for node in env.topology.nodes] == [2, 2]
-
-    def test_environments_are_made_on_workers_alone(self, make_vec: MakeVec) -> None:
-        env = make_vec([TellsPid] * 3, 2)
-        pids = env.call("made_in")
-        assert os.getpid() not in pids
-        assert set(pids) == {pid for node in pids_of(env) for pid in node[1:]}

@@ -72,10 +72,13 @@ def test_workers_forget_a_policy_whose_store_nobody_holds() -> None:
         assert kept.publish(np.zeros(3, np.float32)) == 1 and rollout(env, kept, 1).weights_version == 1
 
 
-def test_a_pending_chunk_acts_with_the_weights_of_when_it_was_requested(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nodes", "workers"), [(0, 0), (0, 1), (2, 1)])
+def test_a_pending_chunk_acts_with_the_weights_of_when_it_was_requested(
+    tmp_path: Path, make_vec: MakeVec, nodes: int, workers: int
+) -> None:
     """The second chunk is requested with version 2, while the first one waits; then versions 3 and 4 are published."""
     gate = tmp_path / "gate"
-    with RayVecEnv([partial(GatedEnv, gate)], num_nodes=0, workers_per_node=1) as env:
+    with make_vec([partial(GatedEnv, gate)] * 2, nodes, workers) as env:
         env.reset(seed=0)
         store = env.publish(Weighs())
         for version in (1, 2):

@@ -1,0 +1,86 @@
+"""What compile='auto' decides, and what compiling needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from helpers.actor_critic_kit import BOX, OBS, make_batch, ppo_config
+from torch import nn
+
+from rayvec.config import IMPALAConfig, PPOConfig, SACConfig
+from rayvec.errors import ConfigError
+from rayvec.learners.compile_decision import choice_of, compiles
+from rayvec.learners.compiling import Compiled
+from rayvec.learners.gradient import Gradient
+from rayvec.learners.ppo import PPOLearner
+from rayvec.policies.policy import Policy
+from rayvec.training.runs import wait_limit_s
+
+NUMBERS = spaces.Box(-1, 1, (3,), np.float32)
+LONG: dict[str, Any] = {"preset": "none", "total_steps": 100_000_000}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        (PPOConfig, {}, False),
+        (IMPALAConfig, {}, False),
+        (SACConfig, {"total_steps": 10_000}, False),
+        (PPOConfig, LONG, True),
+        (IMPALAConfig, LONG, True),
+        (SACConfig, LONG, True),
+        (PPOConfig, {**LONG, "network": "some.module:function"}, False),
+        (PPOConfig, {**LONG, "learner_device": "cuda"}, False),
+        (PPOConfig, {"compile": True}, True),
+        (SACConfig, {**LONG, "compile": False}, False),
+    ],
+    ids=str,
+)
+def test_long_runs_compile_unless_settings_say_otherwise(kind: Any, settings: dict[str, Any], expected: bool) -> None:
+    config = kind(**settings)
+    assert compiles(config, NUMBERS) is expected
+    choice = choice_of(config, NUMBERS)
+    if not expected or config.compile is True:
+        assert choice is None
+    else:
+        assert choice is not None and "(compile='auto')" in choice
+        assert wait_limit_s(config) > wait_limit_s(PPOConfig())
+
+
+def test_parameters_of_two_kinds_or_none_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).double())
+    with pytest.raises(ConfigError, match=r"are \['torch.float32 on cpu', 'torch.float64 on cpu'\]"):
+        Gradient(net, lambda *args: args)
+    with pytest.raises(ConfigError, match=r"parameters are \[\]"):
+        Gradient(nn.Tanh(), lambda *args: args)
+
+
+def test_what_fills_a_minibatch_up_is_not_too_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twenty narrow Gaussians the density at 0 is beyond float32: rows of zeros would bring infinity times 0."""
+    monkeypatch.setattr("torch.compile", lambda function, **_: function)
+    act: Any = BOX.__class__(-1, 1, (20,), np.float32)
+    for size in (31, 64):  # minibatches of 33 and 31 steps in a loop, and one of them all
+        learner = PPOLearner(OBS, act, ppo_config(compile=True, log_std_init=-6.0, minibatch_size=size))
+        before = learner.weights()
+        metrics = learner.update(make_batch(Policy(learner.module), invalid=True))
+        assert np.isfinite([*metrics.values()]).all()
+        assert (learner.weights() != before).any() and np.isfinite(learner.weights()).all()
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")  # once in a process
+def test_without_a_compiler_it_says_what_to_install() -> None:
+    from torch._inductor import config as inductor
+
+    function = Compiled(lambda state, rows: 2 * state * rows)
+    with (
+        torch.compiler.config.patch(force_disable_caches=True),  # monkeypatch could undo neither of the two
+        inductor.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.warns(RuntimeWarning, match=r"uncompiled.*Install a C\+\+ compiler") as warned,
+    ):
+        for _ in range(2):
+            assert function(torch.ones(7), torch.ones(7)).tolist() == [2.0] * 7
+    assert [each.category for each in warned].count(RuntimeWarning) == 1
