@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.actor_critic_kit import BOX, DISCRETE, MASKED, OBS, STATS, distance, impala_config, ppo_config
-from helpers.recurrent_kit import act_randomly
+from helpers.actor_critic_kit import BOX, DISCRETE, MASKED, OBS, STATS, distance, impala_config, make_chunk, ppo_config
 from helpers.thread_ranks import learn_on_ranks
 from torch import Tensor
 
@@ -53,8 +52,8 @@ def make_learner(algorithm: str, both: Any, kind: Any, compiled: bool = False) -
 
 
 def make_batches(both: Any, kind: Any, count: int) -> list[Batch]:
-    policy, common = Policy(make_module(both, kind)), {"num_steps": T, "num_envs": N, "faults": True, "space": both[0]}
-    chunks = [act_randomly(policy, seed, **common) for seed in range(2 * count)]
+    policy, common = Policy(make_module(both, kind)), {"num_steps": T, "num_envs": N, "invalid": True, "space": both[0]}
+    chunks = [make_chunk(policy, seed, **common) for seed in range(2 * count)]
     return [Batch(tuple(chunks[first : first + 2]), STATS) for first in range(0, 2 * count, 2)]
 
 

@@ -86,15 +86,6 @@ def test_dockerfile() -> None:
         assert (ROOT / name).exists() and f"!{name}" in ignored
 
 
-def test_runtime_env() -> None:
-    from ray.runtime_env import RuntimeEnv
-
-    (settings,) = documents("runtime_env.yaml")
-    assert RuntimeEnv(**settings)["pip"]["packages"] == [
-        f"${{RAY_RUNTIME_ENV_CREATE_WORKING_DIR}}/rayvec-{rayvec.__version__}-py3-none-any.whl"
-    ]
-
-
 def test_autoscaler_file_fits_the_schema_of_ray() -> None:
     import jsonschema
     import ray.autoscaler

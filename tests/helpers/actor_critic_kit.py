@@ -46,17 +46,22 @@ def impala_config(**settings: Any) -> IMPALAConfig:
 
 def draw_obs(space: spaces.Space[Any], rng: np.random.Generator, *lead: int) -> Any:
     """Random observations, tree of ``[*lead, *obs_shape]``."""
-    if isinstance(space, spaces.Dict):
-        return {key: draw_obs(part, rng, *lead) for key, part in space.items()}
-    if isinstance(space, spaces.MultiBinary):  # an action mask, which allows one choice at least
-        return (rng.random((*lead, *space.shape)) < 0.5) | (
-            rng.integers(space.n, size=(*lead, 1)) == np.arange(space.n)
-        )
-    assert isinstance(space, spaces.Box)
-    if space.dtype == np.uint8:
-        return rng.integers(0, 256, (*lead, *space.shape), np.uint8)
+    shape = (*lead, *(space.shape or ()))
+    match space:
+        case spaces.Dict():
+            return {key: draw_obs(part, rng, *lead) for key, part in space.items()}
+        case spaces.Tuple():
+            return tuple(draw_obs(part, rng, *lead) for part in space)
+        case spaces.Discrete():
+            return rng.integers(0, space.n, lead)
+        case spaces.MultiDiscrete():
+            return rng.integers(0, space.nvec, shape)
+        case spaces.MultiBinary():  # may be an action mask, which allows one choice of each three at least
+            return ((rng.random(shape) < 0.5) | (np.arange(space.n) % 3 == 0)).astype(np.int8)
+        case spaces.Box() if space.dtype == np.uint8:
+            return rng.integers(0, 256, shape, np.uint8)
     mean, spread = (2, 3) if space is FAR else (0, 1)
-    return rng.normal(mean, spread, (*lead, *space.shape)).astype(np.float32)
+    return rng.normal(mean, spread, shape).astype(np.float32)
 
 
 def make_chunk(
@@ -68,16 +73,28 @@ def make_chunk(
     invalid: bool = False,
     space: spaces.Space[Any] = OBS,
 ) -> Chunk:
-    """Random observations and rewards, the policy's own actions, and episodes that end in both ways."""
-    rng = np.random.default_rng(seed)
+    """Random observations and rewards, the policy's own actions, and episodes that end in both ways.
+
+    A policy with a hidden state continues from the chunk before.
+    """
+    rng, remembers = np.random.default_rng(seed), policy.initial_state(1) is not None
     obs = draw_obs(space, rng, num_steps + 1, num_envs)
     noise = keyed_noise(policy.noise, seed=seed, env_ids=np.arange(num_envs), first_step=0, num_steps=num_steps)
-    steps = [policy.act(tree_map(lambda leaf: leaf[t], obs), noise[t]) for t in range(num_steps)]  # noqa: B023
-    terminated, truncated = rng.random((2, num_steps, num_envs)) < 0.15
+    terminated, truncated = rng.random((2, num_steps, num_envs)) < (0.1 if remembers else 0.15)
     valid = np.ones((num_steps, num_envs), bool)
     if invalid:
-        valid = rng.random((num_steps, num_envs)) > 0.3
-        terminated, truncated = terminated & valid, truncated & valid
+        valid = rng.random((num_steps, num_envs)) > (0.15 if remembers else 0.3)
+    if remembers:  # the step before one that failed is the last of its episode
+        truncated[:-1] |= ~valid[1:]
+    terminated, truncated = terminated & valid, truncated & valid
+    steps: list[Any] = []
+    states = []
+    for t in range(num_steps):
+        if remembers and (state := policy.state_to_record(t, num_envs)) is not None:
+            states.append(state.copy())
+        steps.append(policy.act(tree_map(lambda leaf: leaf[t], obs), noise[t]))  # noqa: B023
+        if remembers:
+            policy.begin_episodes(np.flatnonzero(terminated[t] | truncated[t] | ~valid[t]))
     final_index = np.argwhere(terminated | truncated)
     return Chunk(
         env_ids=np.arange(num_envs),
@@ -91,6 +108,7 @@ def make_chunk(
         final_index=final_index,
         final_obs=draw_obs(space, rng, len(final_index)),
         extras={name: np.stack([extras[name] for _, extras in steps]) for name in steps[0][1]},
+        **({"states": np.stack(states)} if states else {}),
     )
 
 

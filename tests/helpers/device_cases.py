@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from helpers.actor_critic_kit import draw_obs, make_batch
 from rayvec.config import IMPALAConfig, PPOConfig, SACConfig
-from rayvec.data import Batch, Chunk, CollectStats, tree_map
+from rayvec.data import Batch
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
@@ -21,7 +22,6 @@ from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 
 T, N = 8, 4
-_STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), T * N, 0, 0, 1.0, 1.0, {}, (0, 0))
 
 _NUMBERS = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 _IMAGES = spaces.Box(0, 255, (12, 12, 3), np.uint8)
@@ -64,7 +64,7 @@ class Case:
 
     def observations(self) -> tuple[Any, Callable[[Policy], Any]]:
         """Returns observations of some environments, and the noise with which a policy acts on them."""
-        obs = _draw(_OBS[self.obs], np.random.default_rng(0), N)
+        obs = draw_obs(_OBS[self.obs], np.random.default_rng(0), N)
         return obs, lambda policy: keyed_noise(policy.noise, seed=0, env_ids=np.arange(N), first_step=0, num_steps=1)[0]
 
     def learner(self, device: str, **settings: Any) -> Any:
@@ -76,59 +76,8 @@ class Case:
     def batches(self, count: int, num_steps: int = T) -> list[Batch]:
         """Returns batches of random observations and rewards, with actions of the policy and steps that failed."""
         policy = Policy(self.learner("cpu").module)
-        return [Batch((_chunk(policy, _OBS[self.obs], seed, num_steps),), _STATS) for seed in range(count)]
-
-
-def _chunk(policy: Policy, space: spaces.Space[Any], seed: int, num_steps: int) -> Chunk:
-    rng = np.random.default_rng(seed)
-    obs = _draw(space, rng, num_steps + 1, N)
-    noise = keyed_noise(policy.noise, seed=seed, env_ids=np.arange(N), first_step=0, num_steps=num_steps)
-    terminated, truncated = rng.random((2, num_steps, N)) < 0.15
-    valid = rng.random((num_steps, N)) > 0.1
-    truncated[:-1] |= ~valid[1:]  # the step before one that failed is the last of its episode
-    terminated, truncated = terminated & valid, truncated & valid
-    steps: list[Any] = []
-    states = []
-    remembers = hasattr(policy, "state_to_record")
-    for t in range(num_steps):
-        if remembers and (state := policy.state_to_record(t, N)) is not None:
-            states.append(state.copy())
-        steps.append(policy.act(tree_map(lambda leaf: leaf[t], obs), noise[t]))  # noqa: B023
-        if remembers:
-            policy.begin_episodes(np.flatnonzero(terminated[t] | truncated[t] | ~valid[t]))
-    final_index = np.argwhere(terminated | truncated)
-    return Chunk(
-        env_ids=np.arange(N),
-        obs=tree_map(lambda leaf: leaf[:-1], obs),
-        act=np.stack([act for act, _ in steps]),
-        rew=rng.normal(size=(num_steps, N)),
-        terminated=terminated,
-        truncated=truncated,
-        valid=valid,
-        last_obs=tree_map(lambda leaf: leaf[-1], obs),
-        final_index=final_index,
-        final_obs=_draw(space, rng, len(final_index)),
-        extras={name: np.stack([extras[name] for _, extras in steps]) for name in steps[0][1]},
-        **({"states": np.stack(states)} if states else {}),
-    )
-
-
-def _draw(space: spaces.Space[Any], rng: np.random.Generator, *lead: int) -> Any:
-    """Returns random observations, tree of ``[*lead, *obs_shape]``."""
-    match space:
-        case spaces.Dict():
-            return {key: _draw(part, rng, *lead) for key, part in space.items()}
-        case spaces.Tuple():
-            return tuple(_draw(part, rng, *lead) for part in space)
-        case spaces.Discrete():
-            return rng.integers(0, space.n, lead)
-        case spaces.MultiDiscrete():
-            return rng.integers(0, space.nvec, (*lead, *space.shape))
-        case spaces.MultiBinary():
-            return (rng.random((*lead, *space.shape)) < 0.7).astype(np.int8) | (np.arange(space.n) % 5 == 0)
-        case spaces.Box() if space.dtype == np.uint8:
-            return rng.integers(0, 256, (*lead, *space.shape), np.uint8)
-    return rng.normal(size=(*lead, *space.shape)).astype(np.float32)
+        sizes = {"num_steps": num_steps, "num_envs": N}
+        return [make_batch(policy, seed, invalid=True, space=_OBS[self.obs], **sizes) for seed in range(count)]
 
 
 def _cases() -> list[Case]:

@@ -4,8 +4,7 @@ A CPU forgives what a GPU does not, and hides what costs time there. On the pret
 
 *   an operation on tensors of both devices raises, as on CUDA (numbers without dimensions may come from the CPU);
 *   an operation whose result has as many rows as some values say raises, since a GPU would have to wait for it;
-*   values that the host reads, and arrays that it writes to the device, are counted, with the line that did it;
-*   graphs can be captured: an upload or a read raises meanwhile, and a replay computes from what tensors hold then;
+*   values that the host reads are counted, with the line that did it;
 *   everything else is computed, so that results can be compared with those of a CPU.
 """
 
@@ -13,12 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -37,18 +34,13 @@ class PretendDevice(TorchDispatchMode):
 
     Attributes:
         reads: A line for each time that the host read values of the device: file, line and function.
-        writes: The same for each array that the host wrote to the device.
-        num_captured: How many graphs were captured.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: list[str] = []
-        self.writes: list[str] = []
-        self.num_captured = 0
         self._twins: dict[int, Tensor] = {}  # by storage of the pretended tensor
         self._bases: dict[int, Tensor] = {}  # by storage of the twin; they also keep both storages
-        self._tape: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -68,9 +60,6 @@ class PretendDevice(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         twin_args, twin_kwargs = tree_map(self._twin, (args, kwargs))
         result = function(*twin_args, **twin_kwargs)
-        if self._tape is not None:
-            outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
-            self._tape.append((function, twin_args, twin_kwargs, outputs))
         if not goes_here:
             return result
         twins, own = (tree_flatten(each)[0] for each in ((twin_args, twin_kwargs), (args, kwargs)))
@@ -83,32 +72,13 @@ class PretendDevice(TorchDispatchMode):
 
         return tree_map(pretend, result)
 
-    @contextmanager
-    def capture(self, graph: Any, pool: Any = None) -> Iterator[None]:
-        """Records what is computed, without an effect: a read or an upload raises."""
-        before = {place: twin.clone() for place, twin in self._twins.items()}
-        self._tape = graph.tape = []
-        self.num_captured += 1
-        try:
-            yield
-        finally:
-            self._tape = None
-        for place, values in before.items():
-            self._twins[place].copy_(values)
-
     def _transfer(self, function: Any, args: Any, goes_here: bool) -> None:
         source = args[1] if function is aten.copy_.default else args[0]
         place = args[0].device.type == "meta" if function is aten.copy_.default else goes_here
         if source.device.type == "meta" and not place:
             self._read()
-        elif source.device.type != "meta" and place:
-            self.writes.append(_line())
-            if self._tape is not None:
-                raise RuntimeError(f"an upload while a graph is captured, in {_line()}")
 
     def _read(self) -> None:
-        if self._tape is not None:
-            raise RuntimeError(f"a read while a graph is captured, in {_line()}")
         self.reads.append(_line())
 
     def _check(self, function: Any, given: list[Tensor], here: list[Tensor]) -> None:
@@ -171,37 +141,8 @@ def _line() -> str:
     return found or "torch"
 
 
-class _Graph:
-    """``torch.cuda.CUDAGraph`` of the pretended device."""
-
-    tape: list[Any]
-
-    def replay(self) -> None:
-        """Computes everything again from the values that the tensors have now."""
-        with torch.no_grad():
-            for function, args, kwargs, outputs in self.tape:
-                results = [leaf for leaf in tree_flatten(function(*args, **kwargs))[0] if isinstance(leaf, Tensor)]
-                for output, result in zip(outputs, results, strict=True):
-                    if output.data_ptr() != result.data_ptr():
-                        output.copy_(result)
-
-
 @contextmanager
-def pretended(monkeypatch: pytest.MonkeyPatch | None = None) -> Iterator[PretendDevice]:
-    """Enters a pretended device; given a monkeypatch, one whose graphs can be captured, without a compiler."""
+def pretended() -> Iterator[PretendDevice]:
+    """Enters a pretended device."""
     with PretendDevice() as device, _FromPython():
-        if monkeypatch is not None:
-            stream = SimpleNamespace(wait_stream=lambda other: None)
-            monkeypatch.setattr("torch.compile", lambda function, **_: function)
-            for module in [each for name, each in sys.modules.items() if name.startswith("rayvec.learners")]:
-                monkeypatch.setattr(module, "can_capture", lambda device: device.type == "meta", raising=False)
-            for name, stand_in in {
-                "CUDAGraph": _Graph,
-                "graph": device.capture,
-                "graph_pool_handle": lambda: None,
-                "Stream": lambda: stream,
-                "stream": lambda stream: nullcontext(),
-                "current_stream": lambda: stream,
-            }.items():
-                monkeypatch.setattr(torch.cuda, name, stand_in)
         yield device

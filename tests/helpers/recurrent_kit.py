@@ -1,4 +1,4 @@
-"""Chunks of recurrent policies, and what a recurrent network computes, one step at a time with torch's own cells."""
+"""What a recurrent network computes, one step at a time with torch's own cells."""
 
 from __future__ import annotations
 
@@ -6,56 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from helpers.actor_critic_kit import OBS, N, T, draw_obs
 from rayvec.data import Chunk, tree_map
-from rayvec.policies.noise import keyed_noise
-from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic
-
-
-def act_randomly(
-    policy: Policy,
-    seed: int,
-    *,
-    num_steps: int = T,
-    num_envs: int = N,
-    faults: bool = False,
-    space: spaces.Space[Any] = OBS,
-) -> Chunk:
-    """What a rollout records of random observations and episodes; states go on from the chunk before."""
-    rng = np.random.default_rng(seed)
-    obs = draw_obs(space, rng, num_steps + 1, num_envs)
-    noise = keyed_noise(policy.noise, seed=seed, env_ids=np.arange(num_envs), first_step=0, num_steps=num_steps)
-    terminated, truncated = rng.random((2, num_steps, num_envs)) < 0.1
-    valid = rng.random((num_steps, num_envs)) > (0.15 if faults else 0)
-    for t in range(1, num_steps):  # the step before one that failed is the last of its episode
-        truncated[t - 1] |= ~valid[t]
-    terminated, truncated = terminated & valid, truncated & valid
-    steps, states = [], []
-    for t in range(num_steps):
-        if (state := policy.state_to_record(t, num_envs)) is not None:
-            states.append(state.copy())
-        steps.append(policy.act(tree_map(lambda leaf: leaf[t], obs), noise[t]))  # noqa: B023
-        policy.begin_episodes(np.flatnonzero(terminated[t] | truncated[t] | ~valid[t]))
-    final_index = np.argwhere(terminated | truncated)
-    return Chunk(
-        env_ids=np.arange(num_envs),
-        obs=tree_map(lambda leaf: leaf[:-1], obs),
-        act=np.stack([act for act, _ in steps]),
-        rew=rng.normal(size=(num_steps, num_envs)),
-        terminated=terminated,
-        truncated=truncated,
-        valid=valid,
-        last_obs=tree_map(lambda leaf: leaf[-1], obs),
-        final_index=final_index,
-        final_obs=draw_obs(space, rng, len(final_index)),
-        extras={name: np.stack([extras[name] for _, extras in steps]) for name in steps[0][1]},
-        states=np.stack(states),
-    )
 
 
 class StepByStep:

@@ -75,30 +75,9 @@ SMALL: dict[str, Any] = {
 }
 
 
-def learn(run_dir: str) -> None:
-    """Trains PPO for two iterations with learners in each place; says how many steps each took."""
-    for learners, num_learners, num_nodes in (
-        ("driver", 1, 3),
-        ("dedicated", 1, 2),
-        ("decentralized", 3, 3),
-    ):
-        place = {"learners": learners, "num_learners": num_learners, "num_nodes": num_nodes}
-        place |= {"sync_fraction": 1.0} if learners == "decentralized" else {}  # a rank that is cut takes fewer steps
-        address = os.environ["RAY_ADDRESS"]
-        config = rayvec.PPOConfig(
-            **SMALL, **place, run_dir=Path(run_dir, learners), total_steps=2 * 32 * NUM_ENVS, address=address
-        )
-        say(learners=learners, steps=rayvec.train(config).total_steps)
-
-
-def resume(run_dir: str, num_nodes: str) -> None:
-    """Resumes a decentralized run with a rank on each of some hosts."""
-    say(steps=rayvec.resume(run_dir, num_nodes=int(num_nodes), num_learners=int(num_nodes)).total_steps)
-
-
 def train(run_dir: str, num_nodes: str) -> None:
     """Trains decentralized PPO with a rank on each of some hosts until it is killed, or says how it ended."""
-    place = {"learners": "decentralized", "num_nodes": _count(num_nodes), "num_learners": int(num_nodes[-1])}
+    place = {"learners": "decentralized", "num_nodes": int(num_nodes), "num_learners": int(num_nodes)}
     config = rayvec.PPOConfig(
         **SMALL, **place, run_dir=Path(run_dir), total_steps=10**7, address=os.environ["RAY_ADDRESS"]
     )
@@ -107,12 +86,6 @@ def train(run_dir: str, num_nodes: str) -> None:
     except RayvecError as error:
         say(error=" ".join([str(error), *getattr(error, "__notes__", ())]))
         raise
-
-
-def _count(text: str) -> int | tuple[int, ...]:
-    """Returns the value of ``num_nodes``: a number, or the least and the greatest, such as ``1:3``."""
-    counts = tuple(map(int, text.split(":")))
-    return counts if len(counts) == 2 else counts[0]
 
 
 def go_on(mode: str, num_nodes: str) -> None:
@@ -138,22 +111,6 @@ def _hosts(env: rayvec.RayVecEnv) -> dict[str, list[str]]:
     """Returns the hosts that environments are on, and those that Ray takes for alive."""
     alive = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
     return {"hosts": sorted({node.address for node in env.topology.nodes}), "alive": alive}
-
-
-def collect(num_nodes: str) -> None:
-    """Collects chunks that the workers of some hosts take until it is killed, and says what it sees."""
-    place = {"num_nodes": _count(num_nodes), "workers_per_node": 1}
-    faults = {"on_node_loss": "rehost", "on_env_error": "restart"}
-    with rayvec.RayVecEnv([CountingEnv] * NUM_ENVS, **place, **faults) as env:
-        collector = rayvec.Collector(env, _idle, prefetch=True, seed=3)
-        number = 0
-        while True:
-            batch = collector.collect(n_step=20 * NUM_ENVS)
-            number += 1
-            time.sleep(PAUSE_S)
-            errors = counting_errors(batch.chunks)
-            if number % 10 == 0 or batch.stats.n_restarts or errors:
-                say(chunk=number, restarts=batch.stats.n_restarts, errors=errors, **_hosts(env))
 
 
 if __name__ == "__main__":

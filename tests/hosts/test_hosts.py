@@ -18,7 +18,6 @@ import pytest
 from helpers.hosts import (
     Program,
     Record,
-    await_end,
     block,
     cluster_of,
     cut_off,
@@ -32,9 +31,7 @@ from helpers.hosts import (
     unplug,
 )
 from helpers.network import Cluster, Host
-from helpers.training_kit import lengthen, lines_of
-
-from rayvec.training.run_dir import read_metrics
+from helpers.training_kit import lines_of
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 pytestmark = on_hosts
@@ -154,20 +151,6 @@ def test_hosts_compute_what_one_process_does(cluster: Cluster) -> None:
         assert program.line()["tianshou_steps"] == 50
 
 
-@long
-def test_learners_train_in_every_place_and_resume_on_fewer_hosts(cluster: Cluster, tmp_path: Path) -> None:
-    """The driver is on a host whose clock is ahead, and then on one whose clock is behind."""
-    with Program(others(cluster)[0], PROGRAMS, "learn", str(tmp_path)) as program:
-        for learners in ("driver", "dedicated", "decentralized"):
-            line = program.line()
-            assert line["learners"] == learners and line["steps"] == 384
-    run_dir = tmp_path / "decentralized"
-    assert max(line["sent_bytes"] for line in read_metrics(run_dir / "metrics.jsonl")) > 0
-    lengthen(run_dir, 384, 768)
-    with Program(others(cluster)[1], PROGRAMS, "resume", str(run_dir), "2") as program:
-        assert program.line()["steps"] == 768
-
-
 def test_links_that_fail_under_a_driver_that_steps(cluster: Cluster, record: Record) -> None:
     """A link that is down for 3 s, a connection that is open on one side only, and a link that stays down.
 
@@ -192,63 +175,6 @@ def test_links_that_fail_under_a_driver_that_steps(cluster: Cluster, record: Rec
             line = until_moved(program, second)
             assert second.address in line["alive"]
             record("link down: stepping resumes", line["at_s"] - began_s)
-
-
-@long
-def test_a_link_that_goes_down_while_chunks_are_collected(cluster: Cluster, record: Record) -> None:
-    """First for 3 s. The streams have been idle for longer than a dead host is silent: chunks go through Ray."""
-    lost = others(cluster)[0]
-    with Program(cluster.head, PROGRAMS, "collect", "3") as program:
-        line = program.until(restarts=0, errors=[])
-        began_s = time.monotonic()
-        while line["at_s"] < began_s + 12.0:
-            line = program.line()
-        unplug(lost)
-        time.sleep(3.0)  # the fault itself
-        plug(lost)
-        began_s = time.monotonic()
-        while line["at_s"] < began_s + 2.0:
-            line = program.line()
-            assert line["restarts"] == 0 and line["errors"] == []
-        with unplugged(cluster, lost) as began_s:
-            line = until_moved(program, lost)
-            assert line["errors"] == [] and lost.address in line["alive"]
-            record("link down while chunks are collected: resumes", line["at_s"] - began_s)
-
-
-@long
-def test_a_host_is_lost_and_another_joins(cluster: Cluster, tmp_path: Path, record: Record) -> None:
-    """With ``num_nodes=(1, 3)``, while chunks are collected and while decentralized ranks train, both at once."""
-    lost = others(cluster)[1]
-    ranks = lambda count: f"on Ray (nodes: {count}): {count} rank{'s' * (count > 1)}"  # noqa: E731
-    with (
-        Program(cluster.head, PROGRAMS, "collect", "1:3") as central,
-        Program(cluster.head, PROGRAMS, "train", str(tmp_path / "run"), "1:3") as decentralized,
-    ):
-        decentralized.wait_until(lambda: ranks(3) in decentralized.log)
-        decentralized.wait_until(lambda: lines_of(tmp_path / "run" / "metrics.jsonl") > 5)
-        assert len(central.until(restarts=0)["hosts"]) == 3
-        began_s = time.monotonic()
-        cut_off(cluster, lost)
-        line = until_moved(central, lost)
-        assert line["errors"] == []
-        record("elastic, host lost: central collecting resumes", line["at_s"] - began_s)
-        decentralized.wait_until(lambda: ranks(2) in decentralized.log)
-        record("elastic, host lost: decentralized ranks are placed again", time.monotonic() - began_s)
-        joined = cluster.network.add()
-        cluster.join(joined)
-        began_s = time.monotonic()
-        while joined.address not in line["hosts"]:
-            line = central.line()
-            assert line["errors"] == []
-        record("elastic, host joined: environments are on it", line["at_s"] - began_s)
-        decentralized.wait_until(lambda: decentralized.log.count(ranks(3)) == 2)
-        record("elastic, host joined: ranks are on it", time.monotonic() - began_s)
-        before = lines_of(tmp_path / "run" / "metrics.jsonl")
-        decentralized.wait_until(lambda: lines_of(tmp_path / "run" / "metrics.jsonl") > before)
-    await_end(cluster, lost)
-    steps = [line["steps"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert steps == sorted(set(steps))
 
 
 @long

@@ -25,9 +25,6 @@ def param(case: Case, slow: tuple[str, ...] = _SLOW) -> Any:
 
 
 EVERY = pytest.mark.parametrize("case", [*map(param, CASES)])
-COMPILED = pytest.mark.parametrize(
-    "case", [param(each, (*_SLOW, "multidiscrete", "tuple")) for each in CASES if each.can_compile]
-)
 
 
 @pytest.fixture(autouse=True)
@@ -55,27 +52,6 @@ def test_updates_on_a_device_are_those_of_a_cpu(case: Case) -> None:
         learner = case.learner("meta")
         metrics = [learner.update(batch) for batch in batches]
         assert_same(learner, metrics, here, expected)
-
-
-@COMPILED
-def test_captured_updates_are_those_of_a_cpu(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after the state of an earlier update was loaded: a graph knows the memory that it was captured with.
-
-    Minibatches get more padding than on a real device, where such small ones get none.
-    """
-    monkeypatch.setattr("rayvec.learners.compiled_steps._MAX_PADDING", 2)
-    batches = case.batches(3)
-    here = case.learner("cpu")
-    expected = [here.update(batch) for batch in batches]
-    with pretended(monkeypatch) as device:
-        learner = case.learner("meta", compile=True)
-        first = learner.update(batches[0])
-        state = learner.state_dict()
-        for batch in batches[1:]:
-            learner.update(batch)
-        assert device.num_captured > 0
-        learner.load_state_dict(state)
-        assert_same(learner, [first, *map(learner.update, batches[1:])], here, expected)
 
 
 @pytest.mark.parametrize("case", [each for each in CASES if "numbers-box" in str(each)], ids=str)

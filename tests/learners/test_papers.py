@@ -26,7 +26,6 @@ from helpers.actor_critic_kit import (
     ppo_config,
 )
 from helpers.paper_kit import PaperIMPALA, PaperPPO, PaperSAC
-from helpers.recurrent_kit import act_randomly
 from helpers.thread_ranks import Apart, ThreadRanks, on_ranks, shard
 
 from rayvec.data import Batch
@@ -77,10 +76,7 @@ def learn(algorithm: str, names: str, settings: dict[str, Any], compiled: bool) 
     paper = PaperPPO(learner) if algorithm == "ppo" else PaperIMPALA(learner)
     start = learner.weights()
     for seed in range(3):
-        if "recurrent" in settings:
-            chunk = act_randomly(policy, seed, faults=seed > 0, space=obs)
-        else:
-            chunk = make_chunk(policy, seed, invalid=seed > 0, space=obs)
+        chunk = make_chunk(policy, seed, invalid=seed > 0, space=obs)
         for column in (chunk.rew, chunk.extras["logp"]):
             column[~chunk.valid] = np.nan
         metrics = learner.update(Batch((chunk,), STATS))

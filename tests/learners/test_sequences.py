@@ -17,9 +17,9 @@ from helpers.actor_critic_kit import (
     T,
     impala_config,
     make_batch,
+    make_chunk,
     ppo_config,
 )
-from helpers.recurrent_kit import act_randomly
 
 from rayvec.data import Batch, Chunk
 from rayvec.data.join_chunks import join_chunks, pad_chunk
@@ -44,7 +44,7 @@ def make_impala(
 def recorded(learner: PPOLearner | IMPALALearner, count: int = 1, **kwargs: Any) -> list[Chunk]:
     """Chunks that follow each other: the first one begins all episodes, and the others don't."""
     policy = Policy(learner.module)
-    return [act_randomly(policy, seed, **kwargs) for seed in range(count)]
+    return [make_chunk(policy, seed, **kwargs) for seed in range(count)]
 
 
 @pytest.mark.parametrize(("length", "taken"), [(5, 10), (5, 7), (8, 8), (8, 3)])
@@ -55,7 +55,7 @@ def test_environments_that_took_fewer_steps_learn_as_if_alone(make: Any, length:
     settings = usual if make is make_ppo else {"num_minibatches": 1}
     settings |= {"sequence_length": length, "max_grad_norm": 1e9}
     policy = Policy(make(**settings).module)
-    long, short = (act_randomly(policy, seed, num_steps=steps) for seed, steps in ((0, T), (1, taken)))
+    long, short = (make_chunk(policy, seed, num_steps=steps) for seed, steps in ((0, T), (1, taken)))
     short = replace(short, env_ids=short.env_ids + N)
 
     def gradient(chunk: Chunk) -> Any:  # Adam's first moment after one step, of a sum over steps

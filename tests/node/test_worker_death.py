@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import psutil
 import pytest
@@ -88,55 +87,6 @@ def test_a_worker_that_is_killed_in_the_midst_of_a_reply(tmp_path: Path, with_ch
         assert truncated.all() and not terminated.any() and not reward.any()
         obs, *_ = within(DEADLINE_S, partial(env.step, np.zeros(1, int)))
         assert obs[0, 3] == 0, "a new episode has begun"
-
-
-class ForkingEnv(CountingEnv):
-    """Its second step forks a child, whose step raises, and reports the exit code of the child.
-
-    Args:
-        error: What the child raises; None: its step returns, as that of its parent does.
-    """
-
-    def __init__(self, error: BaseException | None) -> None:
-        super().__init__()
-        self._error = error
-        self._num_steps = 0
-
-    def step(self, action: Any) -> Any:
-        obs, reward, terminated, truncated, info = super().step(action)
-        self._num_steps += 1
-        if self._num_steps == 2:
-            child = os.fork()
-            if child == 0 and self._error is not None:
-                raise self._error
-            if child:
-                info["exit_code"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return obs, reward, terminated, truncated, info
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of os.fork, since Python 3.12
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("on_env_error", ["raise", "restart"])
-@pytest.mark.parametrize(
-    ("error", "exit_code"),
-    [(SystemExit(7), 7), (SystemExit("a reason"), 1), (RuntimeError("in the child"), 1)],
-    ids=str,
-)
-def test_a_process_that_an_environment_forks_does_not_take_the_place_of_its_parent(
-    error: BaseException, exit_code: int, on_env_error: Any, num_workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "excepthook", None)  # one that fails, or waits as Ray's does, is not called in the child
-    constructors = [partial(ForkingEnv, error), CountingEnv]
-    env = RayVecEnv(constructors, num_nodes=0, workers_per_node=num_workers, on_env_error=on_env_error)
-    with closing(env), closing(gymnasium.vector.SyncVectorEnv([CountingEnv] * 2)) as expected:
-        np.testing.assert_array_equal(env.reset(seed=0)[0], expected.reset(seed=0)[0])
-        pids, exit_codes = env.worker_pids(), []
-        for _ in range(8):
-            *results, infos = env.step(np.zeros(2, np.int64))
-            for got, wanted in zip(results, expected.step(np.zeros(2, np.int64))[:-1], strict=True):
-                np.testing.assert_array_equal(got, wanted)
-            exit_codes.extend(infos.get("exit_code", [])[:1])
-        assert exit_codes == [exit_code] and env.worker_pids() == pids
 
 
 class TestConstructors:
