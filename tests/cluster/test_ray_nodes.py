@@ -1,7 +1,14 @@
-"""Nodes on Ray: actors, claims of cores, and bundles that a placement group has reserved."""
+"""Nodes on Ray: actors, claims of cores, bundles of placement groups, who answers, and who knows which secret."""
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
@@ -10,12 +17,14 @@ import numpy as np
 import pytest
 import ray
 from helpers.testing import CountingEnv
-from helpers.waiting import wait_until
+from helpers.waiting import DEADLINE_S, wait_until
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+import rayvec
 from rayvec.cluster import node_actor
 from rayvec.cluster.node_facts import check_versions, own_versions
+from rayvec.cluster.ray_session import unreachable
 from rayvec.cluster.stream import connect
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -102,3 +111,96 @@ def test_a_node_whose_versions_differ_is_refused(package: str, version: str) -> 
     check_versions(own_versions(), "10.0.0.2")
     with pytest.raises(ConfigError, match=rf"10.0.0.2 has {package} {version}, .*{package} {own_versions()[package]}"):
         check_versions({**own_versions(), package: version}, "10.0.0.2")
+
+
+def test_a_node_answers_if_it_accepts_connections() -> None:
+    with ExitStack() as stack:
+        busy, full, closed = (socket.create_server(("127.0.0.1", 0), backlog=backlog) for backlog in (9, 0, 9))
+        stack.enter_context(busy)  # accepts nothing, but its machine does
+        stack.enter_context(full)  # drops what arrives, as a machine does that is gone
+        for _ in range(4):
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+        addresses = {"busy": busy.getsockname(), "silent": full.getsockname(), "refuses": closed.getsockname()}
+        closed.close()
+        assert unreachable(addresses) == {"refuses", "silent"}
+    assert unreachable({}) == set()
+
+
+STOPS_THE_HEAD = """
+import sys
+import psutil, rayvec
+
+class Stop:
+    def on_iteration(self, context):
+        if context.progress.steps == 128:
+            [head] = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
+            head.suspend()
+
+sizes = {"num_envs": 2, "num_steps": 64, "minibatch_size": 64, "total_steps": 512, "eval_episodes": 1}
+config = rayvec.PPOConfig(env_id="CartPole-v1", run_dir=sys.argv[1], num_nodes=1, workers_per_node=1, **sizes)
+rayvec.train(config, callbacks=[Stop()])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_head_is_stopped_ends_with_its_result(tmp_path: Path) -> None:
+    """The system still accepts connections for the head's process. The name of TMPDIR is too long for Ray's sockets."""
+    long_dir = tmp_path / ("temporary" * 5)
+    long_dir.mkdir()
+    environ = {**os.environ, "TMPDIR": str(long_dir)}
+    environ.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-c", STOPS_THE_HEAD, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3 * DEADLINE_S)
+    result = tmp_path / "run" / "result.json"
+    assert result.exists() and json.loads(result.read_text())["total_steps"] == 512, done.stderr
+    assert done.returncode == 1  # that of every program whose cluster has lost its head
+    assert "the head of the Ray cluster does not answer" in done.stderr
+
+
+class ShowsEnvironment(CountingEnv):
+    """Shows the environment variables of its worker."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return dict(os.environ)
+
+
+def test_workers_do_not_get_the_token_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef")
+    monkeypatch.setenv("OF_THE_USER", "kept")
+    with rayvec.RayVecEnv([ShowsEnvironment] * 2, num_nodes=0, workers_per_node=1) as env:
+        for variables in env.get_attr("variables"):
+            assert "RAY_AUTH_TOKEN" not in variables and variables["OF_THE_USER"] == "kept"
+        (pids,) = env.worker_pids().values()
+        for pid in pids:
+            assert b"0123456789abcdef" not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+@pytest.mark.slow
+def test_keys_of_streams_are_in_no_log_command_line_or_environment(
+    ray_cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the token of the cluster, which only processes of Ray have in their environment."""
+    import ray
+
+    keys: list[bytes] = []
+    draw = secrets.token_bytes
+
+    def drawn(size: int) -> bytes:
+        keys.append(draw(size))
+        return keys[-1]
+
+    monkeypatch.setattr("rayvec.cluster.node_actor.secrets.token_bytes", drawn)
+    with caplog.at_level("DEBUG"), rayvec.RayVecEnv([ShowsEnvironment] * 4, num_nodes=2, workers_per_node=2) as env:
+        assert env.transports == ("shm", "tcp") and keys
+        env.reset(seed=1)
+        environments = {key: value.encode() for each in env.get_attr("variables") for key, value in each.items()}
+        pids = [pid for found in env.worker_pids().values() for pid in found]
+        texts = [Path(f"/proc/{pid}/{name}").read_bytes() for pid in pids for name in ("environ", "cmdline")]
+    logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+    texts += [path.read_bytes() for path in logs.rglob("*") if path.is_file()]
+    token = os.environ["RAY_AUTH_TOKEN"].encode()
+    for secret in (token, *keys, *[key.hex().encode() for key in keys]):
+        assert not any(secret in text for text in (*texts, *environments.values(), caplog.text.encode()))

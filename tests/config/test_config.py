@@ -1,23 +1,32 @@
-"""Settings survive the way to YAML and back, and refuse what can't work in words that help."""
+"""Settings survive the way to YAML and back, and refuse what can't work in words that help; plugins; presets."""
 
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import yaml
+from helpers.training_kit import HERE, SMALL, options
 from hypothesis import given, strategies as st
 
+import rayvec
 import rayvec.config
 from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
-from rayvec.config import ADJUSTABLE, CONFIGS
+from rayvec.cli import main
+from rayvec.config import ADJUSTABLE, CONFIGS, dataclass
+from rayvec.config.presets import PRESETS
 from rayvec.config.schema import docs_of, fields_of
 from rayvec.errors import ConfigError
 from rayvec.learners.ppo import PPOLearner
-from rayvec.training.runs import register
+from rayvec.training.runs import register, with_own_parts
 
 GRU = {"recurrent": "gru"}
 
@@ -183,3 +192,167 @@ def test_a_range_of_nodes_is_kept() -> None:
     assert TrainConfig.from_yaml("algorithm: ppo\nnum_nodes: 1:4") == config
     assert config.num_nodes == (1, 4) and TrainConfig.from_yaml(config.to_yaml()) == config
     assert config.adjusted(num_nodes=2).num_nodes == 2
+
+
+PLUGIN = "helpers.plugin_algorithm"
+TINY = [*options({**SMALL, **HERE}), "--total-steps=64", "--eval-episodes=2"]
+
+
+@pytest.fixture(autouse=True)
+def registry() -> Iterator[None]:
+    """Forgets the algorithm, as a process that begins."""
+    yield
+    CONFIGS.pop("plugged", None)
+    sys.modules.pop(PLUGIN, None)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--plugin {0} train plugged",
+        pytest.param("train --plugin {0} plugged", marks=pytest.mark.slow),
+        pytest.param("train plugged --plugin={0}", marks=pytest.mark.slow),
+    ],
+)
+def test_it_may_stand_anywhere(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "a"
+    assert main([*line.format(PLUGIN).split(), *TINY, "--bonus=2", f"--run-dir={run_dir}"]) == 0
+    assert "algorithm: plugged" in (run_dir / "config.yaml").read_text()
+    CONFIGS.pop("plugged")
+    sys.modules.pop(PLUGIN)
+    assert main(["eval", str(run_dir), "--episodes=2"]) == 0  # which finds the plugin in the run's settings
+    assert main(["train", "--plugin", PLUGIN, "plugged", "--resume", str(run_dir)]) == 0
+    assert main(["train", "--plugin", PLUGIN, "plugged", *TINY, f"--run-dir={run_dir}"]) == 2
+    assert f"rayvec train plugged --plugin {PLUGIN} --resume {run_dir}" in capsys.readouterr().err
+
+
+def test_a_module_of_the_working_directory(tmp_path: Path) -> None:
+    """In a process of its own, whose path does not name that directory."""
+    (tmp_path / "mine.py").write_text(f"import {PLUGIN}\n")
+    code = "import sys; sys.path = [p for p in sys.path if p]; from rayvec.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "train", "--plugin", "mine", "plugged", "--help"]
+    paths = [path for path in sys.path if path]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": ":".join(paths)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "--bonus" in done.stdout, done.stderr
+
+
+def test_one_that_can_not_be_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--plugin", "no_such_module", "plugged"]) == 2
+    assert "The plugin 'no_such_module' can't be imported (ModuleNotFoundError" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="plugin 'no_such_module'"):
+        TrainConfig.from_plain({"algorithm": "plugged", "plugin": ["no_such_module"]})
+    with pytest.raises(ConfigError, match="plugin 'no_such_module'"):
+        rayvec.train(rayvec.PPOConfig(plugin=("no_such_module",), run_dir=tmp_path / "a"))
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("args", [["train", "--plugin"], ["--plugin=", "train"], ["train", "--plugin", "--seed", "3"]])
+def test_an_option_without_a_module(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    assert "plugin" in capsys.readouterr().err
+
+
+CLEANRL = {
+    "num_steps": 128,
+    "learning_rate": 2.5e-4,
+    "gamma": 0.99,
+    "gae_lambda": 0.95,
+    "num_epochs": 4,
+    "minibatch_size": 256,
+    "clip_coef": 0.2,
+    "clip_value_loss": True,
+    "entropy_coef": 0.01,
+    "value_coef": 0.5,
+    "max_grad_norm": 0.5,
+    "learning_rate_schedule": "linear",
+    "normalize_advantage": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "env_id", "preset"),
+    [
+        (PPOConfig, "Acrobot-v1", "classic"),
+        (PPOConfig, "LunarLander-v3", "box2d"),
+        (PPOConfig, "HalfCheetah-v5", "mujoco"),
+        (PPOConfig, "gymnasium.envs.mujoco:Hopper-v4", "mujoco"),
+        (PPOConfig, "ale_py:ALE/Breakout-v5", "atari"),
+        (SACConfig, "ale_py:ALE/Breakout-v5", "none"),
+        (IMPALAConfig, "LunarLander-v3", "box2d"),
+        (PPOConfig, "MyCartPole-v1", "none"),
+        (PPOConfig, "Acrobot", "classic"),
+        (PPOConfig, "module:Class", "none"),
+        (PPOConfig, "module:CartPole", "none"),
+    ],
+)
+def test_the_preset_of_an_environment_applies_by_itself(kind: Any, env_id: str, preset: str) -> None:
+    config = kind(env_id=env_id)
+    assert config.preset == preset
+    for name, value in PRESETS[kind.algorithm].get(preset, {}).items():
+        assert getattr(config, name) == value
+
+
+def test_settings_for_atari_are_those_of_cleanrl() -> None:
+    config = PPOConfig(env_id="ale_py:ALE/Breakout-v5", clip_coef=0.2)
+    assert {name: getattr(config, name) for name in CLEANRL} == CLEANRL
+
+
+def test_what_is_passed_counts_before_a_preset_and_an_environment_before_its_kind() -> None:
+    assert PPOConfig(gamma=0.99).gamma == 0.99
+    assert PPOConfig(env_id="Pendulum-v1").gamma == PRESETS["ppo"]["Pendulum"]["gamma"] == 0.9
+    assert PPOConfig(env_id="Pendulum-v1", gamma=0.95).gamma == 0.95
+    assert PPOConfig().preset == "classic" and PPOConfig().num_epochs == PRESETS["ppo"]["CartPole"]["num_epochs"] == 2
+    assert PPOConfig(env_id="Maze-v0", preset="classic").gamma == 0.98
+    assert PPOConfig(env_id="Pendulum-v1", preset="mujoco").gamma == 0.99
+    assert PPOConfig(env_id="Pendulum").gamma == 0.9  # Gymnasium takes the newest version
+    for name in ("m:CartPole", "mujoco-v0"):  # names in the table of presets
+        assert PPOConfig(env_id=name).learning_rate == PPOConfig(preset="none").learning_rate
+
+
+@pytest.mark.parametrize("kind", [PPOConfig, SACConfig, IMPALAConfig])
+def test_every_preset_is_valid_and_goes_through_yaml_pickle_and_replace(kind: Any) -> None:
+    for preset in ("none", *(name for name in PRESETS[kind.algorithm] if name.islower())):
+        config = kind(env_id="Maze-v0", preset=preset)
+        assert TrainConfig.from_yaml(config.to_yaml()) == config == pickle.loads(pickle.dumps(config))
+        assert replace(config, seed=2, env_id="CartPole-v1") == replace(config, env_id="CartPole-v1", seed=2)
+        assert replace(config, env_id="CartPole-v1").preset == preset
+
+
+def test_a_copy_of_settings_leaves_the_preset_with_its_environment_too() -> None:
+    for passed in (
+        {},
+        {"learning_rate": 1e-5, "num_envs": 16},
+        {"preset": "none"},
+        {"preset": "none", "learning_rate": 8e-3},
+        {"preset": "none", "env_id": "HalfCheetah-v5", "num_envs": 8},
+        {"preset": "mujoco", "env_id": "Maze-v1", "num_epochs": 4},
+        {"env_id": "HalfCheetah-v5"},
+    ):
+        config = PPOConfig(**passed)  # type: ignore[arg-type]
+        for each in (replace(config, seed=config.seed), TrainConfig.from_yaml(config.to_yaml())):
+            ours, theirs = (with_own_parts(some, "Maze-v0") for some in (config, each))
+            assert ours == theirs and ours.preset == passed.get("preset", "none")
+
+
+def test_an_algorithm_of_ones_own_has_no_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(TrainConfig):
+        algorithm: ClassVar[str] = "own"
+
+    monkeypatch.setitem(CONFIGS, "own", Own)
+    assert Own().preset == "none"
+    with pytest.raises(ConfigError, match=r"preset is classic\. own has the presets none\."):
+        Own(preset="classic")
+
+
+def test_an_environment_that_is_passed_brings_its_own_preset() -> None:
+    """`train(PPOConfig(), env=...)` has the settings of `PPOConfig(env_id=...)`, not those of the default CartPole."""
+    given = PPOConfig(num_epochs=3)
+    other = with_own_parts(given, "HalfCheetah-v5")
+    assert other == PPOConfig(env_id="HalfCheetah-v5", num_epochs=3) and other.preset == "mujoco"
+    own = with_own_parts(given, lambda: None)
+    assert (own.preset, own.gamma, own.num_epochs) == ("none", 0.99, 3)
+    assert with_own_parts(PPOConfig(preset="classic"), lambda: None).gamma == 0.98
+    assert PPOConfig(env_id="my:Ant").preset == "none"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.actor_critic_kit import BOX, DISCRETE, OBS, distance, make_chunk
+from helpers.actor_critic_kit import BOX, DISCRETE, MASKED, OBS, distance, impala_config, make_chunk, ppo_config
 from helpers.ranks_kit import STATS, N, make_batches, make_impala, make_learner
 from helpers.thread_ranks import ThreadRanks, learn_on_ranks, on_ranks, shard
 from torch import Tensor
@@ -18,8 +19,11 @@ from torch import Tensor
 from rayvec.data import Batch
 from rayvec.data.join_chunks import join_chunks
 from rayvec.errors import LearnerError
+from rayvec.learners.impala import IMPALALearner
+from rayvec.learners.ppo import PPOLearner
 from rayvec.policies.networks import ActorCritic
 from rayvec.policies.policy import Policy
+from rayvec.policies.recurrent import RecurrentActorCritic
 
 Metrics = list[dict[str, float]]
 TWO_RANKS = [[0, 3, N], [0, 6, N], [0, 0, N]]
@@ -147,3 +151,70 @@ def test_what_is_not_finite_stops_every_rank(make: Any) -> None:
     is_found_before = make(DISCRETE).config.normalize_reward
     assert ("nan from environment 5" if is_found_before else "'grad_norm': nan") in first
     assert first == second
+
+
+T = 11
+SPLITS = [
+    [0, 3, N],
+    pytest.param([0, 0, N], marks=pytest.mark.slow),
+    pytest.param([0, 1, 4, 4, N], marks=pytest.mark.slow),
+]
+CELLS = pytest.mark.parametrize("kind", ["gru", "lstm"])
+ALGORITHMS = pytest.mark.parametrize("algorithm", ["ppo", "impala"])
+
+
+class DoubleRecurrent(RecurrentActorCritic):
+    """A recurrent actor-critic that computes in float64."""
+
+    def encode(self, obs: Any) -> Any:
+        rows = torch.from_numpy(self.encoder(obs)).double()
+        return (rows, torch.from_numpy(obs["action_mask"])) if self.is_masked else rows
+
+
+def make_module(both: tuple[spaces.Space[Any], spaces.Space[Any]], kind: Any) -> RecurrentActorCritic:
+    settings = {"recurrent_size": 6, "sequence_length": 4, "seed": 1}
+    return RecurrentActorCritic(*both, (8,), kind=kind, masked=both[0] is MASKED, **settings)
+
+
+def make_recurrent(algorithm: str, both: Any, kind: Any, compiled: bool = False) -> PPOLearner | IMPALALearner:
+    module = make_module(both, kind).double()
+    module.__class__ = DoubleRecurrent
+    common = {"recurrent": kind, "sequence_length": 4, "num_envs": N, "num_steps": T, "compile": compiled}
+    if algorithm == "ppo":
+        config = ppo_config(**common, minibatch_size=20, target_kl=0.5, normalize_reward=True)
+        return PPOLearner(*both, config, module=module)
+    return IMPALALearner(*both, impala_config(**common, num_minibatches=3), module=module)
+
+
+def recurrent_batches(both: Any, kind: Any, count: int) -> list[Batch]:
+    policy, common = Policy(make_module(both, kind)), {"num_steps": T, "num_envs": N, "invalid": True, "space": both[0]}
+    chunks = [make_chunk(policy, seed, **common) for seed in range(2 * count)]
+    return [Batch(tuple(chunks[first : first + 2]), STATS) for first in range(0, 2 * count, 2)]
+
+
+def learn_recurrent(
+    algorithm: str, both: Any, cell: str, bounds: list[int], *, compiled: bool = False, **kwargs: Any
+) -> tuple[list[Tensor], list[list[dict[str, float]]]]:
+    make = partial(make_recurrent, algorithm, both, cell, compiled)
+    learners, metrics = learn_on_ranks(make, recurrent_batches(both, cell, 4), bounds, **kwargs)
+    return [learner.state_dict()["parameters"] for learner in learners], metrics
+
+
+@ALGORITHMS
+@CELLS
+@pytest.mark.parametrize(
+    "both",
+    [(OBS, DISCRETE), (MASKED, DISCRETE), pytest.param((OBS, BOX), marks=pytest.mark.slow)],
+    ids=["discrete", "masked", "box"],
+)
+@pytest.mark.parametrize("bounds", SPLITS, ids=str)
+def test_recurrent_ranks_together_equal_one(algorithm: str, kind: str, both: Any, bounds: list[int]) -> None:
+    """Even, uneven and empty shards, two chunks a batch, whose last sequences are shorter."""
+    (expected,), (expected_metrics,) = learn_recurrent(algorithm, both, kind, [0, N])
+    parameters, metrics = learn_recurrent(algorithm, both, kind, bounds)
+    assert distance(parameters[0], expected) <= 1e-12
+    assert all(torch.equal(each, parameters[0]) for each in parameters)
+    for ours, theirs in zip(metrics[0], expected_metrics, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    start = make_recurrent(algorithm, both, kind).state_dict()["parameters"]
+    assert distance(start, expected) > 0.01

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -12,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
+from helpers import sac_kit
 from helpers.actor_critic_kit import DISCRETE, distance
 from helpers.rank_objects import CountsColumns, Owner
 from helpers.ranks_kit import N, make_batches, make_impala, make_learner, make_lonely
@@ -21,6 +25,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import rayvec
 from rayvec.data import Batch, Chunk, ChunkRef
 from rayvec.errors import ConfigError, LearnerError
+from rayvec.learners.base import KeepsRankLocalState
+from rayvec.policies.networks import flat_weights
 
 MakeGroup = Callable[..., rayvec.LearnerGroup]
 
@@ -151,3 +157,41 @@ def test_what_a_group_refuses(make_group: MakeGroup, ppo_group: rayvec.LearnerGr
     stats = dataclasses.replace(batch.stats, staleness_counts=(N,))
     with pytest.raises(LearnerError, match="with max_staleness"):
         ppo_group.update(dataclasses.replace(batch, stats=stats))
+
+
+@pytest.mark.slow
+def test_a_group_of_sac_equals_a_learner_and_resumes_exactly(
+    make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From a checkpoint with the replay of both ranks; with a replay that is not theirs, they say that it refills."""
+    learner, group = sac_kit.make_learner(), make_group(2, sac_kit.make_learner)
+    for seed in range(3):
+        expected = learner.update(sac_kit.make_batch(seed=seed))
+        assert group.update(sac_kit.make_batch(seed=seed)) == pytest.approx(expected, rel=1e-6)
+        assert distance(group.weights(), learner.weights()) < 1e-6
+    assert not np.array_equal(group.weights(), sac_kit.make_learner().weights())
+    assert isinstance(learner, KeepsRankLocalState)
+    np.testing.assert_array_equal(flat_weights(group.module), group.weights())
+
+    file = io.BytesIO()
+    torch.save(group.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    following = [group.update(sac_kit.make_batch(seed=seed)) for seed in (3, 4)]
+    weights = group.weights()
+    with caplog.at_level(logging.WARNING):
+        group.load_state_dict(state)
+        assert [group.update(sac_kit.make_batch(seed=seed)) for seed in (3, 4)] == following
+        np.testing.assert_array_equal(group.weights(), weights)
+        assert not caplog.text
+
+        group.load_state_dict(learner.state_dict())
+        assert "the replay of 1 rank does not fit 2" in caplog.text
+        assert group.update(sac_kit.make_batch(seed=3)) == {}
+        assert group.update(sac_kit.make_batch(seed=4))["replay_steps"] == 32
+
+        caplog.clear()
+        learner.load_state_dict(state)
+        assert "the replay refills" in caplog.text
+        assert learner.update(sac_kit.make_batch(seed=3)) == {}
+        assert learner.update(sac_kit.make_batch(seed=4))["num_updates"] == 48

@@ -1,4 +1,4 @@
-"""Workers that die or hang where it hurts: with a reply half written, with children, in a constructor."""
+"""Workers that die or hang where it hurts, limits of the machine, and signals that workers leave to their owner."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from helpers.testing import CountingEnv
 from helpers.vector_kit import assert_explained
 from helpers.waiting import DEADLINE_S, alive, shm_names, wait_until
 
+from rayvec import RayVecEnv
 from rayvec.errors import WorkerLostError
-from rayvec.vector.ray_vec_env import RayVecEnv
 
 REPLY_BYTES = 4 << 20
 """More than a socket takes without a reader."""
@@ -259,3 +259,100 @@ def test_an_environment_that_fails_to_close_is_logged_and_the_others_are_closed(
     assert "worker 0: an environment raised in close()" in done.stderr
     assert f"{error}: a file of its own" in done.stderr and done.stderr.count("Traceback") == 1
     assert done.stdout == "closes\n" * 3
+
+
+WITH_FEW_FILES = """
+import resource
+from rayvec import RayVecEnv
+from helpers.testing import CountingEnv
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
+with RayVecEnv([CountingEnv] * 16, num_nodes=0, workers_per_node=16) as env:
+    env.reset(seed=0)
+"""
+
+
+def test_open_files() -> None:
+    """Sixteen workers need 80 files: the soft limit is raised for them."""
+    done = subprocess.run([sys.executable, "-c", WITH_FEW_FILES], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+NO_PROCESS = """
+import errno, os
+
+def fork():
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+os.fork = fork
+"""
+
+
+def test_a_fork_server_for_which_there_is_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_PROCESS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(WorkerLostError, match=r"could not be started.*ulimit -u") as caught:
+        RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1, preload=["zipapp"])  # which needs another server
+    assert_explained(caught.value)
+
+
+IMPORTS_FOR_EVER = """
+from rayvec import RayVecEnv
+RayVecEnv("CartPole-v1", num_envs=1, num_nodes=0, workers_per_node=1, preload=["imports_for_ever"])
+"""
+
+
+def test_a_preload_that_does_not_return_ends_with_the_program(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    (tmp_path / "imports_for_ever.py").write_text(
+        f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(1e6)"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    owner = subprocess.Popen([sys.executable, "-c", IMPORTS_FOR_EVER], env=environ)
+    wait_until(lambda: pid.exists() and pid.read_text() != "", "the import has begun")
+    owner.kill()
+    owner.wait()
+    wait_until(lambda: not alive(int(pid.read_text())), "it has ended")
+
+
+def _sleep(runs: Any) -> None:
+    runs.set()
+    time.sleep(60)
+
+
+class EndsProcesses(CountingEnv):
+    def exit_codes(self, number: int) -> list[int | None]:
+        """How a signal ends a process that the environment forks, and a program that it starts."""
+        context = multiprocessing.get_context("fork")
+        runs = context.Event()
+        forked = context.Process(target=_sleep, args=(runs,))
+        forked.start()
+        runs.wait(20)
+        program = subprocess.Popen(["sleep", "60"])
+        for process in (forked, program):
+            assert process.pid
+            os.kill(process.pid, number)
+        forked.join(20)
+        return [forked.exitcode, program.wait(20)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_and_their_fork_server_stay(number: int) -> None:
+    with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=2, on_env_error="restart") as env:
+        env.reset(seed=0)
+        ((_, *pids),) = env.worker_pids().values()
+        server = psutil.Process(pids[0]).ppid()
+        for pid in (server, *pids):
+            os.kill(pid, number)
+        env.step(np.zeros(2, np.int64))
+        assert all(psutil.Process(pid).is_running() for pid in (server, *pids))
+        os.kill(pids[0], signal.SIGKILL)
+        env.step(np.zeros(2, np.int64))
+        ((_, *workers),) = env.worker_pids().values()
+        assert len({*workers, *pids}) == 3 and {psutil.Process(pid).ppid() for pid in workers} == {server}
+
+
+def test_processes_of_environments_end_by_them() -> None:
+    with RayVecEnv([EndsProcesses], num_nodes=0, workers_per_node=1) as env:
+        assert env.call("exit_codes", signal.SIGTERM) == ([-signal.SIGTERM, -signal.SIGTERM],)
+        assert env.call("exit_codes", signal.SIGINT) == ([1, -signal.SIGINT],)  # Python ends by KeyboardInterrupt

@@ -15,9 +15,9 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv
 from helpers.chunks import assert_same_chunk
-from helpers.diarist import Diarist
 from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
 from helpers.kinds import ALL_SPACES
+from helpers.simple_policies import Diarist
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical, counting_errors
 
 from rayvec.data import Chunk, tree_map

@@ -1,19 +1,26 @@
-"""Metrics end up once each, in order, in every place that shows them."""
+"""Metrics end up once each, in order, in every place that shows them: files, TensorBoard, W&B, Ray's metrics."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.image
 import pytest
-from helpers.training_kit import tiny
+from helpers.training_kit import HERE, SMALL, lengthen, options, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rayvec
 from rayvec import PPOConfig
-from rayvec.training.run_dir import read_metrics
+from rayvec.errors import ConfigError
+from rayvec.training.default_callbacks import COUNTERS, GAUGES
+from rayvec.training.run_dir import load_run, read_metrics
 
 SHORT = {"eval_episodes": 0, "total_steps": 320}
 
@@ -77,3 +84,106 @@ def test_learning_curve_is_drawn_even_if_the_run_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         rayvec.train(tiny(tmp_path / "a"), callbacks=[SimpleNamespace(on_iteration=fail)])
     assert matplotlib.image.imread(tmp_path / "a" / "learning_curve.png").std() > 0.01
+
+
+COMMAND = [sys.executable, "-m", "rayvec", "train", "ppo"]
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of this machine do not count."""
+    for name in ("API_KEY", "PROJECT", "BASE_URL"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("CACHE_DIR", str(tmp_path / "cache"))):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+
+
+def written(folder: Path) -> list[Path]:
+    return sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("offline")
+def test_a_resumed_run_continues_in_the_same_run(tmp_path: Path) -> None:
+    small = options({**SMALL, **HERE, "eval_episodes": 2, "total_steps": 128})
+    subprocess.run([*COMMAND, *small, "--track=wandb", f"--run-dir={tmp_path / 'a'}"], check=True, cwd=tmp_path)
+    lengthen(tmp_path / "a", 128, 192)
+    subprocess.run([*COMMAND, f"--resume={tmp_path / 'a'}"], check=True, cwd=tmp_path)
+    run_id = load_run(tmp_path / "a")[1]["progress"]["tracker_run"]
+    files = written(tmp_path)
+    assert {path.name for path in files} == {f"run-{run_id}.wandb"}
+    assert b"return_mean" in b"".join(path.read_bytes() for path in files)
+
+
+BESIDE_A_RUN = """
+import rayvec, wandb
+from helpers.training_kit import tiny
+
+mine = wandb.init(project="mine")
+for name in ("a", "b"):
+    rayvec.train(tiny(name, total_steps=64, eval_episodes=0, track="wandb"))
+    assert wandb.run is mine
+mine.log({"alive": 1})
+mine.finish()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("offline")
+def test_a_run_that_is_open_is_used_and_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+    subprocess.run([sys.executable, "-c", BESIDE_A_RUN], check=True, cwd=tmp_path)
+    (path,) = written(tmp_path)
+    assert b"return_mean" in path.read_bytes() and b"alive" in path.read_bytes()
+
+
+@pytest.mark.usefixtures("offline")
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        rayvec.train(tiny(tmp_path / "a", track="wandb"))
+    assert not (tmp_path / "a").exists()
+
+
+def test_metrics_are_those_of_the_iterations(ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.util import metrics
+
+    sums: Counter[tuple[str, ...]] = Counter()
+    last: dict[str, float] = {}
+
+    class Counts(metrics.Counter):
+        def inc(self, value: float = 1.0, tags: Any = None) -> None:
+            labels = dict(tags)
+            assert labels.pop("run") == "a"
+            sums[self.info["name"], *labels.values()] += value
+            super().inc(value, tags)
+
+    class Gauges(metrics.Gauge):
+        def set(self, value: float | None, tags: Any = None) -> None:
+            assert value is not None
+            last[self.info["name"]] = value
+            super().set(value, tags)
+
+    monkeypatch.setattr(metrics, "Counter", Counts)
+    monkeypatch.setattr(metrics, "Gauge", Gauges)
+    rayvec.train(tiny(tmp_path / "a", total_steps=256, num_nodes=1, workers_per_node=1, eval_episodes=0))
+    lines = list(read_metrics(tmp_path / "a" / "metrics.jsonl"))
+    assert sums["rayvec_steps_total",] == 256 and sums["rayvec_iterations_total",] == len(lines) == 4
+    assert sums["rayvec_episodes_total",] == sum(line["episodes"] for line in lines)
+    spent = sum(line["time_s/collect"] for line in lines)
+    assert sums["rayvec_time_seconds_total", "collect"] == pytest.approx(spent)
+    assert last == {"rayvec_return_mean": lines[-1]["return_mean"], "rayvec_staleness_updates": lines[-1]["staleness"]}
+
+
+def test_the_dashboard_of_grafana_shows_metrics_that_exist() -> None:
+    dashboard = json.loads(Path(rayvec.__file__).with_name("grafana.json").read_text())
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    shown = set()
+    for expression in (target["expr"] for panel in panels for target in panel["targets"]):
+        (name,) = re.findall(r'\bray_(rayvec_\w+)\{run=~"\$run"', expression)
+        assert ("rate(" in expression or "increase(" in expression) == (name in COUNTERS)
+        labels = ("run", *(COUNTERS[name][1] if name in COUNTERS else ()))
+        assert f"by ({', '.join(labels)}) (" in expression and expression.count("(") == expression.count(")")
+        shown.add(name)
+    assert shown == COUNTERS.keys() | GAUGES.keys()

@@ -1,21 +1,29 @@
-"""The directory of a run: whole or absent, used by one process at a time, and resumed exactly."""
+"""Where a run's environments are stepped, and its directory: whole or absent, used by one process, resumed exactly."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.file_size_limit import file_size_limit
+from helpers.own_envs import FailsOnce
 from helpers.processes import assert_nothing_left, running
 from helpers.training_kit import SMALL, assert_same, lengthen, options, tiny
 
 import rayvec
 from rayvec import PPOConfig
+from rayvec.cli import main
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training import checkpoint
+from rayvec.training.atomic_files import written_whole
 from rayvec.training.run_dir import begin_run_dir, load_run, locked, read_metrics
 
 
@@ -113,3 +121,69 @@ def test_a_killed_run_resumes_exactly_where_its_checkpoint_was(tmp_path: Path, n
     assert last["learner"]["num_updates"] == last["progress"]["iterations"] == steps // 64 + 10
     rayvec.resume(twin)
     assert_same(load_run(twin)[1]["learner"], last["learner"])
+
+
+DECISIONS = """
+import os, sys
+from rayvec import PPOConfig
+from rayvec.training.runs import choose_engine
+def chosen(**settings):
+    return choose_engine(PPOConfig(**settings)).num_nodes
+assert chosen() == 0
+assert chosen(num_nodes=2) == 2
+assert chosen(address="host:6379") is None
+assert chosen(num_learners=2) == 0 and chosen(learners="dedicated") is None
+os.environ["RAY_ADDRESS"] = "host:6379"
+assert chosen() is None and chosen(num_nodes=0) == 0
+del os.environ["RAY_ADDRESS"]
+assert "ray" not in sys.modules
+"""
+
+COMMANDS = """
+from rayvec.cli import main
+small = "--num-envs 4 --num-steps 16 --minibatch-size 32 --total-steps 64 --eval-episodes 4 --run-dir a".split()
+assert main(["train", "ppo", *small]) == 0
+assert main(["eval", "a", "--episodes", "4"]) == 0
+assert main(["train", "ppo", *small[:-1], "b", "--num-learners", "2"]) == 0
+assert "ray" not in sys.modules
+"""
+
+
+def test_train_and_eval_use_ray_only_if_something_asks_for_it(tmp_path: Path) -> None:
+    """In a process of its own, where Ray is not initialised."""
+    command = [sys.executable, "-c", DECISIONS + COMMANDS]
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stderr.count("rayvec: 4 environments on this machine, without Ray\n") == 3
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert f"mean return {result['eval_return_mean']:.2f}" in done.stdout
+
+
+@pytest.mark.parametrize("action", ["raise", pytest.param("hang", marks=pytest.mark.slow)])
+def test_environments_restart_in_a_run(tmp_path: Path, action: str) -> None:
+    where = {"workers_per_node": 1, "step_timeout_s": 3.0} if action == "hang" else {}
+    env = lambda: FailsOnce(tmp_path / "failed", action)  # noqa: E731
+    result = rayvec.train(tiny(tmp_path / "a", total_steps=64, on_env_error="restart", **where), env=env)
+    assert result.total_steps >= 64 and (tmp_path / "failed").exists()
+
+
+def test_what_is_no_file_stays(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    for path in (pipe, tmp_path):
+        with pytest.raises(ConfigError, match="it is no file"), written_whole(path) as file:
+            file.write(b"new")
+    assert list(tmp_path.iterdir()) == [pipe] and pipe.is_fifo()
+
+
+def test_a_full_disk_ends_a_run_with_its_last_files_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "a"
+    rayvec.train(tiny(run_dir, total_steps=64, eval_episodes=0, wrappers=("helpers.wrap:fills_the_disk",)))
+    whole = {path.name: path.read_bytes() for path in run_dir.iterdir()}
+    lengthen(run_dir, 64, 6400)
+    with file_size_limit():  # which ``fills_the_disk`` lowers
+        assert main(["train", "ppo", "--resume", str(run_dir), *options({"checkpoint_interval_s": 0})]) == 1
+    error = capsys.readouterr().err
+    assert "File too large" in error and f"resume with: rayvec train ppo --resume {run_dir}" in error
+    assert not list(run_dir.glob("*.tmp"))
+    for name in ("learning_curve.png", "result.json"):
+        assert (run_dir / name).read_bytes() == whole[name]
+    assert 64 <= load_run(run_dir)[1]["progress"]["steps"] < 6400

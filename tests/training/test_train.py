@@ -1,8 +1,10 @@
-"""The training loop: a run leaves its files, learns the same from the same seed, and plays greedily in the end."""
+"""A run leaves its files, learns the same from the same seed, begins with another's network; and its whole life."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,10 +12,14 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from helpers.training_kit import HERE, lengthen, tiny
+from helpers.processes import assert_nothing_left, running
+from helpers.training_kit import HERE, assert_same, lengthen, lines_of, options, tiny
 
 import rayvec
 from rayvec import PPOConfig, TrainConfig
+from rayvec.cli import main
+from rayvec.errors import CheckpointError, ConfigError
+from rayvec.training import loop
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run, read_metrics
 
@@ -108,3 +114,122 @@ def test_hybrid_actions_are_learned(tmp_path: Path, kind: str) -> None:
     common |= {"run_dir": tmp_path / "a", "learning_rate": 3e-3, "entropy_coef": 0.0, "gamma": 0.0}
     config = PPOConfig(**common) if kind == "ppo" else rayvec.IMPALAConfig(**common)
     assert rayvec.train(config, env=Steered).eval_return_mean > 6.5
+
+
+SMALL_RUNS: dict[str, dict[str, Any]] = {
+    "ppo": {"num_envs": 4, "num_steps": 16, "minibatch_size": 32},
+    "impala": {"num_envs": 4, "num_steps": 16, "num_minibatches": 1},
+    "sac": {"num_envs": 2, "num_steps": 16, "learning_starts": 200, "batch_size": 32},
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("algorithm", [pytest.param(name, marks=pytest.mark.slow) for name in SMALL_RUNS])
+def test_the_life_of_a_run(algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed, copy = tmp_path / "killed", tmp_path / "copy"
+    settings = {**SMALL_RUNS[algorithm], **HERE, "total_steps": 200_000, "eval_episodes": 4, "run_dir": killed}
+    args = ["train", algorithm, *options(settings), "--checkpoint-interval-s=0.2"]
+    with running(args, tmp_path) as command:
+        command.wait_until(lambda: lines_of(killed / "metrics.jsonl") >= 5)
+        assert command.kill(signal.SIGKILL) == -signal.SIGKILL
+        assert_nothing_left(command)
+    steps = load_run(killed)[1]["progress"]["steps"]
+    shutil.copytree(killed, copy)
+
+    total = steps + 4 * 64
+    longer = ["--total-steps", str(total), "--eval-episodes", "4"]
+    for run_dir in (killed, copy):  # what is resumed twice learns the same twice
+        assert main(["train", "--resume", str(run_dir), *longer]) == 0
+    config, state = load_run(killed)
+    again = load_run(copy)[1]
+    assert config.total_steps == total <= state["progress"]["steps"] < total + 64
+    for part in ("weights", "learner", "collector"):
+        assert_same(state[part], again[part])
+    logged = [line["steps"] for line in read_metrics(killed / "metrics.jsonl")]
+    assert logged == sorted(set(logged)) and logged[-1] == state["progress"]["steps"]
+
+    assert main(["train", "--resume", str(killed), "--total-steps", str(total + 128)]) == 0, "once more"
+    assert load_run(killed)[1]["progress"]["steps"] >= total + 128
+    result = json.loads((killed / "result.json").read_text())
+    capsys.readouterr()
+    assert main(["eval", str(killed), "--episodes", "4"]) == 0
+    assert f"mean return {result['eval_return_mean']:.2f}" in capsys.readouterr().out
+
+    agent = rayvec.load(killed)
+    obs = agent.observation_space.sample()
+    action = agent.predict(obs)
+    assert action in agent.action_space and agent.steps == result["total_steps"]
+    onnxruntime = pytest.importorskip("onnxruntime", reason="ONNX is an extra")
+    session = onnxruntime.InferenceSession(agent.export(tmp_path / "policy.onnx"))
+    (exported,) = session.run(None, {"obs": obs[None]})
+    np.testing.assert_allclose(exported[0], action, atol=1e-5)
+
+
+RANKS = {"learners": "decentralized", "num_learners": 2, "sync_fraction": 1.0}
+COMMON: dict[str, Any] = {"num_envs": 4, **HERE, "eval_episodes": 0}
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    (rayvec.PPOConfig, {"num_steps": 16, "minibatch_size": 32, "normalize_obs": True, "total_steps": 192}),
+    (rayvec.IMPALAConfig, {"num_steps": 16, "num_minibatches": 2, "total_steps": 192}),
+    (rayvec.SACConfig, {"num_steps": 8, "learning_starts": 64, "batch_size": 16, "total_steps": 192}),
+]
+
+
+class First:
+    """Stops a run after its first iteration and notes the weights before it."""
+
+    def on_iteration(self, context: rayvec.RunContext) -> None:
+        context.stop("one is enough")
+
+
+@pytest.mark.parametrize("where", [{}, pytest.param(RANKS, marks=pytest.mark.slow)], ids=["one process", "ranks"])
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=lambda value: getattr(value, "algorithm", ""))
+def test_a_run_begins_with_the_weights_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, settings: dict[str, Any], where: dict[str, Any]
+) -> None:
+    begun: list[dict[str, Any]] = []
+    begin = loop.begin_run_dir
+    monkeypatch.setattr("rayvec.training.loop.begin_run_dir", lambda *args: (begun.append(args[2]), begin(*args)))
+    first = rayvec.train(kind(run_dir=tmp_path / "a", **COMMON, **settings))
+    changes = {"seed": 9, "init_from": first.run_dir, **where}
+    rayvec.train(kind(run_dir=tmp_path / "b", **COMMON, **{**settings, **changes}), callbacks=[First()])
+    source = load_run(first.run_dir)[1]
+    assert torch.equal(begun[1]["weights"], source["weights"]) and not torch.equal(
+        begun[0]["weights"], source["weights"]
+    )
+    learner = begun[1]["learner"]
+    assert learner["num_updates"] == learner.get("num_steps", 0) == begun[1]["progress"]["steps"] == 0
+    if kind is rayvec.SACConfig:
+        assert torch.equal(learner["target"], source["learner"]["target"])
+        assert torch.equal(learner["critic"], source["learner"]["critic"])
+        assert not any(part.any() for optimizer in learner["optimizers"].values() for part in optimizer.values())
+    else:
+        assert learner["obs_moments"].keys() == source["learner"]["obs_moments"].keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_sizes": (32, 32)}, "parameters"),
+        pytest.param({"hidden_sizes": (32, 32), **RANKS}, "parameters", marks=pytest.mark.slow),
+        ({"env_id": "Acrobot-v1"}, "observations of"),
+        ({"normalize_obs": True}, "obs_mean|obs_moments"),
+    ],
+)
+def test_weights_of_another_network(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
+    with pytest.raises((ConfigError, CheckpointError), match=words):
+        rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a", **changes))
+    assert not (tmp_path / "b").exists()
+
+
+def test_weights_of_another_algorithm_or_of_nothing(tmp_path: Path) -> None:
+    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
+    settings = {"env_id": "CartPole-v1", "init_from": tmp_path / "a", "learning_starts": 10, "total_steps": 64, **HERE}
+    with pytest.raises(ConfigError, match="same algorithm"):
+        rayvec.train(rayvec.SACConfig(run_dir=tmp_path / "b", **settings))
+    with pytest.raises(ConfigError, match=r"config\.yaml"):
+        rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "nowhere"))
+    (tmp_path / "a" / "checkpoint.pt").unlink()
+    with pytest.raises(CheckpointError):
+        rayvec.train(tiny(tmp_path / "b", init_from=tmp_path / "a"))
+    assert not (tmp_path / "b").exists()

@@ -1,4 +1,4 @@
-"""RayVecEnv's calls in their order, and what may wait for what; attributes; wrappers of Gymnasium around it."""
+"""RayVecEnv's calls in their order, from two threads, and again after a restart; attributes; wrappers of Gymnasium."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
@@ -21,8 +25,9 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import vector as vector_wrappers
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, env_fns
+from helpers.obedient_envs import DIE, GO, RAISE, EndlessEnv
 from helpers.testing import CountingEnv, assert_identical
-from helpers.vector_kit import TOPOLOGIES, beside_sync, pids_of
+from helpers.vector_kit import DEADLINE_S, TOPOLOGIES, beside_sync, pids_of
 from helpers.waiting import alive, wait_until
 
 from rayvec.errors import ConfigError
@@ -277,3 +282,126 @@ def test_chunks_of_policies_that_act_in_different_processes_do_not_mix(
         assert env.rollout_wait().summary.num_steps == 5
         env.rollout_async(second, 7, 5, 0)
         assert env.rollout_wait().summary.num_steps == 7
+
+
+ZEROS = np.zeros(2, int)
+
+
+class Gate(CountingEnv):
+    """Waits where it is told, in a method, or in a step with action 1."""
+
+    entered, opened = threading.Event(), threading.Event()
+
+    def wait_here(self) -> int:
+        Gate.entered.set()
+        assert Gate.opened.wait(DEADLINE_S)
+        return 7
+
+    def step(self, action: Any) -> Any:
+        if action:
+            self.wait_here()
+        return super().step(action)
+
+
+@contextmanager
+def another_thread_in(call: Callable[[], Any]) -> Iterator[Future[Any]]:
+    """Lets another thread wait in a call until the end of the block."""
+    Gate.entered.clear()
+    Gate.opened.clear()
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(call)
+        try:
+            assert Gate.entered.wait(DEADLINE_S)
+            yield future
+        finally:
+            Gate.opened.set()
+
+
+@pytest.fixture
+def gated() -> Iterator[RayVecEnv]:
+    with RayVecEnv([partial(Gate, 100)] * 2, num_nodes=0, workers_per_node=0) as env:
+        env.reset(seed=5)
+        yield env
+
+
+CALLS: list[Callable[[RayVecEnv], Any]] = [
+    lambda env: env.step(ZEROS),
+    lambda env: env.reset(),
+    lambda env: env.send(ZEROS),
+    lambda env: env.call("wait_here"),
+    lambda env: env.set_attr("number", 1),
+    lambda env: env.rollout(lambda obs: np.zeros(len(obs), int), 2),
+    lambda env: env.worker_pids(),
+]
+
+
+def test_a_call_from_a_second_thread_is_refused(gated: RayVecEnv) -> None:
+    with another_thread_in(partial(gated.call, "wait_here")) as first:
+        for call in CALLS:
+            with pytest.raises(AlreadyPendingCallError, match="Another thread"):
+                call(gated)
+    assert first.result() == (7, 7)
+    assert gated.step(ZEROS)[1].tolist() == [1.0, 1.0]
+    with another_thread_in(partial(gated.step, np.ones(2, int))) as first:
+        for waits in (gated.step_wait, partial(gated.step, ZEROS)):
+            with pytest.raises(AlreadyPendingCallError, match="Another thread"):
+                waits()
+    assert first.result()[1].tolist() == [2.0, 2.0]
+    assert gated.step(ZEROS)[0][:, 3].tolist() == [3.0, 3.0]
+
+
+REPLAYED = ("set_difficulty", "gravity")
+
+
+class Course(EndlessEnv):
+    """Has a difficulty, which it is told by a method, and other attributes."""
+
+    difficulty, gravity, wind = 0, 9.8, 0
+
+    def set_difficulty(self, difficulty: int, factor: int = 1) -> None:
+        self.difficulty = difficulty * factor
+
+
+def told(env: RayVecEnv) -> None:
+    env.call("set_difficulty", 2)
+    env.call("set_difficulty", 3, factor=7)
+    with pytest.raises(TypeError):
+        env.call("set_difficulty", None)
+    env.set_attr("gravity", [1.0, 2.0, 3.0, 4.0])
+    env.set_attr("wind", 5)
+
+
+def attributes(env: RayVecEnv) -> list[tuple[Any, ...]]:
+    return list(zip(*(env.get_attr(name) for name in ("difficulty", "gravity", "wind")), strict=True))
+
+
+@pytest.mark.parametrize(("workers", "fault"), [(0, RAISE), (2, RAISE), (2, DIE)])
+def test_an_environment_that_is_made_again_is_told_again(workers: int, fault: int) -> None:
+    where: dict[str, Any] = {"num_nodes": 0, "workers_per_node": workers, "on_env_error": "restart"}
+    with RayVecEnv([Course] * 4, replay_calls=REPLAYED, **where) as env:
+        env.reset(seed=1)
+        told(env)
+        for count in range(2):  # also the one that was told again
+            info = env.step([GO, fault, GO, GO])[4]
+            restarted = info["env_restarted"].tolist()
+            assert restarted == ([True, True, False, False] if fault == DIE else [False, True, False, False])
+            winds = [0 if again else 5 for again in restarted]
+            assert attributes(env) == [(21, 1.0 + k, wind) for k, wind in enumerate(winds)], f"restart {count}"
+            env.step(np.zeros(4, np.int64))
+
+
+def test_so_are_those_of_a_lost_node(make_vec: Any) -> None:
+    env = make_vec([Course] * 4, nodes=2, workers=2, replay_calls=REPLAYED)
+    env.reset(seed=1)
+    told(env)
+    os.kill(env.worker_pids()[env.topology.nodes[1].name][0], signal.SIGKILL)  # the actor of the node
+    for _ in range(200):
+        if "env_restarted" in env.step(np.zeros(4, np.int64))[4]:
+            break
+    assert attributes(env) == [(21, 1.0, 5), (21, 2.0, 5), (21, 3.0, 0), (21, 4.0, 0)]
+
+
+def test_names_are_texts() -> None:
+    for names in ("set_difficulty", [3]):
+        with pytest.raises(ConfigError, match="replay_calls"):
+            RayVecEnv([Course], num_nodes=0, workers_per_node=0, replay_calls=names)  # type: ignore[arg-type]
