@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import AssertRefused
-from helpers.processes import assert_nothing_left, running
 from helpers.testing import CountingEnv
 from helpers.training_kit import HERE, SMALL, lengthen, options
 
@@ -291,16 +290,3 @@ def test_a_run_moves_between_ray_and_this_process(tmp_path: Path, capsys: pytest
     ):
         assert main(arguments) == 0
         assert f"rayvec: 4 environments {where}\n" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_private_ray_leaves_no_process(tmp_path: Path) -> None:
-    settings = options({**SMALL, "num_nodes": 1, "workers_per_node": 1, "total_steps": 64, "eval_episodes": 4})
-    with running(["train", "ppo", *settings], tmp_path) as command:
-        assert command.process.wait(150) == 0, command.stderr.read_text()
-        assert_nothing_left(command)
-    (run_dir,) = (tmp_path / "runs").iterdir()
-    assert run_dir.name.startswith("CartPole-v1-ppo-seed1-")
-    assert "greedy return" in command.stdout.read_text()
-    assert "rayvec: 4 environments on Ray (nodes: 1, workers: 1)\n" in command.stderr.read_text()

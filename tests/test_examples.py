@@ -62,8 +62,7 @@ def test_none_is_left_out() -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name.startswith(SLOW) else name for name in SMALL],
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith(SLOW) else name for name in SMALL]
 )
 def test_example(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

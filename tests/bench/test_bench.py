@@ -1,18 +1,19 @@
-"""``rayvec bench`` at its smallest, through the command line."""
+"""``rayvec bench`` at its smallest, through the command line, and what the learning benchmark computes."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.processes import assert_nothing_left, running
 
 from rayvec.bench.model import COSTS, fit, predict
-from rayvec.bench.results import old_design
 from rayvec.cli import main
 
 TINY = "--cores-per-node 1 --step-duration 0.002 --repeats 1 --window 0.1 --chunk-steps 8".split()
@@ -147,7 +148,13 @@ def test_files_without_rows_to_fit(content: str, tmp_path: Path, capsys: pytest.
     assert "rayvec bench scaling" in refused(f"model {tmp_path}/scaling.json --out {tmp_path}", capsys)
 
 
-def test_the_old_design_is_what_was_published() -> None:
-    rows = old_design()
-    assert len(rows) == 20 and (rows[-4]["nodes"], rows[-4]["steps_per_s_per_core"]) == (32, 0.78)
-    assert all(abs(100 * r["steps_per_s"] / r["ideal_steps_per_s"] - r["efficiency_percent"]) < 0.7 for r in rows)
+@pytest.fixture
+def learning(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("learning")
+
+
+def test_the_interquartile_mean_counts_parts_of_values(learning: Any) -> None:
+    assert learning.interquartile_mean(np.array([9.0, 1, 2, 3, -50, 4, 80, 2])) == (2 + 2 + 3 + 4) / 4
+    assert learning.interquartile_mean(np.array([5.0, 1, 2, 3, 4])) == pytest.approx((0.75 * 2 + 3 + 0.75 * 4) / 2.5)
+    assert learning.interquartile_mean(np.array([7.0])) == 7

@@ -26,7 +26,6 @@ from rayvec.data import Batch, Chunk
 from rayvec.errors import ConfigError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-EPISODE, TOTAL = 1, 3
 SLOW = range(2)
 """The environments of the first worker, which waits for the gate."""
 

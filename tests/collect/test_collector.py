@@ -205,14 +205,7 @@ class TestState:
 class TestInput:
     @pytest.mark.parametrize(
         "kwargs",
-        [
-            {},
-            {"n_step": 1, "n_episode": 1},
-            {"n_step": 0},
-            {"n_step": 1.5},
-            {"n_episode": -1},
-            {"n_episode": True},
-        ],
+        [{}, {"n_step": 1, "n_episode": 1}, {"n_step": 0}, {"n_step": 1.5}, {"n_episode": -1}, {"n_episode": True}],
         ids=repr,
     )
     def test_counts(self, counting: RayVecEnv, kwargs: Any) -> None:

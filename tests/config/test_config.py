@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ import rayvec
 import rayvec.config
 from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.cli import main
-from rayvec.config import ADJUSTABLE, CONFIGS, dataclass
+from rayvec.config import ADJUSTABLE, CONFIGS
 from rayvec.config.presets import PRESETS
 from rayvec.config.schema import docs_of, fields_of
 from rayvec.errors import ConfigError
@@ -126,8 +126,7 @@ def test_numbers_of_other_kinds_become_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "value"),
-    [("1e-3", 1e-3), ("1.0e-3", 1e-3), ("5.", 5.0), (".5", 0.5), ("012", 12.0), ("1_000", 1000.0)],
+    ("number", "value"), [("1e-3", 1e-3), ("1.0e-3", 1e-3), ("5.", 5.0), (".5", 0.5), ("012", 12.0), ("1_000", 1000.0)]
 )
 def test_numbers_are_those_of_yaml_1_2(number: str, value: float) -> None:
     assert TrainConfig.from_yaml(f"algorithm: ppo\nlearning_rate: {number}").learning_rate == value
@@ -334,17 +333,6 @@ def test_a_copy_of_settings_leaves_the_preset_with_its_environment_too() -> None
         for each in (replace(config, seed=config.seed), TrainConfig.from_yaml(config.to_yaml())):
             ours, theirs = (with_own_parts(some, "Maze-v0") for some in (config, each))
             assert ours == theirs and ours.preset == passed.get("preset", "none")
-
-
-def test_an_algorithm_of_ones_own_has_no_presets(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Own(TrainConfig):
-        algorithm: ClassVar[str] = "own"
-
-    monkeypatch.setitem(CONFIGS, "own", Own)
-    assert Own().preset == "none"
-    with pytest.raises(ConfigError, match=r"preset is classic\. own has the presets none\."):
-        Own(preset="classic")
 
 
 def test_an_environment_that_is_passed_brings_its_own_preset() -> None:

@@ -121,9 +121,7 @@ def test_a_group_equals_a_learner(make_group: MakeGroup, num_learners: int, num_
 
 
 @pytest.mark.slow
-def test_a_chunk_that_is_lost_raises_and_nothing_else_is_lost(
-    ppo_group: rayvec.LearnerGroup,
-) -> None:
+def test_a_chunk_that_is_lost_raises_and_nothing_else_is_lost(ppo_group: rayvec.LearnerGroup) -> None:
     """As with a node that ends between collecting and learning."""
     group, learner = ppo_group, new_learner(ppo_group)
     lost, good = make_batches(DISCRETE, 2)

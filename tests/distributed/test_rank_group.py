@@ -9,18 +9,11 @@ import numpy as np
 import pytest
 import ray
 import torch
-from helpers.rank_objects import Adder, Owner
-from helpers.sockets import listening_ports, stores_at
+from helpers.rank_objects import Adder
 from helpers.waiting import alive, wait_until
-from ray.experimental import internal_kv
 
 from rayvec.distributed.rank_group import RankGroup, open_host
-from rayvec.distributed.rank_placement import (
-    NodeCapacity,
-    ResourceRequest,
-    find_placements,
-    place_ranks,
-)
+from rayvec.distributed.rank_placement import NodeCapacity, ResourceRequest, find_placements, place_ranks
 from rayvec.distributed.ray_host import RayHost
 from rayvec.errors import ConfigError, EnvError, LearnerError, RankLostError
 
@@ -63,21 +56,12 @@ def check_sums(group: RankGroup, kind: str) -> None:
 
 
 @HOSTS
-def test_ranks_of_one_machine_share_memory_and_no_socket(make_group: MakeGroup, where: dict[str, Any]) -> None:
-    group = make_group(3, **where)
-    check_sums(group, "SharedMemoryRanks")
-    actor = ray.remote(Owner).options(num_cpus=0).remote()
-    of_an_actor = () if where else listening_ports(ray.get(actor.pid.remote()))
-    assert [len(listening_ports(pid)) for pid in group.pids] == [len(of_an_actor)] * 3
-    ray.kill(actor)
+def test_ranks_of_one_machine_share_memory(make_group: MakeGroup, where: dict[str, Any]) -> None:
+    check_sums(make_group(3, **where), "SharedMemoryRanks")
 
 
-def test_ranks_of_several_nodes_sum_through_sockets_that_nobody_else_can_use(two_nodes: RankGroup) -> None:
+def test_ranks_of_several_nodes_sum_through_sockets(two_nodes: RankGroup) -> None:
     check_sums(two_nodes, "CollectiveRanks")
-    places = zip(two_nodes.placements, two_nodes.pids, strict=True)
-    ports = [(placement.host, port) for placement, pid in places for port in listening_ports(pid)]
-    assert ports and stores_at(ports) == []
-    assert internal_kv._internal_kv_list(b"", namespace=b"rayvec-ranks") == []
     assert len({placement.node_id for placement in two_nodes.placements}) == 2
 
 

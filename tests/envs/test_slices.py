@@ -105,8 +105,7 @@ def test_made_again_after_some_episodes_with_a_seed_of_its_own(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"env": [Steps], "restart_env_every": 0}, {"env": [lambda: SyncVectorEnv([Steps])], "native": True}],
+    "arguments", [{"env": [Steps], "restart_env_every": 0}, {"env": [lambda: SyncVectorEnv([Steps])], "native": True}]
 )
 def test_restart_env_every_is_a_number_of_episodes_of_ordinary_environments(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="restart_env_every"):

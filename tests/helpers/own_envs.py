@@ -103,14 +103,3 @@ class Masked(gymnasium.Env[Any, Any]):
 
 def make_line(**kwargs: Any) -> Line:
     return Line(**kwargs)
-
-
-class Changing:
-    """Makes an environment with another space at each call."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-
-    def __call__(self) -> Line:
-        self._calls += 1
-        return Line(width=self._calls)

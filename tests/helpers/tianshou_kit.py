@@ -53,17 +53,14 @@ class Remembers(Policy):
 
 
 class Agents(DriftEnv):
-    """Rewards three agents at once; a test may set a step of the episode in which it rewards one alone, or raises."""
+    """Rewards three agents at once; a test may set a step of the episode in which it raises."""
 
-    alone_at: int | None = None
     raise_at: int | None = None
 
     def step(self, action: Any) -> Any:
         obs, rew, terminated, truncated, info = super().step(action)
         if self._t == self.raise_at:
             raise ValueError("it fails once: the environment that replaces it has no such step")
-        if self._t == self.alone_at:
-            return obs, rew, terminated, truncated, info
         return obs, np.array([rew, -rew, self._t]), terminated, truncated, {**info, "t": self._t}
 
 

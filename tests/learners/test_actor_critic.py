@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.actor_critic_kit import (
-    DISCRETE,
-    OBS,
-    SPACES,
-    N,
-    T,
-    impala_config,
-    make_batch,
-    perturb,
-    ppo_config,
-)
+from helpers.actor_critic_kit import DISCRETE, OBS, SPACES, N, T, impala_config, make_batch, perturb, ppo_config
 
 from rayvec.errors import CheckpointError, LearnerError
 from rayvec.learners.base import Learner

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.actor_critic_kit import BOX, DISCRETE, OBS, STATS, N, T, impala_config, make_batch, make_chunk, perturb
-from helpers.paper_kit import PaperIMPALA
-from helpers.vtrace import vtrace_by_definition
+from helpers.paper_kit import PaperIMPALA, vtrace_by_definition
 
 from rayvec.data import Batch
 from rayvec.learners.impala import IMPALALearner

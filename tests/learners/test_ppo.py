@@ -17,7 +17,6 @@ from helpers.actor_critic_kit import (
     FAR,
     MIXED,
     OBS,
-    SIGHT,
     STATS,
     N,
     T,
@@ -106,14 +105,6 @@ def test_metrics_say_what_they_are() -> None:
     error = chunk.rew - value  # without a future, the reward is the target
     assert metrics["value_loss"] == pytest.approx(0.5 * np.square(error).mean(), rel=1e-5)
     assert metrics["explained_variance"] == pytest.approx(1 - error.var() / chunk.rew.var(), rel=1e-4)
-
-
-@pytest.mark.parametrize("space", [SIGHT, MIXED], ids=["image", "image and numbers"])
-def test_images_are_learned_from(space: spaces.Space[Any]) -> None:
-    learner = PPOLearner(space, DISCRETE, ppo_config(num_epochs=1, normalize_obs=True))
-    before = [parameter.detach().clone() for parameter in learner.module.parameters()]
-    learner.update(make_batch(Policy(learner.module), space=space, invalid=True))
-    assert all((old != new).any() for old, new in zip(before, learner.module.parameters(), strict=True))
 
 
 def test_observations_are_normalised_by_all_that_was_seen_before() -> None:

@@ -7,7 +7,6 @@ import itertools
 import logging
 import re
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,20 +59,6 @@ def test_step_sizes_follow_their_schedules_until_a_callback_sets_them() -> None:
         weights.append(networks(learner))
     moved = [not torch.equal(before, after) for before, after in itertools.pairwise(weights)]
     assert moved == [False, False, True, True, True, True]  # the target follows the critics
-
-
-@pytest.mark.parametrize("ratio", [pytest.param(1.0, marks=pytest.mark.slow), 0.3, 2.5])
-def test_the_ratio_of_updates_is_exact(ratio: float) -> None:
-    learner = make_learner(update_to_data=ratio, batch_size=4)
-    num_steps = before = 0
-    for seed in range(12):
-        batch = make_batch(seed=seed, invalid=True)
-        num_steps += int(batch.chunks[0].valid.sum())
-        metrics = learner.update(batch)
-        owed = int(Fraction(str(ratio)) * max(0, num_steps - 16))
-        assert learner.state_dict()["num_updates"] == owed
-        assert bool(metrics) == (owed > before)
-        before = owed
 
 
 @SPACES

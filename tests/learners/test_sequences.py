@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.actor_critic_kit import (
-    DISCRETE,
-    OBS,
-    STATS,
-    N,
-    T,
-    impala_config,
-    make_batch,
-    make_chunk,
-    ppo_config,
-)
+from helpers.actor_critic_kit import DISCRETE, OBS, STATS, N, T, impala_config, make_batch, make_chunk, ppo_config
 
 from rayvec.data import Batch, Chunk
 from rayvec.data.join_chunks import join_chunks, pad_chunk

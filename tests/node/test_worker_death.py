@@ -21,7 +21,7 @@ from gymnasium.error import ClosedEnvironmentError
 from helpers.kinds import within
 from helpers.testing import CountingEnv
 from helpers.vector_kit import assert_explained
-from helpers.waiting import DEADLINE_S, alive, shm_names, wait_until
+from helpers.waiting import DEADLINE_S, alive, wait_until
 
 from rayvec import RayVecEnv
 from rayvec.errors import WorkerLostError
@@ -152,30 +152,6 @@ def test_what_environments_started_ends_with_an_ordinary_close(tmp_path: Path, t
     wait_until(lambda: not any(map(alive, pids)), "what environments started has ended")
 
 
-SHARES_MEMORY = """
-import os, signal
-from multiprocessing import shared_memory
-from helpers.testing import CountingEnv
-from rayvec import RayVecEnv
-
-class SharesMemory(CountingEnv):
-    def __init__(self):
-        super().__init__()
-        self.memory = shared_memory.SharedMemory(create=True, size=8)
-        self.name = self.memory.name
-
-env = RayVecEnv([SharesMemory], num_nodes=0, workers_per_node=1)
-print(*env.get_attr("name"))
-os.kill(next(iter(env.worker_pids().values()))[1], signal.SIGKILL)
-"""
-
-
-def test_shared_memory_that_environments_forget_ends_with_the_program() -> None:
-    done = subprocess.run([sys.executable, "-c", SHARES_MEMORY], capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    wait_until(lambda: done.stdout.strip() not in shm_names(), "the memory is removed")
-
-
 @pytest.mark.parametrize("num_nodes", [0, 1])
 def test_close_by_another_thread_ends_a_wait(num_nodes: int, ray_cluster: object) -> None:
     class Waits(CountingEnv):
@@ -294,25 +270,6 @@ def test_a_fork_server_for_which_there_is_no_process(tmp_path: Path, monkeypatch
     with pytest.raises(WorkerLostError, match=r"could not be started.*ulimit -u") as caught:
         RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1, preload=["zipapp"])  # which needs another server
     assert_explained(caught.value)
-
-
-IMPORTS_FOR_EVER = """
-from rayvec import RayVecEnv
-RayVecEnv("CartPole-v1", num_envs=1, num_nodes=0, workers_per_node=1, preload=["imports_for_ever"])
-"""
-
-
-def test_a_preload_that_does_not_return_ends_with_the_program(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    (tmp_path / "imports_for_ever.py").write_text(
-        f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(1e6)"
-    )
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    owner = subprocess.Popen([sys.executable, "-c", IMPORTS_FOR_EVER], env=environ)
-    wait_until(lambda: pid.exists() and pid.read_text() != "", "the import has begun")
-    owner.kill()
-    owner.wait()
-    wait_until(lambda: not alive(int(pid.read_text())), "it has ended")
 
 
 def _sleep(runs: Any) -> None:

@@ -213,17 +213,6 @@ def test_images_are_seen(space: spaces.Space[Any]) -> None:
     np.testing.assert_array_equal(again, extras["logp"])
 
 
-def test_the_channels_are_where_the_space_says() -> None:
-    first, last = spaces.Box(0, 255, (3, 40, 36), np.uint8), spaces.Box(0, 255, (40, 36, 3), np.uint8)
-    modules = [ActorCritic(space, BOX, seed=1) for space in (first, last)]
-    image = draw_obs(first, 5)
-    values = [
-        module.value(module.encode(obs))
-        for module, obs in zip(modules, (image, np.moveaxis(image, 1, -1)), strict=True)
-    ]
-    torch.testing.assert_close(*values)
-
-
 @pytest.mark.parametrize("space", [spaces.Discrete(4, start=2), spaces.Box(-1, np.array([1, 3], np.float32))], ids=str)
 def test_a_random_start_is_uniform_until_weights_come(space: Any) -> None:
     module = perturbed(ActorCritic(BOX, space, (16,)), 1.0)

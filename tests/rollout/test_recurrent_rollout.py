@@ -118,14 +118,3 @@ def test_chunks_that_are_collected_ahead_continue_from_the_state_before(make: Ma
     collector = Collector(env, Policy(make_module()), prefetch=True, seed=3)
     chunks = [collector.collect(n_step=N * 9).chunks[0] for _ in range(4)]
     assert_states_follow(make_module(), chunks)
-
-
-def test_a_cut_chunk_has_the_states_of_its_steps(make: Make) -> None:
-    env = make([DriftEnv] * N, **HERE)
-    collector = Collector(env, Policy(make_module()), inference="driver", seed=3)
-    chunks = [
-        collector.collect(n_step=N * 20, cut=lambda taken: taken >= 7 * N).chunks[0],
-        *collector.collect(n_step=N * 9).chunks,
-    ]
-    assert [chunk.num_steps for chunk in chunks] == [7, 9]
-    assert_states_follow(make_module(), chunks)

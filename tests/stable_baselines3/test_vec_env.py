@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -21,7 +21,7 @@ from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecMonitor, VecNormalize
 
-from rayvec.errors import ConfigError, EnvError
+from rayvec.errors import ConfigError
 from rayvec.stable_baselines3 import RayVecEnv
 
 
@@ -40,16 +40,6 @@ class Optional(CountingEnv):
 
     def add(self, number: int, *, other: int = 0) -> int:
         return self._total + number + other
-
-
-class Drawn(CountingEnv):
-    """Renders its number of steps."""
-
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 7}
-    render_mode = "rgb_array"
-
-    def render(self) -> Any:
-        return np.full((2, 2, 3), self._total, np.uint8)
 
 
 class Outer(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -120,15 +110,6 @@ class TestEquality:
                     info.get("episode", {}).pop("t", None)  # seconds
                 assert_identical(mine, other)
 
-    @pytest.mark.slow
-    def test_on_two_nodes(self, ray_cluster: object) -> None:
-        with (
-            closing(RayVecEnv(COUNTING, num_nodes=2, workers_per_node=1)) as ours,
-            closing(DummyVecEnv(list(COUNTING))) as theirs,
-        ):
-            assert ours.transports == ("shm", "tcp")
-            in_lockstep(ours, theirs, 40)
-
 
 class TestSingleEnvironments:
     def test_attributes(self, optional: RayVecEnv) -> None:
@@ -181,15 +162,6 @@ class TestSingleEnvironments:
         with pytest.raises(gymnasium.error.NoAsyncCallError):
             optional.step_wait()
 
-    def test_images(self) -> None:
-        with closing(RayVecEnv([Drawn] * 4, num_nodes=0, workers_per_node=0)) as env:
-            env.reset()
-            env.step(np.zeros(4, int))
-            assert [image.mean() for image in env.get_images() if image is not None] == [1.0] * 4
-            tiled = env.render()
-            assert tiled is not None and tiled.shape == (4, 4, 3)
-            assert env.metadata == DummyVecEnv([Drawn]).metadata
-
 
 class TestFaults:
     @pytest.mark.parametrize(("fault", "workers"), [("raise", 0), ("raise", 1), ("kill", 2)])
@@ -207,14 +179,6 @@ class TestFaults:
             np.testing.assert_array_equal(infos[1]["terminal_observation"], last)
             assert obs[1][2] == 0 and obs[0][2] == 3  # the first of a new episode; the other continues
             assert env.reset_infos[1] == {"began": 0}
-
-    def test_an_error_keeps_its_type_and_closes(self) -> None:
-        env = RayVecEnv([partial(FaultyEnv, "raise")], num_nodes=0, workers_per_node=1)
-        env.reset()
-        with pytest.raises(ValueError, match="broken") as caught:
-            env.step(np.zeros(1, int))
-        assert isinstance(caught.value.__cause__, EnvError) and env.closed
-        env.close()
 
 
 class TestBadInput:

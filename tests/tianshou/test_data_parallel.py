@@ -20,7 +20,6 @@ from helpers import tianshou_algorithms as kit
 from helpers.waiting import alive, wait_until
 from tianshou.algorithm import PPO
 from tianshou.algorithm.algorithm_base import Algorithm
-from tianshou.algorithm.modelfree.sac import FixedAlpha
 from tianshou.data import Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
 
@@ -137,20 +136,6 @@ class TestDriver:
             kit.updates(algorithm, buffer, count=2)
             results.append(algorithm)
         assert difference(*results) < 1e-6
-        results[1].close()
-
-    def test_a_coefficient_that_is_no_module_reaches_the_ranks(self) -> None:
-        """The critics learn from it in the update after."""
-        results = []
-        for make in (plain, parallel):
-            algorithm = kit.make("sac")
-            del algorithm.alpha  # a module, whose place only a module may take
-            algorithm.alpha = FixedAlpha(0.1)
-            algorithm = make(algorithm)
-            algorithm.alpha._value = 2.0
-            kit.updates(algorithm, kit.fill(algorithm), count=1)
-            results.append(algorithm)
-        assert difference(results[0].critic, results[1].critic) < 1e-9
         results[1].close()
 
     def test_tianshous_trainer_runs_it(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from helpers import tianshou_algorithms as kit
 from helpers.actor_critic_kit import perturb
 from helpers.exact import DriftEnv
-from helpers.vtrace import vtrace_by_definition
+from helpers.paper_kit import vtrace_by_definition
 from tianshou.algorithm import A2C
 from tianshou.data import ReplayBuffer, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
@@ -22,7 +22,6 @@ from tianshou.utils.torch_utils import policy_within_training_step
 from torch.distributions import Distribution, Normal
 
 from rayvec.tianshou import IMPALA, Collector, RayVectorEnv
-from rayvec.tianshou.policies import records_logp
 
 NUM_ENVS = 3
 
@@ -115,36 +114,6 @@ def test_on_policy_an_update_is_that_of_a2c(kind: str) -> None:
     assert stats[0].loss.mean == pytest.approx(stats[1].loss.mean, abs=1e-4)
     assert stats[0].gradient_steps == 1
     assert set(stats[0].get_loss_stats_dict()) >= {"importance_weight", "rho_clip_fraction", "loss"}
-
-
-def test_returns_are_scaled() -> None:
-    """After a first update has measured them, targets and advantages are in units of their standard deviation."""
-    plain, scaled = make(), make(return_scaling=True)
-    buffer = filled(plain)
-    batches = []
-    for algorithm in (plain, scaled):
-        batch, _ = prepared(algorithm, buffer)
-        algorithm._add_targets(batch)
-        batches.append(copy.deepcopy(batch))
-    torch.testing.assert_close(batches[0].returns, batches[1].returns)
-    spread = float(batches[0].returns.std(correction=0))
-    assert np.sqrt(scaled.ret_rms.var) == pytest.approx(spread, rel=0.1)
-    scale = float(np.sqrt(scaled.ret_rms.var + np.finfo(np.float32).eps))
-    with torch.no_grad():
-        scaled.critic.last.model[-1].weight.div_(scale)
-        scaled.critic.last.model[-1].bias.div_(scale)
-    batch, _ = prepared(scaled, buffer)
-    scaled._add_targets(batch)
-    torch.testing.assert_close(batch.returns * scale, batches[0].returns)
-    torch.testing.assert_close(batch.adv * scale, batches[0].adv)
-
-
-def test_its_policy_records_wherever_it_goes() -> None:
-    algorithm = make()
-    assert records_logp(algorithm.policy) and records_logp(copy.deepcopy(algorithm.policy))
-    twice = IMPALA(policy=algorithm.policy, critic=algorithm.critic, optim=kit.adam())
-    assert len(twice.policy._forward_hooks) == 1
-    assert not records_logp(make(cls=A2C).policy)
 
 
 def test_the_unmodified_trainer_runs_it_on_steps_of_older_policies() -> None:

@@ -105,13 +105,6 @@ class TestEquality:
         received = ours.step(torch.tensor([2, 1, 0]))[-1][0]["action"]
         assert received == repr(np.int64(2))  # a worker need not know torch
 
-    def test_dict_actions(self, make: MakeVenv) -> None:
-        space = spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(-1.0, 1.0, (2,))})
-        fns = env_fns(2, spaces.Discrete(4), space)
-        ours, theirs = make(fns), DummyVectorEnv(fns)
-        both(ours, theirs, lambda v: v.seed(1))
-        both(ours, theirs, lambda v: v.step([space.sample() | {"a": 1, "b": 0.5} for _ in range(2)]))
-
 
 class TestInterface:
     def test_it_is_one_of_tianshou_s(self, make: MakeVenv) -> None:

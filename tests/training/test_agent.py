@@ -64,9 +64,7 @@ def make_agent(kind: Any, observation_space: Any, action_space: Any, settings: d
 def batch_of(space: Any, count: int) -> Any:
     space.seed(5)
     batch = gymnasium.vector.utils.concatenate(
-        space,
-        [space.sample() for _ in range(count)],
-        gymnasium.vector.utils.create_empty_array(space, count),
+        space, [space.sample() for _ in range(count)], gymnasium.vector.utils.create_empty_array(space, count)
     )
     if space is MASKED:
         batch["action_mask"][:, [0, 2, 6]] = 1  # at least the first choice of each component
@@ -78,27 +76,6 @@ def leaves_of(batch: Any) -> dict[str, np.ndarray]:
         return {"obs": batch}
     items = batch.items() if isinstance(batch, dict) else enumerate(batch)
     return {str(key): part for key, part in items}
-
-
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_an_agent_with_memory_returns_its_state(cell: Any) -> None:
-    """Three steps from the state of the call before are what the policy does that keeps the state itself."""
-    agent = make_agent(rayvec.PPOConfig, VECTOR, TORQUES, {"recurrent": cell, "recurrent_size": 8})
-    policy, obs = greedy_policy(agent.module, rayvec.policies.networks.flat_weights(agent.module)), batch_of(VECTOR, 4)
-    policy.begin_episodes(np.arange(4))
-    states: list[Any] = [None] * 4
-    state = None
-    for step in range(3):
-        expected, _ = policy.act(obs + step, np.zeros((4, 0)))
-        actions, state = agent.predict(obs + step, state)
-        np.testing.assert_allclose(actions, expected, atol=1e-6)
-        for row in range(4):
-            action, states[row] = agent.predict(obs[row] + step, states[row])
-            np.testing.assert_allclose(action, expected[row], atol=1e-6)
-    assert agent.is_recurrent and not make_agent(rayvec.PPOConfig, VECTOR, TORQUES, {}).is_recurrent
-    for wrong in ((obs, state[:2]), (obs[0], "left")):
-        with pytest.raises(ConfigError, match="hidden state is"):
-            agent.predict(*wrong)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])

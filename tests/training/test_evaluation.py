@@ -71,23 +71,6 @@ def test_how_many_episodes_an_evaluation_has_and_how_long_they_are() -> None:
     assert without.longest_eval_episode(500) == 10_000 and without.num_eval_episodes(500) == 100
 
 
-@pytest.mark.parametrize("where", [{}, pytest.param({"workers_per_node": 2}, marks=SLOW)], ids=str)
-def test_environments_start_staggered_the_same_on_any_topology(tmp_path: Path, where: dict[str, Any]) -> None:
-    settings = {"env_id": "Pendulum-v1", "num_envs": 8, "num_steps": 100, "total_steps": 1600, "eval_episodes": 8}
-    run = rayvec.train(tiny(tmp_path / "a", **settings, **where, wrappers=("rayvec.wrappers:StaggeredStart",)))
-    _, state = load_run(run.run_dir)
-    lens = state["progress"]["recent_lens"]
-    expected = [int(np.random.default_rng([s, 1]).integers(1, 201)) for s in seeds(8)]
-    assert sorted(lens[: len(expected)])[:8] == sorted(expected)[: len(lens)] and len(set(lens)) > 4
-    plain = rayvec.train(tiny(tmp_path / "b", **settings, **where))
-    assert load_run(plain.run_dir)[1]["progress"]["recent_lens"] == [200] * 8
-
-
-def seeds(count: int) -> list[int]:
-    first = PPOConfig(seed=1).train_seed(0)
-    return list(range(first, first + count))
-
-
 def test_an_evaluation_is_not_staggered() -> None:
     env = StaggeredStart(gymnasium.make("Pendulum-v1"))
     for seed, short in ((PPOConfig().eval_seed(), False), (None, False), (5, True)):

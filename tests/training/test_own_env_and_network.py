@@ -74,10 +74,7 @@ def test_what_has_no_name_is_passed_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "where",
-    [
-        {"workers_per_node": 2},
-        pytest.param({"workers_per_node": 2, "inference": "driver"}, marks=pytest.mark.slow),
-    ],
+    [{"workers_per_node": 2}, pytest.param({"workers_per_node": 2, "inference": "driver"}, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("kind", [PPOConfig, pytest.param(IMPALAConfig, marks=pytest.mark.slow)])
 def test_it_is_trained_alike_wherever_it_runs(tmp_path: Path, kind: type[TrainConfig], where: dict[str, Any]) -> None:
@@ -113,12 +110,6 @@ def test_what_is_no_settings_of_a_learner_and_no_environment(config: Any) -> Non
     for env in (["CartPole-v1"], 7):
         with pytest.raises(ConfigError, match="env is"):
             rayvec.train(PPOConfig(), env=env)
-
-
-def test_spaces_that_change_between_calls(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"nvironment 1 has the observation space .* not equivalent"):
-        rayvec.train(tiny(tmp_path / "a"), env=own_envs.Changing())
-    assert not (tmp_path / "a").exists()
 
 
 def test_a_run_whose_environment_has_changed(tmp_path: Path) -> None:

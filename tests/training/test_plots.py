@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import matplotlib.image
-import numpy as np
 import pytest
 from conftest import AssertRefused
 from helpers.training_kit import tiny
@@ -89,13 +87,3 @@ def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: Asse
     for damaged in (b"\xff\xfe\n", b"null\n", b'{"x": 1}\n'):
         (tmp_path / "metrics.jsonl").write_bytes(metrics + damaged)
         read_runs([tmp_path])
-
-
-def test_a_curve_of_one_point_is_seen(runs: Path, tmp_path: Path) -> None:
-    [group] = read_runs([str(runs / "c1")])
-    for count in (1, 2):
-        curve = np.array([[64, 128], [1.0, 2.0]])[:, :count]
-        short = [run._replace(training=curve, evaluations=np.zeros((2, 0))) for run in group.runs]
-        plot_runs([group._replace(runs=short)], tmp_path / "curve.svg")
-        dots = re.findall("<use [^>]*fill: #1f77b4; stroke: #1f77b4", (tmp_path / "curve.svg").read_text())
-        assert bool(dots) == (count == 1)

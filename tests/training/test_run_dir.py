@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.file_size_limit import file_size_limit
 from helpers.own_envs import FailsOnce
 from helpers.processes import assert_nothing_left, running
 from helpers.training_kit import SMALL, assert_same, lengthen, options, tiny
@@ -179,8 +179,11 @@ def test_a_full_disk_ends_a_run_with_its_last_files_whole(tmp_path: Path, capsys
     rayvec.train(tiny(run_dir, total_steps=64, eval_episodes=0, wrappers=("helpers.wrap:fills_the_disk",)))
     whole = {path.name: path.read_bytes() for path in run_dir.iterdir()}
     lengthen(run_dir, 64, 6400)
-    with file_size_limit():  # which ``fills_the_disk`` lowers
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)  # which ``fills_the_disk`` lowers
+    try:
         assert main(["train", "ppo", "--resume", str(run_dir), *options({"checkpoint_interval_s": 0})]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     error = capsys.readouterr().err
     assert "File too large" in error and f"resume with: rayvec train ppo --resume {run_dir}" in error
     assert not list(run_dir.glob("*.tmp"))

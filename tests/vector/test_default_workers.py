@@ -66,12 +66,7 @@ def test_only_the_first_of_different_callables_is_tried_and_closed_before_the_ot
 
 @pytest.mark.parametrize(
     ("num_envs", "settings"),
-    [
-        (MANY, {"workers_per_node": 1}),
-        (MANY, {"workers_per_node": 0}),
-        (MANY, {"probe": False}),
-        (usable_cores(), {}),
-    ],
+    [(MANY, {"workers_per_node": 1}), (MANY, {"workers_per_node": 0}), (MANY, {"probe": False}), (usable_cores(), {})],
     ids=["workers are given", "no workers", "switched off", "few environments"],
 )
 def test_no_environment_is_made_only_to_be_tried(num_envs: int, settings: dict[str, Any], tmp_path: Path) -> None:

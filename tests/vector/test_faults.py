@@ -57,8 +57,7 @@ HANG_IS_SLOW = pytest.param(HANG, marks=pytest.mark.slow, id="hang")
 
 
 @pytest.mark.parametrize(
-    ("fault", "affected"),
-    [pytest.param(RAISE, [5], marks=pytest.mark.slow, id="raise"), (HANG, [4, 5]), (DIE, [4, 5])],
+    ("fault", "affected"), [pytest.param(RAISE, [5], marks=pytest.mark.slow, id="raise"), (HANG, [4, 5]), (DIE, [4, 5])]
 )
 def test_only_what_is_affected_is_restarted(make_vec: Any, fault: int, affected: list[int]) -> None:
     """The others' streams are those of a run in which nothing happened, bit for bit."""

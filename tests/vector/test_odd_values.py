@@ -13,12 +13,7 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.kinds import MODES, in_lockstep
 from helpers.odd_envs import OwnError, UnloadableInfo
-from helpers.odd_values import (
-    LOCK,
-    ODD_VALUES,
-    ReservedKeys,
-    SometimesNone,
-)
+from helpers.odd_values import LOCK, ODD_VALUES, ReservedKeys, SometimesNone
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical
 
 from rayvec.errors import EnvError

@@ -14,7 +14,6 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from conftest import MakeVec
 from numpy.typing import NDArray
 
 import rayvec
@@ -72,10 +71,6 @@ class TestEnvironments:
         first, other = drawn(3), drawn(4)
         np.testing.assert_array_equal(first, drawn(3, preload=()))
         assert not np.isin(other, first).any()
-
-    def test_with_a_worker_each_the_nodes_make_no_difference(self, make_vec: MakeVec) -> None:
-        env = make_vec(Draws, num_envs=4, nodes=2, workers=2, preload=("torch",))
-        np.testing.assert_array_equal(env.reset(seed=3)[0][:, 1], drawn(3, workers=4)[0])
 
     def test_the_seed_of_the_constructor_gives_equal_environments(self) -> None:
         def made(seed: int) -> NDArray[np.float64]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -189,34 +188,3 @@ class TestPreload:
         monkeypatch.syspath_prepend(tmp_path)
         with pytest.raises(rayvec.errors.ConfigError, match=r"'starts_a_thread' starts a thread .*the poller"):
             shown(os.getpid, preload=("threading", "starts_a_thread"))
-
-
-class TestLargeClosures:
-    BYTES = 64 << 20
-
-    def test_a_table_is_in_memory_once_for_all_workers(self) -> None:
-        without, with_table = (self._memory_of_workers(length) for length in (8, self.BYTES // 8))
-        assert with_table - without < 2 * self.BYTES  # four workers and the driver share one copy
-
-    @staticmethod
-    def _memory_of_workers(length: int) -> int:
-        """Returns what four workers take that share a table, in bytes, the growth of this process included."""
-        table = np.zeros(length)
-        table[:] = np.arange(length)
-
-        def show(index: int) -> tuple[int, float]:
-            return index, float(table.sum())
-
-        makes = [partial(Shows, partial(show, index)) for index in range(4)]
-        before = _memory(os.getpid())
-        with rayvec.RayVecEnv(makes, num_nodes=0, workers_per_node=4) as env:
-            assert [*env.reset()[1]["shown"]] == [(index, table.sum()) for index in range(4)]
-            pids = next(iter(env.worker_pids().values()))[1:]
-            return _memory(os.getpid()) - before + sum(map(_memory, pids))
-
-
-def _memory(pid: int) -> int:
-    """Returns the memory of a process in bytes; of pages that it shares with others it counts its share."""
-    found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-    assert found
-    return int(found[1]) << 10
