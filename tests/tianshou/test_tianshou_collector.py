@@ -35,8 +35,6 @@ from tianshou.env import DummyVectorEnv
 from rayvec.errors import ConfigError
 from rayvec.tianshou import Collector, RayVectorEnv
 
-
-
 ENVS: dict[str, Callable[[], Any]] = {"drift": DriftEnv, "pointed": Pointed, "agents": Agents}
 
 
