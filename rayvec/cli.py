@@ -310,7 +310,7 @@ def _explanation(error: Exception) -> str | None:
     That is an environment, a wrapper or a network. Its message says where, and has the traceback there.
     """
     cause = error if isinstance(error, RayvecError) else error.__cause__
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):  # the text of torch
+    if isinstance(error, MemoryError) or re.search("DefaultCPUAllocator|out of memory", str(error)):  # torch's texts
         what = " ".join(str(cause or error).split()) or "MemoryError"
         return f"Out of memory: {what}. Lower num_envs, num_steps, hidden_sizes or another size, or free memory."
     if isinstance(cause, RayvecError):

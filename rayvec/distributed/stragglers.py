@@ -21,6 +21,7 @@ from rayvec.node.shared_memory import anonymous_file
 __all__ = ["Arrivals", "SharedArrivals", "Stragglers"]
 
 _POLL_INTERVAL_S = 0.001
+_MIN_SHARE = 0.25
 
 
 class Arrivals(Protocol):
@@ -73,7 +74,7 @@ class SharedArrivals:
 class Stragglers:
     """When a rank stops collecting, and how it waits for the others.
 
-    Once `sync_fraction` of the ranks have their steps, a rank that has `min_share` of its own stops (Wijmans et al.,
+    Once `sync_fraction` of the ranks have their steps, a rank that has a quarter of its own stops (Wijmans et al.,
     "DD-PPO", ICLR 2020, arXiv:1911.00357, section 3). The update stays exact: it weighs each step of all ranks alike.
 
     With `variable_lengths`, the environments of a rank may take different numbers of steps. The rank stops once the sum
@@ -84,7 +85,6 @@ class Stragglers:
         arrivals: Who has arrived.
         size: Number of ranks.
         sync_fraction: In (0, 1]; 1 stops no rank.
-        min_share: In [0, 1].
         variable_lengths: Whether environments may take different numbers of steps.
 
     Attributes:
@@ -97,13 +97,11 @@ class Stragglers:
         size: int,
         *,
         sync_fraction: float,
-        min_share: float = 0.25,
         variable_lengths: bool = False,
     ) -> None:
         self.has_cut = False
         self._arrivals, self._size = arrivals, size
         self._enough = math.ceil(sync_fraction * size - 1e-9)
-        self._min_share = min_share
         self._variable_lengths = variable_lengths
         self._iteration = 0
 
@@ -124,7 +122,7 @@ class Stragglers:
         def cut(taken: int) -> bool:
             self.has_cut = (
                 others_may
-                and taken >= self._min_share * num_steps
+                and taken >= _MIN_SHARE * num_steps
                 and self._arrivals.have_arrived(self._iteration, self._enough)
             )
             return self.has_cut

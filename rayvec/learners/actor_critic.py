@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rayvec.data import Batch, Chunk, Tree
 from rayvec.errors import ConfigError, LearnerError
-from rayvec.learners.base import check_rewards, check_state, scheduled, torch_device
+from rayvec.learners.base import check_state, scheduled, torch_device
 from rayvec.learners.compiled_steps import CompiledSteps, pad, rounded_length
 from rayvec.learners.compiling import can_capture
 from rayvec.learners.gradient import Gradient
@@ -192,7 +192,6 @@ class ActorCriticLearner:
         """
         clip, first = self.config.clip_reward, chunks[0]
         if self._return_scale is not None:
-            check_rewards(self.ranks, chunks)
             lost = np.zeros(first.num_envs, bool)
             lost[first.restarts[first.restarts[:, 0] == -1, 1]] = True
             rew = self._return_scale(rew, done, valid, lost, self.ranks, first.env_ids)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,18 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rayvec.data import Batch, Chunk
-from rayvec.errors import CheckpointError, ConfigError, LearnerError, first_line
-from rayvec.learners.ranks import Ranks
+from rayvec.data import Batch
+from rayvec.errors import CheckpointError, ConfigError, first_line
 
 __all__ = [
     "KeepsRankLocalState",
     "Learner",
     "MeasuresObservations",
     "check_gpu",
-    "check_rewards",
     "check_state",
-    "explains_memory",
     "scheduled",
     "set_learning_rate",
     "torch_device",
@@ -126,30 +122,6 @@ def check_gpu() -> None:
         torch_device("cuda")
 
 
-@contextlib.contextmanager
-def explains_memory(remedy: str) -> Iterator[None]:
-    """Says what to do where memory runs out, of a GPU or of the machine; as a decorator, within the whole function.
-
-    Args:
-        remedy: Names the settings that the memory depends on.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not _is_of_memory(error):
-            raise
-        asked = " ".join(str(error).split())[:300]
-        raise LearnerError(
-            f"Out of memory on the device of the learner: {asked or type(error).__name__}. {remedy}, or "
-            "end other programs that use the memory."
-        ) from error
-
-
-def _is_of_memory(error: Exception) -> bool:
-    texts = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in texts)
-
-
 def check_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Raises a CheckpointError unless a state has the names and the shapes of a learner's own state."""
     expected, got = (_described(each) for each in (own, state))
@@ -167,30 +139,6 @@ def _described(tree: Any) -> Any:
             name: _described(part) for name, part in tree.items() if name not in ("replay", "rank_local", "returns")
         }
     return tuple(tree.shape) if isinstance(tree, Tensor) else "a value"
-
-
-def check_rewards(ranks: Ranks, chunks: Sequence[Chunk]) -> None:
-    """Raises a LearnerError, the same on all ranks, where a reward of a step that happened is not finite in float32.
-
-    Args:
-        ranks: The ranks, which all call this.
-        chunks: Those of this rank.
-    """
-    found = torch.zeros(ranks.size, 4, dtype=torch.float64)
-    first_step = 0
-    for chunk in chunks:
-        with np.errstate(over="ignore"):  # what is too large is to be found, not to be warned of
-            bad = np.argwhere(chunk.valid & ~np.isfinite(np.asarray(chunk.rew, np.float32)))
-        if len(bad) and not found[ranks.rank, 0]:
-            t, n = bad[0]
-            found[ranks.rank] = torch.tensor([1, chunk.env_ids[n], first_step + t, chunk.rew[t, n]])
-        first_step += len(chunk.valid)
-    for is_bad, env_id, step, reward in ranks.all_reduce_(found).tolist():
-        if is_bad:
-            raise LearnerError(
-                f"A reward is not finite in float32: {reward} from environment {env_id:.0f} at step {step:.0f} of the "
-                "batch. Correct the environment's reward, or wrap it in one that replaces such rewards."
-            )
 
 
 def scheduled(config: Any, name: str, progress: float) -> float:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rayvec.data import Batch, Chunk, Tree, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
-from rayvec.learners.base import explains_memory
 from rayvec.learners.ranks import global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import num_rounds, vtrace_of_rows
 from rayvec.learners.sequences import Sequences, cut, happened_by_sequence
@@ -38,7 +37,6 @@ class IMPALALearner(ActorCriticLearner):
     _num_rounds = 0
     """See `vtrace_of_rows`; a constant of the compiled graph."""
 
-    @explains_memory("Lower num_envs or num_steps, raise num_minibatches")
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from each chunk once; no trace goes from one chunk into the next.
 

@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rayvec.data import Batch, Chunk, Tree, tree_leaves, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
-from rayvec.learners.base import explains_memory
 from rayvec.learners.ranks import global_moments, global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import gae
 from rayvec.learners.sequences import Sequences, draw_sequences, happened_by_sequence, join_sequences, unrolled
@@ -62,7 +61,6 @@ class PPOLearner(ActorCriticLearner):
     _are_even = True
     _may_change = ("entropy_coef", "clip_coef")
 
-    @explains_memory("Lower minibatch_size, num_envs or num_steps")
     def update(self, batch: Batch) -> dict[str, float]:
         """Learns from a batch: values and advantages once, then several epochs of minibatches.
 

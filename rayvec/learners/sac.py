@@ -23,7 +23,7 @@ from torch.nn.utils import vector_to_parameters
 
 from rayvec.data import Batch
 from rayvec.errors import LearnerError
-from rayvec.learners.base import check_rewards, check_state, explains_memory, scheduled, torch_device
+from rayvec.learners.base import check_state, scheduled, torch_device
 from rayvec.learners.gradient import Gradient, flat_parameters
 from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks, global_range
@@ -144,7 +144,6 @@ class SACLearner:
         self._own_learning_rate: float | None = None
         self._own_environments, self._sizes = range(0), np.zeros(0, np.int64)
 
-    @explains_memory("Lower batch_size or replay_size, set replay_on_device=False")
     def update(self, batch: Batch) -> dict[str, float]:
         """Stores the steps of a batch, and makes the updates that are owed.
 
@@ -154,8 +153,7 @@ class SACLearner:
             ``num_updates`` so far and ``replay_steps``, the transitions in the replay of all ranks.
 
         Raises:
-            LearnerError: A reward is not finite, and nothing of the batch was stored; or a gradient is not finite, and
-                the weights are those before the failed step; or memory has run out.
+            LearnerError: A gradient is not finite. The weights are those before the failed step.
         """
         self._failed.zero_()
         self._store(batch)
@@ -283,15 +281,10 @@ class SACLearner:
         return _ENTROPY_SHARE * allowed.sum(-1).to(weight).log() @ weight
 
     def _store(self, batch: Batch) -> None:
-        """Stores the steps of a batch in the replay, and sums up the number of steps over all ranks.
-
-        A reward that is not finite raises before anything changes: it would lie in the replay, and so in every
-        checkpoint, until an update happens to draw it.
-        """
+        """Stores the steps of a batch in the replay, and sums up the number of steps over all ranks."""
         known = self._replay.env_ids
         is_foreign = known is not None and any(not np.array_equal(known, chunk.env_ids) for chunk in batch.chunks)
         count = sum(int(chunk.valid.sum()) for chunk in batch.chunks)
-        check_rewards(self.ranks, batch.chunks)
         news = torch.tensor([count, is_foreign], dtype=torch.int64, device=self._device)
         num_steps, num_foreign = self.ranks.all_reduce_(news).tolist()
         if num_foreign:
@@ -414,7 +407,6 @@ class SACLearner:
             networks["actor"] = torch.cat([other["actor"][:-1], own["actor"][-1:]])
         return {**own, **networks}
 
-    @explains_memory("Resume with replay_on_device=False, or where more memory is free")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where the learner was when `state` was taken: exactly, if the replay is part of it.
 
@@ -423,7 +415,6 @@ class SACLearner:
 
         Raises:
             CheckpointError: `state` is not that of a SAC learner, or of other networks.
-            LearnerError: Memory for the replay has run out. The learner then continues as from a state without one.
         """
         check_state(self.shared_state(), state)
         for name, tensor in self._flat.items():

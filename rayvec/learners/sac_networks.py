@@ -24,7 +24,7 @@ from rayvec.policies.distributions import Categorical, TanhGaussian, make_tanh_g
 from rayvec.policies.encoders import Encoder, join, make_encoder, normalized, plain_encoder
 from rayvec.policies.masks import allowed, has_mask, without_mask
 from rayvec.policies.networks import ActorCriticModule, ModuleActor, numpy_actor, to_device
-from rayvec.policies.own_network import build_network, check_module, check_output, outputs_of, sample_batch, seeded
+from rayvec.policies.own_network import build_network, check_output, sample_batch, seeded
 from rayvec.policies.precision import autocast
 
 if TYPE_CHECKING:
@@ -213,10 +213,9 @@ def _own_networks(
     with seeded(config.seed):
         module = build_network(resolve("network", config.network), space, action_space, config)
         actor, critics = _actor_and_critics(module)
-        outputs = outputs_of(actor, obs)
-        check_output("the parameters of the distribution over actions", outputs, distribution.num_params)
+        check_output("the parameters of the distribution over actions", actor(obs), distribution.num_params)
         for critic in critics:
-            values = outputs_of(critic, obs, *(each.expand(len(obs), -1) for each in act))
+            values = critic(obs, *(each.expand(len(obs), -1) for each in act))
             check_output("the values of actions", values, None if act else num_values)
     return SACActor(actor, True, encoder, distribution, shape, **settings), Critics(critics)
 
@@ -235,8 +234,7 @@ def _actor_and_critics(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
             "`actor`, a module, and `critics`, a torch.nn.ModuleList: assign both in the module that network "
             "returns."
         )
-    for net in (actor, *critics):
-        check_module(net.eval())
+    module.eval()
     parameters = [id(each) for net in (actor, *critics) for each in net.parameters()]
     if num_shared := len(parameters) - len({*parameters}):
         raise ConfigError(

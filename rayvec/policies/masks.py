@@ -18,7 +18,7 @@ from rayvec.errors import ConfigError
 from rayvec.policies.distributions import NOT_ALLOWED
 from rayvec.wrappers import MASK_KEY, num_choices
 
-__all__ = ["allowed", "check_mask", "has_mask", "masked", "seen", "without_mask"]
+__all__ = ["allowed", "has_mask", "masked", "seen", "without_mask"]
 
 _OBSERVATION_KEY = "observation"
 
@@ -65,15 +65,3 @@ def masked(params: Any, allowed: Any) -> Any:
     if isinstance(params, np.ndarray):
         return np.where(allowed, params, np.float32(NOT_ALLOWED))
     return params.masked_fill(~allowed, NOT_ALLOWED)
-
-
-def check_mask(obs: Tree, distribution: Any) -> None:
-    """Raises a ConfigError where the mask of ``[k]`` observations allows no choice of a component."""
-    mask = np.asarray(obs[MASK_KEY]) != 0
-    is_open = np.logical_or.reduceat(mask, np.cumsum((0, *distribution.sizes[:-1])), -1).all(-1)
-    if not is_open.all():
-        raise ConfigError(
-            f"The action mask of row {int(np.argmin(is_open))} of {len(mask)} allows no choice of a component. Let it "
-            "allow at least one for each, also for an agent that waits for its turn. rayvec.wrappers.ActionMask names "
-            "the environment and step of a wrong mask."
-        )

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import numpy as np
 import torch
 from gymnasium import Space, spaces
@@ -31,10 +30,8 @@ if TYPE_CHECKING:
 __all__ = [
     "OwnActorCritic",
     "build_network",
-    "check_module",
     "check_output",
     "make_module",
-    "outputs_of",
     "sample_batch",
     "seeded",
 ]
@@ -59,7 +56,7 @@ class OwnActorCritic(ActorCriticModule):
             clipped to ±10.
 
     Raises:
-        ConfigError: The module has no parameters, can't be copied, raises, or returns something else.
+        ConfigError: The module returns something else.
     """
 
     def __init__(
@@ -80,8 +77,7 @@ class OwnActorCritic(ActorCriticModule):
         self._path, _ = next(iter(leaf_spaces(space)))
         sample = sample_batch(space)
         self._num_axes = tree_map(lambda leaf: leaf.ndim - 1, sample)
-        check_module(net)
-        outputs = outputs_of(net, sample)
+        outputs = net(sample)
         if not isinstance(outputs, tuple) or len(outputs) != 2:
             raise ConfigError(
                 f"The network returned {_kind(outputs)}. Let forward return a tuple (parameters of the distribution, "
@@ -160,33 +156,6 @@ def build_network(
     return net
 
 
-def check_module(net: nn.Module) -> None:
-    """Raises a ConfigError for a module that can't be trained."""
-    parameters = list(net.parameters())
-    if not any(each.requires_grad for each in parameters):
-        raise ConfigError(
-            f"None of the {len(parameters)} parameters of {type(net).__name__} requires a gradient. Assign layers "
-            "as attributes of the module; in a list, use torch.nn.ModuleList."
-        )
-    if kinds := sorted({str(each.dtype) for each in parameters} - {"torch.float32"}):
-        raise ConfigError(
-            f"Parameters of the network are {', '.join(kinds)}. They must be float32: return net.float()."
-        )
-
-
-def _check_copy(net: nn.Module) -> None:
-    """Raises a ConfigError for a module that can't be copied, to workers and where it acts."""
-    try:
-        cloudpickle.dumps(net)
-        copy.deepcopy(net)
-    except Exception as error:
-        raise ConfigError(
-            f"{type(net).__name__} can't be copied: {type(error).__name__}: {error}. Compute in forward() what "
-            "spectral_norm, weight_norm or another parametrization does, and remove attributes such as locks, open "
-            "files and generators."
-        ) from error
-
-
 def sample_batch(space: Space[Any]) -> Tree:
     """Returns three random elements of a space as tensors ``[3, *shape]``; the space's own generator stays as it is.
 
@@ -202,24 +171,6 @@ def sample_batch(space: Space[Any]) -> Tree:
     batched = batch_space(copy.deepcopy(space), _BATCH)
     batched.seed(0)
     return tree_map(lambda leaf: to_tensor(np.asarray(leaf)), batched.sample())
-
-
-def outputs_of(net: nn.Module, *inputs: Tree) -> Any:
-    """Returns what a module returns for sample inputs.
-
-    Raises:
-        ConfigError: The module raises, or can't be copied.
-    """
-    try:
-        outputs = net(*inputs)
-    except Exception as error:
-        shapes = [str(tree_map(lambda leaf: (*leaf.shape, str(leaf.dtype)), each)) for each in inputs]
-        raise ConfigError(
-            f"{type(net).__name__} raised {type(error).__name__}: {error}. It was called with tensors of shape "
-            f"and dtype {', '.join(shapes)}. Convert them in forward, for example obs.float().flatten(1)."
-        ) from error
-    _check_copy(net)  # not before: a hook may have changed its weights
-    return outputs
 
 
 def check_output(name: str, output: Any, width: int | None) -> None:

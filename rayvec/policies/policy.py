@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rayvec.data import Tree, tree_leaves
 from rayvec.errors import ConfigError
 from rayvec.policies.distributions import make_distribution
-from rayvec.policies.masks import allowed, check_mask, masked
+from rayvec.policies.masks import allowed, masked
 from rayvec.policies.noise import NO_NOISE, NoiseSpec
 
 __all__ = ["Policy"]
@@ -104,7 +104,6 @@ class Policy:
             return distribution.action(sample), {"logp": logp, **distribution.extras(sample)}
         params = np.zeros((len(noise), distribution.num_params), np.float32) if self._random else self._actor(obs)
         if self._is_masked:
-            check_mask(obs, distribution)
             params = masked(params, allowed(obs, distribution))
         sample, logp = distribution.mode(params) if self._deterministic else distribution.sample(params, noise)
         return distribution.action(sample), {"logp": logp, **distribution.extras(sample)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -42,18 +41,8 @@ def no_parameters(observation_space: Any, action_space: Any, config: Any) -> nn.
     return Constant()
 
 
-def not_picklable(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
-    net = TwoHeads(observation_space, action_space)
-    net.lock = threading.Lock()  # type: ignore[assignment]
-    return net
-
-
 def no_module(observation_space: Any, action_space: Any, config: Any) -> Any:
     return lambda obs: obs
-
-
-def raises(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
-    return nn.Linear(99, 2)
 
 
 class ActorAndCritics(nn.Module):

@@ -74,13 +74,7 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
     ("function", "text"),
     [
         (own_parts.too_many_outputs, r"shape \(3, 7\) .*shape \(3, 2\)"),
-        (own_parts.no_parameters, "None of the 0 parameters"),
-        (own_parts.not_picklable, "can't be copied.*lock"),
-        (lambda o, a, c: torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(3, 3)), "Compute in forward"),
-        (lambda o, a, c: torch.nn.utils.spectral_norm(torch.nn.Linear(3, 3)), "Compute in forward"),
         (own_parts.no_module, "returned function.*torch.nn.Module"),
-        (own_parts.raises, r"Linear raised RuntimeError.*\(3, 3, 'torch.float32'\)"),
-        (lambda o, a, c: own_parts.TwoHeads(o, a).double(), "are torch.float64.*float32"),
         (lambda o, a, c: torch.nn.Linear(3, 2), r"returned shape .*tuple \(parameters"),
     ],
 )
