@@ -10,11 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rayvec.tianshou.agents import (
-        load_critic as load_critic,
-        load_policy as load_policy,
-        save_policy as save_policy,
-    )
+    from rayvec.tianshou.agents import load_policy as load_policy, save_policy as save_policy
     from rayvec.tianshou.collect.collector import (
         Collector as Collector,
         PrefetchCollectStats as PrefetchCollectStats,
@@ -35,7 +31,6 @@ _HOMES = {
     "RayVectorEnvType": "rayvec.tianshou.env.vector_env",
     "TianshouPolicy": "rayvec.tianshou.policies",
     "data_parallel": "rayvec.tianshou.learn.data_parallel",
-    "load_critic": "rayvec.tianshou.agents",
     "load_policy": "rayvec.tianshou.agents",
     "save_policy": "rayvec.tianshou.agents",
 }

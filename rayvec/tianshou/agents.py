@@ -24,7 +24,7 @@ from rayvec.training import checkpoint as checkpoints
 from rayvec.training.agent import load
 from rayvec.training.checkpoint import space_to_plain
 
-__all__ = ["load_critic", "load_policy", "save_policy"]
+__all__ = ["load_policy", "save_policy"]
 
 
 class _Actor(nn.Module):
@@ -46,23 +46,6 @@ class _Actor(nn.Module):
             mean, log_std = params.chunk(2, -1) if is_plain else mean_and_log_std(params)
             return (mean, log_std.exp()), state
         return params, state
-
-
-class _Critic(nn.Module):
-    """The critic of a run in the form of Tianshou's.
-
-    Args:
-        module: The network of a run of PPO or IMPALA.
-    """
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, obs: Any, **kwargs: Any) -> Tensor:
-        """Returns values ``[B, 1]``."""
-        values: Tensor = self.module.value(self.module.encode(_tree(obs)))
-        return values.unsqueeze(-1)
 
 
 class _AgentPolicy(ProbabilisticActorPolicy):
@@ -114,18 +97,6 @@ def load_policy(
     if not is_sac:
         return _AgentPolicy(dist_fn=_distribution, action_scaling=False, action_bound_method=None, **options)
     return DiscreteSACPolicy(**options) if is_discrete else SACPolicy(**options)
-
-
-def load_critic(policy: Any) -> nn.Module:
-    """Returns the critic that belongs to a policy of `load_policy`, as Tianshou's on-policy algorithms take it.
-
-    Args:
-        policy: Of a run of PPO or IMPALA.
-
-    Raises:
-        ConfigError: It does not come from `load_policy`.
-    """
-    return _Critic(_module(policy))
 
 
 def save_policy(policy: Any, path: Path | str) -> None:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from tianshou.algorithm.algorithm_base import Algorithm, Policy
 from tianshou.data import Batch, to_numpy
 from tianshou.data.collector import get_stddev_from_dist
-from tianshou.exploration import BaseNoise
 from torch.nn.parameter import is_lazy
 
 from rayvec.data import Tree
@@ -31,7 +30,6 @@ __all__ = ["RandomActions", "TianshouPolicy", "joint_logp", "policy_entry", "rec
 _ARRAY, _TENSOR = "array:", "tensor:"
 _PROCESS = secrets.token_hex(8)
 """Names this process."""
-_GENERATORS = (Space, np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
 class TianshouPolicy:
@@ -41,10 +39,9 @@ class TianshouPolicy:
     space. The extras hold what else goes into a buffer: ``act``, the action before mapping; the
     policy's own entry, hidden state included (:func:`policy_entry`); ``dist_std``.
 
-    Two things differ. The policy gets no infos. And the generators that it draws from (the global ones of torch, NumPy
-    and Python, and those that it holds) are seeded, where it acts, by the seed of the rollout: its draws are repeatable
-    on the same topology, not across topologies. In the driver, also with ``workers_per_node=0``, rayvec does not seed
-    the global generators: the policy draws from them as in Tianshou.
+    Two things differ. The policy gets no infos. And in workers the global generators of torch, NumPy and Python are
+    seeded by the seed of the rollout: its draws are repeatable on the same topology, not across topologies. In the
+    driver, also with ``workers_per_node=0``, rayvec does not seed them: the policy draws from them as in Tianshou.
 
     Args:
         policy: A policy, or an algorithm, whose policy is taken. It is not copied.
@@ -61,12 +58,16 @@ class TianshouPolicy:
         self._exploration_noise = exploration_noise
         self._state: Any = None
         self._loaded = b""  # the policy without its tensors, where that came from another process
-        self._seeds_own = self._seeds_global = False
+        self._must_seed = False
 
     def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
         """Chooses actions for k environments; see :class:`rayvec.rollout.loop.ActingPolicy`."""
-        if self._seeds_own:
-            self._seed(_whole(noise[0, 0]))
+        if self._must_seed:
+            self._must_seed = False
+            seed = _whole(noise[0, 0])
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
         batch: Any = Batch(obs=obs, info=Batch())
         # Without autograd torch evaluates an LSTM by another kernel, which differs in the last bits.
         with torch.set_grad_enabled(any(isinstance(module, torch.nn.RNNBase) for module in self.policy.modules())):
@@ -120,8 +121,7 @@ class TianshouPolicy:
             self._loaded = structure
             self.policy, self._exploration_noise = _Unpickler(io.BytesIO(structure)).load()
             self.policy.eval()
-            self._seeds_own = True  # else each copy would draw the same
-            self._seeds_global = process != _PROCESS  # the driver's generators are the caller's
+            self._must_seed = process != _PROCESS  # the driver's generators are the caller's
         for own in map(_bytes_of, chain(self.policy.parameters(), self.policy.buffers())):
             own[:], data = data[: own.size], data[own.size :]
 
@@ -131,23 +131,6 @@ class TianshouPolicy:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._state, self._loaded = None, b""
         self.load_weights(state["weights"])
-
-    def _seed(self, seed: int) -> None:
-        """Seeds the generators that are attributes of modules or noises, and in workers the global ones."""
-        self._seeds_own = False
-        holders = [vars(module) for module in self.policy.modules()]
-        holders += [vars(value) for held in holders for value in held.values() if isinstance(value, BaseNoise)]
-        generators = [value for held in holders for value in held.values() if isinstance(value, _GENERATORS)]
-        for number, generator in enumerate(generators, 1):
-            if isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = type(generator.bit_generator)(seed + number).state
-            else:
-                seed_it: Any = getattr(generator, "manual_seed", generator.seed)
-                seed_it((seed + number) % 2**31)
-        if self._seeds_global:
-            torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

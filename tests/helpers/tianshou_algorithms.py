@@ -86,7 +86,8 @@ def sac() -> SAC[Any]:
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "ppo": ppo,
-    "ppo_recomputing": lambda: ppo(recompute_advantage=True, dual_clip=3.0, value_clip=True),
+    "ppo_clipped": lambda: ppo(dual_clip=3.0, value_clip=True),
+    "ppo_recomputing": lambda: ppo(recompute_advantage=True),
     "npg": lambda: NPG(**actor_critic(), optim=adam()),
     "a2c": lambda: A2C(**actor_critic(), optim=RMSPROP, max_grad_norm=0.5, max_batchsize=32),
     "impala": lambda: IMPALA(

@@ -44,9 +44,7 @@ def difference(one: Algorithm[Any, Any], other: Algorithm[Any, Any]) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [2, slow(3)])
-@pytest.mark.parametrize(
-    "name", ["ppo", "impala", "dqn", *map(slow, ("ppo_recomputing", "a2c", "impala_scaled", "td3"))]
-)
+@pytest.mark.parametrize("name", ["ppo", "impala", "dqn", *map(slow, ("ppo_clipped", "a2c", "impala_scaled", "td3"))])
 def test_ranks_equal_one_process_where_steps_use_the_whole_batch(name: str, num_ranks: int) -> None:
     one = kit.make(name)
     buffers: list[Any] = [kit.fill(one), kit.fill(one)]
@@ -162,7 +160,7 @@ def held(name: str, **attributes: Any) -> Any:
         (lambda: kit.make("npg"), {}, "its gradients by backward"),
         (lambda: kit.make("dqn"), {"num_learners": 0}, "num_learners"),
         (lambda: kit.make("dqn"), {"device": "tpu"}, "device"),
-        (lambda: held("ppo_recomputing", return_scaling=True), {}, "return_scaling=True can't be computed"),
+        (lambda: kit.make("ppo_recomputing"), {}, "recompute_advantage=True can't be computed"),
         (lambda: held("dqn", lock=threading.Lock()), {}, "get an algorithm by"),
         (lambda: parallel(kit.make("dqn"), 1), {}, "data-parallel already"),
     ],

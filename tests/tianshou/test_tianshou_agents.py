@@ -17,7 +17,7 @@ from tianshou.env import DummyVectorEnv
 
 import rayvec
 from rayvec.errors import ConfigError
-from rayvec.tianshou import load_critic, load_policy, save_policy
+from rayvec.tianshou import load_policy, save_policy
 
 SAC = {"num_envs": 4, "num_steps": 8, "learning_starts": 64, "batch_size": 16, "total_steps": 192, **HERE}
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -53,21 +53,20 @@ def test_it_takes_the_same_actions_and_comes_back(tmp_path: Path, name: str) -> 
 def test_tianshou_trains_it_further(tmp_path: Path) -> None:
     rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0))
     policy = load_policy(tmp_path / "a")
-    algorithm = PPO(policy=policy, critic=load_critic(policy), optim=kit.adam())
+    algorithm = PPO(policy=policy, critic=kit.actor_critic(4, 2)["critic"], optim=kit.adam())
     envs = DummyVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
     kit.train(algorithm, Collector(algorithm, envs, VectorReplayBuffer(200, 2)), epoch_num_steps=100)
     save_policy(policy, tmp_path / "a" / "tianshou.pt")
     before, after = rayvec.load(tmp_path / "a"), rayvec.load(tmp_path / "a", "tianshou.pt")
     obs = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
     np.testing.assert_array_equal(after.predict(obs), policy(Batch(obs=obs, info=Batch())).act.numpy())
-    pairs = zip(before.module.critic.parameters(), after.module.critic.parameters(), strict=True)
+    pairs = zip(before.module.actor.parameters(), after.module.actor.parameters(), strict=True)
     assert not all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_what_does_not_come_from_a_run(tmp_path: Path) -> None:
     other = kit.actor_critic(4, 2)["policy"]
-    for use in (lambda: save_policy(other, tmp_path / "a.pt"), lambda: load_critic(other)):
-        with pytest.raises(ConfigError, match="load_policy"):
-            use()
+    with pytest.raises(ConfigError, match="load_policy"):
+        save_policy(other, tmp_path / "a.pt")
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         load_policy(tmp_path / "nowhere")

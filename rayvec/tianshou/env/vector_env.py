@@ -65,8 +65,6 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         on_node_loss: As for :class:`rayvec.RayVecEnv`.
         preload: As for :class:`rayvec.RayVecEnv`.
         address: As for :class:`rayvec.RayVecEnv`.
-        native: Whether each callable makes a ``gymnasium.vector.VectorEnv``, as for :class:`rayvec.RayVecEnv`. A step
-            then steps every environment, and sub-batches that reset within it serve in chunks only.
 
     Raises:
         AssertionError: `wait_num` or `timeout` out of bounds.
@@ -98,16 +96,9 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         on_node_loss: Literal["rehost", "raise"] = "rehost",
         preload: Sequence[str] = (),
         address: str | None = None,
-        native: bool = False,
     ) -> None:
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
-        factory = EnvFactory.build(check_env_fns(env_fns), wrappers=() if native else (PoolEnv,), native=native)
-        self._native = native
-        if native and (wait_num is not None or timeout is not None):
-            raise ConfigError(
-                f"wait_num={wait_num} and timeout={timeout} were passed with native=True. A native sub-batch steps as "
-                "a whole: leave them out, or use ordinary environments."
-            )
+        factory = EnvFactory.build(check_env_fns(env_fns), wrappers=(PoolEnv,))
         most = factory.num_envs
         assert 1 <= (wait_num or most) <= most, f"wait_num should be in [1, {most}], but got {wait_num}"
         self.timeout = timeout
@@ -151,25 +142,15 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
             AttributeError: An environment does not have it.
             AssertionError: One of them is stepping.
         """
-        spaces = self._envs.spaces
-        known = {"action_space": spaces.action, "observation_space": spaces.observation, "metadata": spaces.metadata}
-        if self._native and key in known:
-            return [known[key]] * len(self._free_ids(id))
-        return self._call(key, id=id) if self._native else self._call("get_env_attr", key, id=id)
+        return self._call("get_env_attr", key, id=id)
 
     def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
         """Sets an attribute of some environments, within all wrappers."""
-        if self._native:
-            self._apply(Op.SET, id, (key, [value] * len(self._free_ids(id))))
-        else:
-            self._call("set_env_attr", key, value, id=id)
+        self._call("set_env_attr", key, value, id=id)
 
     def _call(self, name: str, *args: Any, id: Ids = None, **kwargs: Any) -> list[Any]:
-        return list(self._apply(Op.CALL, id, (name, args, kwargs)))
-
-    def _apply(self, op: Op, id: Ids, rest: Any) -> Any:
         rows = self._pool_ids(self._free_ids(id))
-        return self._run(Command(op, rows, rest=rest)).value
+        return list(self._run(Command(Op.CALL, rows, rest=(name, args, kwargs))).value)
 
     def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Resets some environments, all with the same arguments.
@@ -189,20 +170,12 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         if len(ids) == 0:
             raise IndexError("a reset needs at least one environment, but got no id")
         rows = self._pool_ids(ids)
-        seeds: list[int | None] = [None] * len(ids)
+        seeds: Sequence[int | None] = [None] * len(ids)
         given = kwargs.get("seed")
         if given is None or isinstance(given, Integral):
             kwargs.pop("seed", None)
-            # native: one seed for all would be the same for every sub-batch
-            seeds = [given if given is None else int(given) + row * self._native for row in rows.tolist()]
+            seeds = [given if given is None else int(given)] * len(ids)
         options = {"kwargs": kwargs} if kwargs else None
-        if self._native:
-            if others := kwargs.keys() - {"options"}:
-                raise ConfigError(
-                    f"A reset of native sub-batches got {sorted(others)}. It takes a whole number as seed, from which "
-                    "each environment gets its own, and options. For other seeds call env.seed([...]) before."
-                )
-            options = kwargs.get("options")
         infos = self._exchange(Command(Op.RESET, rows, rest=(seeds, options)))
         return observations(self._envs.arrays, as_slice(rows), len(ids), of_reset=True), objects(infos)
 
@@ -230,12 +203,6 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
             if len(ids) == 0:
                 raise ValueError("a step needs at least one environment, but got no id")
             pool_ids, actions = self._checked(action, ids)
-            if self._native and self._envs.spaces.native_mode == Autoreset.SAME_STEP:
-                raise ConfigError(
-                    "The native sub-batches have autoreset_mode SAME_STEP, but Tianshou resets environments by itself, "
-                    "after the step that ended their episode. Collect chunks with rayvec.tianshou.Collector, or make "
-                    "the sub-batches with NEXT_STEP or DISABLED."
-                )
             infos = self._exchange(Command(Op.STEP, pool_ids, actions, Autoreset.DISABLED))
             return step_result(self._envs.arrays, infos, as_slice(pool_ids), ids)
         if action is not None:
@@ -253,8 +220,7 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         if hasattr(action, "detach"):
             action = action.detach().cpu().numpy()
         if not (self._plain_actions and type(action) is np.ndarray and action.dtype != object):
-            each = [action[i] for i in range(len(ids))]
-            action = np.asarray(each) if self._native else objects(each)
+            action = objects([action[i] for i in range(len(ids))])
         return pool_ids, action
 
     def _post_each(self, ids: NDArray[np.int64], actions: Any) -> None:
@@ -292,7 +258,7 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         self._assert_idle()
         self._assert_id(self._wrap_id(None))
         seeds = env_seeds(seed, self.env_num)
-        self._exchange(Command(Op.RESET, self._everyone, rest=(seeds, None if self._native else {"seed": True})))
+        self._exchange(Command(Op.RESET, self._everyone, rest=(seeds, {"seed": True})))
         return [[each] for each in seeds]
 
     def render(self, **kwargs: Any) -> list[Any]:
@@ -304,7 +270,7 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         self._assert_is_not_closed()
         if self.waiting_id:
             raise RuntimeError(f"Environments {self.waiting_id} are still stepping, cannot render them now.")
-        return self._call("render" if self._native else "render_env", **kwargs)
+        return self._call("render_env", **kwargs)
 
     def close(self) -> None:
         """Closes the environments, ends the workers and actors, and the Ray that was started for them.

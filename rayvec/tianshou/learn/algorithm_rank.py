@@ -13,7 +13,6 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,9 +82,6 @@ class AlgorithmRank:
         if normalizes:
             algorithm.advantage_normalization = False  # `_minibatch` does it, by the moments of all rows
         batch = _rank_batch(shard, self._device, partial(self._minibatch, normalizes))
-        if getattr(algorithm, "recompute_adv", False):  # what PPO then reads of the buffer
-            view = SimpleNamespace(terminated=batch.terminated, unfinished_index=lambda: np.zeros(0, np.int64))
-            algorithm._buffer, algorithm._indices = view, np.arange(len(batch))
         stats = algorithm._update_with_batch(batch, **how)
         if normalizes:
             algorithm.advantage_normalization = True

@@ -89,10 +89,9 @@ def data_parallel(
             f"{type(algorithm).__qualname__} can't be computed on several ranks. Pass an on-policy, off-policy or "
             "offline algorithm of Tianshou 2 that gets its gradients by backward(), and not its policy."
         )
-    if isinstance(algorithm, PPO) and algorithm.recompute_adv and algorithm.return_scaling:
+    if isinstance(algorithm, PPO) and algorithm.recompute_adv:
         raise ConfigError(
-            "recompute_advantage=True with return_scaling=True can't be computed on several ranks: each rank would "
-            "scale returns by its own samples. Switch off one of them."
+            "recompute_advantage=True can't be computed on several ranks, which have no buffer. Leave it out."
         )
     num_cpus = learner_threads if num_cpus is None else num_cpus
 
@@ -123,8 +122,6 @@ class DataParallel:
     _open_ranks: Callable[[Any], RankGroup]
     _group: RankGroup | None
     _state: AlgorithmState
-    _buffer: Any  # of PPO
-    _indices: Any
 
     @property
     def group(self) -> RankGroup:
@@ -171,14 +168,11 @@ class DataParallel:
     def _shards(self, batch: Any) -> list[Shard]:
         """Cuts a batch into one shard for each rank.
 
-        They differ by one row at most. Where each pass computes new targets, ranks hold whole episodes, or what was
-        collected of them.
+        They differ by one row at most. Of IMPALA, whose passes compute new targets, ranks hold whole episodes, or what
+        was collected of them.
         """
         total = len(batch)
         bounds = np.array(even_bounds(total, self.num_learners))
-        if getattr(self, "recompute_adv", False):  # PPO, whose ranks have no buffer that says where steps end
-            batch.is_last = np.isin(self._indices, self._buffer.last_index)
-            batch.truncated = batch.truncated | (batch.is_last & ~batch.terminated)
         if "is_last" in batch.get_keys():
             ends = np.append(0, np.flatnonzero(batch.terminated | batch.truncated | batch.is_last) + 1)
             bounds = ends[np.abs(ends - bounds[:, None]).argmin(1)]
