@@ -6,16 +6,10 @@ decides whether a small network gains anything from a second rank.
 The block is an anonymous file: it has no name that could be left behind, and ends with the last process that maps it.
 Each rank has a *mark* in it, a counter of the steps that it has reached. A rank that waits for another reads its mark.
 Beside it are the rank's process and the sizes of its latest two tensors.
-There are two ways to sum:
 
-*   A small tensor, of at most `_SMALL_BYTES`: every rank writes it into its own slot. When all marks are at the next
-    step, each rank adds up all slots. Two sets of slots alternate, so that a fast rank never overwrites what a slower
-    one still reads.
-*   A larger tensor is divided: rank k adds up part k of what the other ranks wrote, and writes the sum for all. Inputs
-    and sums lie apart and each sum has two steps, so that here too no rank overwrites what another still reads. A
-    tensor that is larger than a slot is summed in pieces.
-
-Either way numbers are added in the order of ranks, by one operation for each rank, so that all ranks get the same bits.
+Every rank writes its numbers into a slot of its own. When all marks are at the next step, each rank adds up all slots,
+in the order of ranks, so that all get the same bits. Two sets of slots alternate, so that a fast rank never overwrites
+what a slower one still reads. A tensor that is larger than a slot is summed in pieces.
 
 x86 processors promise that another core sees a mark only after what was written before it. On other processors, use
 :class:`~rayvec.distributed.allreduce_torch.CollectiveRanks`.
@@ -38,7 +32,6 @@ from rayvec.node.shared_memory import anonymous_file
 __all__ = ["SharedMemoryRanks", "can_share_memory"]
 
 _LINE_BYTES = 64
-_SMALL_BYTES = 64 * 1024
 _SLOT_BYTES = 16 * 1024 * 1024
 _LEFT = 1 << 62
 _NUM_READS = 400
@@ -82,7 +75,6 @@ class SharedMemoryRanks:
         self._timeout_s = timeout_s
         self._others = [other for other in range(size) if other != rank]
         self._num_steps = 0
-        self._num_small = 0
         fd = self._open(path)
         self.path = f"/proc/{os.getpid()}/fd/{fd}" if path is None else path
         self._fd: int | None = fd
@@ -100,7 +92,7 @@ class SharedMemoryRanks:
     @property
     def _num_bytes(self) -> int:
         """Size of the block; pages that no rank writes to take no memory."""
-        return 2 * self.size * _LINE_BYTES + 2 * self.size * _SMALL_BYTES + (self.size + 1) * _SLOT_BYTES
+        return 2 * self.size * (_LINE_BYTES + _SLOT_BYTES)
 
     def _map(self, fd: int) -> None:
         self._block = mmap.mmap(fd, self._num_bytes)
@@ -108,10 +100,8 @@ class SharedMemoryRanks:
         whole = memoryview(self._block)
         self._marks = whole[:lines].cast("Q")
         self._lines = whole[lines : 2 * lines].cast("Q")
-        self._bytes = torch.frombuffer(self._block, dtype=torch.uint8)
-        self._small_start = 2 * lines
-        self._large_start = self._small_start + 2 * self.size * _SMALL_BYTES
-        self._views: dict[tuple[torch.dtype, int], list[list[Tensor]]] = {}
+        self._slots = torch.frombuffer(self._block, dtype=torch.uint8)[2 * lines :].view(2, self.size, _SLOT_BYTES)
+        self._views: dict[tuple[torch.dtype, int], list[tuple[Tensor, ...]]] = {}
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Replaces `tensor` by its sum over all ranks, with the same bits on each; returns it.
@@ -125,54 +115,21 @@ class SharedMemoryRanks:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             return tensor.copy_(self.all_reduce_(tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)))
         flat = tensor.detach().view(-1)
-        if flat.nbytes <= _SMALL_BYTES:
-            self._sum_small(flat)
-        else:
-            length = _SLOT_BYTES // flat.element_size()
-            for start in range(0, len(flat), length):
-                self._sum_large(flat[start : start + length])
+        length = _SLOT_BYTES // flat.element_size()
+        for start in range(0, max(1, len(flat)), length):
+            self._sum_piece(flat[start : start + length])
         return tensor
 
-    def _sum_small(self, flat: Tensor) -> None:
-        key = (flat.dtype, len(flat))
-        slots = (self._views.get(key) or self._make_views(key))[self._num_small & 1]
-        self._num_small += 1
+    def _sum_piece(self, flat: Tensor) -> None:
+        key = flat.dtype, flat.nbytes
+        if key not in self._views:
+            self._views[key] = [each[:, : flat.nbytes].view(flat.dtype).unbind() for each in self._slots]
+        slots = self._views[key][self._num_steps & 1]
         slots[self.rank].copy_(flat)
         self._wait_for_all(flat.nbytes)
         torch.add(slots[0], slots[1], out=flat)
         for slot in slots[2:]:
             flat.add_(slot)
-
-    def _make_views(self, key: tuple[torch.dtype, int]) -> list[list[Tensor]]:
-        """Returns the slots of both sets for tensors of this dtype and length, and stores them."""
-        views = [
-            [
-                self._view(self._small_start + (which * self.size + rank) * _SMALL_BYTES, *key)
-                for rank in range(self.size)
-            ]
-            for which in range(2)
-        ]
-        self._views[key] = views
-        return views
-
-    def _view(self, start: int, dtype: torch.dtype, length: int) -> Tensor:
-        return self._bytes[start : start + length * dtype.itemsize].view(dtype)
-
-    def _sum_large(self, flat: Tensor) -> None:
-        bounds = [len(flat) * rank // self.size for rank in range(self.size + 1)]
-        parts = [slice(bounds[rank], bounds[rank + 1]) for rank in range(self.size)]
-        slots = [self._view(self._large_start + k * _SLOT_BYTES, flat.dtype, len(flat)) for k in range(self.size + 1)]
-        own, total = slots[self.rank], slots[self.size]
-        for other in self._others:
-            own[parts[other]].copy_(flat[parts[other]])
-        self._wait_for_all(flat.nbytes)
-        mine = parts[self.rank]
-        terms = [flat[mine] if rank == self.rank else slots[rank][mine] for rank in range(self.size)]
-        torch.add(terms[0], terms[1], out=total[mine])
-        for term in terms[2:]:
-            total[mine].add_(term)
-        self._wait_for_all(flat.nbytes)
-        flat.copy_(total)
 
     def _wait_for_all(self, num_bytes: int) -> None:
         """Sets this rank's mark to the next step, and waits until all marks are there, with as many bytes."""

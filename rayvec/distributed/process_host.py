@@ -11,12 +11,11 @@ import pickle
 import secrets
 import shutil
 import tempfile
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait as wait_for_futures
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 
@@ -39,24 +38,13 @@ _START_S = 300.0
 """How long the fork server may import before it forks a rank."""
 
 
-@dataclass(slots=True, eq=False)
-class _Process:
-    """A rank's process, and its pending calls, oldest first."""
+class _Process(NamedTuple):
+    """A rank's process, and the thread that takes its answers."""
 
     placement: RankPlacement
     pipe: Connection
     process: OwnedProcess
-    calls: deque[_Call] = field(default_factory=deque)
-    has_ended: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A requested call, and its result once the call has ended."""
-
-    process: _Process
-    has_ended: bool = False
-    result: Any = None
+    thread: ThreadPoolExecutor
 
 
 class ProcessHost:
@@ -87,46 +75,29 @@ class ProcessHost:
         except (EOFError, OSError) as error:
             pipe.close()
             raise lost(placement, f"its process could not start ({error}). {LIMITS_REMEDY}") from error
-        return _Process(placement, pipe, process)
+        return _Process(placement, pipe, process, ThreadPoolExecutor(1))
 
-    def call(self, process: _Process, name: str, *args: Any) -> _Call:
+    def call(self, process: _Process, name: str, *args: Any) -> Future[Any]:
         """Calls a method of a rank's object, after the calls before."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` finds that it has ended
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_answer_of` finds that it has ended
             process.pipe.send_bytes(cloudpickle.dumps((name, args)))
-        process.calls.append(_Call(process))
-        return process.calls[-1]
+        return process.thread.submit(_answer_of, process)
 
     def put(self, value: Any) -> Any:
         """Returns the value: each rank gets it through its pipe."""
         return value
 
-    def wait(self, calls: Sequence[_Call], timeout_s: float) -> list[_Call]:
+    def wait(self, calls: Sequence[Future[Any]], timeout_s: float) -> Collection[Future[Any]]:
         """Waits until one of these calls has ended, or its rank has; returns all that have."""
-        while True:
-            done = [call for call in calls if call.has_ended or call.process.has_ended]
-            if done:
-                return done
-            ranks = {id(call.process): call.process for call in calls}.values()
-            waited: dict[Any, _Process] = {each: rank for rank in ranks for each in (rank.pipe, rank.process.sentinel)}
-            ready = wait(list(waited), None if timeout_s == math.inf else max(0.0, timeout_s))
-            if not ready:
-                return []
-            for process in {id(waited[source]): waited[source] for source in ready}.values():
-                _receive(process)
+        return wait_for_futures(calls, None if timeout_s == math.inf else timeout_s, FIRST_COMPLETED).done
 
-    def result(self, call: _Call) -> Any:
+    def result(self, call: Future[Any]) -> Any:
         """Returns the result of a call that has ended.
 
         Raises:
             RankLostError: The rank's process has ended.
         """
-        if not call.has_ended:
-            raise lost(call.process.placement, "its process has ended (killed, out of memory, or its own exit)")
-        return call.result
-
-    def placement_of(self, call: _Call) -> RankPlacement:
-        """Returns the placement of the rank that was called."""
-        return call.process.placement
+        return call.result()
 
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[MakeStore]:
@@ -145,24 +116,21 @@ class ProcessHost:
         """Ends ranks, also those that hang, and whatever processes they have left."""
         for process in processes:
             process.process.kill()
+            process.thread.shutdown(cancel_futures=True)
             process.pipe.close()
-            process.has_ended = True
 
     def close(self) -> None:
         """Closes what ranks share."""
         self._stack.close()
 
 
-def _receive(process: _Process) -> None:
-    """Takes what a rank has sent, and notes whether its process has ended."""
-    has_ended = process.process.exitcode is not None  # before the last look at what it sent
-    try:
-        while process.pipe.poll():
-            call = process.calls.popleft()
-            call.result, call.has_ended = pickle.loads(process.pipe.recv_bytes()), True
-    except (EOFError, OSError):
-        has_ended = True
-    process.has_ended |= has_ended
+def _answer_of(process: _Process) -> Any:
+    """Waits for the next answer of a rank; returns it."""
+    wait([process.pipe, process.process.sentinel])
+    with contextlib.suppress(EOFError, OSError):
+        if process.pipe.poll():
+            return pickle.loads(process.pipe.recv_bytes())
+    raise lost(process.placement, "its process has ended (killed, out of memory, or its own exit)")
 
 
 def _own_gpu(rank: int, device: str) -> dict[str, str]:

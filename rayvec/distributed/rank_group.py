@@ -156,7 +156,8 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
         while pending and all(_distance(error) == 2 for error in failures):
             done = self._host.wait(pending, deadline - time.monotonic())
             if not done:
-                failures = failures or [lost(self._host.placement_of(pending[0]), "it did not answer in time")]
+                late = self.placements[calls.index(pending[0])]
+                failures = failures or [lost(late, "it did not answer in time")]
                 break
             for call in done:
                 pending.remove(call)

@@ -109,10 +109,6 @@ class RayHost:
                 return RemoteFailure.capture(cause, str(call.placement))  # what the rank returned can't be pickled
             raise lost(call.placement, f"{type(error).__name__}: {first_line(error)}") from error
 
-    def placement_of(self, call: _Call) -> RankPlacement:
-        """Returns the placement of the rank that was called."""
-        return call.placement
-
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[MakeStore]:
         """Yields what makes a store in the cluster; only processes of the cluster can read and write it."""
