@@ -17,6 +17,7 @@ def main(total_steps: int = 150_000) -> None:
         config = rayvec.PPOConfig(
             env_id="Taxi-v4",
             total_steps=total_steps,
+            wrappers=("rayvec.wrappers:ActionMask",) if action_masks else (),
             action_masks=action_masks,
             num_envs=16,
             num_steps=64,

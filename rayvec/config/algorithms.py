@@ -42,8 +42,9 @@ class NetworkConfig(TrainConfig):
     space, settings). Unset: the default network."""
 
     action_masks: bool = True
-    """Choose only among the actions that the environment allows. It allows those of an "action_mask" in its infos or
-    Dict observation, for Discrete and MultiDiscrete actions, also as parts of a Dict or Tuple."""
+    """Choose only among the actions that the environment allows. It allows those of an "action_mask" in its Dict
+    observation, where rayvec.wrappers:ActionMask puts that of infos. For Discrete and MultiDiscrete actions, also as
+    parts of a Dict or Tuple."""
 
     normalize_obs: bool = False
     """Normalise observed numbers by their running mean and deviation. They are also clipped to ±10."""

@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from rayvec.policies.encoders import has_images
 
-__all__ = ["choice_of", "compile_s", "compiles", "decided"]
+__all__ = ["compile_s", "compiles", "decided"]
 
 _SAVED_MS = {"ppo": 0.5, "impala": 0.5, "sac": 2.0}
 """What a compiled minibatch saves on a CPU, in milliseconds: a lower bound of what `benchmarks/updates.py`
@@ -54,11 +54,3 @@ def decided(config: Any, observation_space: spaces.Space[Any]) -> Any:
     """Returns settings in which ``compile`` is True or False, for a learner; others as they are."""
     is_open = getattr(config, "compile", None) == "auto"
     return replace(config, compile=compiles(config, observation_space)) if is_open else config
-
-
-def choice_of(config: Any, observation_space: spaces.Space[Any]) -> str | None:
-    """Returns in one line that ``compile="auto"`` compiles, and why; else None."""
-    if getattr(config, "compile", None) != "auto" or not compiles(config, observation_space):
-        return None
-    saves = f"{config.minibatches[0]:,} minibatches save more than the {compile_s(config):.0f} s that compiling costs"
-    return f"updates are compiled: {saves} (compile='auto')"

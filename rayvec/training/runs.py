@@ -31,7 +31,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, counted
 from rayvec.fleet.restarts import RestartPolicy
 from rayvec.learners.base import Learner
-from rayvec.learners.compile_decision import choice_of, compile_s, compiles, decided
+from rayvec.learners.compile_decision import compile_s, compiles, decided
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
@@ -40,7 +40,7 @@ from rayvec.vector.env_stats import summary
 from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.open_environments import local_workers
 from rayvec.vector.ray_vec_env import RayVecEnv
-from rayvec.wrappers import MASK_KEY, ActionMask, KeepInfos, num_choices
+from rayvec.wrappers import KeepInfos
 
 __all__ = [
     "LEARNERS",
@@ -140,21 +140,18 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         "spare_envs",
     )
 
-    def make(*own: Any, masks: bool = True) -> RayVecEnv:
-        keep = () if reads_infos else (functools.partial(KeepInfos, names=config.episode_metrics, masks=masks),)
-        env = RayVecEnv(
-            num_envs=num_envs,
-            **{name: getattr(config, name) for name in (*names, "on_env_error", "on_node_loss")} | makes,
-            wrappers=[*_wrappers(config), *own, *keep],
-            preload=_preload(config),
-            address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
-            first_id=first_id,
-            seed=config.seed if seed is None else seed,
-        )
-        env.interrupted_close_s = 0.0
-        return env
-
-    env = make()
+    masks = getattr(config, "action_masks", False)
+    keep = () if reads_infos else (functools.partial(KeepInfos, names=config.episode_metrics, masks=masks),)
+    env = RayVecEnv(
+        num_envs=num_envs,
+        **{name: getattr(config, name) for name in (*names, "on_env_error", "on_node_loss")} | makes,
+        wrappers=[*_wrappers(config), *keep],
+        preload=_preload(config),
+        address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
+        first_id=first_id,
+        seed=config.seed if seed is None else seed,
+    )
+    env.interrupted_close_s = 0.0
     try:
         for setting in wrapper_statistics(env, config):  # such as NormalizeObservation
             warnings.warn(
@@ -164,15 +161,9 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
                 UserWarning,
                 stacklevel=2,
             )
-        has_masks = _has_masks(env, config, first_id)
     except BaseException:
         env.close(terminate=True)
         raise
-    if has_masks:
-        env.close()
-        if config.num_nodes == 0 and config.workers_per_node is None:  # no second environment is probed
-            makes["workers_per_node"] = env.topology.nodes[0].num_workers
-        env = make(ActionMask, masks=False)
     return env
 
 
@@ -261,24 +252,6 @@ def make_one_env(config: TrainConfig, **env_kwargs: Any) -> RayVecEnv:
     return make_env(replace(config, **here, **_NO_RESOURCES, env_kwargs=kwargs), 1)
 
 
-def _has_masks(env: RayVecEnv, config: TrainConfig, first_id: int) -> bool:
-    """Whether observations or infos have an action mask; for the infos it resets the first environment."""
-    sizes, space = num_choices(env.single_action_space), env.single_observation_space
-    if not sizes or not getattr(config, "action_masks", False):
-        return False
-    if isinstance(space, spaces.Dict) and MASK_KEY in space.spaces:
-        return config.native is None and space[MASK_KEY].shape == (sum(sizes),)  # else the learner refuses it
-    seed = config.train_seed(0) + first_id
-    if config.native is None:
-        return MASK_KEY in env.first_info(seed)
-    if MASK_KEY in env.reset(seed=seed)[1]:  # ActionMask wraps single environments only
-        raise ConfigError(
-            f"The infos of native sub-batches have {MASK_KEY!r}. Return the mask as a part of a Dict "
-            "observation, or pass action_masks=False to ignore it."
-        )
-    return False
-
-
 @contextlib.contextmanager
 def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv]:
     """Yields the environments of a run on the engine of `choose_engine`, and prints on standard error which it is.
@@ -287,8 +260,7 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
 
     Args:
         config: Settings of the run.
-        trains: Whether to print, too, that ``compile="auto"`` compiles the updates, and to log in the end which
-            environments are slow or were restarted.
+        trains: Whether to log in the end which environments are slow or were restarted.
     """
     config = choose_engine(config)
     with make_env(config) as env:
@@ -297,9 +269,6 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
         on_ray = f"on Ray (nodes: {num_nodes}, workers: {sum(node.num_workers for node in nodes)})"
         where = "on this machine, without Ray" if config.num_nodes == 0 else on_ray
         print(f"rayvec: {counted(env.num_envs, 'environment')} {where}", file=sys.stderr)
-        choice = choice_of(config, env.single_observation_space) if trains else None
-        if choice is not None:
-            print(f"rayvec: {choice}", file=sys.stderr)
         try:
             yield env
             if trains and not env.closed:

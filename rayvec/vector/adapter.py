@@ -18,7 +18,6 @@ from gymnasium import Space
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rayvec.data import Topology
-from rayvec.data.columns import info_of
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError, WorkerLostError
 from rayvec.fleet.commands import STEPPING, Answer, Command, Note, Op
@@ -109,11 +108,6 @@ class Adapter:
                     num_restarts, error = self._restarts.get(self._envs.first_id + env, (0, ""))
                     stats.append(EnvStats._make((*times[env], num_restarts, error, node.name, worker)))
         return tuple(stats)
-
-    def first_info(self, seed: int | None) -> dict[str, Any]:
-        """Resets the first environment alone and returns its info. A reset of all must follow before they are used."""
-        self._assert_idle("first_info")
-        return info_of(self._run(Command(Op.RESET, np.zeros(1, np.int64), rest=([seed], None))).infos, 0)
 
     # Calls.
 

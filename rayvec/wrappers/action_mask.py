@@ -24,8 +24,6 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
     action, ``int8 [P]``, 0 where it is not allowed. It is all 1 where an info has no ``"action_mask"``. An environment
     whose observation is a Dict with that key keeps its observations. Every mask is checked.
 
-    :func:`rayvec.train` applies this wrapper itself where the first info has a mask.
-
     Args:
         env: An environment with a Discrete or MultiDiscrete action space, or with such parts in a Dict or Tuple.
 

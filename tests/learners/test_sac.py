@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import logging
-import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -116,22 +115,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(action_space: spaces.Spac
     after = networks(learner)
     assert after.isfinite().all()
     assert (after - before).norm() < 0.5 * before.norm()
-
-
-@pytest.mark.parametrize("reward", [np.nan, -np.inf, 1e39], ids=["nan", "infinite", "infinite in float32"])
-def test_a_reward_that_is_not_finite_is_refused_before_it_is_stored(reward: float) -> None:
-    """Or it would lie in every checkpoint until an update draws it, which may be never."""
-    learner = make_learner()
-    learner.update(make_batch())
-    before, sizes = networks(learner), lambda: learner.state_dict()["replay"]["sizes"].tolist()
-    chunks = [make_chunk(BOX, seed) for seed in (1, 2)]
-    chunks[1].rew[3, 2] = reward
-    text = f"{re.escape(str(reward))} from environment 2 at step 7 of the batch"
-    with pytest.raises(LearnerError, match=text):
-        learner.update(Batch(tuple(chunks), STATS))
-    assert torch.equal(networks(learner), before) and sizes() == [4] * N
-    chunks[1].valid[3, 2] = False
-    assert learner.update(Batch(tuple(chunks), STATS))["replay_steps"] == 16 + 31
 
 
 @SPACES

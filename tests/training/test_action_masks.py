@@ -18,8 +18,17 @@ from rayvec.learners.ppo import PPOLearner
 from rayvec.training.evaluation import evaluate_run
 from rayvec.wrappers import ActionMask
 
-IMPALA = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, "prefetch": False, **HERE, "total_steps": 256}
-PPO = {**SMALL, **HERE, "total_steps": 256}
+WRAPPED = {"wrappers": ("rayvec.wrappers:ActionMask",)}
+IMPALA = {
+    "num_envs": 4,
+    "num_steps": 16,
+    "num_minibatches": 2,
+    "prefetch": False,
+    **HERE,
+    "total_steps": 256,
+    **WRAPPED,
+}
+PPO = {**SMALL, **HERE, "total_steps": 256, **WRAPPED}
 WHERE = pytest.mark.parametrize("where", ["info", "obs"])
 SLOW = pytest.mark.slow
 
@@ -54,8 +63,15 @@ def test_sac_takes_no_action_that_is_not_allowed(tmp_path: Path, where: str) -> 
     """Neither at random at first, nor as it learns; alone and on the way through a file."""
     import onnxruntime
 
-    settings = {"num_envs": 4, "learning_starts": 64, "batch_size": 16, "hidden_sizes": (8,), "replay_size": 400}
-    config = SACConfig(total_steps=128, eval_episodes=4, run_dir=tmp_path / "a", **HERE, **settings)  # type: ignore[arg-type]
+    settings = {
+        "num_envs": 4,
+        "learning_starts": 64,
+        "batch_size": 16,
+        "hidden_sizes": (8,),
+        "replay_size": 400,
+        **WRAPPED,
+    }
+    config = SACConfig(total_steps=128, eval_episodes=4, run_dir=tmp_path / "a", **HERE, **WRAPPED, **settings)  # type: ignore[arg-type]
     rayvec.train(config, env=lambda: Masked(where))
     evaluate_run(tmp_path / "a", num_episodes=4, env=lambda: Masked(where))
     agent, env = rayvec.load(tmp_path / "a"), ActionMask(Masked(where))
@@ -70,6 +86,8 @@ def test_sac_takes_no_action_that_is_not_allowed(tmp_path: Path, where: str) -> 
 def test_without_masks_the_environment_refuses(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not allowed"):
         rayvec.train(tiny(tmp_path / "a", action_masks=False), env=Masked)
+    with pytest.raises(ConfigError, match="have an action_mask"):
+        rayvec.train(tiny(tmp_path / "b"), env=Masked)
 
 
 def test_the_network_does_not_see_the_mask() -> None:
@@ -87,14 +105,14 @@ def test_the_network_does_not_see_the_mask() -> None:
 @WHERE
 def test_a_mask_that_allows_nothing(tmp_path: Path, where: str, nvec: Any) -> None:
     with pytest.raises(ValueError, match=r"after 4 steps .*allows no choice") as caught:
-        rayvec.train(tiny(tmp_path / "a"), env=lambda: Masked(where, nvec, empty_at=4))
+        rayvec.train(tiny(tmp_path / "a", **WRAPPED), env=lambda: Masked(where, nvec, empty_at=4))
     assert isinstance(caught.value.__cause__, EnvError)
     assert "environment 0" in str(caught.value.__cause__)
 
 
 def test_a_mask_of_another_size(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"after 0 steps .*needs 4 numbers"):
-        rayvec.train(tiny(tmp_path / "a"), env=lambda: Masked(size=5))
+        rayvec.train(tiny(tmp_path / "a", **WRAPPED), env=lambda: Masked(size=5))
     with pytest.raises(ConfigError, match=r"action_mask.*needs shape \(4,\)"):
         rayvec.train(tiny(tmp_path / "b"), env=lambda: Masked("obs", size=5))
     assert not list(tmp_path.iterdir())
