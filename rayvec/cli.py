@@ -14,7 +14,6 @@ import contextlib
 import errno
 import gc
 import importlib
-import io
 import math
 import os
 import re
@@ -160,40 +159,23 @@ _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for a failure, 2 for input that can't work, 130 after Ctrl-C.
 
-    It is 143 after SIGTERM, and 141, without a message, if the reader of its output has ended.
+    It is 143 after SIGTERM.
 
     Args:
         args: The arguments, without the program's name; unset: those of this process.
     """
     is_program, args = args is None, sys.argv[1:] if args is None else args
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # help texts have characters that a locale's encoding may lack
     try:
         with Interrupts() as interrupts:  # ``train`` takes SIGTERM itself, to finish the iteration first
             with contextlib.nullcontext() if "train" in args else interrupts.taking_sigterm():
-                code = _run(args)
-            print(end="", flush=True)
-            return code or 0
+                return _run(args) or 0
     except KeyboardInterrupt as interrupt:
         _print_error(str(interrupt) or "interrupted", interrupt)
         return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
-    except SystemExit as end:
-        if hasattr(end, "__notes__"):  # a run had begun
-            _print_error(f"sys.exit({end.code!r}) was called in the run", end)
-        raise
     except Exception as error:
-        is_written = True
-        try:
-            print(end="", flush=True)
-        except OSError:  # what can't be written is dropped, else Python would report it once more at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            is_written = False
-        if text := _explanation(error):
-            _print_error(text, error)
-        elif isinstance(error, BrokenPipeError) and not is_written:  # such as that of `rayvec eval RUN_DIR | head -1`
-            return 128 + signal.SIGPIPE
-        else:
+        if (text := _explanation(error)) is None:
             raise
+        _print_error(text, error)
         return 1 if _is_failure(error) else 2
     finally:
         if is_program:
@@ -314,9 +296,7 @@ def _explanation(error: Exception) -> str | None:
         what = " ".join(str(cause or error).split()) or "MemoryError"
         return f"Out of memory: {what}. Lower num_envs, num_steps, hidden_sizes or another size, or free memory."
     if isinstance(cause, RayvecError):
-        files = re.findall(r'File "(.+?)", line', str(cause))  # of the traceback, if another process raised it
-        is_ours = bool(files) and Path(files[-1]).is_relative_to(Path(rayvec.__file__).parent)
-        return f"{type(error).__name__}: {error} Raised in {cause.raised_in}." if is_ours else str(cause)
+        return str(cause)
     if isinstance(error, OSError) and cause is None and (hasattr(error, "__notes__") or error.errno in _REFUSED):
         return f"{type(error).__name__}: {error}"
     return None

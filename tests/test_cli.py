@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -155,21 +154,6 @@ def test_settings_that_are_on_or_off_or_unset(tmp_path: Path, args: list[str], v
     settings = ["--num-envs=2", "--num-steps=8", "--num-minibatches=1", "--total-steps=16", "--eval-episodes=0"]
     assert main(["train", "impala", *settings, *args, "--num-nodes=0", f"--run-dir={run_dir}"]) == 0
     assert load_config(run_dir).prefetch is value  # type: ignore[attr-defined]
-
-
-@pytest.mark.slow
-def test_a_reader_of_the_output_that_has_ended(tmp_path: Path) -> None:
-    assert main(["train", "ppo", *TINY, "--eval-episodes=1", f"--run-dir={tmp_path / 'a'}"]) == 0
-    args = [sys.executable, "-m", "rayvec", "eval", str(tmp_path / "a"), "--episodes", "1"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        for unbuffered in ("", "1"):
-            environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-            ended = subprocess.run(args, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=environment)
-            assert ended.returncode == 141 and "Traceback" not in ended.stderr, ended.stderr
-    finally:
-        os.close(writer)
 
 
 def test_a_run_without_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

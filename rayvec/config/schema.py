@@ -104,13 +104,10 @@ def _refusal(cls: type, given: Mapping[str, Any], error: ValidationError) -> Exc
     if isinstance(raised, ConfigError):
         return raised
     name = str(errors[0]["loc"][0])
-    if name not in given:
-        return ConfigError(f"{name} is missing. {cls.__name__} has no default for it: pass a value.")
     rules = " or ".join(dict.fromkeys(each["msg"] for each in errors))
-    advice = f"The default is {known[name].get_default(call_default_factory=True)!r}"
-    if name in ("env_id", "env_kwargs", "network", "wrappers"):
-        advice = "Pass objects to rayvec.train(config, env=..., network=...)"
-    return ConfigError(f"{name} is {given[name]}. {rules}. {advice}.")
+    objects = name in ("env_id", "env_kwargs", "network", "wrappers")
+    advice = " Pass objects to rayvec.train(config, env=..., network=...)." if objects else ""
+    return ConfigError(f"{name} is {given.get(name, 'missing')}. {rules}.{advice}")
 
 
 def require(holds: object, otherwise: str) -> None:
