@@ -168,7 +168,7 @@ class DoubleRecurrent(RecurrentActorCritic):
 
     def encode(self, obs: Any) -> Any:
         rows = torch.from_numpy(self.encoder(obs)).double()
-        return (rows, torch.from_numpy(obs["action_mask"])) if self.is_masked else rows
+        return (rows, torch.from_numpy(obs["action_mask"] != 0)) if self.is_masked else rows
 
 
 def make_module(both: tuple[spaces.Space[Any], spaces.Space[Any]], kind: Any) -> RecurrentActorCritic:

@@ -40,7 +40,7 @@ _CONFIGS: dict[str, Any] = {"ppo": PPOConfig, "impala": IMPALAConfig, "sac": SAC
 _USUAL: dict[str, dict[str, Any]] = {
     "ppo": {"num_steps": T, "minibatch_size": 16, "num_epochs": 2, "learning_rate": 1e-3},
     "impala": {"num_steps": T, "num_minibatches": 2, "learning_rate": 1e-3},
-    "sac": {"num_steps": T, "learning_starts": 16, "batch_size": 12, "replay_size": 400, "update_to_data": 0.1},
+    "sac": {"num_steps": T, "learning_starts": 8, "batch_size": 12, "replay_size": 400, "update_to_data": 0.1},
 }
 
 
