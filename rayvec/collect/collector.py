@@ -6,6 +6,7 @@ import logging
 import operator
 import secrets
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from rayvec.data.batch import join_episodes
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite_checks import bad_obs_error
 from rayvec.data.join_chunks import counted_ends
+from rayvec.data.plain_bytes import from_bytes, to_bytes
 from rayvec.errors import ConfigError, check_choice, check_count, check_flag
 from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.chunks import WeightStore
@@ -32,6 +34,8 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 __all__ = ["Collector", "EpisodeTracker"]
 
 logger = logging.getLogger(__name__)
+
+_COUNTERS = ("noise_seed", "first_step", "version")
 
 
 class Collector:
@@ -387,16 +391,32 @@ class Collector:
         self._closed = True
         self._chunks.forget()
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns what a later run needs to resume: seeds and counters, without unfinished episodes.
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a later run needs to resume: seeds, counters and, under ``"envs"``, unfinished episodes.
 
-        A pending chunk is not in it either: the run that resumes takes it again, from new episodes.
+        These are None where environments do not offer their states (:meth:`rayvec.RayVecEnv.get_states`), or chunks are
+        pending: the run that resumes takes these again, from new episodes. A warning names what can't be saved.
         """
         chunks = self._chunks
-        return {"noise_seed": chunks.noise_seed, "first_step": chunks.first_step, "version": self._version}
+        counters = {"noise_seed": chunks.noise_seed, "first_step": chunks.first_step, "version": self._version}
+        return {**counters, "envs": self._episodes()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resumes where :meth:`state_dict` was taken, with new episodes; call :meth:`reset` after it.
+    def _episodes(self) -> list[tuple[Any, ...]] | None:
+        """Returns the state of each environment, and the sums of its episode."""
+        if not self._chunks.is_idle or self._uses_seen != self._env.num_uses:
+            return None
+        try:
+            states = self._env.get_states()
+            packed = None if states is None else [to_bytes(state) for state in states]
+        except Exception as error:
+            if self._env.closed:
+                raise
+            warnings.warn(f"A run that resumes begins new episodes. {type(error).__name__}: {error}", stacklevel=2)
+            return None
+        return packed and list(zip(packed, *self._tracker.state(), strict=True))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes where :meth:`state_dict` was taken. Call :meth:`reset` after it if that has no unfinished episodes.
 
         The policy is what it was when it was passed: it must have the weights of that time, or be given some.
         Pending chunks are waited for and dropped.
@@ -405,7 +425,7 @@ class Collector:
             ConfigError: It is not what :meth:`state_dict` returns.
         """
         try:
-            noise_seed, first_step, version = (operator.index(state[name]) for name in self.state_dict())
+            noise_seed, first_step, version = (operator.index(state[name]) for name in _COUNTERS)
         except (KeyError, TypeError):
             raise ConfigError(f"The state is {repr(state)[:200]}. Pass what collector.state_dict() returned.") from None
         self.drop_pending()
@@ -413,6 +433,12 @@ class Collector:
         if self._store is not None:
             self._store.drop()
             self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
+        if state.get("envs"):
+            packed, *sums = zip(*state["envs"], strict=True)
+            self._env.set_states([from_bytes(each) for each in packed])
+            self._skip_unfinished()
+            self._tracker.load(sums)
+            self._uses_seen = self._env.num_uses
 
 
 def _check_settings(inference: str, on_bad_obs: str, max_staleness: int | None, flags: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,6 +112,14 @@ class EpisodeTracker:
         self._returns[:] = 0.0
         self.lens[:] = 0
         self._skipped[:] = False
+
+    def state(self) -> tuple[list[Any], ...]:
+        """Returns the sums of each environment's unfinished episode, for :meth:`load`."""
+        return tuple(sums.tolist() for sums in (self._returns, self.lens, self._skipped))
+
+    def load(self, state: Sequence[Sequence[Any]]) -> None:
+        """Continues with the sums that :meth:`state` has returned."""
+        self._returns[:], self.lens[:], self._skipped[:] = state
 
     def skip_unfinished(self) -> None:
         """Lets the present episode of every environment not count: some of its steps were not added."""

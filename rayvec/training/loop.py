@@ -102,9 +102,10 @@ def resume(
 ) -> TrainResult:
     """Resumes a run from its last checkpoint.
 
-    Weights, optimizer, schedule, counters and random states are exactly those of the checkpoint. The
-    environments begin new episodes, with seeds that depend on the steps taken up to the checkpoint. A run that a
-    callback ended continues to its last step.
+    Weights, optimizer, schedule, counters and random states are exactly those of the checkpoint. So are environments
+    that save their state, as with the wrapper :class:`rayvec.wrappers.SaveState`, unless steps are collected ahead.
+    Others begin new episodes, with seeds that depend on the steps taken up to the checkpoint. A run that a callback
+    ended continues to its last step.
 
     Args:
         run_dir: Directory of the run.

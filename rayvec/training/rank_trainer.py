@@ -113,6 +113,9 @@ class RankTrainer(Trainer):
         """
         restore(self.learner, {name: part for each in learner_state for name, part in unpack(each).items()})
         stragglers, first_id = self._stragglers, self._first_id
+        if collector_state is not None:
+            envs = collector_state.get("envs") or []
+            collector_state = {**collector_state, "envs": envs[first_id : first_id + self._env.num_envs]}
         super().__init__(
             self._config, self._env, self.learner, progress, collector_state, stragglers=stragglers, first_id=first_id
         )
@@ -127,8 +130,10 @@ class RankTrainer(Trainer):
 
     def parts(self) -> Any:
         """Returns the state of the run, packed: on rank 0 what all ranks share, and what belongs to this rank."""
-        shared = self.state(shared_state(self.learner)) if self._ranks.rank == 0 else None
-        return pack((shared, rank_local_state(self.learner)))
+        is_first = self._ranks.rank == 0
+        state = self.state(shared_state(self.learner) if is_first else {})
+        envs = state["collector"].pop("envs")
+        return pack((state if is_first else None, rank_local_state(self.learner), envs))
 
     def close(self) -> None:
         """Closes the environments."""
@@ -236,7 +241,9 @@ def _joined(packed: list[Any]) -> dict[str, Any]:
     """Returns the state of the run from the parts of all ranks."""
     parts = [unpack(each) for each in packed]
     state: dict[str, Any] = parts[0][0]
-    return {**state, "learner": join_state(state["learner"], [local for _, local in parts])}
+    envs = [part[2] for part in parts]
+    state["collector"]["envs"] = None if None in envs else [each for of_rank in envs for each in of_rank]
+    return {**state, "learner": join_state(state["learner"], [part[1] for part in parts])}
 
 
 @contextlib.contextmanager

@@ -190,7 +190,8 @@ class Trainer:
         if collector_state is not None:
             restore(self.collector, collector_state)
         seed = config.train_seed(progress.steps) + first_id
-        self.collector.reset(seed=seed)
+        if collector_state is None or not collector_state.get("envs"):  # else the episodes continue
+            self.collector.reset(seed=seed)
         is_new = collector_state is None and config.init_from is None and not config.random_steps
         normalizes = getattr(learner.module, "obs_mean", None) is not None
         if is_new and normalizes and isinstance(learner, MeasuresObservations):

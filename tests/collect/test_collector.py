@@ -191,7 +191,7 @@ class TestState:
         first.collect(n_step=50)
         first.set_weights(TablePolicy(seed=1).weights())
         state = first.state_dict()
-        assert all(type(value) is int for value in state.values())
+        assert state["envs"] is None
         second = Collector(counting, TablePolicy(), seed=5)
         second.load_state_dict(state)
         assert second.state_dict() == state

@@ -1,0 +1,36 @@
+"""Values as bytes that execute nothing when they are read: for checkpoints."""
+
+from __future__ import annotations
+
+import json
+import struct
+from copy import deepcopy
+from operator import attrgetter
+from typing import Any
+
+from rayvec.env_server import form_of, reader_of
+
+__all__ = ["from_bytes", "to_bytes"]
+
+_LENGTH = struct.Struct("!I")
+
+
+def to_bytes(value: Any) -> bytes:
+    """Returns dicts, lists, tuples, strings, numbers and arrays of numbers as bytes.
+
+    Raises:
+        TypeError: Something else is in them.
+
+    >>> from_bytes(to_bytes({"t": (1, 2.5), 3: None}))
+    {'t': (1, 2.5), 3: None}
+    """
+    values: list[bytes] = []
+    form = json.dumps(form_of(value, values), default=attrgetter("str")).encode()
+    return b"".join((_LENGTH.pack(len(form)), form, *values))
+
+
+def from_bytes(data: bytes) -> Any:
+    """Returns what :func:`to_bytes` was given."""
+    start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    read = reader_of(json.loads(data[_LENGTH.size : start]), [0])
+    return deepcopy(read(bytearray(data[start:])))
