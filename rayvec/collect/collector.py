@@ -413,7 +413,7 @@ class Collector:
                 raise
             warnings.warn(f"A run that resumes begins new episodes. {type(error).__name__}: {error}", stacklevel=2)
             return None
-        return packed and list(zip(packed, *self._tracker.state(), strict=True))
+        return None if packed is None else list(zip(packed, *self._tracker.state(), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes where :meth:`state_dict` was taken. Call :meth:`reset` after it if that has no unfinished episodes.

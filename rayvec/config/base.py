@@ -78,6 +78,7 @@ ADJUSTABLE = (
     "on_node_loss",
     "groups",
     "preload",
+    "env_servers",
 )
 """Settings of where, how long and how fast a run executes, not of what it learns. Resuming and evaluating may change
 them.
@@ -117,6 +118,12 @@ class TrainConfig:
     env_kwargs: dict[str, Scalar | list[Scalar]] = field(default_factory=dict)
     """Arguments of the environment's constructor, as NAME VALUE pairs. Or of the function that makes it. On the command
     line, '{NAME: [VALUE, ...]}' passes lists."""
+
+    env_servers: dict[Literal["port", "host", "key_file", "command"], Scalar | list[Scalar]] = field(
+        default_factory=dict
+    )
+    """Servers that serve the environments in place of env_id, as NAME VALUE pairs: `port 9000 key_file key` waits for
+    num_envs servers that dial in, and `command 'python env_server.py module:Class'` starts them."""
 
     wrappers: tuple[str, ...] = ()
     """Functions that wrap each environment, each as "module:function". They are called on its worker, in this order."""

@@ -19,7 +19,7 @@ __all__ = ["OptionParser", "read_options", "row"]
 
 _GROUPS = {
     "run": "total_steps seed preset config resume run_dir init_from learner_device",
-    "environment": "env_id env_kwargs wrappers num_envs",
+    "environment": "env_id env_kwargs env_servers wrappers num_envs",
     "algorithm": "num_steps learning_rate learning_rate_schedule policy_lr q_lr gamma",
     "network": "network recurrent hidden_sizes activation cnn action_masks",
     "evaluation": "eval_episodes eval_interval_steps",

@@ -167,7 +167,7 @@ class Fleet:
         del self._pending[k][answer.place]
         ticket.answers[k] = answer
         self._keep(k, ticket, answer)
-        if ticket.shares[k].places is _ALL:  # nobody takes its answer
+        if ticket.shares[k].places is _ALL:  # no caller takes its answer
             self._note_repeated(k, answer)
         return True
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import secrets
 import select
+import shlex
 import socket
 import subprocess
 import tempfile
@@ -21,7 +22,7 @@ from rayvec.env_server import Messages, Refused, admit, read_key
 from rayvec.errors import ConfigError, check_count
 from rayvec.servers.server_env import ServerEnv, ServerEnvMaker
 
-__all__ = ["EnvServers"]
+__all__ = ["EnvServers", "served"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ class EnvServers:
         host: The address of this machine at which it listens: by default all, with `command` only its own.
         key_file: A file with the key, at least 16 bytes, that the servers have too. With `command` there is one
             already.
-        command: Starts one server on this machine; ``--connect`` and ``--key-file`` are appended. It runs `count`
-            times, and again when a server ends.
+        command: Starts one server on this machine, as one string or as its words; ``--connect`` and ``--key-file`` are
+            appended. It runs `count` times, and again when a server ends.
         start_timeout_s: How long iterating waits until `count` servers have dialled in.
 
     Attributes:
@@ -66,7 +67,7 @@ class EnvServers:
         port: int = 0,
         host: str | None = None,
         key_file: str | Path | None = None,
-        command: Sequence[str] | None = None,
+        command: str | Sequence[str] | None = None,
         start_timeout_s: float = 60.0,
     ) -> None:
         self._count = count = check_count("count", count)
@@ -93,7 +94,8 @@ class EnvServers:
         self._handover.bind(self._path)
         self._handover.listen(256)
         if command is not None:
-            command = [*command, "--connect", f"127.0.0.1:{self.port}", "--key-file", str(self._key_file)]
+            words = shlex.split(command) if isinstance(command, str) else command
+            command = [*words, "--connect", f"127.0.0.1:{self.port}", "--key-file", str(self._key_file)]
         self._servers = _Servers(key, command, count)
         _serve(self._listener, self._servers.admit)
         _serve(self._handover, self._servers.hand_over)
@@ -124,6 +126,14 @@ class EnvServers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def served(config: Any, env: Any) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context: of `env`, or of the servers that the settings of a run ask for where it is None."""
+    settings = getattr(config, "env_servers", None)
+    if env is not None or not settings:
+        return contextlib.nullcontext(env)
+    return EnvServers(config.num_envs, start_timeout_s=config.start_timeout_s, **settings)
 
 
 class _Servers:

@@ -16,6 +16,7 @@ from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError
 from rayvec.policies.policy import Policy
+from rayvec.servers.env_servers import served
 from rayvec.training.agent import load
 from rayvec.training.atomic_files import local_path
 from rayvec.training.checkpoint import check_kept_spaces
@@ -149,9 +150,12 @@ def evaluate_run(
     """
     run_dir = local_path(run_dir)
     config, state = load_config(run_dir), load_checkpoint(run_dir, checkpoint)
-    config = with_own_parts(config.adjusted(**changes), env, network, eval_env, begun=True)
-    config = eval_settings(config if seed is None else replace(config, seed=seed))
-    with open_env(config) as envs:
+    config = config.adjusted(**changes)
+    with contextlib.ExitStack() as stack:
+        env = stack.enter_context(served(config, env))
+        config = with_own_parts(config, env, network, eval_env, begun=True)
+        config = eval_settings(config if seed is None else replace(config, seed=seed))
+        envs = stack.enter_context(open_env(config))
         check_kept_spaces((envs.single_observation_space, envs.single_action_space), state)
         module = network_of(config, envs.single_observation_space, envs.single_action_space)
         return evaluate(config, envs, module, state["weights"].numpy(), num_episodes, seed=config.eval_seed())

@@ -20,6 +20,7 @@ from rayvec.config.presets import describe_preset
 from rayvec.data.global_random import global_seed
 from rayvec.errors import LearnerError, RankLostError, counted
 from rayvec.learners.base import check_gpu
+from rayvec.servers.env_servers import served
 from rayvec.training.atomic_files import local_path
 from rayvec.training.callbacks import MetricsLine, RunContext, TrainResult, call, checked_callbacks, has_hooks
 from rayvec.training.default_callbacks import default_callbacks
@@ -87,8 +88,9 @@ def train(
             begun, it has a note that says how to resume from the last checkpoint.
         KeyboardInterrupt: Training was interrupted; the message, or a note, says how to resume.
     """
-    config = with_own_parts(config, env, network, eval_env)
-    return _run(config, free_run_dir(config), None, callbacks)
+    with served(config, env) as env:
+        config = with_own_parts(config, env, network, eval_env)
+        return _run(config, free_run_dir(config), None, callbacks)
 
 
 def resume(
@@ -128,10 +130,12 @@ def resume(
     with locked(run_dir):
         before, state = load_run(run_dir)
         state["progress"]["best_return"] = best_return(run_dir)  # of an evaluation after the checkpoint, too
-        config = with_own_parts(before.adjusted(**changes), env, network, eval_env, begun=True)
+        config = before.adjusted(**changes)
         if config.total_steps != before.total_steps:
             save_config(run_dir, replace(before, total_steps=config.total_steps))
-        return _run(config, run_dir, state, callbacks)
+        with served(config, env) as env:
+            config = with_own_parts(config, env, network, eval_env, begun=True)
+            return _run(config, run_dir, state, callbacks)
 
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Any) -> TrainResult:

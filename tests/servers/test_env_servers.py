@@ -6,6 +6,7 @@ import ast
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -21,8 +22,10 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
+from helpers.training_kit import options
 
 import rayvec
+from rayvec.cli import main
 from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError
 
@@ -127,13 +130,19 @@ def test_more_servers_are_started_for_more_environments() -> None:
     assert len(pids) == 2
 
 
-@pytest.mark.slow
-def test_training_with_servers_equals_training_with_local_environments(tmp_path: Path) -> None:
-    settings = {"num_envs": 2, "num_steps": 64, "minibatch_size": 64, "total_steps": 512, "eval_episodes": 2, "seed": 1}
+def test_rayvec_train_with_servers_equals_a_training_with_local_environments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"num_envs": 2, "num_steps": 64, "minibatch_size": 64, "total_steps": 256, "eval_episodes": 2}
     local = rayvec.train(rayvec.PPOConfig(**settings, run_dir=tmp_path / "local"), env=[make_cartpole] * 2)
-    with rayvec.EnvServers(2, command=command("CartPole-v1")) as servers:
-        there = rayvec.train(rayvec.PPOConfig(**settings, run_dir=tmp_path / "there"), env=servers)
-    assert there.eval_return_mean == local.eval_return_mean
+    there = tmp_path / "there"
+    servers = ["--env-servers", "command", shlex.join(command("CartPole-v1"))]
+    assert main(["train", "ppo", *options({**settings, "run_dir": there}), *servers]) == 0
+    assert f"greedy return {local.eval_return_mean:.2f}" in capsys.readouterr().out
+    assert main(["train", "--resume", str(there), "--total-steps", "384"]) == 0
+    assert main(["eval", str(there), "--episodes", "1"]) == 0
+    with pytest.raises(ConfigError, match="env_servers"):
+        rayvec.PPOConfig(env_servers={"prot": 9000})
 
 
 @pytest.mark.parametrize("one_env", [("", {})], indirect=True)
