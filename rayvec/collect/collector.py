@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.recording import Recording
-from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, StopEarly, join_lanes
+from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, join_lanes
 from rayvec.data import Batch, Chunk, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
+from rayvec.data.chunk import StopEarly
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite_checks import bad_obs_error
 from rayvec.data.join_chunks import counted_ends

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -12,14 +12,12 @@ import numpy as np
 
 from rayvec.data import Chunk, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
+from rayvec.data.chunk import StopEarly
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.join_chunks import join_chunks
 from rayvec.vector.chunks import ChunkAdapter, WeightStore
 
-__all__ = ["ChunkScheduler", "ScheduledChunk", "StopEarly", "in_rounds", "join_lanes"]
-
-StopEarly = Callable[[int], bool]
-"""Whether to end a chunk early, given the number of steps that its environments have taken together so far."""
+__all__ = ["ChunkScheduler", "ScheduledChunk", "in_rounds", "join_lanes"]
 
 _MAX_PENDING = 2
 """The most pending chunks of a lane."""

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from rayvec.data.infos import ChunkInfos
 from rayvec.data.trees import Tree, tree_map
 
-__all__ = ["AXES", "Chunk", "ChunkRef", "ChunkRequest", "Cut", "Rollout", "RolloutTimes", "StepBatch"]
+__all__ = ["AXES", "Chunk", "ChunkRef", "ChunkRequest", "Rollout", "RolloutTimes", "StepBatch", "StopEarly"]
 
-Cut = Callable[[int], bool]
-"""Whether to cut a chunk, given the number of steps that its environments have taken together so far."""
+StopEarly = Callable[[int], bool]
+"""Whether to end a chunk early, given the number of steps that its environments have taken together so far."""
 
 _STEPS = {"axes": "T, N"}  # tree of arrays [T, N, ...]
 _STATES = {"axes": "K, N"}  # array [K, N, ...]
@@ -96,6 +96,11 @@ class Chunk:
     def done(self) -> NDArray[np.bool_]:
         """Where an episode ended for either reason, ``bool [T, N]``; for boundaries only, never to bootstrap."""
         return self.terminated | self.truncated
+
+    @property
+    def restarted_before(self) -> NDArray[np.int64]:
+        """Columns whose episode a fault ended before the chunk's first step, ``int64 [R]``."""
+        return self.restarts[self.restarts[:, 0] == -1, 1]  # type: ignore[no-any-return]
 
     def next_obs(self) -> Tree:
         """Returns the observation after each step, tree of ``[T, N, *obs_shape]``, newly allocated.

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rayvec.data.chunk import Cut
+from rayvec.data.chunk import StopEarly
 from rayvec.node.shared_memory import anonymous_file
 
 __all__ = ["Arrivals", "SharedArrivals", "Stragglers"]
@@ -105,7 +105,7 @@ class Stragglers:
         self._variable_lengths = variable_lengths
         self._iteration = 0
 
-    def begin(self, num_steps: int) -> tuple[int, Cut | None]:
+    def begin(self, num_steps: int) -> tuple[int, StopEarly | None]:
         """Begins an iteration.
 
         Args:

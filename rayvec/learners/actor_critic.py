@@ -57,8 +57,8 @@ class ActorCriticLearner:
     """
 
     reads_infos: ClassVar[bool] = False
-    _are_even: ClassVar[bool] = False
-    """Whether minibatches differ little in their lengths, so that one compiled call takes the steps of several."""
+    _minibatches_have_equal_size: ClassVar[bool] = False
+    """Whether minibatches differ little in size, so that one compiled call takes the steps of several."""
     _may_change: ClassVar[tuple[str, ...]] = ("entropy_coef",)
     """Settings that the loss reads and that may have a schedule."""
 
@@ -93,10 +93,10 @@ class ActorCriticLearner:
         self._gradient = Gradient(network, self._loss, self._is_compiled, varies=True, **_CHEAP_TANH)
         self._optimizer = Adam(self._gradient.flat, eps=1e-5)
         self._learning_rate = 0.0
-        self._own_learning_rate: float | None = None
-        has_loop = self._is_compiled and self._are_even and self._recurrent is None and self._device.type == "cpu"
+        self._manual_learning_rate: float | None = None
+        can_loop = self._minibatches_have_equal_size and self._recurrent is None and self._device.type == "cpu"
         parts = self._gradient, self._select, self._optimizer, config.max_grad_norm
-        self._compiled_steps = CompiledSteps(*parts, **_CHEAP_TANH) if has_loop else None
+        self._compiled_steps = CompiledSteps(*parts, **_CHEAP_TANH) if self._is_compiled and can_loop else None
         self._num_updates = 0
         self._num_steps = 0
 
@@ -116,8 +116,8 @@ class ActorCriticLearner:
         progress = min(1.0, self._num_steps / self.config.total_steps)
         for name, value in self._coefficients.items():
             value.fill_(scheduled(self.config, name, progress))
-        own = self._own_learning_rate
-        self._learning_rate = scheduled(self.config, "learning_rate", progress) if own is None else own
+        manual = self._manual_learning_rate
+        self._learning_rate = scheduled(self.config, "learning_rate", progress) if manual is None else manual
 
     def _learn(self, fields: Tree, minibatches: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
         """Takes a step along the gradient of the loss of each minibatch.
@@ -193,13 +193,13 @@ class ActorCriticLearner:
         clip, first = self.config.clip_reward, chunks[0]
         if self._return_scale is not None:
             lost = np.zeros(first.num_envs, bool)
-            lost[first.restarts[first.restarts[:, 0] == -1, 1]] = True
+            lost[first.restarted_before] = True
             rew = self._return_scale(rew, done, valid, lost, self.ranks, first.env_ids)
         return rew if clip is None else rew.clip(-clip, clip)
 
     def set_learning_rate(self, value: float | None) -> None:
         """Sets the learning rate of the next updates, in place of its schedule; None returns to the schedule."""
-        self._own_learning_rate = value
+        self._manual_learning_rate = value
 
     def measure(self, batch: Batch) -> None:
         """Adds the observations of a batch to the moments that normalise later ones; :meth:`update` does so too.

@@ -61,16 +61,17 @@ class Gradient:
         vector_to_parameters(self.flat, leaves)
         for leaf, part in zip(leaves, torch.split(self.grad, self._sizes), strict=True):
             leaf.grad = part.view_as(leaf)
-        self._compiled = Compiled(self.of, **options) if compiled else None
+        self._compiled = Compiled(self.compute, **options) if compiled else None
 
     def reset(self) -> None:
-        """Has the graph compiled anew: a constant that the loss reads has changed."""
+        """Compiles the graph again at its next use: a constant that the loss reads has changed."""
         if self._compiled is not None:
             self._compiled.reset()
 
     def __call__(self, weight: Tensor, *args: Any) -> Tensor:
         """Computes `grad` for some rows, and returns their statistics; arguments are those of the loss."""
         if self._compiled is not None and len(weight):  # an empty minibatch has no graph
+            # the graph returns a new tensor; autograd fills `_flat_grad` through the views
             self.grad, statistics = self._compiled(self.flat, weight, *args)
             return statistics  # type: ignore[no-any-return]
         self.grad = self._flat_grad.zero_()
@@ -78,14 +79,13 @@ class Gradient:
         torch.autograd.backward(loss, inputs=self._trained)
         return statistics
 
-    def of(self, flat: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    def compute(self, flat: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         """Returns the gradient at the parameters `flat`, and the statistics, in a form that torch compiles."""
 
         def loss(flat: Tensor) -> tuple[Tensor, Tensor]:
             return self._loss(functools.partial(self._call, flat), *args)
 
-        gradient, statistics = grad(loss, has_aux=True)(flat)
-        return gradient, statistics
+        return grad(loss, has_aux=True)(flat)  # type: ignore[no-any-return]
 
     def _call(self, flat: Tensor, *inputs: Any) -> Any:
         parts = zip(self._leaves.items(), torch.split(flat, self._sizes), strict=True)

@@ -214,7 +214,7 @@ class IMPALALearner(ActorCriticLearner):
         if not stats:
             return dict.fromkeys((*_SUMMED, "grad_norm", "explained_variance"), 0.0)
         shares = torch.stack(stats)
-        shares[:, -1] /= self.ranks.size  # the norm was that of the whole gradient already
+        shares[:, -1] /= self.ranks.size  # all ranks have the same norm, and the sum is to be one norm
         counts, *means, target, target_square, error, error_square, norms = self.ranks.all_reduce_(shares).T
         weight = counts / counts.sum()
 

@@ -1,8 +1,15 @@
 """Proximal policy optimisation (Schulman et al., 2017), readable from top to bottom.
 
+Read `PPOLearner.update`, then its `_loss`, then `ActorCriticLearner._step`, which takes a step of the optimizer along
+the gradient of one minibatch. Everything else is background.
+
 The details are those of Huang et al., "The 37 implementation details of proximal policy optimization" (ICLR blog
-track, 2022), with two differences: an episode that was truncated bootstraps from the value of its true final
-observation, and the minibatches of an epoch differ in size by at most one sample, so that none is left over.
+track, 2022), with these differences:
+
+- An episode that was truncated bootstraps from the value of its true final observation.
+- Minibatches are a stratified shuffle. They differ in size by at most one sample, so that none is left over.
+- Advantages are divided by the population standard deviation of their minibatch.
+- Several ranks compute one update together: moments and means are those of the minibatch of all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +46,7 @@ class Samples(NamedTuple):
 
     Attributes:
         obs: Encoded observations, tree of ``[B, ...]``; for a recurrent network the sequences that they are in.
-        sample: What the policy drew, ``[B, C]``.
+        sample: What the policy drew, before it became an action of the space, ``[B, C]``.
         logp: Its log-probability at the time, ``[B]``.
         value: Value of `obs` before the update, ``[B]``.
         advantage: ``[B]``.
@@ -58,7 +65,7 @@ class PPOLearner(ActorCriticLearner):
     """Improves an actor-critic by proximal policy optimisation."""
 
     config: PPOConfig
-    _are_even = True
+    _minibatches_have_equal_size = True
     _may_change = ("entropy_coef", "clip_coef")
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -79,28 +86,32 @@ class PPOLearner(ActorCriticLearner):
         config = self.config
         self._begin_update(batch)
         samples = self._samples(batch.chunks)
-        own, total = global_range(self.ranks, len(samples.logp))
-        targets = torch.stack([samples.target - samples.value, samples.target])
-        (_, mean), (left, whole) = torch.stack(global_moments(self.ranks, targets, [len(own)] * 2)).tolist()
+        local, total = global_range(self.ranks, len(samples.logp))
+        errors_and_targets = torch.stack([samples.target - samples.value, samples.target])
+        (_, target_mean), (error_variance, target_variance) = torch.stack(
+            global_moments(self.ranks, errors_and_targets, [len(local)] * 2)
+        ).tolist()
         stats: list[Tensor] = []
-        for epoch in self._epochs(samples, batch.chunks, own, total):
-            stats += self._learn(tuple(samples), epoch)
-            if config.target_kl is not None and self._metrics(stats[-len(epoch) :])["approx_kl"] > config.target_kl:
+        for rows in self._passes(samples, batch.chunks, local, total):
+            stats += self._learn(tuple(samples), rows)
+            if config.target_kl is not None and self._metrics(stats[-len(rows) :])["approx_kl"] > config.target_kl:
                 break
         self._num_updates += 1
         self._num_steps += total
         self._obs_moments.add(batch, self.ranks)
-        varies = whole > 1e-12 * (mean**2 + left)  # else it is rounding
-        explained = 1 - left / whole if varies else 0.0
+        varies = target_variance > 1e-12 * (target_mean**2 + error_variance)  # else it is rounding
+        explained = 1 - error_variance / target_variance if varies else 0.0
         return {**self._metrics(stats), "explained_variance": explained, "learning_rate": self._learning_rate}
 
     def _samples(self, chunks: Sequence[Chunk]) -> Samples:
         """Joins the chunks in time, computes advantages and targets, and keeps the steps that happened."""
-        obs, *arrays = zip(*map(self._columns, chunks), strict=True)
-        sample, logp, value, next_value, rew, terminated, truncated, valid = map(np.concatenate, arrays)
+        obs, *arrays = zip(*map(self._evaluated, chunks), strict=True)
+        sample, value, next_value = map(np.concatenate, arrays)
+        recorded = ((each.extras["logp"], each.rew, each.terminated, each.truncated, each.valid) for each in chunks)
+        logp, rew, terminated, truncated, valid = map(np.concatenate, zip(*recorded, strict=True))
         first = 0
         for chunk in chunks:  # an environment that restarted between two chunks has begun another episode in the second
-            truncated[first - 1, chunk.restarts[chunk.restarts[:, 0] == -1, 1]] |= first > 0
+            truncated[first - 1, chunk.restarted_before] |= first > 0
             first += len(chunk.valid)
         rew = self._reward(chunks, rew, terminated | truncated, valid)
         gamma, lam = self.config.gamma, self.config.gae_lambda
@@ -108,38 +119,40 @@ class PPOLearner(ActorCriticLearner):
         n, t = valid.T.nonzero()  # numbers and not a mask, which a GPU would wait for
         happened = torch.from_numpy(t * valid.shape[1] + n)
 
-        def by_environment(*parts: Tensor) -> Tensor:
+        def by_environment(*parts: Tensor) -> Tensor:  # from [T, N, ...] of each chunk to [B, ...]
             return torch.cat(parts).flatten(0, 1)[happened.to(parts[0].device)].to(self._device)
 
         observed = tree_map(by_environment, *obs) if self._recurrent is None else join_sequences(obs, valid.shape[1])
         return Samples(observed, *map(by_environment, map(torch.from_numpy, (sample, logp, value, advantage, target))))
 
-    def _columns(self, chunk: Chunk) -> tuple[Any, ...]:
-        """Returns what the update reads of a chunk, ``[T, N, ...]`` each, values included.
+    def _evaluated(self, chunk: Chunk) -> tuple[Any, ...]:
+        """Returns encoded observations, samples, values and values of the observations after, ``[T, N, ...]`` each.
 
-        The observation after a step is what the policy saw next, except where an episode ended: each
-        observation is evaluated once.
+        A recurrent network gets its sequences in place of the observations. The observation after a step is what the
+        policy saw next, except where an episode ended: each observation is evaluated once.
         """
         encode = self.module.encode
         obs: Any = encode(chunk.obs)
         if self._recurrent is not None:
-            features = functools.partial(self._in_parts, self._recurrent.features)
+            features = functools.partial(self._in_slices, self._recurrent.features)
             obs, value, next_value = unrolled(self._recurrent, chunk, obs, features)
         else:
-            value = self._in_parts(self.module.value, obs, chunk.valid.shape[1]).cpu().numpy()
-            last = self._in_parts(self.module.value, encode(chunk.last_obs)).cpu().numpy()
+            value = self._in_slices(self.module.value, obs, chunk.valid.shape[1]).cpu().numpy()
+            last = self._in_slices(self.module.value, encode(chunk.last_obs)).cpu().numpy()
             next_value = np.concatenate([value[1:], last[None]])
-            final = self._in_parts(self.module.value, encode(chunk.final_obs))
+            final = self._in_slices(self.module.value, encode(chunk.final_obs))
             next_value[tuple(chunk.final_index.T)] = final.cpu().numpy()
         sample = self.module.distribution.recorded(chunk.act, chunk.extras)
-        ends = chunk.rew, chunk.terminated, chunk.truncated, chunk.valid
-        return obs, sample, chunk.extras["logp"], value, next_value, *ends
+        return obs, sample, value, next_value
 
     @torch.no_grad()
-    def _in_parts(self, function: Callable[[Tree], Tensor], obs: Tree, width: int = 1) -> Tensor:
-        """Returns what a function returns for encoded observations ``[T, ...]``, `width` of them in each place.
+    def _in_slices(self, function: Callable[[Tree], Tensor], obs: Tree, width: int = 1) -> Tensor:
+        """Calls a function on a few images at a time, to bound its memory. Vectors go in one call.
 
-        Of images it gets few at a time.
+        Args:
+            function: From encoded observations to a tensor.
+            obs: Encoded observations, tree of ``[T, ...]``.
+            width: How many observations each of the T is.
         """
         if not self.module.cnns:
             return function(obs)
@@ -148,69 +161,70 @@ class PPOLearner(ActorCriticLearner):
         parts = (tree_map(lambda leaf: leaf[start : start + at_once], obs) for start in starts)  # noqa: B023
         return torch.cat([*map(function, parts)])
 
-    def _epochs(
-        self, samples: Samples, chunks: Sequence[Chunk], own: range, total: int
+    def _passes(
+        self, samples: Samples, chunks: Sequence[Chunk], local: range, total: int
     ) -> Iterator[list[tuple[Tensor, ...]]]:
-        """Shuffles the samples of all ranks into parts of about ``minibatch_size``, anew for each epoch.
+        """Shuffles the samples of all ranks into minibatches of about ``minibatch_size``, in each epoch differently.
 
         Args:
             samples: Those of this rank.
             chunks: Of this rank.
-            own: The numbers of this rank's samples among those of all ranks.
+            local: The indices of this rank's samples among those of all ranks.
             total: Number of samples on all ranks.
 
         Yields:
-            This rank's part of each minibatch of an epoch, or of all epochs together if nothing is decided between
-            them: weights, numbers and normalised advantages of its samples, ``[b]`` each. The moments that normalise
-            are those of the whole minibatch. For a recurrent network, the numbers of its sequences follow, and the
-            steps of these that the samples are.
+            This rank's part of each minibatch of an epoch, or of all epochs at once without ``target_kl``, which may
+            stop between two: weights, indices and normalised advantages of its samples, ``[b]`` each. The moments that
+            normalise are those of the whole minibatch. For a recurrent network, the indices of its sequences follow,
+            and the steps of these that the samples are.
         """
         config, ranks = self.config, self.ranks
         generator = np.random.default_rng([config.seed, self._num_updates])
-        most = total // 2 if config.normalize_advantage else total  # a minibatch of one sample has the advantage 0
-        count = max(1, min(round(total / config.minibatch_size), most))
+        # in a minibatch of one sample, the normalised advantage would be 0
+        max_minibatches = total // 2 if config.normalize_advantage else total
+        count = max(1, min(round(total / config.minibatch_size), max_minibatches))
         drawn: list[Any] = []
-        ends = [0]
+        epoch_ends = [0]
         for _ in range(config.num_epochs if total else 0):
             if self._recurrent is None:
-                for numbers in stratified_shuffle(total, count, generator):
-                    drawn.append((own_part(numbers, own), len(numbers)))
+                for indices in stratified_shuffle(total, count, generator):
+                    drawn.append((own_part(indices, local), len(indices)))
             else:
                 happened = happened_by_sequence([c.valid for c in chunks], self._recurrent.sequence_length)
                 drawn += draw_sequences(ranks, happened, count, generator)
-            ends.append(len(drawn))
+            epoch_ends.append(len(drawn))
         if not drawn:
             return
-        places, counts, *sequences = zip(*drawn, strict=True)
-        lengths = [*map(len, places)]
-        at = pad_sequence([*map(torch.from_numpy, places)], batch_first=True).to(self._device)
-        advantages = samples.advantage[at]
+        local_indices, counts, *sequences = zip(*drawn, strict=True)
+        lengths = [*map(len, local_indices)]
+        index = pad_sequence([*map(torch.from_numpy, local_indices)], batch_first=True).to(self._device)
+        advantages = samples.advantage[index]
         if config.normalize_advantage:
             mean, variance = global_moments(ranks, advantages, lengths)
             advantages = ((advantages - mean[:, None]) / (variance[:, None].sqrt() + 1e-8)).to(advantages)
-        rows: list[tuple[Tensor, ...]] = []
+        minibatches: list[tuple[Tensor, ...]] = []
         for k, length in enumerate(lengths):
             weight = advantages.new_full((length,), 1 / counts[k])
-            rows.append((weight, at[k, :length], advantages[k, :length]))
+            minibatches.append((weight, index[k, :length], advantages[k, :length]))
             if sequences:
-                rows[k] += tuple(torch.from_numpy(each[k]).to(self._device) for each in sequences)
-        for first, last in pairwise(ends if config.target_kl is not None else [0, len(rows)]):
-            yield rows[first:last]
+                minibatches[k] += tuple(torch.from_numpy(each[k]).to(self._device) for each in sequences)
+        for first, last in pairwise(epoch_ends if config.target_kl is not None else [0, len(minibatches)]):
+            yield minibatches[first:last]
 
     def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
         """Returns the rows of a minibatch: what the network reads, `advantage`, and four attributes of `Samples`."""
-        obs, sample, logp, value, _, target = fields
-        at, advantage, *sequences = rows
+        samples = Samples(*fields)  # `tree_map` makes plain tuples
+        index, advantage, *sequences = rows
 
         def take(leaf: Tensor) -> Tensor:
-            return leaf.index_select(0, at)
+            return leaf.index_select(0, index)
 
         if sequences:
             numbers, slots = sequences
-            inputs: Tree = (Sequences(*obs).at(numbers), slots)
+            inputs: Tree = (Sequences(*samples.obs).at(numbers), slots)
         else:
-            inputs = (tree_map(take, obs),)
-        return inputs, advantage, *map(take, (sample, logp, value, target))
+            inputs = (tree_map(take, samples.obs),)
+        return inputs, advantage, *map(take, (samples.sample, samples.logp, samples.value, samples.target))
 
     def _loss(
         self,
@@ -230,7 +244,7 @@ class PPOLearner(ActorCriticLearner):
             weight: Of each sample in the means over all ranks, ``[b]``.
             inputs: Arguments of the network.
             advantage: ``[b]``.
-            sample: What the policy drew, ``[b, C]``.
+            sample: See `Samples`, ``[b, C]``.
             old_logp: Its log-probability at the time, ``[b]``.
             old_value: The value before the update, ``[b]``.
             target: What the value should be, ``[b]``.
@@ -245,10 +259,11 @@ class PPOLearner(ActorCriticLearner):
 
         error = (value - target).square()
         if config.clip_value_loss:
-            near = old_value + (value - old_value).clamp(-clip, clip)
-            error = torch.maximum(error, (near - target).square())
+            clipped_value = old_value + (value - old_value).clamp(-clip, clip)
+            error = torch.maximum(error, (clipped_value - target).square())
         value_loss = 0.5 * error
 
+        # `@ weight` is the mean over the minibatch of all ranks, of which this rank sums its part
         loss = (policy_loss + config.value_coef * value_loss - self._coefficients["entropy_coef"] * entropy) @ weight
         is_clipped = ((ratio - 1).abs() > clip).to(ratio)
         metrics = torch.stack([policy_loss, value_loss, entropy, ratio - 1 - log_ratio, is_clipped]).detach()
@@ -259,5 +274,5 @@ class PPOLearner(ActorCriticLearner):
         if not stats:
             return dict.fromkeys(_METRICS, 0.0)
         summed = torch.stack(stats).double()
-        summed[:, -1] /= self.ranks.size  # the norm was that of the whole gradient already
+        summed[:, -1] /= self.ranks.size  # all ranks have the same norm, and the sum is to be one norm
         return dict(zip(_METRICS, self.ranks.all_reduce_(summed).mean(0).tolist(), strict=True))

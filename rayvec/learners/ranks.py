@@ -1,4 +1,4 @@
-"""What the ranks of a learner share: a sum, what follows from it, and which samples of a batch are in which minibatch.
+"""Communication between the ranks of a learner, and how they divide minibatches.
 
 A learner on several ranks computes sums over its samples, scales them by global counts, and adds up those of all ranks
 by `Ranks.all_reduce_`. Nothing here needs Ray.

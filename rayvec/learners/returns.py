@@ -94,9 +94,18 @@ def vtrace_of_rows(
     ICML 2018, arXiv:1802.01561. The target of step s is equation 1, ``v_s = V(x_s)`` plus the sum over t from s on of
     ``gamma**(t - s) * (c_s * ... * c_{t-1}) * rho_t * (r_t + gamma * V(x_{t+1}) - V(x_t))``,
     with ``rho_t = min(rho_bar, ratio_t)`` and, by remark 2, ``c_t = lam * min(c_bar, ratio_t)``. The advantage is that
-    of section 4.2, ``rho_s * (r_s + gamma * v_{s+1} - V(x_s))``. The recursion ``x_t = b_t + a_t x_{t+1}`` is summed up
-    by doubling (Hillis and Steele, "Data parallel algorithms", 1986): after round k each row has the sum over ``2**k``
-    steps.
+    of section 4.2, ``rho_s * (r_s + gamma * v_{s+1} - V(x_s))``.
+
+    Backwards in time, the difference ``v_s - V(x_s)`` is ``rho_s * (r_s + gamma * V(x_{s+1}) - V(x_s))`` plus ``gamma *
+    c_s`` times the difference of the next step. Here this recursion is summed up by doubling (Hillis and Steele, "Data
+    parallel algorithms", 1986): after round k each row has the sum over ``2**k`` steps. Two steps of one episode, with
+    equal policies, the rewards 1 and 2, and the values 0:
+
+    >>> import torch
+    >>> rew, none, chain = torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([1.0, 0.0])
+    >>> limits = {"rho_bar": 1.0, "c_bar": 1.0, "rounds": num_rounds(2)}
+    >>> vtrace_of_rows(rew, none, none, none, torch.full((2,), 0.5), chain, decay=0.5, **limits)
+    (tensor([2., 2.]), tensor([2., 2.]))
 
     Args:
         rew: Rewards, ``[B]``; the steps of an environment are neighbours, in the order of time.

@@ -141,8 +141,8 @@ class SACLearner:
         self._replay = self._empty_replay()
         self._rate = Fraction(str(config.update_to_data))
         self._num_updates = self._num_filled = self._num_credited = 0
-        self._own_learning_rate: float | None = None
-        self._own_environments, self._sizes = range(0), np.zeros(0, np.int64)
+        self._manual_learning_rate: float | None = None
+        self._local_envs, self._sizes = range(0), np.zeros(0, np.int64)
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Stores the steps of a batch, and makes the updates that are owed.
@@ -159,8 +159,8 @@ class SACLearner:
         self._store(batch)
         first, config = self._num_updates, self.config
         progress = min(1.0, (config.learning_starts + first / config.update_to_data) / config.total_steps)
-        own, names = self._own_learning_rate, ("policy_lr", "q_lr")
-        self._rates = {name: scheduled(config, name, progress) if own is None else own for name in names}
+        manual, names = self._manual_learning_rate, ("policy_lr", "q_lr")
+        self._rates = {name: scheduled(config, name, progress) if manual is None else manual for name in names}
         owed = math.floor(self._rate * self._num_credited) - first if self._sizes.any() else 0
         stats: list[Tensor] = []
         while len(stats) < owed:
@@ -170,7 +170,7 @@ class SACLearner:
 
     def set_learning_rate(self, value: float | None) -> None:
         """Sets both step sizes of the next updates, in place of their schedules; None returns to the schedules."""
-        self._own_learning_rate = value
+        self._manual_learning_rate = value
 
     def _step(self, minibatch: Minibatch, noise: Tensor) -> Tensor:
         """Takes a step of the critics, and at every k-th update k of the actor.
@@ -184,13 +184,13 @@ class SACLearner:
         """
         config, (weight, obs, *_) = self.config, minibatch
         stats = self._critic_gradient(*minibatch, noise[0])
-        norm = self._sum(self._critic_gradient)
+        norm = self._all_reduce_norm(self._critic_gradient)
         self._adam["critic"].step(self._critic_gradient.grad, norm, self._rates["q_lr"])
         self._target_flat.lerp_(self._critic_gradient.flat, config.tau * (1 - self._failed).to(self._dtype))
         of_critics, of_actor = torch.cat([stats, norm.reshape(1) / self.ranks.size]), stats.new_zeros(4)
         for each in noise[1:]:
             stats = self._policy_gradient(weight, obs, each)
-            norm = self._sum(self._policy_gradient)
+            norm = self._all_reduce_norm(self._policy_gradient)
             self._adam["actor"].step(self._policy_gradient.grad[:-1], norm, self._rates["policy_lr"])
             self._adam["alpha"].step(self._policy_gradient.grad[-1:], norm, self._rates["q_lr"])
             alpha = self._policy_gradient.flat[-1:].exp()
@@ -198,10 +198,9 @@ class SACLearner:
         self._num_updates += 1
         return torch.cat([of_critics, of_actor])
 
-    def _sum(self, gradient: Gradient) -> Tensor:
+    def _all_reduce_norm(self, gradient: Gradient) -> Tensor:
         """Adds up the gradients of all ranks in place; returns the norm."""
-        norm: Tensor = torch.linalg.vector_norm(self.ranks.all_reduce_(gradient.grad))
-        return norm
+        return torch.linalg.vector_norm(self.ranks.all_reduce_(gradient.grad))  # type: ignore[no-any-return]
 
     def _critic_loss(
         self,
@@ -220,7 +219,7 @@ class SACLearner:
         does not read.
         """
         with torch.no_grad():
-            next_q, logp, alpha = self._expected(self._targets, self._policy, next_obs, noise)
+            next_q, logp, alpha = self._min_q_and_logp(self._targets, self._policy, next_obs, noise)
             target = rew + self.config.gamma * (1 - terminated) * (next_q - alpha * logp)
         q = self._q(critics, obs, act)
         loss = 0.5 * ((q - target).square() @ weight).sum()
@@ -234,20 +233,20 @@ class SACLearner:
         The actor minimises the expected ``alpha * log pi - min Q`` (arXiv:1812.05905, equation 9; arXiv:1910.07207,
         equation 12), the temperature ``alpha * (entropy - target_entropy)`` (equation 18; 11).
         """
-        q, logp, alpha = self._expected(self._critics, policy, obs, noise)
+        q, logp, alpha = self._min_q_and_logp(self._critics, policy, obs, noise)
         actor_loss = (alpha.detach() * logp - q) @ weight
         entropy = -(logp @ weight)
         surplus = entropy.detach() - self._target_entropy(obs, weight)
         alpha_loss = (alpha * surplus).sum() if self.config.autotune else 0.0
         return actor_loss + alpha_loss, torch.stack([actor_loss, entropy]).detach()
 
-    def _expected(
+    def _min_q_and_logp(
         self, critics: Callable[..., Tensor], policy: Callable[..., Any], obs: Tensor, noise: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the smallest Q and the log-probability of actions of the policy, ``[B]`` each, and alpha, ``[1]``.
 
-        Of a Box they are those of a sample (arXiv:1812.05905, equation 3), of a Discrete means (arXiv:1910.07207,
-        equation 10).
+        Of a Box they are those of a sample (arXiv:1812.05905, equation 3), of a Discrete expectations
+        (arXiv:1910.07207, equation 10). The target and the actor's loss are linear in both.
         """
         params, alpha = policy(obs)
         if self._is_discrete:
@@ -295,9 +294,9 @@ class SACLearner:
         before, after = self._num_filled, self._num_filled + num_steps
         self._num_credited += max(0, after - max(before, self.config.learning_starts))
         self._num_filled = after
-        self._own_environments, total = global_range(self.ranks, len(self._replay.sizes))
+        self._local_envs, total = global_range(self.ranks, len(self._replay.sizes))
         sizes = torch.zeros(total, dtype=torch.int64, device=self._device)
-        sizes[self._own_environments.start : self._own_environments.stop] = torch.from_numpy(self._replay.sizes)
+        sizes[self._local_envs.start : self._local_envs.stop] = torch.from_numpy(self._replay.sizes)
         self._sizes = self.ranks.all_reduce_(sizes).cpu().numpy()
 
     def measure(self, batch: Batch) -> None:
@@ -310,24 +309,26 @@ class SACLearner:
         Several at a time: right after an update, whose networks have replaced everything else in the caches, drawing
         one took three times as long as right after another.
         """
-        config, num_envs, here = self.config, len(self._sizes), self._own_environments
+        config, num_envs, local_envs = self.config, len(self._sizes), self._local_envs
         size = config.batch_size
-        begin = here.start * size // num_envs
-        own = slice(begin, -(-here.stop * size // num_envs) if here else begin)
+        begin = local_envs.start * size // num_envs
+        local_rows = slice(begin, -(-local_envs.stop * size // num_envs) if local_envs else begin)
         drawn = [self._draw(number) for number in range(self._num_updates, self._num_updates + count)]
-        place, age = np.stack([uniform for uniform, _ in drawn], 1)
-        environments = ((np.arange(size) + place) * num_envs / size).astype(np.int64).clip(max=num_envs - 1)
+        env_uniform, age_uniform = np.stack([uniform for uniform, _ in drawn], 1)
+        environments = ((np.arange(size) + env_uniform) * num_envs / size).astype(np.int64).clip(max=num_envs - 1)
         counts = self._sizes[environments]
         weight = (counts > 0) / np.count_nonzero(counts, 1).clip(min=1)[:, None]
-        weight[(environments < here.start) | (environments >= here.stop)] = 0
-        found = self._replay.sample((age * counts)[:, own].astype(np.int64), environments[:, own] - here.start)
+        weight[(environments < local_envs.start) | (environments >= local_envs.stop)] = 0
+        fields = self._replay.sample(
+            (age_uniform * counts)[:, local_rows].astype(np.int64), environments[:, local_rows] - local_envs.start
+        )
         if self._is_discrete:
-            eye = torch.eye(self._num_act, device=found["act"].device)
-            found["act"] = eye[found["act"][..., 0]]
-        columns = [to_device(found[name], self._device) for name in ("obs", "act", "rew", "next_obs", "terminated")]
+            eye = torch.eye(self._num_act, device=fields["act"].device)
+            fields["act"] = eye[fields["act"][..., 0]]
+        columns = [to_device(fields[name], self._device) for name in ("obs", "act", "rew", "next_obs", "terminated")]
         columns = [each if each.is_floating_point() else each.to(self._dtype) for each in columns]
-        weights = to_device(np.ascontiguousarray(weight[:, own]), self._device, self._dtype)
-        noise = to_device(np.concatenate([each[:, own] for _, each in drawn]), self._device, self._dtype)
+        weights = to_device(np.ascontiguousarray(weight[:, local_rows]), self._device, self._dtype)
+        noise = to_device(np.concatenate([each[:, local_rows] for _, each in drawn]), self._device, self._dtype)
         minibatches = zip(weights, *columns, strict=True)
         return list(zip(minibatches, torch.split(noise, [len(each) for _, each in drawn]), strict=True))
 
@@ -354,8 +355,7 @@ class SACLearner:
         num_steps = sum(number % self.config.policy_interval == 0 for number in range(first, first + len(rows)))
         for name in _METRICS[3:]:
             metrics[name] *= len(rows) / max(1, num_steps)
-        kept = _METRICS if num_steps else _METRICS[:3]
-        means = {name: metrics[name] for name in kept}
+        means = {name: metrics[name] for name in (_METRICS if num_steps else _METRICS[:3])}
         return {**means, "num_updates": self._num_updates, "replay_steps": int(self._sizes.sum())}
 
     def weights(self) -> NDArray[np.float32]:

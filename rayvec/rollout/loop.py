@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, StepBatch, Tree, as_slice
-from rayvec.data.chunk import Cut
+from rayvec.data.chunk import StopEarly
 from rayvec.data.layouts import ArrayLayout
 from rayvec.errors import ConfigError
 from rayvec.fleet.commands import Autoreset, Command, Op
@@ -128,7 +128,7 @@ def rollout(
     begun: NDArray[np.int64] | None = None,
     stopwatch: Stopwatch | None = None,
     empty: Empty = np.empty,
-    cut: Cut | None = None,
+    cut: StopEarly | None = None,
 ) -> Chunk:
     """Takes `num_steps` steps of every environment, or fewer if `cut` says so.
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkRequest, RolloutTimes, StepBatch, Tree
-from rayvec.data.chunk import Cut
+from rayvec.data.chunk import StopEarly
 from rayvec.data.layouts import ArrayLayout, index_tree
 from rayvec.fleet.commands import Autoreset, Note
 from rayvec.rollout.column_recorder import Empty
@@ -142,7 +142,7 @@ class PolicyHost:
         rew, terminated, truncated = (arrays[name][rows] for name in ("rew", "terminated", "truncated"))
         return StepBatch(env_ids, index_tree(arrays["obs"], rows), rew, terminated, truncated, answer.infos)
 
-    def take(self, order: ChunkOrder, cut: Cut | None = None, empty: Empty = np.empty) -> TakenChunk:
+    def take(self, order: ChunkOrder, cut: StopEarly | None = None, empty: Empty = np.empty) -> TakenChunk:
         """Takes a chunk with a loaded policy. `cut` and `empty` are those of :func:`rayvec.rollout.loop.rollout`."""
         policy = self._policies[order.key]
         if order.weights is not None and order.version != self._versions[order.key]:
@@ -155,7 +155,7 @@ class PolicyHost:
         policy: ActingPolicy,
         request: ChunkRequest,
         weights_version: int,
-        cut: Cut | None = None,
+        cut: StopEarly | None = None,
         empty: Empty = np.empty,
     ) -> TakenChunk:
         """Takes a chunk with a policy of this process."""

@@ -17,7 +17,7 @@ from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data import ChunkRequest, Rollout
-from rayvec.data.chunk import Cut
+from rayvec.data.chunk import StopEarly
 from rayvec.data.join_chunks import join_chunks
 from rayvec.data.topology import split_groups
 from rayvec.envs.pickled_parts import pickled_for_workers
@@ -185,7 +185,7 @@ class ChunkAdapter(Adapter):
     def _chunks_of(self, part: int | None) -> list[_Pending]:
         return [chunk for chunk in self._chunks if part is None or chunk.part in (part, None)]
 
-    def rollout_wait(self, timeout: float | None = None, cut: Cut | None = None) -> Rollout:
+    def rollout_wait(self, timeout: float | None = None, cut: StopEarly | None = None) -> Rollout:
         """Waits for the first :meth:`rollout_async` that has not been waited for, for up to `timeout` seconds.
 
         Args:
@@ -215,7 +215,7 @@ class ChunkAdapter(Adapter):
         return parts[index], rollout
 
     def _finish(
-        self, parts: Sequence[int | None], timeout_s: float | None = None, cut: Cut | None = None
+        self, parts: Sequence[int | None], timeout_s: float | None = None, cut: StopEarly | None = None
     ) -> tuple[int, Rollout]:
         """Waits for the oldest chunk of one of some parts. Ctrl-C leaves pending what is not received."""
         self._assert_pending("rollout")
@@ -260,7 +260,7 @@ class ChunkAdapter(Adapter):
         first_step: int,
         noise_seed: int,
         weights_version: int = 0,
-        cut: Cut | None = None,
+        cut: StopEarly | None = None,
     ) -> Rollout:
         """Acts in this process, for one group while the others step."""
         self._assert_idle("rollout")
@@ -282,7 +282,7 @@ class ChunkAdapter(Adapter):
             taken = taken._replace(chunk=replace(taken.chunk, last_obs=deepcopy(taken.chunk.last_obs)))
         return _joined([taken], request, taken.times.whole_s, copy=False)
 
-    def _wait_or_cut(self, chunk: _Pending, deadline: float, cut: Cut) -> None:
+    def _wait_or_cut(self, chunk: _Pending, deadline: float, cut: StopEarly) -> None:
         """Waits until all parts have taken a chunk, or `cut` returns True: then each ends it after its present step."""
         machine = cast("Machine", self._envs)
         while not machine.wait(chunk.ticket, _CUT_POLL_S) and time.monotonic() < deadline:
