@@ -142,7 +142,8 @@ class TrainConfig:
 
     init_from: Path | None = None
     """Directory of a run whose weights training begins with. It has the same network, and its statistics of
-    observations are taken too. Optimizer, schedule and counters begin anew, and SAC takes no random steps."""
+    observations are taken too. The optimizer, schedule and counters start from the
+    beginning, and SAC takes no random steps."""
 
     num_nodes: NodeCount = None
     """Ray nodes to spread the environments over; 0: this machine, without Ray. Two numbers (min, max), on the command

@@ -60,7 +60,7 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         address: Of a running Ray cluster.
         fewer: Whether fewer ranks may run, at least 1, where there is no room for all of them.
         saves_state: Whether the driver saves the state of completed updates; else new ranks continue from the latest
-            `state_dict` or `load_state_dict`, or begin anew.
+            `state_dict` or `load_state_dict`, or start again from the beginning.
 
     Raises:
         ConfigError: Settings that can't work, a learner that can't be on several ranks, or a cluster without capacity.

@@ -78,19 +78,19 @@ class NativeSlice(Slice):
         if is_final and not resets_here:
             self._check_final(info, done)
         self._writers[unit](0, obs)
-        self._say(unit, info, ~done if resets_here else None)
+        self._add_infos(unit, info, ~done if resets_here else None)
         if resets_here:
             final = {"final_obs": tree_map(itemgetter(rows), self._obs), "final_info": own_info(info)}
-            self._say(unit, {**final, "_final_obs": done, "_final_info": done})
+            self._add_infos(unit, {**final, "_final_obs": done, "_final_info": done})
             self._reset_some(unit, done)
 
-    def _say_cut(self, unit: int, mode: Autoreset) -> None:
+    def _report_interrupted(self, unit: int, mode: Autoreset) -> None:
         rows, every = self._unit_rows[unit], np.ones(self._envs[unit].num_envs, bool)
         mark = {RESTARTED: every, f"_{RESTARTED}": every}
-        self._say(unit, mark)
+        self._add_infos(unit, mark)
         if mode == Autoreset.SAME_STEP:
             final = {"final_obs": tree_map(itemgetter(rows), self._obs), "final_info": mark}
-            self._say(unit, {**final, "_final_obs": every, "_final_info": every})
+            self._add_infos(unit, {**final, "_final_obs": every, "_final_info": every})
 
     def _reset_unit(self, unit: int, **kwargs: Any) -> None:
         self._reset_some(unit, np.ones(self._envs[unit].num_envs, bool))
@@ -108,7 +108,7 @@ class NativeSlice(Slice):
         rows, mask = self._unit_rows[unit], np.ones(self._envs[unit].num_envs, bool)
         state = self._episode[rows.start]
         if state == CUT:
-            self._say_cut(unit, command.mode)
+            self._report_interrupted(unit, command.mode)
         elif state == RUNNING:
             done = self.arrays["terminated"][rows] | self.arrays["truncated"][rows]
             mask = done & (self._mode == Autoreset.DISABLED)
@@ -140,7 +140,7 @@ class NativeSlice(Slice):
         obs, info = values_of("reset", 2, result)
         self._writers[unit](0, obs)
         self.arrays["episode"][rows] = RUNNING
-        self._say(unit, info, mask)
+        self._add_infos(unit, info, mask)
         return mask
 
     def _check_final(self, info: Any, done: NDArray[np.bool_]) -> None:
@@ -151,7 +151,7 @@ class NativeSlice(Slice):
                 "info['_final_obs'], lacks their last observations. Return them, or use another autoreset_mode."
             )
 
-    def _say(self, unit: int, info: Any, among: NDArray[np.bool_] | None = None) -> None:
+    def _add_infos(self, unit: int, info: Any, among: NDArray[np.bool_] | None = None) -> None:
         """Adds infos of a sub-batch, or of some of its environments, to the answer."""
         if not info or (among is not None and not among.any()):
             return

@@ -256,7 +256,7 @@ class Slice:
             self._clear(rows)
             self.arrays["truncated"][rows] = True
             self.arrays["episode"][rows] = ENDED
-            self._say_cut(unit, mode)
+            self._report_interrupted(unit, mode)
             if mode == Autoreset.SAME_STEP:
                 self._reset_unit(unit)
         elif state == ENDED and mode != Autoreset.DISABLED:  # in SAME_STEP, the reset within the step has failed
@@ -268,7 +268,7 @@ class Slice:
             return False
         return True
 
-    def _say_cut(self, row: int, mode: Autoreset) -> None:
+    def _report_interrupted(self, row: int, mode: Autoreset) -> None:
         mark = {RESTARTED: True}
         self._infos.append((row, mark))
         if mode == Autoreset.SAME_STEP:

@@ -17,7 +17,7 @@ Precision = Literal["float32", "tf32", "bf16"]
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
     """Returns what a network computes within: products of matrices and convolutions in bfloat16, or as they are.
 
-    Nothing is kept between two calls, so that a graph that is captured reads the weights anew.
+    Nothing is kept between two calls, so that a graph that is captured reads the current weights.
     """
     if precision != "bf16":
         return contextlib.nullcontext()

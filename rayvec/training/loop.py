@@ -44,9 +44,9 @@ from rayvec.training.trainer import Iteration, Progress
 
 __all__ = ["resume", "train"]
 
-_MOST_LOSSES = 5
+_MAX_LOSSES = 5
 """How often ranks may be lost between two checkpoints; nodes may be lost while ranks start."""
-_MOST_PAUSE_S = 2.0
+_MAX_PAUSE_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         """
         context = self.context
         self._num_losses += 1
-        if self._num_losses > _MOST_LOSSES:
+        if self._num_losses > _MAX_LOSSES:
             raise LearnerError(
                 f"The run's ranks were lost {counted(self._num_losses, 'time')} since the last checkpoint, at last: "
                 f"{error} Read what the rank printed, or look for what ends it, such as too little memory."
@@ -299,7 +299,7 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         context.progress, context.line = Progress(**progress), MetricsLine()
         context.logged.clear()
         logger.warning("restarting all ranks at step %d of %d: %s", context.progress.steps, before, error)
-        time.sleep(min(_MOST_PAUSE_S, self._num_losses - 1))  # Ray lists a node for a while after it is gone
+        time.sleep(min(_MAX_PAUSE_S, self._num_losses - 1))  # Ray lists a node for a while after it is gone
 
     def evaluate(self, trainer: Any) -> None:
         """Plays the evaluation after training, and writes the result: a Ctrl-C in what follows does not lose it."""

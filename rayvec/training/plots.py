@@ -102,9 +102,9 @@ def _read(run_dir: Path) -> _Run:
 
 def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
     """Returns the algorithm, and the settings in which runs of the same algorithm and environment differ."""
-    kin = [each for each in others if type(each) is type(config) and each.env_id == config.env_id]
+    related = [each for each in others if type(each) is type(config) and each.env_id == config.env_id]
     names = [name for name in field_names(type(config)) if name not in _IGNORED_IN_GROUPS]
-    differing = [name for name in names if len({str(getattr(each, name)) for each in kin}) > 1]
+    differing = [name for name in names if len({str(getattr(each, name)) for each in related}) > 1]
     return ", ".join([config.algorithm.upper(), *(f"{name}={getattr(config, name)}" for name in differing)])
 
 
