@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 
-from rayvec.data import ChunkRef, Rollout
-from rayvec.data.join_chunks import join_chunks, summarize
 from rayvec.data.layouts import ArrayLayout
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.envs.slices import own_arrays
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, WorkerLostError
-from rayvec.fleet.commands import STEPPING, Answer, ChildLost, Command, Op, Ticket
+from rayvec.fleet.commands import STEPPING, ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, restore_episode, store_seed
 
@@ -209,20 +207,6 @@ class Cluster(Fleet):
             owner, *workers = node.worker_pids()
             found.setdefault(place.name, [owner]).extend(workers)
         return found
-
-    def take(self, ticket: Ticket) -> Answer:
-        """Returns what a command has brought. A chunk is a ``Rollout``."""
-        answer = super().take(ticket)
-        if answer.failure is not None or ticket.command.op != Op.ROLLOUT:
-            return answer
-        times = tuple(times for of_node in answer.value for times in of_node.times)
-        chunks = [of_node.part for of_node in answer.value]
-        if ticket.command.rest.request.by_reference:
-            refs = [ChunkRef(at.part.env_ids, at.part.num_steps, at.kept) for at in answer.value]
-            return answer._replace(value=Rollout(join_chunks(chunks), None, tuple(refs), times, 0.0))
-        is_view = len(chunks) > 1 or self.children[0].transport == "shm"  # of memory that a later chunk overwrites
-        chunk = join_chunks(chunks) if is_view else chunks[0]
-        return answer._replace(value=Rollout(summarize(chunk), chunk, (), times, 0.0))
 
     def close(self, timeout_s: float | None = None) -> None:
         """Closes the environments and ends the nodes. What runs after `timeout_s` (10 s) is killed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -11,8 +11,7 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, RolloutTimes, Tree
-from rayvec.data.join_chunks import join_chunks, summarize
+from rayvec.data.join_chunks import join_chunks
 from rayvec.data.resources import EnvResources
 from rayvec.data.trees import as_slice, tree_leaves
 from rayvec.envs.failures import FAILURES, captured
@@ -21,9 +20,9 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.fleet.commands import IN_ARRAYS, Answer, Command, Op, Ticket
 from rayvec.fleet.restarts import RestartPolicy
 from rayvec.node.machine import CLOSE_S, Machine
-from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
+from rayvec.rollout.policy_host import PolicyHost, TakenChunk
 
-__all__ = ["Node", "NodeChunk", "NodeSpec", "bytes_of", "result_leaves"]
+__all__ = ["Node", "NodeSpec", "bytes_of", "result_leaves"]
 
 _POLL_S = 1e-3
 """How long a node waits for the first of several pending commands before it looks at the others."""
@@ -59,27 +58,6 @@ class NodeSpec(NamedTuple):
         return self.parts
 
 
-class NodeChunk(NamedTuple):
-    """A node's part of a chunk.
-
-    Attributes:
-        times: The times of each worker, or of the node where the policy acts there.
-        part: The part, or its summary if it stays on the node. The arrays of the part are views of shared memory, if
-            this process owns the workers.
-        kept: What stands for a part that stays: its number on the node; in the driver, the reference in Ray's object
-            store.
-    """
-
-    times: tuple[RolloutTimes, ...]
-    part: Any
-    kept: Any = None
-
-    @property
-    def last_obs(self) -> Tree:
-        """The last observation of each environment; its episode continues from there."""
-        return self.part.last_obs
-
-
 class Node:
     """Executes commands. It is a child of the driver's fleet, or what the process of another node serves.
 
@@ -87,7 +65,6 @@ class Node:
 
     Args:
         spec: What its machine starts with.
-        keep: Keeps a chunk that stays here. Returns what stands for it.
         claim: What is claimed from Ray for it: `wait()` returns the GPUs once the rest is reserved too, `release()`
             makes all of it free again.
 
@@ -104,14 +81,9 @@ class Node:
     machine: Machine
     allocation: tuple[Space[Any], Space[Any], int]
 
-    def __init__(
-        self,
-        spec: NodeSpec,
-        keep: Callable[[Chunk], Any] = lambda chunk: chunk,
-        claim: Any = None,
-    ) -> None:
+    def __init__(self, spec: NodeSpec, claim: Any = None) -> None:
         self.name, self._spec = f"node {spec.name}", spec
-        self._keep, self._claim, self.gpus = keep, claim, list[str]()
+        self._claim, self.gpus = claim, list[str]()
         self.pending: list[tuple[Command, Ticket | Future[Answer]]] = []
         self._own_policies: set[int] = set()
         self._copies: list[tuple[Any, Any]] = []
@@ -169,7 +141,7 @@ class Node:
         elif op in (Op.DROP, Op.ROLLOUT) and (key := command.rest[0]) in self._own_policies:
             if op == Op.DROP:
                 return self._act(lambda: self._host.drop(key))
-            return self._act(lambda: self._part(command.rest, [self._host.take(command.rest)]))
+            return self._act(lambda: self._host.take(command.rest))
         return self.machine.post(command)
 
     def _act(self, function: Callable[[], Any]) -> Future[Answer]:
@@ -208,16 +180,8 @@ class Node:
             return None
         answer = self.machine.take(ticket)
         if answer.failure is None and command.op == Op.ROLLOUT:
-            answer = answer._replace(value=self._part(command.rest, answer.value))
+            answer = answer._replace(value=joined(answer.value))
         return answer
-
-    def _part(self, order: ChunkOrder, taken: list[TakenChunk]) -> NodeChunk:
-        """Returns a chunk of this node, or keeps it here and returns its summary, where that is requested."""
-        times, stays = tuple(each.times for each in taken), order.request.by_reference
-        chunk = taken[0].chunk
-        if len(taken) > 1 or stays:
-            chunk = join_chunks([each.chunk for each in taken], copy=stays)
-        return NodeChunk(times, summarize(chunk), self._keep(chunk)) if stays else NodeChunk(times, chunk)
 
     def worker_pids(self) -> list[int]:
         """Returns the process ids of this process and of the workers."""
@@ -241,6 +205,12 @@ class Node:
     def join(self, timeout_s: float) -> bool:
         """Returns whether it has ended, which :meth:`close` has waited for."""
         return True
+
+
+def joined(taken: Sequence[TakenChunk]) -> TakenChunk:
+    """Returns the chunks of the workers as one. Its arrays may be views of their shared memory."""
+    chunk = join_chunks([each.chunk for each in taken], copy=False) if len(taken) > 1 else taken[0].chunk
+    return TakenChunk(chunk, tuple(times for each in taken for times in each.times))
 
 
 def result_leaves(arrays: dict[str, Any]) -> list[NDArray[Any]]:

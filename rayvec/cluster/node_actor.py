@@ -51,10 +51,6 @@ class NodeActor:
         self._server = NodeServer(accept(listener, key), gpus)
         self._server.serve()
 
-    def kept(self, number: int) -> Any:
-        """Returns a chunk that has stayed here, which Ray keeps from now on."""
-        return self._server.kept.pop(number)
-
 
 def _started(place: NodeSlice, amounts: Mapping[str, float]) -> Any:
     """Starts an actor on a node that claims what its environments need, in a reserved bundle of the node if any."""
@@ -95,10 +91,6 @@ class NodeProcess:
             return connect(self._place.address, port, self._key)
         except (ray.exceptions.RayError, OSError) as error:
             raise OSError(f"no connection to {where} ({type(error).__name__}: {first_line(error)})") from error
-
-    def kept(self, number: int) -> Any:
-        """Returns a reference to a chunk that stays there."""
-        return self._actor.kept.remote(number)
 
     def kill(self) -> None:
         """Ends the actor."""

@@ -14,7 +14,7 @@ from rayvec.cluster.node import Node, NodeSpec
 from rayvec.cluster.node_actor import Claim, NodeProcess
 from rayvec.cluster.nodes import FreeNode, free_nodes, look_until, reserved_bundles
 from rayvec.cluster.placement import Demand, plan_topology
-from rayvec.cluster.ray_session import check_head, put, unreachable
+from rayvec.cluster.ray_session import check_head, unreachable
 from rayvec.cluster.remote import RemoteNode
 from rayvec.data import NodeSlice, Topology
 from rayvec.envs.factory import EnvFactory
@@ -107,9 +107,8 @@ class RayPlaces:
         here = ray.get_runtime_context().get_node_id()
         if place.node_id != here:
             return RemoteNode(NodeProcess(place, amounts), spec)
-        keep = partial(put, what=f"the chunk of node {place.name}")
         is_reserved = here in reserved_bundles()[1] and "GPU" not in amounts
-        return Node(spec, keep, Claim(place, amounts) if amounts and not is_reserved else None)
+        return Node(spec, Claim(place, amounts) if amounts and not is_reserved else None)
 
     def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
         """Returns which nodes' environments move now, and where to; with `leaving_only`, from nodes that leave."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -12,9 +11,8 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 
-from rayvec.cluster.node import Node, NodeChunk, NodeSpec, bytes_of, result_leaves
+from rayvec.cluster.node import Node, NodeSpec, bytes_of, result_leaves
 from rayvec.cluster.stream import Head, Stream
-from rayvec.data import Chunk
 from rayvec.data.trees import as_slice, object_leaves
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.errors import NodeLostError, first_line
@@ -36,7 +34,7 @@ class RemoteNode:
 
     Args:
         process: That process, which has begun to start: `connect()` waits for it and returns the stream or raises
-            ``OSError``, `kept(number)` returns a reference to a chunk that stays there, `kill()` ends it.
+            ``OSError``, `kill()` ends it.
         spec: What the node starts.
 
     Attributes:
@@ -145,8 +143,6 @@ class RemoteNode:
             return None
         answer = self._read()
         command = self._pending.pop(answer.place)
-        if isinstance(answer.value, NodeChunk) and answer.value.kept is not None:
-            return answer._replace(value=answer.value._replace(kept=self._process.kept(answer.value.kept)))
         for leaf, values in zip(self._objects, answer.objects, strict=False):
             leaf[command.rows] = values
         return answer
@@ -183,9 +179,6 @@ class NodeServer:
     Args:
         stream: To the driver.
         gpus: The GPUs that are claimed for the environments.
-
-    Attributes:
-        kept: Chunks that stay here, by number, until Ray's object store gets them.
     """
 
     _node: Node | None = None
@@ -193,8 +186,6 @@ class NodeServer:
 
     def __init__(self, stream: Stream, gpus: Sequence[str] = ()) -> None:
         self._stream, self._gpus = stream, list(gpus)
-        self.kept: dict[int, Chunk] = {}
-        self._numbers = itertools.count()
         self._is_open = True
 
     def serve(self) -> None:
@@ -247,15 +238,10 @@ class NodeServer:
     def _start(self, spec: NodeSpec, path: list[str]) -> Any:
         """Starts the workers. Returns the spaces of the environments. Policies are found by the driver's path."""
         sys.path[:] = dict.fromkeys([*path, *sys.path])
-        self._node = Node(spec, self._keep)
+        self._node = Node(spec)
         self._node.gpus = self._gpus
         self._node.start()
         return self._node.spaces()
-
-    def _keep(self, chunk: Chunk) -> int:
-        number = next(self._numbers)
-        self.kept[number] = chunk
-        return number
 
     def _send(self, answer: Answer, command: Command | None = None) -> None:
         """Sends an answer, and the rows that the command has changed."""

@@ -24,7 +24,7 @@ from rayvec.data import Batch, Chunk, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
 from rayvec.data.chunk import StopEarly
 from rayvec.data.episodes import EpisodeTracker
-from rayvec.data.finite_checks import bad_obs_error
+from rayvec.data.finite_checks import bad_obs_error, find_bad_obs
 from rayvec.data.join_chunks import counted_ends
 from rayvec.data.plain_bytes import from_bytes, to_bytes
 from rayvec.errors import ConfigError, check_choice, check_count, check_flag
@@ -57,8 +57,6 @@ class Collector:
             between the environments are busy: stepping or resetting them raises ``AlreadyPendingCallError``.
             Weights that are published between two calls act one call later. Requires ``inference="worker"``.
         seed: Seed of the environments (base + index) and of the noise. Without it neither can be repeated.
-        by_reference: Whether chunks stay in Ray's object store, on the nodes where they were taken. The batch then has
-            `chunk_refs` instead of `chunks`, and the same statistics. Requires ``inference="worker"``.
         max_staleness: Collects asynchronously: each part of the environments (a worker on one machine, a node on a
             cluster) goes on to its next chunk by itself, and ``collect(n_step)`` returns whichever chunks are finished,
             at least `n_step` steps of them, without waiting for slow parts. No step is lost and none is in two batches.
@@ -72,7 +70,7 @@ class Collector:
         episode_metrics: Names of numbers in the info of an episode's last step, such as ``("is_success",)``, which
             are in ``stats.metrics``.
         record: Directory of a Minari dataset that gets the episodes of all batches, as by :func:`rayvec.record`.
-            :meth:`close` completes it. Not with `by_reference`.
+            :meth:`close` completes it.
 
     Raises:
         ConfigError: No :class:`rayvec.RayVecEnv`, or settings that can't be combined.
@@ -86,7 +84,6 @@ class Collector:
         prefetch: bool = False,
         *,
         seed: int | None = None,
-        by_reference: bool = False,
         max_staleness: int | None = None,
         on_bad_obs: Literal["raise", "keep"] = "raise",
         episode_metrics: Sequence[str] = (),
@@ -99,21 +96,17 @@ class Collector:
                 "other environments, use the collector of their library."
             )
         self._seed = None if seed is None else check_count("seed", seed, 0)
-        _check_settings(inference, on_bad_obs, max_staleness, {"prefetch": prefetch, "by_reference": by_reference})
-        if record is not None and by_reference:
-            raise ConfigError(
-                "record was passed with by_reference=True: chunks would stay on their nodes. Leave one out."
-            )
+        _check_settings(inference, on_bad_obs, max_staleness, prefetch)
         self._env, self._policy = env, as_policy(policy)
         self._recording = None if record is None else Recording(env, record)
-        self._on_node, self._by_reference, self._on_bad_obs = inference == "node", by_reference, on_bad_obs
+        self._on_node, self._on_bad_obs = inference == "node", on_bad_obs
         self._is_asynchronous = max_staleness is not None
         self._goes_ahead = prefetch or self._is_asynchronous
         self._store: WeightStore | None = None
         if inference != "driver":
             self._store = env.publish(self._policy, on_node=self._on_node)
         noise_seed = secrets.randbits(63) if self._seed is None else self._seed
-        self._chunks = ChunkScheduler(env, noise_seed, by_reference=by_reference, max_staleness=max_staleness)
+        self._chunks = ChunkScheduler(env, noise_seed, max_staleness=max_staleness)
         self._counts: Counter[str] = Counter()  # dropped steps and restarts, for the statistics of the next batch
         self._version = 0
         self._closed = False
@@ -239,8 +232,8 @@ class Collector:
         """
         for dropped in self._chunks.drop():
             self._skip_unfinished()
-            summary = dropped.rollout.summary
-            self._counts.update(steps=summary.valid.size - dropped.rollout.num_padded, restarts=len(summary.restarts))
+            chunk = dropped.rollout.chunk
+            self._counts.update(steps=chunk.valid.size - dropped.rollout.num_padded, restarts=len(chunk.restarts))
 
     def _begin_episodes(self) -> None:
         """Notes that all environments were reset."""
@@ -275,10 +268,10 @@ class Collector:
 
     def _check_episodes(self, n_episode: Any) -> None:
         check_count("n_episode", n_episode)
-        if self._goes_ahead or self._by_reference:
+        if self._goes_ahead:
             raise ConfigError(
-                f"n_episode={n_episode} was passed to a collector with prefetch, max_staleness or by_reference. Pass "
-                "n_step, or call drain() and use another Collector on these environments for episodes."
+                f"n_episode={n_episode} was passed to a collector with prefetch or max_staleness. Pass n_step, or call "
+                "drain() and use another Collector on these environments for episodes."
             )
 
     def _check_open(self) -> None:
@@ -296,10 +289,10 @@ class Collector:
             noise = chunks.first_step, chunks.noise_seed
             taken = self._env.rollout_driver(self._policy, num_steps, *noise, self._version, cut)
             finished = chunks.taken(taken, num_steps)
-        for rollout in (chunk.rollout for chunk in finished):
-            self._counts.update(restarts=len(rollout.summary.restarts))
-            bad = rollout.summary.bad_obs
-            if bad is not None and self._on_bad_obs == "raise":
+        for chunk in (each.rollout.chunk for each in finished):
+            self._counts.update(restarts=len(chunk.restarts))
+            bad = find_bad_obs(chunk) if self._on_bad_obs == "raise" else None
+            if bad is not None:
                 self._uses_seen = None  # the unfinished episodes lose a part
                 self.drop_pending()
                 raise bad_obs_error(bad)
@@ -317,40 +310,36 @@ class Collector:
             if max_len is not None:
                 num_steps = min(num_steps, max_len - int(self._tracker.lens[quotas.unfinished].max()))
             [rollout] = [chunk.rollout for chunk in self._take(num_steps)]
-            stats, places = self._tracker.add(rollout.summary)
-            valid = quotas.take(rollout.summary.valid, counted_ends(rollout.summary))
+            stats, places = self._tracker.add(rollout.chunk)
+            valid = quotas.take(rollout.chunk.valid, counted_ends(rollout.chunk))
             played.append(stats.where(valid[tuple(places.T)]))
             if max_len is not None:
-                played.append(self._cut(quotas.unfinished & (self._tracker.lens >= max_len), quotas, rollout.summary))
+                played.append(self._cut(quotas.unfinished & (self._tracker.lens >= max_len), quotas, rollout.chunk))
             if keeps_chunks:
-                assert rollout.chunk is not None
-                chunk, summary = replace(rollout.chunk, valid=valid), replace(rollout.summary, valid=valid)
-                rollouts.append(replace(rollout, chunk=chunk, summary=summary))
+                rollouts.append(replace(rollout, chunk=replace(rollout.chunk, valid=valid)))
         return rollouts, join_episodes(played)
 
-    def _cut(self, is_long: NDArray[np.bool_], quotas: EpisodeQuotas, summary: Chunk) -> EpisodeStats:
+    def _cut(self, is_long: NDArray[np.bool_], quotas: EpisodeQuotas, chunk: Chunk) -> EpisodeStats:
         """Ends the episodes of some environments, ``bool [N]``, and begins others; returns them."""
         if is_long.any():
             quotas.cut(is_long)
             self._env.reset(options={"reset_mask": is_long})
-        return self._tracker.cut(np.flatnonzero(is_long), summary.env_ids[is_long])
+        return self._tracker.cut(np.flatnonzero(is_long), chunk.env_ids[is_long])
 
     def _joined(self, finished: Sequence[ScheduledChunk], begin: float) -> Batch:
         """Makes a batch of steps."""
         rollouts = [chunk.rollout for chunk in finished]
         if not self._is_asynchronous:
-            return self._batch(
-                rollouts, join_episodes([self._tracker.add(each.summary)[0] for each in rollouts]), begin
-            )
+            return self._batch(rollouts, join_episodes([self._tracker.add(each.chunk)[0] for each in rollouts]), begin)
         chunk, episodes = join_lanes(finished, self._tracker)
         batch = self._batch(rollouts, episodes, begin)
-        ages = [self._version - each.rollout.summary.weights_version for each in finished for _ in each.envs]
+        ages = [self._version - each.rollout.chunk.weights_version for each in finished for _ in each.envs]
         return Batch((chunk,), replace(batch.stats, staleness_counts=tuple(np.bincount(ages).tolist())))
 
     def _batch(self, rollouts: Sequence[Rollout], episodes: EpisodeStats, begin: float) -> Batch:
-        taken = sum(rollout.summary.valid.size - rollout.num_padded for rollout in rollouts)
-        valid = sum(int(rollout.summary.valid.sum()) for rollout in rollouts)
-        versions = [rollout.summary.weights_version for rollout in rollouts]
+        taken = sum(rollout.chunk.valid.size - rollout.num_padded for rollout in rollouts)
+        valid = sum(int(rollout.chunk.valid.sum()) for rollout in rollouts)
+        versions = [rollout.chunk.weights_version for rollout in rollouts]
         counts, self._counts = self._counts, Counter()
         elapsed_s = time.monotonic() - begin
         stats = CollectStats(
@@ -368,11 +357,11 @@ class Collector:
             n_replaced=self._env.take_replaced(),
             metrics=episodes.metrics,
         )
-        chunks = tuple(rollout.chunk for rollout in rollouts if rollout.chunk is not None)
+        chunks = tuple(rollout.chunk for rollout in rollouts)
         if self._recording is not None:
             for chunk in chunks:
                 self._recording.add(chunk)
-        return Batch(chunks, stats, tuple(rollout.refs for rollout in rollouts) if self._by_reference else ())
+        return Batch(chunks, stats)
 
     def close(self) -> None:
         """Ends collecting and lets the workers forget the policy; the environments stay open. May be called again.
@@ -442,19 +431,16 @@ class Collector:
             self._uses_seen = self._env.num_uses
 
 
-def _check_settings(inference: str, on_bad_obs: str, max_staleness: int | None, flags: Mapping[str, Any]) -> None:
+def _check_settings(inference: str, on_bad_obs: str, max_staleness: int | None, prefetch: Any) -> None:
     """Raises ``ConfigError`` if settings of a collector are unknown, or can't be combined."""
     check_choice("inference", inference, ("worker", "driver", "node"))
     check_choice("on_bad_obs", on_bad_obs, ("raise", "keep"))
-    for name, value in flags.items():
-        check_flag(name, value)
+    check_flag("prefetch", prefetch)
     if max_staleness is not None:
         check_count("max_staleness", max_staleness)
-    for name, value in {**flags, "max_staleness": max_staleness}.items():
+    for name, value in {"prefetch": prefetch, "max_staleness": max_staleness}.items():
         if value and inference != "worker":
             raise ConfigError(f"{name}={value!r} was passed with inference={inference!r}. It requires 'worker'.")
-    if max_staleness and flags["by_reference"]:
-        raise ConfigError("max_staleness was passed with by_reference=True. Leave one of them out.")
 
 
 def _time_split_s(rollouts: Sequence[Rollout], elapsed_s: float, *, side_by_side: bool) -> dict[str, float]:

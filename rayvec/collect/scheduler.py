@@ -75,7 +75,6 @@ class ChunkScheduler:
     Args:
         env: Takes the chunks.
         noise_seed: Seed of the policy's noise.
-        by_reference: Whether chunks stay in the object store.
         max_staleness: How many versions of the weights may be published between the request of a chunk and the batch
             that has it. A batch waits for a lane only if its chunk would become older. With 1, and weights that were
             published since the batch before, every batch has one chunk of each lane.
@@ -85,12 +84,9 @@ class ChunkScheduler:
         noise_seed: As given.
     """
 
-    def __init__(
-        self, env: ChunkAdapter, noise_seed: int, *, by_reference: bool = False, max_staleness: int | None = None
-    ) -> None:
+    def __init__(self, env: ChunkAdapter, noise_seed: int, *, max_staleness: int | None = None) -> None:
         self.env = env
         self.noise_seed = noise_seed
-        self._by_reference = by_reference
         self._max_staleness = math.inf if max_staleness is None else max_staleness
         parts = env.parts
         self._num_envs = sum(map(len, parts))
@@ -147,7 +143,7 @@ class ChunkScheduler:
             self._request(lane, store, num_steps, num_ahead, max_pending)
         while lanes := self._wanted(store.version, num_steps, num_ahead, max_chunks):
             lane = self._wait(lanes, stop_early)
-            lane.is_prompt = store.version - self._finished[-1].rollout.summary.weights_version <= _PROMPT
+            lane.is_prompt = store.version - self._finished[-1].rollout.chunk.weights_version <= _PROMPT
             self._request(lane, store, num_steps, num_ahead)
         return self._take()
 
@@ -191,9 +187,7 @@ class ChunkScheduler:
         if len(lane.pending) >= max_pending or not count:
             return
         first_step = lane.first_step + pending_steps
-        self.env.rollout_async(
-            store, count, first_step, self.noise_seed, by_reference=self._by_reference, part=lane.part
-        )
+        self.env.rollout_async(store, count, first_step, self.noise_seed, part=lane.part)
         due = store.version + self._max_staleness - (missing > 0)  # what this batch lacks counts from the one before
         lane.pending.append(ScheduledChunk(lane.envs, store, count, due, self._num_requests))
         self._num_requests += 1
@@ -251,8 +245,7 @@ def join_lanes(finished: Sequence[ScheduledChunk], tracker: EpisodeTracker) -> t
         The chunk, and the episodes that ended in it.
     """
     rounds = in_rounds(finished)
-    rollouts = (each.rollout for members in rounds for each in members)
-    joined = join_chunks([rollout.chunk for rollout in rollouts if rollout.chunk is not None])
+    joined = join_chunks([each.rollout.chunk for members in rounds for each in members])
     episodes, start = [], 0
     for members in rounds:
         envs = np.concatenate([np.array(each.envs) for each in members])

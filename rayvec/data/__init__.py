@@ -9,7 +9,7 @@ dict for Dict, a tuple for Tuple.
 from __future__ import annotations
 
 from rayvec.data.batch import Batch, CollectStats, EpisodeStats
-from rayvec.data.chunk import Chunk, ChunkRef, ChunkRequest, Rollout, RolloutTimes, StepBatch
+from rayvec.data.chunk import Chunk, ChunkRequest, Rollout, RolloutTimes, StepBatch
 from rayvec.data.infos import ChunkInfo, ChunkInfos
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import Tree, as_slice, objects, tree_leaves, tree_map
@@ -19,7 +19,6 @@ __all__ = [
     "Chunk",
     "ChunkInfo",
     "ChunkInfos",
-    "ChunkRef",
     "ChunkRequest",
     "CollectStats",
     "EpisodeStats",

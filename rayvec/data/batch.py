@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data.chunk import Chunk, ChunkRef
+from rayvec.data.chunk import Chunk
 
 __all__ = ["Batch", "CollectStats", "EpisodeStats", "join_stats"]
 
@@ -129,12 +129,10 @@ class Batch:
     """What a collector returns: chunks in the order they were taken, and statistics.
 
     Attributes:
-        chunks: One or more chunks of the same environments; empty with ``by_reference=True``. With `max_staleness` it
-            is one chunk, in which an environment has as many columns as it has chunks, in the order of time.
+        chunks: One or more chunks of the same environments. With `max_staleness` it is one chunk, in which an
+            environment has as many columns as it has chunks, in the order of time.
         stats: See :class:`CollectStats`.
-        chunk_refs: With ``by_reference=True``, for every chunk one reference for each node, in order.
     """
 
     chunks: tuple[Chunk, ...]
     stats: CollectStats
-    chunk_refs: tuple[tuple[ChunkRef, ...], ...] = ()

@@ -1,4 +1,4 @@
-"""One step or many of many environments, as arrays or as a reference to them, and the request for them."""
+"""One step or many of many environments as arrays, and the request for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rayvec.data.infos import ChunkInfos
 from rayvec.data.trees import Tree, tree_map
 
-__all__ = ["AXES", "Chunk", "ChunkRef", "ChunkRequest", "Rollout", "RolloutTimes", "StepBatch", "StopEarly"]
+__all__ = ["AXES", "Chunk", "ChunkRequest", "Rollout", "RolloutTimes", "StepBatch", "StopEarly"]
 
 StopEarly = Callable[[int], bool]
 """Whether to end a chunk early, given the number of steps that its environments have taken together so far."""
@@ -25,7 +25,6 @@ _PLACES = {"axes": "(t, n)"}  # steps of environments, in this order, [k, 2]
 _ENDS = {"axes": "F"}  # tree of arrays [F, ...], a row for each place in final_index
 _INFOS = {"axes": "infos"}
 _COMMON = {"axes": ""}  # one number for the whole chunk
-_FIRST = {"axes": "first"}  # the first that is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,6 @@ class Chunk:
         cuts: ``(t, n)`` of each step that is truncated for this reason, in that order, ``int64 [C, 2]``.
         weights_version: Version of the policy's weights; 0 for a policy without weights.
         first_step: Number of steps that the environments took in earlier chunks.
-        bad_obs: Of a summary alone: describes the first observation or reward that is not finite; None if all are.
     """
 
     env_ids: NDArray[np.int64] = field(metadata=_ENVS)
@@ -80,7 +78,6 @@ class Chunk:
     cuts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64), metadata=_PLACES)
     weights_version: int = field(default=0, metadata=_COMMON)
     first_step: int = field(default=0, metadata=_COMMON)
-    bad_obs: str | None = field(default=None, metadata=_FIRST)
 
     @property
     def num_steps(self) -> int:
@@ -131,28 +128,12 @@ class Chunk:
             "F": partial(tree_map, lambda leaf: leaf[ended]),
             "infos": lambda infos: infos.between(start, stop),
             "": lambda value: value,
-            "first": lambda value: value,
         }
         return Chunk(**{name: cut[axes](getattr(self, name)) for name, axes in AXES.items()})
 
 
 AXES: dict[str, str] = {field.name: field.metadata["axes"] for field in fields(Chunk)}
 """How each field of a chunk lies: what joins or cuts chunks follows from it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRef:
-    """A chunk that stays in Ray's object store until a process fetches it.
-
-    Attributes:
-        env_ids: Global index of the environment in each column, ``int64 [N]``.
-        num_steps: T.
-        ref: Ray's reference to the :class:`Chunk`.
-    """
-
-    env_ids: NDArray[np.int64]
-    num_steps: int
-    ref: Any
 
 
 class ChunkRequest(NamedTuple):
@@ -162,13 +143,11 @@ class ChunkRequest(NamedTuple):
         num_steps: The number of steps T.
         first_step: The number of steps that the environments took in earlier chunks.
         noise_seed: The seed of the policy's noise.
-        by_reference: Whether the chunk stays in Ray's object store. The driver then receives only the summary.
     """
 
     num_steps: int
     first_step: int = 0
     noise_seed: int = 0
-    by_reference: bool = False
 
 
 class RolloutTimes(NamedTuple):
@@ -190,17 +169,13 @@ class Rollout:
     """The result of one rollout.
 
     Attributes:
-        summary: The chunk without what the policy saw and did: see :func:`rayvec.data.join_chunks.summarize`.
-        chunk: The chunk, or None if it stays in Ray's object store.
-        refs: If it stays there, one reference for each node.
+        chunk: The chunk.
         times: Times of each worker, or of the driver if it acted.
         waited_s: How long the caller waited, in seconds.
         num_padded: Number of places for steps that were not taken, because the chunk was cut; they are not `valid`.
     """
 
-    summary: Chunk
-    chunk: Chunk | None
-    refs: tuple[ChunkRef, ...]
+    chunk: Chunk
     times: tuple[RolloutTimes, ...]
     waited_s: float
     num_padded: int = 0

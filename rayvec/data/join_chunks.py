@@ -1,4 +1,4 @@
-"""Chunks of different environments joined side by side, and what is known of a chunk without its contents."""
+"""Chunks of different environments joined side by side."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, tree_map
 from rayvec.data.chunk import AXES
-from rayvec.data.finite_checks import find_bad_obs
 from rayvec.data.infos import ChunkInfos
 from rayvec.errors import ConfigError
 
-__all__ = ["check_extras", "counted_ends", "join_chunks", "pad_chunk", "summarize"]
+__all__ = ["check_extras", "counted_ends", "join_chunks", "pad_chunk"]
 
 
 def join_chunks(chunks: Sequence[Chunk], *, copy: bool = True) -> Chunk:
@@ -91,7 +90,6 @@ def _joined(parts: Sequence[Chunk], *, copy: bool = True) -> dict[str, Any]:
         "F": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves)[order], *trees),
         "infos": lambda infos: ChunkInfos.join(infos, offsets[:-1]),
         "": min,
-        "first": lambda found: next(filter(None, found), None),
     }
     joined = {name: join[axes]([getattr(part, name) for part in parts]) for name, axes in AXES.items()}
     return {**joined, "final_index": finals}
@@ -125,25 +123,6 @@ def _in_order(
     joined[:, 1] += np.repeat(offsets[:-1], [len(at) for at in places])
     order = np.argsort(joined[:, 0] * offsets[-1] + joined[:, 1], kind="stable")  # fast where parts are in order
     return joined[order], order
-
-
-def summarize(chunk: Chunk) -> Chunk:
-    """Returns a chunk without what the policy saw and did: what its episodes follow from, and the last observations.
-
-    Of the infos, it has those of steps that end an episode. Arrays are shared with the chunk.
-    """
-    ends = chunk.done
-    return replace(
-        chunk,
-        obs=(),
-        act=(),
-        final_obs=(),
-        extras={},
-        states=np.zeros((0, *chunk.states.shape[1:]), np.float32),
-        infos=chunk.infos.where(lambda t, n: ends[t, n]),
-        reset_infos=ChunkInfos(),
-        bad_obs=find_bad_obs(chunk),
-    )
 
 
 def counted_ends(chunk: Chunk) -> NDArray[np.bool_]:

@@ -8,21 +8,22 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from rayvec.data import Batch, Chunk
+from rayvec.data import Batch
+from rayvec.data.topology import even_bounds
 from rayvec.distributed.rank import pack, unpack
 from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
-from rayvec.distributed.shards import RemoteShard, fetch_shard, split_batch, split_refs
 from rayvec.errors import LearnerError, check_count
 from rayvec.learners.base import Learner, MeasuresObservations, set_learning_rate
 from rayvec.learners.ranks import Ranks
-from rayvec.node.object_store import room_for
 from rayvec.policies.networks import copy_to_cpu
 
 __all__ = ["LearnerGroup"]
@@ -142,10 +143,10 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         """Learns from a batch on all ranks; returns the metrics of the whole batch.
 
         Args:
-            batch: Its chunks are here, or in the object store, from where each rank fetches what it needs.
+            batch: What a collector returned.
 
         Raises:
-            LearnerError: As the learner raises it; or a rank was lost; or a chunk was lost with its node.
+            LearnerError: As the learner raises it; or a rank was lost.
         """
         if batch.stats.staleness_counts and self.num_learners > 1:
             raise LearnerError(
@@ -166,10 +167,7 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
     def _run(self, name: str, batch: Batch) -> list[Any]:
         """Gives each rank its part of a batch; returns the results."""
         group = self.group
-        parts: list[Any]
-        if batch.chunk_refs:
-            parts = list(split_refs(batch, group.num_ranks))
-        elif group.num_ranks == 1:  # chunks of a batch with max_staleness may differ in their environments
+        if group.num_ranks == 1:  # chunks of a batch with max_staleness may differ in their environments
             parts = [group.put(batch)]
         else:
             parts = [group.put(shard) for shard in split_batch(batch, group.num_ranks)]
@@ -236,15 +234,15 @@ class _RankLearner:
         """Returns the names of the rank-local parts of the state, and on rank 0 what all ranks share of it."""
         return tuple(rank_local_state(self._learner)), self.shared()
 
-    def update(self, part: Batch | RemoteShard) -> tuple[dict[str, float], Any]:
+    def update(self, part: Batch) -> tuple[dict[str, float], Any]:
         """Learns from this rank's part of a batch; returns metrics, and on rank 0 the weights."""
-        metrics = self._learner.update(_fetched(part))
+        metrics = self._learner.update(part)
         return metrics, self._learner.weights() if self._is_first else None
 
-    def measure(self, part: Batch | RemoteShard) -> tuple[Any, Any]:
+    def measure(self, part: Batch) -> tuple[Any, Any]:
         """Adds observations to the moments of the learner, if it has some; returns weights and state, on rank 0."""
         if isinstance(self._learner, MeasuresObservations):
-            self._learner.measure(_fetched(part))
+            self._learner.measure(part)
         return self._learner.weights() if self._is_first else None, self.shared()
 
     def weights(self) -> NDArray[np.float32]:
@@ -269,25 +267,7 @@ class _RankLearner:
         return pack(shared_state(self._learner)) if self._is_first else None
 
 
-def _fetched(part: Batch | RemoteShard) -> Batch:
-    return fetch_shard(part, _fetch) if isinstance(part, RemoteShard) else part
-
-
-def _fetch(ref: Any) -> Chunk:
-    """Returns a chunk from the object store.
-
-    Raises:
-        LearnerError: It was lost with its node or process.
-        ConfigError: The store of its node, or of this one, is full.
-    """
-    import ray  # only chunks of Ray's nodes are in an object store
-
-    try:
-        with room_for("a part of the batch"):
-            chunk: Chunk = ray.get(ref)
-    except ray.exceptions.ObjectLostError as error:
-        raise LearnerError(
-            f"A part of the batch was lost with its node or process ({type(error).__name__}). Leave this batch out and "
-            "collect the next one, or resume from the last checkpoint."
-        ) from error
-    return chunk
+def split_batch(batch: Batch, num_ranks: int) -> list[Batch]:
+    """Divides the environments of a batch, ascending with rank, as evenly as possible; a rank may get none."""
+    bounds = pairwise(even_bounds(batch.chunks[0].num_envs, num_ranks))
+    return [replace(batch, chunks=tuple(chunk.columns(*each) for chunk in batch.chunks)) for each in bounds]

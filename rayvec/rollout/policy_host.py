@@ -59,10 +59,10 @@ class ChunkOrder(NamedTuple):
 
 
 class TakenChunk(NamedTuple):
-    """A chunk and the times of its rollout."""
+    """A chunk, and the times of each process that has taken a part of it."""
 
     chunk: Chunk
-    times: RolloutTimes
+    times: tuple[RolloutTimes, ...]
 
     @property
     def last_obs(self) -> Tree:
@@ -178,4 +178,4 @@ class PolicyHost:
         self._begun[chunk.restarts[at_end, 1]] = True
         self._acted = policy  # only now: the steps count as absence
         whole_s = time.perf_counter() - began_s
-        return TakenChunk(chunk, RolloutTimes(whole_s, stopwatch.environment_s, stopwatch.inference_s))
+        return TakenChunk(chunk, (RolloutTimes(whole_s, stopwatch.environment_s, stopwatch.inference_s),))

@@ -277,14 +277,12 @@ class Trainer:
 
 def _collector(config: TrainConfig, env: RayVecEnv, policy: Policy) -> Collector:
     in_workers = config.inference == "worker"
-    outlives_update = config.num_nodes != 0 and not isinstance(config.num_nodes, tuple)  # an elastic node may not
     return Collector(
         env,
         policy,
         inference=config.inference,
         seed=config.seed,
         prefetch=in_workers and config.collects_ahead,
-        by_reference=in_workers and outlives_update and config.learner_mode in ("shared", "dedicated"),
         max_staleness=getattr(config, "max_staleness", None) if in_workers else None,
         on_bad_obs=config.on_bad_obs,
         episode_metrics=config.episode_metrics,

@@ -25,7 +25,6 @@ from rayvec.errors import ConfigError, check_count
 from rayvec.fleet.commands import Command, Op
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.node.machine import Machine
-from rayvec.node.object_store import as_rollout, check_object_store
 from rayvec.rollout.loop import as_policy
 from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
 from rayvec.vector.adapter import Adapter, NotReady
@@ -139,7 +138,6 @@ class ChunkAdapter(Adapter):
         first_step: int,
         noise_seed: int,
         *,
-        by_reference: bool = False,
         part: int | None = None,
     ) -> None:
         """Starts a chunk of steps that the workers take with a published policy.
@@ -155,7 +153,6 @@ class ChunkAdapter(Adapter):
             num_steps: T.
             first_step: How many steps the environments had taken in chunks before.
             noise_seed: Of the noise.
-            by_reference: Whether the chunk stays in the object store.
             part: Index in :attr:`parts` of the only part that takes the chunk; None for all of them together.
 
         Raises:
@@ -167,12 +164,9 @@ class ChunkAdapter(Adapter):
         if self._pending != "rollout" or not in_order or len(self._chunks_of(part)) >= MAX_CHUNKS:
             self._assert_idle("rollout")
         check_count("num_steps", num_steps)
-        request = ChunkRequest(num_steps, first_step, noise_seed, by_reference)
+        request = ChunkRequest(num_steps, first_step, noise_seed)
         order = ChunkOrder(weights.key, request, weights.version, weights.weights)
         rows = self._everyone if part is None else np.array(self.parts[part])
-
-        if by_reference:
-            check_object_store()
 
         def start() -> None:
             with uninterrupted():
@@ -227,21 +221,18 @@ class ChunkAdapter(Adapter):
         def finish() -> tuple[int, Rollout]:
             index = 0 if len(chunks) == 1 else self._envs.wait_some([chunk.ticket for chunk in chunks])[0]
             chunk = chunks[index]
-            request = chunk.order.request
             if chunk.ticket is None:
                 self._forget(chunk)
                 take = partial(self._host.take, chunk.order, cut=cut or (lambda taken: False))
-                return index, self._take_here(self._host, take, request)
+                return index, self._take_here(self._host, take)
             deadline = math.inf if timeout_s is None else began_s + timeout_s
             if cut is not None:
                 self._wait_or_cut(chunk, deadline, cut)
             if not self._envs.wait(chunk.ticket, max(0.0, deadline - time.monotonic())):
                 raise NotReady("the chunk has not been taken in time")
             self._forget(chunk)
-            taken, waited_s = self._accepted(self._envs.take(chunk.ticket)).value, time.monotonic() - began_s
-            if isinstance(taken, Rollout):
-                return index, replace(taken, waited_s=waited_s)
-            return index, _joined(taken, request, waited_s)
+            taken = self._accepted(self._envs.take(chunk.ticket)).value
+            return index, _joined(taken, time.monotonic() - began_s)
 
         num_pending = len(self._chunks)
         return self._guarded(
@@ -267,9 +258,9 @@ class ChunkAdapter(Adapter):
         check_count("num_steps", num_steps)
         request = ChunkRequest(num_steps, first_step, noise_seed)
         take = partial(self._driver.act, as_policy(policy), request, weights_version, cut)
-        return self._guarded(lambda: self._take_here(self._driver, take, request))
+        return self._guarded(lambda: self._take_here(self._driver, take))
 
-    def _take_here(self, host: PolicyHost, take: Callable[[], TakenChunk], request: ChunkRequest) -> Rollout:
+    def _take_here(self, host: PolicyHost, take: Callable[[], TakenChunk]) -> Rollout:
         """Returns a chunk for which a policy acts in this process."""
         (self._driver if host is self._host else self._host).note_absence()
         self.num_uses += 1
@@ -280,7 +271,7 @@ class ChunkAdapter(Adapter):
             self._log(host.take_notes())
         if self._envs.layout.objects:  # else the caller could change them
             taken = taken._replace(chunk=replace(taken.chunk, last_obs=deepcopy(taken.chunk.last_obs)))
-        return _joined([taken], request, taken.times.whole_s, copy=False)
+        return _joined([taken], taken.times[0].whole_s, copy=False)
 
     def _wait_or_cut(self, chunk: _Pending, deadline: float, cut: StopEarly) -> None:
         """Waits until all parts have taken a chunk, or `cut` returns True: then each ends it after its present step."""
@@ -341,8 +332,8 @@ class WeightStore:
         self._env._drop(self.key, self.on_node)
 
 
-def _joined(taken: Sequence[TakenChunk], request: ChunkRequest, waited_s: float, *, copy: bool = True) -> Rollout:
+def _joined(taken: Sequence[TakenChunk], waited_s: float, *, copy: bool = True) -> Rollout:
     """Returns the chunks of several processes as one; with `copy` in memory of its own."""
-    chunk = join_chunks([each.chunk for each in taken], copy=copy and not request.by_reference)
+    chunk = join_chunks([each.chunk for each in taken], copy=copy)
     num_padded = chunk.valid.size - sum(each.chunk.valid.size for each in taken)
-    return as_rollout(chunk, request.by_reference, tuple(each.times for each in taken), waited_s, num_padded)
+    return Rollout(chunk, tuple(times for each in taken for times in each.times), waited_s, num_padded)

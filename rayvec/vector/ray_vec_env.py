@@ -314,7 +314,6 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         else:
             taken = self.rollout_workers(self._store_of(policy, on_node=inference == "node"), *order)
         self._chunk_steps += num_steps
-        assert taken.chunk is not None
         return taken.chunk
 
     def rollout_workers(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> Rollout:

@@ -194,7 +194,7 @@ def test_an_interrupted_wait_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_cannot_be_combined() -> None:
     with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0) as env:
-        for settings in ({"inference": "driver"}, {"by_reference": True}, {"max_staleness": 0}):
+        for settings in ({"inference": "driver"}, {"max_staleness": 0}):
             with pytest.raises(ConfigError, match="max_staleness"):
                 Collector(env, TablePolicy(), **{"max_staleness": 2, **settings})  # type: ignore[arg-type]
         collector = Collector(env, TablePolicy(), max_staleness=2)

@@ -93,11 +93,10 @@ def test_the_chunk_behind_a_bad_one_is_dropped() -> None:
         {},
         {"inference": "driver"},
         {"inference": "node"},
-        {"by_reference": True},
         {"prefetch": True},
         {"max_staleness": 2},
     ],
-    ids=["worker", "driver", "node", "ref", "pre", "async"],
+    ids=["worker", "driver", "node", "pre", "async"],
 )
 def test_what_is_raised_names_environment_step_and_key(one_bad: RayVecEnv, how: Any) -> None:
     env = one_bad

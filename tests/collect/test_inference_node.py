@@ -117,6 +117,6 @@ def test_what_cannot_work() -> None:
             if env.closed:
                 break
     with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0) as env:
-        for settings in ({"prefetch": True}, {"by_reference": True}, {"max_staleness": 2}):
+        for settings in ({"prefetch": True}, {"max_staleness": 2}):
             with pytest.raises(ConfigError, match="inference='node'"):
                 Collector(env, TablePolicy(), "node", **settings)  # type: ignore[arg-type]

@@ -123,13 +123,9 @@ def test_an_environment_that_minari_can_not_make_is_recorded_without_its_spec(tm
 def test_refusals(tmp_path: Path) -> None:
     with rayvec.RayVecEnv("CartPole-v1", 1, num_nodes=0, workers_per_node=0) as env:
         rayvec.record(env, tmp_path / "data").close()
-        for path, settings, message in [
-            ("data", {}, "already available"),
-            ("missing/data", {}, "No such file"),
-            ("other", {"by_reference": True}, "by_reference"),
-        ]:
+        for path, message in [("data", "already available"), ("missing/data", "No such file")]:
             with pytest.raises(rayvec.errors.ConfigError, match=message):
-                rayvec.Collector(env, acts, record=tmp_path / path, **settings)
+                rayvec.Collector(env, acts, record=tmp_path / path)
 
     class Numbers(Diary):
         observation_space = spaces.Sequence(spaces.Discrete(2))

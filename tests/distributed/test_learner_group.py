@@ -1,10 +1,9 @@
-"""LearnerGroup: the numbers of one learner, for all ranks, both ways of passing chunks, and every fault."""
+"""LearnerGroup: the numbers of one learner, for all ranks, and every fault."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
-import itertools
 import logging
 import os
 import signal
@@ -13,17 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 from helpers import sac_kit
 from helpers.actor_critic_kit import DISCRETE, distance
-from helpers.rank_objects import CountsColumns, Owner
+from helpers.rank_objects import CountsColumns
 from helpers.ranks_kit import N, make_batches, make_impala, make_learner, make_lonely
-from helpers.waiting import alive, wait_until
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rayvec
-from rayvec.data import Batch, Chunk, ChunkRef
+from rayvec.data import Batch
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.learners.base import KeepsRankLocalState
 from rayvec.policies.networks import flat_weights
@@ -58,22 +54,11 @@ def new_learner(group: rayvec.LearnerGroup) -> Any:
     return learner
 
 
-def by_reference(batch: Batch, bounds: list[int], put: Callable[[Any], Any]) -> Batch:
-    """Returns the batch with its chunks left in a store, in parts between `bounds`."""
-    refs = []
-    for chunk in batch.chunks:
-        parts = [chunk.columns(start, stop) for start, stop in itertools.pairwise(bounds)]
-        refs.append(tuple(ChunkRef(part.env_ids, part.num_steps, put(part)) for part in parts))
-    return Batch((), batch.stats, tuple(refs))
-
-
 def check_equal(group: rayvec.LearnerGroup, learner: Any, num_updates: int = 4, num_envs: int = N) -> None:
-    """Also where chunks were left in the object store, in parts that are not those of the ranks."""
     np.testing.assert_array_equal(group.weights(), learner.weights())
-    for number, batch in enumerate(make_batches(DISCRETE, num_updates, num_envs)):
+    for batch in make_batches(DISCRETE, num_updates, num_envs):
         expected = learner.update(batch)
-        handed = by_reference(batch, [0, 1, num_envs], ray.put) if number % 2 else batch
-        assert group.update(handed) == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert group.update(batch) == pytest.approx(expected, rel=1e-3, abs=1e-5)
         assert distance(group.weights(), learner.weights()) < 1e-6
 
 
@@ -118,31 +103,6 @@ def test_one_rank_gets_chunks_of_different_environments_whole() -> None:
 )
 def test_a_group_equals_a_learner(make_group: MakeGroup, num_learners: int, num_envs: int) -> None:
     check_equal(make_group(num_learners), make_learner(DISCRETE), 10, num_envs)
-
-
-@pytest.mark.slow
-def test_a_chunk_that_is_lost_raises_and_nothing_else_is_lost(ppo_group: rayvec.LearnerGroup) -> None:
-    """As with a node that ends between collecting and learning."""
-    group, learner = ppo_group, new_learner(ppo_group)
-    lost, good = make_batches(DISCRETE, 2)
-    taken = {placement.node_id for placement in group.group.placements}
-    elsewhere = next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in taken)
-    place = NodeAffinitySchedulingStrategy(elsewhere, soft=False)
-    owner = ray.remote(Owner).options(num_cpus=0, scheduling_strategy=place).remote()
-
-    def put(part: Chunk) -> Any:
-        ballast = np.zeros((*part.rew.shape, 10_000))  # a small chunk would travel with its reference
-        large = dataclasses.replace(part, extras={**part.extras, "ballast": ballast})
-        return ray.get(owner.put.remote(large))[0]
-
-    batch = by_reference(lost, [0, 3, N], put)
-    before, pid = group.weights(), ray.get(owner.pid.remote())
-    ray.kill(owner)
-    wait_until(lambda: not alive(pid), "the end of the chunks' owner")
-    with pytest.raises(LearnerError, match=r"OwnerDiedError.*Leave this batch out"):
-        group.update(batch)
-    np.testing.assert_array_equal(group.weights(), before)
-    assert group.update(good) == pytest.approx(learner.update(good), rel=1e-3, abs=1e-5)
 
 
 def test_what_a_group_refuses(make_group: MakeGroup, ppo_group: rayvec.LearnerGroup) -> None:

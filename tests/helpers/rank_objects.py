@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -76,11 +75,7 @@ class CountsColumns:
 
 
 class Owner:
-    """An actor whose process owns what it puts in the object store."""
-
-    def put(self, value: Any) -> list[Any]:
-        """Returns a reference."""
-        return [ray.put(value)]
+    """An actor with a process of its own."""
 
     def pid(self) -> int:
         """Returns the process."""

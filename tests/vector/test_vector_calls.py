@@ -279,9 +279,9 @@ def test_chunks_of_policies_that_act_in_different_processes_do_not_mix(
         env.rollout_async(first, 5, 0, 0)
         with pytest.raises(AlreadyPendingCallError, match="rollout"):
             env.rollout_async(second, 7, 5, 0)
-        assert env.rollout_wait().summary.num_steps == 5
+        assert env.rollout_wait().chunk.num_steps == 5
         env.rollout_async(second, 7, 5, 0)
-        assert env.rollout_wait().summary.num_steps == 7
+        assert env.rollout_wait().chunk.num_steps == 7
 
 
 ZEROS = np.zeros(2, int)

@@ -214,7 +214,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             finished = chunks.collect(store, num_steps, num_ahead=num_ahead, max_chunks=max_chunks)
             self._way = "lost"
             for members in in_rounds(finished):
-                chunk = join_chunks([cast(Chunk, member.rollout.chunk) for member in members], copy=False)
+                chunk = join_chunks([member.rollout.chunk for member in members], copy=False)
                 chunk = replace(chunk, valid=schedule.take(chunk.valid, counted_ends(chunk)))
                 self._insert(chunk, stats, random=members[0].store is self._random_store)
             self._way = "chunks"
@@ -259,7 +259,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         """Notes how many times the policy had changed since it began the chunks."""
         assert self._store is not None
         taken = [chunk for chunk in finished if chunk.store is not self._random_store]
-        ages = [self._store.version - chunk.rollout.summary.weights_version for chunk in taken for _ in chunk.envs]
+        ages = [self._store.version - chunk.rollout.chunk.weights_version for chunk in taken for _ in chunk.envs]
         stats.staleness = max([getattr(stats, "staleness", 0), *ages])
         if self._max_staleness is not None:
             stats.staleness_counts = tuple(np.bincount(ages).tolist())
