@@ -181,7 +181,7 @@ class Rollout:
     num_padded: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepBatch:
     """The answers of k environments to one step or one reset.
 

@@ -177,8 +177,8 @@ def index_tree(tree: Tree, row: Any) -> Any:
     return tree_map(itemgetter(row), tree)
 
 
-def as_batch(tree: Tree, *, copy: bool = True) -> Tree:
-    """Returns observations as Gymnasium batches them: objects in a tuple.
+def as_batch(tree: Tree, rows: Any = slice(None), *, copy: bool = True) -> Tree:
+    """Returns some rows of observations as Gymnasium batches them: objects in a tuple.
 
     >>> as_batch(np.array([None, "word"], object))
     (None, 'word')
@@ -186,8 +186,8 @@ def as_batch(tree: Tree, *, copy: bool = True) -> Tree:
 
     def batched(leaf: NDArray[Any]) -> Any:
         if leaf.dtype.hasobject:
-            return tuple(deepcopy(leaf.tolist()))
-        return leaf.copy() if copy else leaf
+            return tuple(deepcopy(leaf[rows].tolist()))
+        return leaf[rows].copy() if copy else leaf[rows]
 
     return tree_map(batched, tree)
 

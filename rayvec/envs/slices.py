@@ -102,7 +102,7 @@ class Slice:
         self._notes: list[Note] = []
         self._times = [(Times(), Times()) for _ in factory.env_fns]  # of the steps and of the resets of each unit
         self.progress: Any = np.zeros(1, np.int64).data
-        self._functions: dict[Op, Callable[[int, Any, Command], Any]] = {
+        self._functions: dict[int, Callable[[int, Any, Command], Any]] = {
             Op.STEP: self._step,
             Op.RESET: self._reset,
             Op.BEGIN: self._begin,
@@ -357,7 +357,7 @@ class Slice:
         self._num_finished[row] = state["num_finished"]
         set_state(self._envs[row], state["env"])
 
-    def _recover(self, unit: int, error: BaseException, again: Callable[[], None], op: Op) -> None:
+    def _recover(self, unit: int, error: BaseException, again: Callable[[], None], op: int) -> None:
         """Restarts a unit after an error and repeats what it was doing.
 
         If that raises too, it tries again until it succeeds or the restart budget is spent.

@@ -31,8 +31,11 @@ __all__ = [
 ]
 
 
-class Op(IntEnum):
-    """What a command asks for. What `Command.rest` holds is in parentheses."""
+class Op:
+    """What a command asks for. What `Command.rest` holds is in parentheses.
+
+    These are no members of an enum, because looking one up takes as long as a tenth of a step.
+    """
 
     STEP = 0
     """A step of each environment, with its action (nothing)."""
@@ -104,7 +107,7 @@ class Command(NamedTuple):
         rest: What else the operation needs.
     """
 
-    op: Op
+    op: int
     rows: NDArray[np.int64]
     actions: Tree = None
     mode: Autoreset = Autoreset.NEXT_STEP

@@ -61,7 +61,7 @@ class InProcess:
     def post(self, command: Command) -> Answer:
         """Executes a command. Returns the answer, which serves as ticket."""
         if command.op == Op.STEP:
-            command = command._replace(actions=tree_map(copied, command.actions))
+            command = Command(Op.STEP, command.rows, tree_map(copied, command.actions), command.mode)
         return self._slice.execute(command)
 
     def wait(self, ticket: Answer, timeout_s: float = math.inf) -> bool:

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 STACK_SIGNAL = signal.SIGRTMAX - 1
 """The signal on which a worker writes its stack to a file that its owner reads."""
 _KEPT_BYTES = 64 << 20
+_MODES = tuple(Autoreset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ class _Worker:
             at = self._rows if rows is self._all_rows else rows + self._rows.start
             leaves = [np.array(leaf[at]) for leaf in self._block.actions(codes)]
             actions = self._block.action_layout.tree(leaves)
-        return Command(Op(op), rows, actions if op == Op.STEP else None, Autoreset(mode), rest)
+        return Command(op, rows, actions if op == Op.STEP else None, _MODES[mode], rest)
 
     def execute(self, command: Command) -> Answer:
         """Executes a command."""

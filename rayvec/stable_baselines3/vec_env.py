@@ -96,7 +96,7 @@ class RayVecEnv(Adapter, VecEnv):
             claim_cpus=False,
         )
         found = self._envs.spaces
-        self._guarded(lambda: self._set_up(found))
+        self._guarded(self._set_up, found)
         self._plain_actions = not isinstance(found.action, (spaces.Dict, spaces.Tuple))
         super().__init__(factory.num_envs, found.observation, found.action)
         self.metadata = dict(found.metadata)  # VecVideoRecorder reads the frames per second here

@@ -118,39 +118,37 @@ class Adapter:
 
     def _start(self, name: str, command: Command, group: int = 0) -> None:
         """Starts a call, which is pending from then on. Only a ``"send"`` may be pending for several groups."""
+        self._guarded(self._begin, name, command, group, stays_open=_unposted(command))
 
-        def start() -> None:
-            if not name == self._pending == "send":
-                self._assert_idle(name if name == "send" else f"{name}_async")
-            elif group in self._posted:
-                raise AlreadyPendingCallError(f"Calling `send` for group {group}, whose last step is pending.", name)
-            self._posted[group], self._pending = self._post(command), name
-
-        self._guarded(start, _can_post_again(command))
+    def _begin(self, name: str, command: Command, group: int) -> None:
+        if not name == self._pending == "send":
+            self._assert_idle(name if name == "send" else f"{name}_async")
+        elif group in self._posted:
+            raise AlreadyPendingCallError(f"Calling `send` for group {group}, whose last step is pending.", name)
+        self._posted[group], self._pending = self._post(command), name
 
     def _wait(self, name: str, timeout_s: float | None = None, group: int = 0) -> Answer:
         """Waits for the result of a call, which is not pending any more then, unless the wait timed out."""
+        return self._accepted(self._guarded(self._finished, name, timeout_s, group), closes=name != "call")
 
-        def finish() -> Answer:
-            self._assert_pending(name, group)
-            ticket = self._posted[group]
-            if not self._envs.wait(ticket, math.inf if timeout_s is None else timeout_s):
-                raise NotReady("the environments have not answered in time")
-            del self._posted[group]
-            self._pending = name if self._posted else ""
-            return self._envs.take(ticket)
-
-        return self._accepted(self._guarded(finish), closes=name != "call")
+    def _finished(self, name: str, timeout_s: float | None, group: int) -> Answer:
+        self._assert_pending(name, group)
+        ticket = self._posted[group]
+        if not self._envs.wait(ticket, math.inf if timeout_s is None else timeout_s):
+            raise NotReady("the environments have not answered in time")
+        del self._posted[group]
+        self._pending = name if self._posted else ""
+        return self._envs.take(ticket)
 
     def _run(self, command: Command) -> Answer:
         """Executes a command."""
+        answer = self._guarded(self._executed, command, stays_open=_unposted(command))
+        return self._accepted(answer, closes=command.op in STEPPING)
 
-        def run() -> Answer:
-            ticket = self._post(command)
-            self._envs.wait(ticket)
-            return self._envs.take(ticket)
-
-        return self._accepted(self._guarded(run, _can_post_again(command)), closes=command.op in STEPPING)
+    def _executed(self, command: Command) -> Answer:
+        ticket = self._post(command)
+        self._envs.wait(ticket)
+        return self._envs.take(ticket)
 
     def _accepted(self, answer: Answer, *, closes: bool = True) -> Answer:
         """Returns an answer, and logs what was restarted.
@@ -179,12 +177,13 @@ class Adapter:
             for env in note.env_ids:
                 self._restarts[env] = self._restarts.get(env, (0, ""))[0] + 1, note.text
 
-    def _guarded(self, function: Callable[[], _T], stays_open: Callable[[BaseException], bool] | None = None) -> _T:
+    def _guarded(self, function: Callable[..., _T], *args: Any, stays_open: tuple[type[BaseException], ...] = ()) -> _T:
         """Calls the environments. An error closes them: a later call could mistake the pending result for its own.
 
         Args:
             function: Makes the call.
-            stays_open: Whether the environments stay open after an error.
+            *args: Its arguments.
+            stays_open: After which errors the environments stay open.
         """
         if not self._lock.acquire(blocking=False):
             raise AlreadyPendingCallError(
@@ -193,12 +192,12 @@ class Adapter:
                 "a call of another thread",
             )
         try:
-            return function()
+            return function(*args)
         except (NotReady, AlreadyPendingCallError, NoAsyncCallError, ClosedEnvironmentError):
             raise
         except BaseException as error:
             self._assert_open_after(error)
-            if stays_open is None or not stays_open(error):
+            if not isinstance(error, stays_open):
                 self._close_failed(error)
             raise
         finally:
@@ -289,6 +288,6 @@ class Adapter:
             self._close_failed()
 
 
-def _can_post_again(command: Command) -> Callable[[BaseException], bool]:
-    """Returns whether no environment has begun what an error kept from being posted: its arguments can't be pickled."""
-    return lambda error: isinstance(error, TypeError) and command.op != Op.STEP
+def _unposted(command: Command) -> tuple[type[BaseException], ...]:
+    """Returns the errors by which no environment has got a command: its arguments can't be pickled."""
+    return () if command.op == Op.STEP else (TypeError,)

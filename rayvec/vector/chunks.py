@@ -83,12 +83,13 @@ class ChunkAdapter(Adapter):
 
     def _post(self, command: Command) -> Any:
         """Starts a command. Returns its ticket."""
+        op = command.op
         for acting in (self._host, self._driver):
-            if command.op == Op.RESET:
-                acting.note_reset(command.rows)
-            elif command.op in (Op.STEP, Op.ROLLOUT, Op.SET_STATE):
+            if op in (Op.STEP, Op.ROLLOUT, Op.SET_STATE):
                 acting.note_absence()
-        if command.op in (Op.RESET, Op.ROLLOUT, Op.SET_STATE):
+            elif op == Op.RESET:
+                acting.note_reset(command.rows)
+        if op in (Op.RESET, Op.ROLLOUT, Op.SET_STATE):
             self._done[command.rows] = False
         return super()._post(command)
 
@@ -168,13 +169,13 @@ class ChunkAdapter(Adapter):
         order = ChunkOrder(weights.key, request, weights.version, weights.weights)
         rows = self._everyone if part is None else np.array(self.parts[part])
 
-        def start() -> None:
-            with uninterrupted():
-                ticket = None if self._acts_here(weights.on_node) else self._post(Command(Op.ROLLOUT, rows, rest=order))
-                self._chunks.append(_Pending(order, weights.on_node, ticket, part))
-                self._pending = "rollout"
+        self._guarded(self._begin_chunk, order, rows, weights.on_node, part)
 
-        self._guarded(start)
+    def _begin_chunk(self, order: ChunkOrder, rows: NDArray[np.int64], on_node: bool, part: int | None) -> None:
+        with uninterrupted():
+            ticket = None if self._acts_here(on_node) else self._post(Command(Op.ROLLOUT, rows, rest=order))
+            self._chunks.append(_Pending(order, on_node, ticket, part))
+            self._pending = "rollout"
 
     def _chunks_of(self, part: int | None) -> list[_Pending]:
         return [chunk for chunk in self._chunks if part is None or chunk.part in (part, None)]
@@ -215,29 +216,27 @@ class ChunkAdapter(Adapter):
         self._assert_pending("rollout")
         if cut is not None and self._envs.has_nodes:
             raise ConfigError("`cut` was passed with environments on Ray. Leave it out, or pass num_nodes=0.")
-        began_s = time.monotonic()
         chunks = [self._chunks_of(part)[0] for part in parts]
+        if chunks[0].ticket is None:
+            return 0, self._guarded(self._taken_here, chunks[0], cut)
+        return self._guarded(self._received, chunks, timeout_s, cut, stays_open=(KeyboardInterrupt,))
 
-        def finish() -> tuple[int, Rollout]:
-            index = 0 if len(chunks) == 1 else self._envs.wait_some([chunk.ticket for chunk in chunks])[0]
-            chunk = chunks[index]
-            if chunk.ticket is None:
-                self._forget(chunk)
-                take = partial(self._host.take, chunk.order, cut=cut or (lambda taken: False))
-                return index, self._take_here(self._host, take)
-            deadline = math.inf if timeout_s is None else began_s + timeout_s
-            if cut is not None:
-                self._wait_or_cut(chunk, deadline, cut)
-            if not self._envs.wait(chunk.ticket, max(0.0, deadline - time.monotonic())):
-                raise NotReady("the chunk has not been taken in time")
-            self._forget(chunk)
-            taken = self._accepted(self._envs.take(chunk.ticket)).value
-            return index, _joined(taken, time.monotonic() - began_s)
+    def _taken_here(self, chunk: _Pending, cut: Cut | None) -> Rollout:
+        self._forget(chunk)
+        return self._take_here(self._host, partial(self._host.take, chunk.order, cut=cut or (lambda taken: False)))
 
-        num_pending = len(self._chunks)
-        return self._guarded(
-            finish, lambda error: isinstance(error, KeyboardInterrupt) and len(self._chunks) == num_pending
-        )
+    def _received(self, chunks: Sequence[_Pending], timeout_s: float | None, cut: Cut | None) -> tuple[int, Rollout]:
+        """Receives the first of some chunks that has been taken. It is pending until all of it is here."""
+        began_s = time.monotonic()
+        index = 0 if len(chunks) == 1 else self._envs.wait_some([chunk.ticket for chunk in chunks])[0]
+        chunk, deadline = chunks[index], math.inf if timeout_s is None else began_s + timeout_s
+        if cut is not None:
+            self._wait_or_cut(chunk, deadline, cut)
+        if not self._envs.wait(chunk.ticket, max(0.0, deadline - time.monotonic())):
+            raise NotReady("the chunk has not been taken in time")
+        rollout = _joined(self._accepted(self._envs.take(chunk.ticket)).value, time.monotonic() - began_s)
+        self._forget(chunk)
+        return index, rollout
 
     def _forget(self, chunk: _Pending) -> None:
         """Removes a chunk from those that are pending."""
@@ -258,7 +257,7 @@ class ChunkAdapter(Adapter):
         check_count("num_steps", num_steps)
         request = ChunkRequest(num_steps, first_step, noise_seed)
         take = partial(self._driver.act, as_policy(policy), request, weights_version, cut)
-        return self._guarded(lambda: self._take_here(self._driver, take))
+        return self._guarded(self._take_here, self._driver, take)
 
     def _take_here(self, host: PolicyHost, take: Callable[[], TakenChunk]) -> Rollout:
         """Returns a chunk for which a policy acts in this process."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, Rollout, StepBatch, Tree
 from rayvec.data.columns import Columns, select, settle
-from rayvec.data.layouts import as_batch, index_tree
+from rayvec.data.layouts import as_batch
 from rayvec.data.topology import split_groups
 from rayvec.data.trees import as_slice
 from rayvec.envs.factory import EnvFactory, env_seeds
@@ -152,7 +152,7 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             address=address,
             first_id=first_id,
         )
-        self._guarded(lambda: self._set_up(num_envs, mode, observation_mode, groups))
+        self._guarded(self._set_up, num_envs, mode, observation_mode, groups)
         self._chunk_steps, self._noise_seed = 0, secrets.randbits(63)
         self._sent: tuple[Any, WeightStore, Any] | None = None  # the policy of `rollout`, and the weights it had loaded
 
@@ -170,6 +170,7 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         given = Autoreset[(mode or AutoresetMode.NEXT_STEP).name]
         self._autoreset = given if spaces.native_mode is None else spaces.native_mode
         self._is_native = spaces.native_mode is not None
+        self._is_reset_by_caller = self._autoreset == Autoreset.DISABLED
         self.autoreset_mode = AutoresetMode[self._autoreset.name]
         self.metadata = {**spaces.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = spaces.render_mode
@@ -415,7 +416,7 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     # What the public methods share.
 
     def _send(self, name: str, ids: NDArray[np.int64], actions: Any, group: int = 0) -> None:
-        if self._autoreset == Autoreset.DISABLED:
+        if self._is_reset_by_caller:
             assert not self._done[ids].any(), f"environments {ids[self._done[ids]].tolist()} must be reset first"
         shape = self._action_shape
         if shape is None or type(actions) is not np.ndarray or actions.shape != (len(ids), *shape):
@@ -425,14 +426,14 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     def _stepped(self, ids: NDArray[np.int64], rows: Any, infos: Columns) -> tuple[Any, ...]:
         """Returns observations, rewards, terminated, truncated and infos as the caller gets them."""
         arrays = self._envs.arrays
-        rew, terminated, truncated = (np.array(arrays[name][rows]) for name in ("rew", "terminated", "truncated"))
-        if self._autoreset == Autoreset.DISABLED:
+        rew, terminated, truncated = (arrays[name][rows].copy() for name in ("rew", "terminated", "truncated"))
+        if self._is_reset_by_caller:
             self._done[ids] = terminated | truncated
         return self._observations(rows), rew, terminated, truncated, self._settled(infos)
 
     def _observations(self, rows: Any) -> Tree:
         """Observations as the caller gets them: copied, or, where they are no arrays, batched by Gymnasium."""
-        return as_batch(index_tree(self._envs.arrays["obs"], rows), copy=self.copy)
+        return as_batch(self._envs.arrays["obs"], rows, copy=self.copy)
 
     def _settled(self, infos: Columns) -> Columns:
         """Returns infos as Gymnasium's own vector environments do."""

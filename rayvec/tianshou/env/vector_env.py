@@ -125,7 +125,7 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         self.wait_num = wait_num or self.env_num
         self.ready_id = list(range(self.env_num))
         spaces = self._envs.spaces
-        self._guarded(lambda: self._allocate(_joint_space(spaces), spaces.action))
+        self._guarded(self._allocate, _joint_space(spaces), spaces.action)
         self._plain_actions = not isinstance(spaces.action, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple))
 
     is_closed = property(lambda self: self.closed, doc="Whether the environments are closed.")
@@ -208,7 +208,7 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         if action is not None:
             self._assert_id(ids)
             pool_ids, actions = self._checked(action, ids)
-            self._guarded(lambda: self._post_each(pool_ids, actions))
+            self._guarded(self._post_each, pool_ids, actions)
             self.waiting_id += list(ids)
             self.ready_id = [x for x in self.ready_id if x not in ids]
         return self._step_async()
