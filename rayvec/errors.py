@@ -24,7 +24,6 @@ import pickle
 import traceback
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -164,12 +163,6 @@ def check_node_range(value: Any) -> tuple[int, int]:
     return int(counts[0]), int(counts[1])
 
 
-_NOT_IN_WORKERS = (
-    "\nIf the script adds this to the module {}: workers do not see what a script changes in its own process. "
-    "Make the change in a module that preload names.\n"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class RemoteFailure:
     """An exception that one process sends to another.
@@ -207,14 +200,11 @@ class RemoteFailure:
             text = str(error)
         except Exception as unprintable:  # the exception's own __str__ raised
             text = f"its text can't be read: {unprintable!r}"
-        remote_traceback = "".join(traceback.format_exception(error))
-        if isinstance(module := getattr(error, "obj", None), ModuleType):  # an AttributeError
-            remote_traceback += _NOT_IN_WORKERS.format(module.__name__)
         return cls(
             type_name=f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
             text=text,
             pickled=_pickled(error, text),
-            remote_traceback=known.remote_traceback if known else remote_traceback,
+            remote_traceback=known.remote_traceback if known else "".join(traceback.format_exception(error)),
             where=known.where if known else where,
             original=error,
         )

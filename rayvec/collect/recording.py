@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from rayvec.errors import ConfigError
 __all__ = ["Recording", "record"]
 
 
-class Recording:
+class Recording(AbstractContextManager["Recording"]):
     """Writes the episodes of chunks to a Minari dataset: see :func:`record`.
 
     Args:
@@ -118,12 +118,7 @@ class Recording:
             self._storage.update_episodes(self._finished)
             self._finished.clear()
 
-    def __enter__(self) -> Recording:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
-import traceback
 from collections.abc import Iterator
-from typing import Any
 
 from rayvec.envs.owner_signals import is_left_to_owner
 from rayvec.errors import EnvError, RemoteFailure
 
-__all__ = ["FAILURES", "captured", "end_if_forked", "failures_ignored", "is_ctrl_c"]
+__all__ = ["FAILURES", "captured", "failures_ignored", "is_ctrl_c"]
 
 FAILURES = BaseException
 """What environments, policies and learners raise when they fail. :func:`captured` lets Ctrl-C pass."""
@@ -44,24 +40,6 @@ def captured(error: BaseException, where: str) -> RemoteFailure:
     )
     failure.__cause__ = error
     return RemoteFailure.capture(failure, where)
-
-
-def end_if_forked(owner: int, error: BaseException | None = None) -> None:
-    """Ends this process if code of an environment has forked it from the process `owner`.
-
-    The process shares its parent's pipes and memory. If it continued, both would answer the same commands. The exit
-    code, and the traceback, are those of a program that ends by `error`.
-    """
-    if os.getpid() == owner:
-        return
-    code: Any = error.code if isinstance(error, SystemExit) else int(error is not None)
-    try:
-        if error is not None and not isinstance(error, SystemExit):
-            traceback.print_exception(error)  # and not sys.excepthook: Ray's would wait for a thread of the parent
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:  # an environment may have closed or replaced the streams
-        os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
 @contextlib.contextmanager

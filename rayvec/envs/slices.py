@@ -6,7 +6,6 @@ ENDED, and the same step of its row runs again: a cut episode then ends without 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -20,7 +19,7 @@ from rayvec.data.columns import Columns, columns_of
 from rayvec.data.layouts import ArrayLayout, index_tree, split_actions, tree_writer
 from rayvec.data.trees import copied
 from rayvec.envs.factory import EnvFactory
-from rayvec.envs.failures import FAILURES, captured, end_if_forked, failures_ignored
+from rayvec.envs.failures import FAILURES, captured, failures_ignored
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.envs.spare import Spare
 from rayvec.envs.times import Times
@@ -92,7 +91,7 @@ class Slice:
         where: str = "this process",
         restart_policy: RestartPolicy = NO_RESTARTS,
     ) -> None:
-        self.first_id, self._where, self._factory, self._owner = first_id, where, factory, os.getpid()
+        self.first_id, self._where, self._factory = first_id, where, factory
         self._restart, self._budget = restart_policy.restart, RestartBudget()
         self._max_episodes, self._num_finished = restart_policy.max_episodes, [0] * factory.num_envs
         self._replay_calls, self._num_spares = restart_policy.replay_calls, restart_policy.spare_envs
@@ -118,9 +117,7 @@ class Slice:
                 self._spare = Spare(partial(factory.make, 0))
             self._check_distinct()
             self._set_up()
-            end_if_forked(self._owner)
         except FAILURES as error:
-            end_if_forked(self._owner, error)
             unit = len(self._envs)
             failure = captured(
                 error, where if unit == factory.num_envs else f"{where}, {self._unit_kind} {first_id + unit}"
@@ -363,7 +360,6 @@ class Slice:
         If that raises too, it tries again until it succeeds or the restart budget is spent.
         """
         while True:
-            end_if_forked(self._owner, error)
             failure = captured(error, f"{self._where}, {self._name(unit)}")
             if not (self._restart or op == Op.SET_STATE) or op in _QUERIES or isinstance(error, ConfigError):
                 self._failure = self._failure or failure

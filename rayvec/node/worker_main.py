@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rayvec.data.global_random import seed_globals
 from rayvec.data.layouts import ArrayLayout, index_tree
 from rayvec.data.trees import object_leaves
-from rayvec.envs.failures import FAILURES, captured, end_if_forked
+from rayvec.envs.failures import FAILURES, captured
 from rayvec.envs.pickled_parts import Places, load_part
 from rayvec.envs.slices import Slice
 from rayvec.fleet.commands import IN_ARRAYS, Answer, Autoreset, Command, Op
@@ -130,7 +130,6 @@ def _serve(spec: WorkerSpec, slice_: Slice, channel: socket.socket) -> None:
     attachment: Attachment = pickle.loads(receive(channel))
     block = MachineBlock(attachment.spec, *receive_files(channel, 1))
     worker = _Worker(spec, slice_, block, attachment)
-    pid = os.getpid()
     while True:
         try:
             message = receive(channel)
@@ -142,7 +141,6 @@ def _serve(spec: WorkerSpec, slice_: Slice, channel: socket.socket) -> None:
             answer = Answer(failure=captured(error, f"{spec.name}, which unpickles what the driver has sent"))
         else:
             answer = worker.execute(command)
-            end_if_forked(pid)
         send(channel, packed_answer(answer, spec.name, dumps))
     try:
         slice_.close()

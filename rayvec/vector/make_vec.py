@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import gymnasium
-from gymnasium.envs.registration import EnvSpec, VectorizeMode, _find_spec
+from gymnasium.envs.registration import EnvSpec, VectorizeMode
 
 from rayvec.data.cores import usable_cores
 from rayvec.data.topology import even_bounds
@@ -37,8 +35,7 @@ def make_vec(
         id: Id, spec, or a class or function that makes an environment.
         num_envs: How many environments. A vector entry point may make another number where this is 1, the default.
         vectorization_mode: ``"vector_entry_point"`` makes native sub-batches, one for each worker, by the vector entry
-            point that the environment is registered with. None does the same for an environment that is registered only
-            with a vector entry point. Every other value makes single environments.
+            point that the environment is registered with. Every other value makes single environments.
         vector_kwargs: Arguments of :class:`RayVecEnv`.
         wrappers: Applied to each environment in order.
         **kwargs: Arguments of :class:`RayVecEnv`, by their names; all others are passed to the environment.
@@ -52,8 +49,6 @@ def make_vec(
     check_choice("vectorization_mode", mode, (None, *(each.value for each in VectorizeMode)))
     ours = {name: kwargs.pop(name) for name in list(kwargs) if name in _KEYWORDS} | dict(vector_kwargs or {})
     env_kwargs = {**ours.pop("env_kwargs", {}), **kwargs}
-    if mode is None and (spec := _spec_of_only_native(id)) is not None:
-        id, mode = spec, _NATIVE
     if mode != _NATIVE:
         return RayVecEnv(id, num_envs, env_kwargs=env_kwargs, wrappers=wrappers or (), **ours)
     if not isinstance(id, str | EnvSpec):
@@ -68,17 +63,6 @@ def make_vec(
     env = RayVecEnv(fns, None if num_envs == 1 else num_envs, wrappers=wrappers or (), native=True, **ours)
     env.spec = spec
     return env
-
-
-def _spec_of_only_native(id: Any) -> EnvSpec | None:
-    """Returns the spec of an environment that is registered with a vector entry point and with no other, else None."""
-    spec = id
-    if isinstance(id, str):
-        with warnings.catch_warnings(), contextlib.suppress(gymnasium.error.Error, ImportError):
-            warnings.simplefilter("ignore")  # what makes the environment warns, too
-            spec = _find_spec(id)
-    is_spec = isinstance(spec, EnvSpec) and spec.entry_point is None and spec.vector_entry_point is not None
-    return spec if is_spec else None
 
 
 def sub_batch_sizes(num_envs: int, num_nodes: Any, workers_per_node: int | None) -> list[int]:
