@@ -112,7 +112,8 @@ def _beside(*leaves: NDArray[Any], copy: bool) -> NDArray[Any]:
 def _join_states(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
     """Joins states side by side. Where a chunk took fewer steps than others, sequences without a step begin with 0."""
     count = max(map(len, parts))
-    return np.concatenate([np.pad(part, ((0, count - len(part)), (0, 0), (0, 0))) for part in parts], axis=1)
+    missing = [np.zeros((count - len(part), *part.shape[1:]), np.float32) for part in parts]
+    return np.concatenate([np.concatenate(pair) for pair in zip(parts, missing, strict=True)], axis=1)
 
 
 def _in_order(

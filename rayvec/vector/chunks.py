@@ -270,7 +270,7 @@ class ChunkAdapter(Adapter):
             self._log(host.take_notes())
         if self._envs.layout.objects:  # else the caller could change them
             taken = taken._replace(chunk=replace(taken.chunk, last_obs=deepcopy(taken.chunk.last_obs)))
-        return _joined([taken], taken.times[0].whole_s, copy=False)
+        return Rollout(taken.chunk, taken.times, taken.times[0].whole_s)
 
     def _wait_or_cut(self, chunk: _Pending, deadline: float, cut: StopEarly) -> None:
         """Waits until all parts have taken a chunk, or `cut` returns True: then each ends it after its present step."""
@@ -331,8 +331,8 @@ class WeightStore:
         self._env._drop(self.key, self.on_node)
 
 
-def _joined(taken: Sequence[TakenChunk], waited_s: float, *, copy: bool = True) -> Rollout:
-    """Returns the chunks of several processes as one; with `copy` in memory of its own."""
-    chunk = join_chunks([each.chunk for each in taken], copy=copy)
+def _joined(taken: Sequence[TakenChunk], waited_s: float) -> Rollout:
+    """Returns the chunks of several processes as one, in memory of its own."""
+    chunk = join_chunks([each.chunk for each in taken])
     num_padded = chunk.valid.size - sum(each.chunk.valid.size for each in taken)
     return Rollout(chunk, tuple(times for each in taken for times in each.times), waited_s, num_padded)
