@@ -221,11 +221,13 @@ class ChunkAdapter(Adapter):
             return 0, self._guarded(self._taken_here, chunks[0], cut)
         return self._guarded(self._received, chunks, timeout_s, cut, stays_open=(KeyboardInterrupt,))
 
-    def _taken_here(self, chunk: _Pending, cut: Cut | None) -> Rollout:
+    def _taken_here(self, chunk: _Pending, cut: StopEarly | None) -> Rollout:
         self._forget(chunk)
         return self._take_here(self._host, partial(self._host.take, chunk.order, cut=cut or (lambda taken: False)))
 
-    def _received(self, chunks: Sequence[_Pending], timeout_s: float | None, cut: Cut | None) -> tuple[int, Rollout]:
+    def _received(
+        self, chunks: Sequence[_Pending], timeout_s: float | None, cut: StopEarly | None
+    ) -> tuple[int, Rollout]:
         """Receives the first of some chunks that has been taken. It is pending until all of it is here."""
         began_s = time.monotonic()
         index = 0 if len(chunks) == 1 else self._envs.wait_some([chunk.ticket for chunk in chunks])[0]
