@@ -47,8 +47,8 @@ coverage: $(STAMP) ## Run the tests and print which lines they reach, in workers
 	$(BIN)/python -m coverage combine -q
 	$(BIN)/python -m coverage report --skip-covered
 
-soak: $(STAMP) ## Ten minutes of random faults, every transition checked (MINUTES=10, ELASTIC=central or decentralized)
-	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(or $(MINUTES),10) $(if $(ELASTIC),--elastic $(ELASTIC) --fault-every 20)
+soak: $(STAMP) ## Ten minutes of random faults, every transition checked (MINUTES=10)
+	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(or $(MINUTES),10)
 
 check: $(DOCS_STAMP) ## Lint, formatting, types, layout, the examples in docstrings, and the documentation
 	$(BIN)/ruff check .

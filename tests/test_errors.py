@@ -103,15 +103,6 @@ class TestRemoteFailure:
         failure = captured(error)
         self.check_cause((failure if pickled is None else replace(failure, pickled=pickled)).rebuild(), error)
 
-    @pytest.mark.parametrize("error", [Unpicklable(), ValueError("x")], ids=repr)
-    def test_on_its_way_through_two_processes_it_is_told_once(self, error: Exception) -> None:
-        try:
-            raise captured(error).rebuild()
-        except Exception as raised:
-            cause: Any = pickle.loads(pickle.dumps(RemoteFailure.capture(raised, "node n"))).cause()
-        self.check_cause(cause, error)
-        assert str(cause).count("Traceback") == str(cause).count("environment 7, seed 9") == 1
-
     def check_cause(self, cause: Any, error: Exception) -> None:
         assert type(cause) is EnvError
         for words in (type(error).__qualname__, str(error), "environment 7, seed 9", "Traceback", "raise error"):

@@ -165,38 +165,6 @@ def test_kuberay(name: str, kind: str) -> None:
     check_cluster(spec)
 
 
-def test_compose() -> None:
-    (compose,) = documents("compose.yaml")
-    for service in compose["services"].values():
-        assert service["environment"]["RAY_AUTH_MODE"] == "token"
-        assert service["environment"]["RAY_AUTH_TOKEN_PATH"] == f"/run/secrets/{service['secrets'][0]}"
-        assert service["shm_size"] and service["ulimits"]["nofile"] >= 65536
-        assert service["image"] == f"rayvec:{rayvec.__version__}" and (ROOT / service["build"]["dockerfile"]).exists()
-        assert service["command"].startswith("ray start") and "ports" not in service
-    assert compose["networks"]["cluster"]["internal"] and set(compose["secrets"]) == {"ray_token"}
-    assert compose["services"]["worker"]["deploy"]["replicas"] == 2
-
-
-def test_dockerfile() -> None:
-    lines = (CLUSTER / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    steps = [line for line in lines if line and not line.startswith("#")]
-    bases = [step.split()[1] for step in steps if step.startswith("FROM")]
-    assert all(re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", base) for base in bases)
-    last_user = [step for step in steps if step.startswith("USER")][-1]
-    assert last_user == "USER ray" and steps.index(last_user) > max(
-        number for number, step in enumerate(steps) if step.startswith("RUN")
-    )
-    installs = [step for step in steps if "pip install" in step]
-    assert installs and all(
-        "--constraint /tmp/constraints.txt" in step and "--no-cache-dir" in step for step in installs
-    )
-    ignored = (CLUSTER / "Dockerfile.dockerignore").read_text().split()
-    copied = [word for step in steps if step.startswith("COPY") and "--from" not in step for word in step.split()[1:-1]]
-    assert ignored[0] == "*"
-    for name in copied:
-        assert (ROOT / name).exists() and f"!{name}" in ignored
-
-
 def test_autoscaler_file_fits_the_schema_of_ray() -> None:
     import jsonschema
     import ray.autoscaler

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,6 @@ from rayvec.cli import main
 TINY = "--cores-per-node 1 --step-duration 0.002 --repeats 1 --window 0.1 --chunk-steps 8".split()
 WAYS = ["driver", "worker", "decentralized"]
 COLUMNS = ["nodes", "cores", "step_duration_s", "steps_per_s", "steps_per_s_per_core", "ideal_steps_per_s"]
-FAILING = """
-import gymnasium
-
-class Failing(gymnasium.Env):
-    observation_space, action_space = gymnasium.spaces.Box(0, 1, (1,)), gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed=None, options=None):
-        raise KeyError("no such level")
-"""
 
 
 def rows_in(path: Path) -> list[dict[str, Any]]:
@@ -85,18 +75,6 @@ def test_a_cluster_and_an_environment_of_its_own(
     driver, worker = rows_in(tmp_path / "scaling.json")
     assert driver["step_duration_s"] == worker["step_duration_s"] and driver["steps_per_s"] > 0
     assert driver["bound_efficiency"] is None and not driver["is_overloaded"]
-
-
-@pytest.mark.slow
-def test_a_command_whose_rows_all_failed_exits_with_1(
-    tmp_path: Path, ray_cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "rv_failing.py").write_text(FAILING)
-    monkeypatch.syspath_prepend(tmp_path)
-    where = ["--address", ray_cluster.address, "--out", str(tmp_path)]
-    assert main(["bench", "scaling", "--nodes", "1", *TINY, "--env-id", "rv_failing:Failing", *where]) == 1
-    assert capsys.readouterr().out.count("failed: driver, 1 node: ") == 1
-    assert Counter(row["way"] for row in rows_in(tmp_path / "scaling.json")) == {"driver": 1, "worker": 1}
 
 
 @pytest.mark.parametrize(

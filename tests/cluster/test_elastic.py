@@ -29,7 +29,7 @@ from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, restart_seed
 from rayvec.vector.ray_vec_env import RayVecEnv
 from rayvec.wrappers import SaveState
 
-SEED, EPISODE, STEP, TOTAL = range(4)
+SEED, _, STEP, TOTAL = range(4)
 
 pytestmark = pytest.mark.timeout(600)  # nodes are slow to start where others work
 

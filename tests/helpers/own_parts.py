@@ -33,14 +33,6 @@ def too_many_outputs(observation_space: Any, action_space: Any, config: Any) -> 
     return TwoHeads(observation_space, spaces.Discrete(7))
 
 
-def no_parameters(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
-    class Constant(nn.Module):
-        def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-            return torch.zeros(len(obs), spaces.flatdim(action_space)), torch.zeros(len(obs))
-
-    return Constant()
-
-
 def no_module(observation_space: Any, action_space: Any, config: Any) -> Any:
     return lambda obs: obs
 

@@ -34,13 +34,6 @@ class ThreadRanks:
         return tensor.copy_(total)
 
 
-class Apart(ThreadRanks):
-    """A rank that keeps what it has to itself, though it says that there are others."""
-
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_floating_point() else super().all_reduce_(tensor)
-
-
 def on_ranks(size: int, work: Callable[[ThreadRanks], T], kind: type[ThreadRanks] = ThreadRanks) -> list[T]:
     """Returns what `work` returns on each of `size` ranks."""
     shared: list[Tensor | None] = [None] * size

@@ -13,7 +13,6 @@ from helpers.device_cases import CASES, Case
 from helpers.pretend_device import pretended
 
 from rayvec.errors import LearnerError
-from rayvec.policies.policy import Policy
 
 _SLOW = ("images", "dict", "discrete-True", "numbers-discrete", "numbers-multibinary", "tuple-box")
 
@@ -129,15 +128,3 @@ def test_updates_in_bfloat16_stay_near_those_in_float32(case: Case) -> None:
     value = "critic_loss" if case.algorithm == "sac" else "value_loss"
     assert got[-1][value] == pytest.approx(expected[-1][value], rel=0.2)
     assert all(each.dtype == torch.float32 for each in rough.module.parameters())
-
-
-@pytest.mark.parametrize("case", cases("ppo-numbers-box", "ppo-images-discrete"))
-def test_policies_act_in_float32(case: Case) -> None:
-    """Steps are the same wherever a policy acts."""
-    chunk = case.batches(1)[0].chunks[0]
-    obs = chunk.obs[0]
-    actors = [Policy(case.learner("cpu", precision=each).module) for each in ("float32", "bf16")]
-    noise = np.full((len(obs), actors[0].noise.lanes), 0.4)
-    (one, extras), (other, others) = (actor.act(obs, noise) for actor in actors)
-    np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(extras["logp"], others["logp"])

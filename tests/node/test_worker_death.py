@@ -90,18 +90,6 @@ def test_a_worker_that_is_killed_in_the_midst_of_a_reply(tmp_path: Path, with_ch
 
 
 class TestConstructors:
-    def test_one_that_forks_and_dies(self) -> None:
-        """The child holds the worker's end of the pipe, so that no end of file comes."""
-
-        def fork_and_die() -> CountingEnv:
-            if os.fork() == 0:
-                time.sleep(300)
-            os._exit(3)
-
-        with pytest.raises(WorkerLostError) as caught:
-            within(DEADLINE_S, partial(make, fork_and_die))
-        assert_explained(caught.value)
-
     def test_one_that_never_returns_shows_where(self) -> None:
         def waits_for_a_licence() -> CountingEnv:
             threading.Event().wait()
@@ -272,27 +260,6 @@ def test_a_fork_server_for_which_there_is_no_process(tmp_path: Path, monkeypatch
     assert_explained(caught.value)
 
 
-def _sleep(runs: Any) -> None:
-    runs.set()
-    time.sleep(60)
-
-
-class EndsProcesses(CountingEnv):
-    def exit_codes(self, number: int) -> list[int | None]:
-        """How a signal ends a process that the environment forks, and a program that it starts."""
-        context = multiprocessing.get_context("fork")
-        runs = context.Event()
-        forked = context.Process(target=_sleep, args=(runs,))
-        forked.start()
-        runs.wait(20)
-        program = subprocess.Popen(["sleep", "60"])
-        for process in (forked, program):
-            assert process.pid
-            os.kill(process.pid, number)
-        forked.join(20)
-        return [forked.exitcode, program.wait(20)]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_workers_and_their_fork_server_stay(number: int) -> None:
     with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=2, on_env_error="restart") as env:
@@ -307,9 +274,3 @@ def test_workers_and_their_fork_server_stay(number: int) -> None:
         env.step(np.zeros(2, np.int64))
         ((_, *workers),) = env.worker_pids().values()
         assert len({*workers, *pids}) == 3 and {psutil.Process(pid).ppid() for pid in workers} == {server}
-
-
-def test_processes_of_environments_end_by_them() -> None:
-    with RayVecEnv([EndsProcesses], num_nodes=0, workers_per_node=1) as env:
-        assert env.call("exit_codes", signal.SIGTERM) == ([-signal.SIGTERM, -signal.SIGTERM],)
-        assert env.call("exit_codes", signal.SIGINT) == ([1, -signal.SIGINT],)  # Python ends by KeyboardInterrupt

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
 from helpers.chunks import assert_same_chunk
 from helpers.exact import DriftEnv, SpaceEnv, TablePolicy
 from helpers.kinds import ALL_SPACES
@@ -206,33 +205,6 @@ class Returns:
         raise NotImplementedError
 
 
-class KeepsActions(DriftEnv):
-    """Rewards by how much an action differs from the one before, which it keeps as it got it."""
-
-    action_space = spaces.Box(0, 99, (1,))
-    kept: Any = np.zeros(1)
-
-    def step(self, action: Any) -> Any:
-        reward, self.kept = float((action - self.kept)[0]), action
-        return self.observation_space.sample(), reward, False, False, {}
-
-
-class Overwrites:
-    """A policy that returns the same array at every step, with numbers one greater."""
-
-    noise = NO_NOISE
-
-    def __init__(self) -> None:
-        self._actions = np.zeros((2, 1), np.float32)
-
-    def act(self, obs: Any, noise: Any) -> Any:
-        self._actions += 1
-        return self._actions, {}
-
-    def load_weights(self, weights: Any) -> None:
-        raise NotImplementedError
-
-
 class TestPolicies:
     def test_keys_of_actions_may_change_their_order(self) -> None:
         """The environment takes the action by key, and so does the chunk."""
@@ -264,13 +236,6 @@ class TestPolicies:
             chunk = env.rollout(policy, 2)
         assert_identical(chunk.act, np.array([[0, 1], [0.5, 1]]))
         assert_identical(chunk.extras, {"x": np.array([[1, 0], [7, 8]]), "y": np.array([["a", "b"], ["abc", "d"]])})
-
-    @pytest.mark.parametrize("native", [False, True])
-    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
-    def test_environments_keep_actions_that_the_policy_overwrites(self, inference: Any, native: bool) -> None:
-        fns: Any = [partial(SyncVectorEnv, [KeepsActions] * 2)] if native else [KeepsActions] * 2
-        with here(fns, native=native) as env:
-            assert env.rollout(Overwrites(), 4, inference).rew.tolist() == [[1.0, 1.0]] * 4
 
     @pytest.mark.parametrize(
         ("results", "words"),

@@ -25,9 +25,8 @@ import psutil
 from helpers.waiting import shm_names, wait_until
 
 from rayvec.vector.ray_vec_env import RayVecEnv
-from soak.audited import Training
 from soak.auditor import Auditor
-from soak.faults import NUM_NODES, Faults, NodeChanges, interrupt_a_small_one
+from soak.faults import Faults, interrupt_a_small_one
 from soak.witness import Act, Asking, Witness
 
 NUM_ENVS = 24
@@ -45,7 +44,7 @@ class Soak:
         interrupt: Makes a small vector environment and interrupts it.
     """
 
-    def __init__(self, env: RayVecEnv, faults: Faults | NodeChanges, interrupt: Callable[[], None]) -> None:
+    def __init__(self, env: RayVecEnv, faults: Faults, interrupt: Callable[[], None]) -> None:
         self._env, self._faults, self._interrupt = env, faults, interrupt
         self._auditor = Auditor(env.reset(seed=1)[0])
         self._weights = env.publish(Asking())
@@ -67,7 +66,7 @@ class Soak:
                 self._auditor.step(*self._env.step(actions))
                 actions[:] = Act.STEP
             self._two_chunks()
-            if time.monotonic() >= next_interrupt and isinstance(self._faults, Faults):
+            if time.monotonic() >= next_interrupt:
                 next_interrupt = time.monotonic() + 3 * fault_every_s
                 self._faults.made["interrupt"] += 1
                 self._interrupt()
@@ -154,40 +153,29 @@ def soak(args: argparse.Namespace, directory: Path) -> None:
 
     rng = random.Random(args.seed)
     head = {"num_cpus": 6, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=args.elastic == "no")  # by no thread
+    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=True)
     for name in ("large", "small"):
         (directory / name).mkdir()
     try:
         cluster.add_node(num_cpus=4)
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        if args.elastic == "decentralized":
-            changes = NodeChanges(cluster, rng)
-            run_watched(Training(changes, args.record), changes, args)
-            return
         with RayVecEnv(
             [partial(Witness, index, directory / "large") for index in range(NUM_ENVS)],
             workers_per_node=4,
-            num_nodes=NUM_NODES if args.elastic == "central" else 2,
+            num_nodes=2,
             on_env_error="restart",
             step_timeout_s=5.0,
         ) as env:
-            faults = (
-                Faults(env, cluster, directory / "large", rng) if args.elastic == "no" else NodeChanges(cluster, rng)
-            )
-            interrupt = partial(interrupt_a_small_one, directory / "small", rng)
-            run_watched(Soak(env, faults, interrupt), faults, args)
+            faults = Faults(env, cluster, directory / "large", rng)
+            loop = Soak(env, faults, partial(interrupt_a_small_one, directory / "small", rng))
+            memory = Memory(args.record, loop.counts)
+            try:
+                loop.run(time.monotonic() + 60 * args.minutes, args.fault_every)
+            finally:
+                memory.close()
     finally:
         ray.shutdown()
         cluster.shutdown()
-
-
-def run_watched(loop: Soak | Training, faults: Faults | NodeChanges, args: argparse.Namespace) -> None:
-    memory = Memory(args.record, loop.counts)
-    try:
-        loop.run(time.monotonic() + 60 * args.minutes, args.fault_every)
-    finally:
-        faults.close()
-        memory.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -196,12 +184,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--fault-every", type=float, default=5.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--elastic",
-        choices=["no", "central", "decentralized"],
-        default="no",
-        help="nodes join and leave, and nothing else happens; decentralized: under a training whose ranks audit",
-    )
     parser.add_argument("--record", type=Path, default=Path("runs/soak"), help="where samples are written")
     args = parser.parse_args(arguments)
     args.record.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,6 @@ import numpy as np
 import psutil
 import pytest
 from gymnasium.error import NoAsyncCallError
-from helpers.elastic import announce
 
 from rayvec.vector.ray_vec_env import RayVecEnv
 from soak.auditor import Auditor
@@ -27,8 +26,6 @@ from soak.witness import Act, Witness
 _MOST_A_MINUTE = 2
 """Faults of one worker or node within a minute. Six would be a crash loop, and some faults cost two restarts."""
 _CALM_S = 65.0
-NUM_NODES = (1, 4)
-_NOTICE_S = 8.0
 
 Actions = dict[int, Act]
 
@@ -67,9 +64,6 @@ class Faults:
         name = self._rng.choice([*self._faults])
         self.made[name] += 1
         return self._faults[name]()
-
-    def close(self) -> None:
-        """Does nothing."""
 
     def _one_of(self, choices: dict[str, Any]) -> Any:
         """Returns one of some workers or nodes that has not failed often of late, or None."""
@@ -139,51 +133,6 @@ class Faults:
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-class NodeChanges:
-    """Changes the nodes of a cluster in a thread, so that changes fall into steps, chunks and moves.
-
-    Args:
-        cluster: Ray's ``Cluster``.
-        rng: Chooses.
-    """
-
-    def __init__(self, cluster: Any, rng: random.Random) -> None:
-        self._cluster, self._rng = cluster, rng
-        self.made: Counter[str] = Counter(join=0, leave=0, kill=0)
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def make(self, may_act: Any = None) -> Actions:
-        """Lets a node join or leave. With none besides the head, one joins, and with five, one leaves."""
-        self.close()
-        self._thread = threading.Thread(target=self._change, daemon=True)
-        self._thread.start()
-        return {}
-
-    def _change(self) -> None:
-        try:
-            nodes = list(self._cluster.worker_nodes)
-            if len(nodes) < NUM_NODES[1] and (not nodes or self._rng.random() < 0.5):
-                self._cluster.add_node(num_cpus=4)
-                self.made["join"] += 1
-                return
-            node, what = self._rng.choice(nodes), self._rng.choice(["leave", "kill"])
-            if what == "leave":
-                announce(self._cluster, node.node_id)
-                time.sleep(_NOTICE_S)
-            self._cluster.remove_node(node, allow_graceful=False)
-            self.made[what] += 1
-        except BaseException as error:
-            self._error = error
-
-    def close(self) -> None:
-        """Waits for the last change; raises what it raised."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
 
 
 def interrupt_a_small_one(directory: Path, rng: random.Random) -> None:

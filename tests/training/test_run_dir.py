@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from helpers.own_envs import FailsOnce
-from helpers.processes import assert_nothing_left, running
-from helpers.training_kit import SMALL, assert_same, lengthen, options, tiny
+from helpers.training_kit import lengthen, options, tiny
 
 import rayvec
 from rayvec import PPOConfig
@@ -24,7 +19,7 @@ from rayvec.cli import main
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.atomic_files import written_whole
-from rayvec.training.run_dir import begin_run_dir, load_run, locked, read_metrics
+from rayvec.training.run_dir import load_run, locked, read_metrics
 
 
 def test_one_process_at_a_time_trains_in_a_directory(tmp_path: Path) -> None:
@@ -32,26 +27,6 @@ def test_one_process_at_a_time_trains_in_a_directory(tmp_path: Path) -> None:
     with locked(run_dir), pytest.raises(ConfigError, match="Another process trains in"):
         rayvec.resume(run_dir)
     rayvec.resume(run_dir)
-
-
-def test_a_run_directory_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It appears with its first checkpoint; a directory that another process has made meanwhile is left alone."""
-    seen = []
-
-    save_checkpoint = checkpoint.save
-
-    def save(path: Path, state: dict[str, Any]) -> None:
-        seen.append((tmp_path / "a").exists())
-        save_checkpoint(path, state)
-        (tmp_path / "b").mkdir(exist_ok=True)
-        (tmp_path / "b" / "theirs").touch()
-
-    monkeypatch.setattr("rayvec.training.checkpoint.save", save)
-    begin_run_dir(tmp_path / "a", tiny(tmp_path / "a"), {"weights": torch.zeros(1)})
-    assert seen == [False] and {path.name for path in (tmp_path / "a").iterdir()} == {"config.yaml", "checkpoint.pt"}
-    with pytest.raises(OSError, match="not empty"):
-        begin_run_dir(tmp_path / "b", tiny(tmp_path / "b"), {"weights": torch.zeros(1)})
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
 
 
 @pytest.mark.parametrize("part", ["learner", "collector"])
@@ -95,32 +70,6 @@ def test_resuming_a_finished_run_only_evaluates(tmp_path: Path, capsys: pytest.C
     assert "rayvec: the run has taken all its 64 steps\n" in capsys.readouterr().err
     assert (again.total_steps, again.eval_return_mean) == (first.total_steps, first.eval_return_mean)
     assert [line["steps"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl")] == [64]
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("num_nodes", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_killed_run_resumes_exactly_where_its_checkpoint_was(tmp_path: Path, num_nodes: int) -> None:
-    run_dir = tmp_path / "a"
-    settings = {**SMALL, "num_nodes": num_nodes, "total_steps": 40_000, "eval_episodes": 6, "run_dir": run_dir}
-    with running(["train", "ppo", *options(settings), "--checkpoint-interval-s=0"], tmp_path) as command:
-        metrics = run_dir / "metrics.jsonl"
-        command.wait_until(lambda: metrics.exists() and len(list(read_metrics(metrics))) >= 20)
-        assert command.kill(signal.SIGKILL) == -signal.SIGKILL
-        assert_nothing_left(command)
-
-    state = load_run(run_dir)[1]
-    steps = state["progress"]["steps"]
-    assert 19 * 64 <= steps < 40_000
-    assert state["learner"]["num_updates"] == state["progress"]["iterations"] == steps / 64
-    lengthen(run_dir, 40_000, steps + 640)
-    twin = Path(shutil.copytree(run_dir, tmp_path / "twin"))
-    result = rayvec.resume(run_dir)
-    assert result.total_steps == steps + 640 and result.wall_s > state["progress"]["wall_s"]
-    assert [line["steps"] for line in read_metrics(metrics)] == list(range(64, steps + 641, 64))
-    last = load_run(run_dir)[1]
-    assert last["learner"]["num_updates"] == last["progress"]["iterations"] == steps // 64 + 10
-    rayvec.resume(twin)
-    assert_same(load_run(twin)[1]["learner"], last["learner"])
 
 
 DECISIONS = """

@@ -124,7 +124,9 @@ SMALL_RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("algorithm", [pytest.param(name, marks=pytest.mark.slow) for name in SMALL_RUNS])
+@pytest.mark.parametrize(
+    "algorithm", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("impala", "sac"))]
+)
 def test_the_life_of_a_run(algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed, copy = tmp_path / "killed", tmp_path / "copy"
     settings = {**SMALL_RUNS[algorithm], **HERE, "total_steps": 200_000, "eval_episodes": 4, "run_dir": killed}
