@@ -1,4 +1,4 @@
-"""What a GPU makes of updates: eager, compiled and captured, beside plain PyTorch. Needs torch, NumPy and Gymnasium.
+"""What a GPU makes of updates: eager and compiled, beside plain PyTorch. Needs no Ray, no Tianshou and no rich.
 
     PYTHONPATH=. python benchmarks/gpu_learner.py
 
@@ -6,22 +6,21 @@ A row is whole updates of a learner, as ``train`` calls them, in samples/s: PPO 
 and IMPALA. Beside PPO stand the update of a script in the way of CleanRL (eager modules, autograd, torch's Adam) and
 that of a script in the way of LeanRL (the same, compiled, with CUDA graphs), with the same minibatches and data.
 
-``--device cpu`` runs the same on a CPU, where nothing is captured and time is that of the process, which other programs
-hardly change.
+On a GPU, what is compiled is captured as a CUDA graph too. ``--device cpu`` runs the same on a CPU, where time is that
+of the process, which other programs hardly change.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -45,27 +44,9 @@ def name_of(task: LearnerTask) -> str:
 
 
 def ours(task: LearnerTask, precision: str, kind: str) -> Updates:
-    """Returns an update of our learner; `kind` is "eager", "compiled" or "captured"."""
-    without = without_capture if kind == "compiled" else contextlib.nullcontext
-    with without():
-        learner = task.learner(precision=precision, compile=kind != "eager", total_steps=10**9)
-        batch = task.batch(learner)
-
-    def update() -> Any:
-        with without():
-            return learner.update(batch)
-
-    return update
-
-
-@contextlib.contextmanager
-def without_capture() -> Iterator[None]:
-    """Compiles on CUDA, and captures nothing."""
-    with contextlib.ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("rayvec.learners") and hasattr(module, "can_capture"):
-                stack.enter_context(mock.patch.object(module, "can_capture", lambda device: False))
-        yield
+    """Returns an update of our learner; `kind` is "eager" or "compiled"."""
+    learner = task.learner(precision=precision, compile=kind == "compiled", total_steps=10**9)
+    return partial(learner.update, task.batch(learner))
 
 
 class Agent(nn.Module):
@@ -136,53 +117,41 @@ def plain(task: LearnerTask, precision: str, *, lean: bool) -> Updates:
     return update
 
 
-def seconds(function: Updates, repeats: int = 5) -> float:
-    """Returns the shortest time of a call, until the device has finished."""
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    times = []
-    for _ in range(repeats):
-        synchronize()
-        begin = clock()
-        function()
-        synchronize()
-        times.append(clock() - begin)
-    return min(times)
-
-
-def synchronize() -> None:
-    """Waits for the GPU if there is one."""
-    if torch.cuda.is_available():
+def samples_per_s(update: Updates, task: LearnerTask) -> float:
+    """Returns the speed of one update, until the device has finished."""
+    on_gpu = task.device == "cuda"
+    clock = time.perf_counter if on_gpu else time.process_time
+    began = clock()
+    update()
+    if on_gpu:
         torch.cuda.synchronize()
+    return task.samples / (clock() - began)
 
 
-def measure(ways: dict[str, Updates], num_samples: int, repeats: int) -> dict[str, list[float]]:
-    """Returns samples per second of each way, interleaved, after two updates that compile and capture."""
-    for update in ways.values():
-        update(), update()
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, update in ways.items():
-            found[name].append(num_samples / seconds(update, 1))
-    return found
-
-
-def lines(options: argparse.Namespace) -> Iterator[list[str]]:
+def rows(options: argparse.Namespace) -> Iterator[list[str]]:
     """Yields the rows of the table; all ways and precisions of a task are interleaved."""
-    kinds = ["eager", "compiled", *(["captured"] if options.device == "cuda" else [])]
     for task in tasks(options):
-        here = [kind for kind in (kinds if task.algorithm != "impala" else kinds[:1]) if kind in options.kinds]
-        scripts = [name for name in ("cleanrl", "leanrl") if name in options.kinds and task.algorithm == "ppo"]
+        kinds = {"sac": ["eager", "compiled"], "impala": ["eager"]}.get(task.algorithm, COLUMNS)
         ways: dict[str, Updates] = {}
+        for precision, kind in itertools.product(options.precisions, [kind for kind in kinds if kind in options.kinds]):
+            own = kind in ("eager", "compiled")
+            make = ours(task, precision, kind) if own else plain(task, precision, lean=kind == "leanrl")
+            ways[f"{kind} {precision}"] = make
+        for update in ways.values():
+            update(), update()  # which compile and capture
+        turns = [{name: samples_per_s(ways[name], task) for name in ways} for _ in range(options.repeats)]
         for precision in options.precisions:
-            ways |= {f"{name} {precision}": ours(task, precision, name) for name in here}
-            ways |= {f"{name} {precision}": plain(task, precision, lean=name == "leanrl") for name in scripts}
-        found = measure(ways, task.samples, options.repeats)
-        for precision in options.precisions:
-            cells = [spread(found.get(f"{name} {precision}")) for name in COLUMNS]
-            yield [f"{name_of(task)}, {precision}", *cells]
+            names = [f"{kind} {precision}" for kind in COLUMNS]
+            found = [[turn[name] for turn in turns if name in turn] for name in names]
+            yield [f"{name_of(task)}, {precision}", *map(spread, found)]
 
 
-COLUMNS = ["eager", "compiled", "captured", "cleanrl", "leanrl"]
+def spread(values: list[float]) -> str:
+    """Returns the median, the smallest and the largest value; nothing for what was not measured."""
+    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})" if values else ""
+
+
+COLUMNS = ["eager", "compiled", "cleanrl", "leanrl"]
 TASKS = ["ppo", "ppo-cnn", "impala", "impala-cnn", "sac"]
 
 
@@ -198,11 +167,6 @@ def tasks(options: argparse.Namespace) -> Iterator[LearnerTask]:
         for size in sizes:
             act_size = 0 if images else A
             yield LearnerTask(algorithm, **shape, **size, obs_size=D, act_size=act_size, device=options.device)
-
-
-def spread(values: list[float] | None) -> str:
-    """Returns the median, the smallest and the largest value; nothing for what was not measured."""
-    return "" if values is None else f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
 
 
 def main() -> int:
@@ -225,11 +189,10 @@ def main() -> int:
         print("no CUDA: this benchmark measures a GPU, and torch sees none on this machine", file=sys.stderr)
         return 1
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    name = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
-    print(f"    python {' '.join(sys.argv)}\n\n{name}, torch {torch.__version__}, samples/s\n")
-    header = ["", *COLUMNS]
-    print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
-    for cells in lines(options):
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(f"`python {' '.join(sys.argv)}`, {device}, torch {torch.__version__}, samples/s\n")
+    print("| | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (1 + len(COLUMNS)))
+    for cells in rows(options):
         print("| " + " | ".join(cells) + " |", flush=True)
     return 0
 

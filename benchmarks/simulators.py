@@ -1,11 +1,14 @@
-"""Simulators that don't fit a Python worker: resets that take long, environment servers, processes with many threads.
+"""Slow simulators: steps that wait, resets that take long, environment servers, processes with many threads.
 
-Each part compares ways of running the same environments, measured in turns. --quick takes one short turn.
+Each part compares ways of running the same environments, measured in turns. Environments that sleep or compute are
+stepped by rayvec as it is by default, and by vector environments that start a process for each. --quick takes one short
+turn of each part.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import socket
@@ -23,6 +26,7 @@ from gymnasium import spaces
 from measure import heading, interleaved, share_modules
 
 import rayvec
+from rayvec.bench.emulated import EmulatedEnv
 from rayvec.bench.terminal import ratio, show_table, spread
 
 STEP_S, EPISODE_STEPS, RESET_STEPS = 5e-3, 60, 50
@@ -71,13 +75,35 @@ class Threaded(Echo):
         self._process.communicate(b"")
 
 
-def steps_per_s(env: Any, seconds: float) -> float:
+def steps_per_s(env: Any, actions: Any, seconds: float) -> float:
     """Steps environments for so long."""
-    actions, count, began = np.zeros((env.num_envs, 64)), 0, time.perf_counter()
+    count, began = 0, time.perf_counter()
     while (took := time.perf_counter() - began) < seconds:
         env.step(actions)
-        count += env.num_envs
+        count += len(actions)
     return count / took
+
+
+def waiting(step_s: float, busy: bool, num_envs: int, seconds: float) -> dict[str, Callable[[], float]]:
+    """Returns what measures environments that take so long for a step, which begin anew in each turn."""
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+    from tianshou.env import SubprocVectorEnv
+
+    def measured(make: Callable[[Any], Any]) -> float:
+        env = make([partial(EmulatedEnv, step_s, busy)] * num_envs)
+        env.reset()
+        steps_per_s(env, np.zeros(num_envs, np.int64), 0.0)
+        found = steps_per_s(env, np.zeros(num_envs, np.int64), seconds)
+        env.close()
+        return found
+
+    makers: dict[str, Callable[[Any], Any]] = {
+        "rayvec": partial(rayvec.RayVecEnv, num_nodes=0),
+        "Tianshou SubprocVectorEnv": SubprocVectorEnv,
+        "Gymnasium AsyncVectorEnv": gymnasium.vector.AsyncVectorEnv,
+        "SB3 SubprocVecEnv": partial(SubprocVecEnv, start_method="fork"),  # its default imports torch in each process
+    }
+    return {name: partial(measured, make) for name, make in makers.items()}
 
 
 def answer(port: int) -> None:
@@ -110,17 +136,18 @@ def plain_socket() -> Iterator[Callable[[float], float]]:
         echo.join()
 
 
-def show(title: str, ways: Mapping[str, Callable[[float], float]], unit: str, repeats: int, seconds: float) -> None:
+def show(title: str, ways: Mapping[str, Callable[[], float]], unit: str, repeats: int) -> None:
     """Measures and prints a table, with each way over the first."""
-    found = interleaved({name: partial(measure, seconds) for name, measure in ways.items()}, repeats)
+    found = interleaved(ways, repeats)
     first = next(iter(found.values()))
     rows = [[name, spread(values, ",.0f"), ratio(values, first)] for name, values in found.items()]
     show_table(title, ["", unit, "over the first"], rows)
 
 
 def main() -> None:
-    """Measures each part and prints a table."""
+    """Measures each part and prints its tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--quick", action="store_true")
@@ -129,33 +156,70 @@ def main() -> None:
     share_modules()
     os.environ["PYTHONPATH"] += os.pathsep + os.path.dirname(rayvec.__path__[0])
     print(heading())
-    with ExitStack() as stack:
+    for name in args.parts:
+        with ExitStack() as stack:
+            for title, unit, ways in PARTS[name](stack, seconds):
+                show(title, ways, unit, repeats)
 
-        def opened(env: Any, **settings: Any) -> Callable[[float], float]:
-            made = stack.enter_context(rayvec.RayVecEnv(env, num_nodes=0, **settings))
-            made.reset(seed=1)
-            return partial(steps_per_s, made)
 
-        slow = {
-            f"{spare} spare": opened([partial(Echo, STEP_S)] * 4, workers_per_node=4, spare_envs=spare)
-            for spare in (0, 1)
-        }
-        title = (
-            f"Resets that take {RESET_STEPS} steps of {1e3 * STEP_S:g} ms, episodes of {EPISODE_STEPS}, 4 environments"
-        )
-        show(title, slow, "steps/s", repeats, seconds)
-        command = [sys.executable, os.path.join(rayvec.__path__[0], "env_server.py"), "simulators:Echo"]
-        servers = rayvec.EnvServers(1, command=command)
-        stack.callback(servers.close)
-        trips = {"plain socket": stack.enter_context(plain_socket()), "worker": opened([Echo], workers_per_node=1)}
-        trips["server, in this process"] = opened(servers, workers_per_node=0)
-        show("Round trips of 64 floats", trips, "round trips/s", repeats, seconds)
-        simulators = {"2 of 1 core": (2, 1), "1 of 2 cores": (1, 2), "2 without a word": (2, None)}
-        threads = {
-            name: opened([Threaded] * count, workers_per_node=count, cores_per_env=cores)
-            for name, (count, cores) in simulators.items()
-        }
-        show("Simulators with threads of their own", threads, "steps/s", repeats, seconds)
+Tables = Iterator[tuple[str, str, dict[str, Callable[[], float]]]]
+"""Title, unit and ways of each table."""
+
+
+def opened(stack: ExitStack, seconds: float, env: Any, **settings: Any) -> Callable[[], float]:
+    """Returns what measures environments that stay open."""
+    made = stack.enter_context(rayvec.RayVecEnv(env, num_nodes=0, **settings))
+    made.reset(seed=1)
+    return partial(steps_per_s, made, np.zeros((made.num_envs, 64)), seconds)
+
+
+def waits(stack: ExitStack, seconds: float) -> Tables:
+    """Environments whose steps sleep or compute."""
+    kinds = (1e-3, False), (5e-3, False), (2e-2, False), (1e-3, True)
+    for (step_s, busy), num_envs in itertools.product(kinds, (4, 16, 64)):
+        title = f"{num_envs} environments whose steps {'compute' if busy else 'sleep'} {1e3 * step_s:g} ms"
+        yield title, "steps/s", waiting(step_s, busy, num_envs, seconds)
+
+
+def resets(stack: ExitStack, seconds: float) -> Tables:
+    """Resets that take long, without and with an environment to spare."""
+    spares = {"0 spare": 0, "1 spare": 1}
+    envs: Any = [partial(Echo, STEP_S)] * 4
+    ways = {name: opened(stack, seconds, envs, workers_per_node=4, spare_envs=count) for name, count in spares.items()}
+    title = f"Resets that take {RESET_STEPS} steps of {1e3 * STEP_S:g} ms, episodes of {EPISODE_STEPS}, 4 environments"
+    yield title, "steps/s", ways
+
+
+def servers(stack: ExitStack, seconds: float) -> Tables:
+    """An environment server beside a worker and a plain socket."""
+    command = [sys.executable, os.path.join(rayvec.__path__[0], "env_server.py"), "simulators:Echo"]
+    made = rayvec.EnvServers(1, command=command)
+    stack.callback(made.close)
+    socket_trips = stack.enter_context(plain_socket())
+    ways = {
+        "plain socket": partial(socket_trips, seconds),
+        "worker": opened(stack, seconds, [Echo], workers_per_node=1),
+        "server, in this process": opened(stack, seconds, made, workers_per_node=0),
+    }
+    yield "Round trips of 64 floats", "round trips/s", ways
+
+
+def threads(stack: ExitStack, seconds: float) -> Tables:
+    """Simulators with threads of their own."""
+    simulators = {"2 of 1 core": (2, 1), "1 of 2 cores": (1, 2), "2 without a word": (2, None)}
+    ways = {
+        name: opened(stack, seconds, [Threaded] * count, workers_per_node=count, cores_per_env=cores)
+        for name, (count, cores) in simulators.items()
+    }
+    yield "Simulators with threads of their own", "steps/s", ways
+
+
+PARTS: dict[str, Callable[[ExitStack, float], Tables]] = {
+    "waits": waits,
+    "resets": resets,
+    "servers": servers,
+    "threads": threads,
+}
 
 
 if __name__ == "__main__":

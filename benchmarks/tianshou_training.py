@@ -138,9 +138,7 @@ def make_rayvec(num_envs: int, tests: int, workers: int, num_learners: int) -> S
     if num_learners:
         algorithm = rayvec.tianshou.data_parallel(algorithm, num_learners, num_cpus=0)
     training, testing = (
-        rayvec.tianshou.RayVectorEnv(
-            [make_env] * count, num_nodes=1, workers_per_node=workers, preload=("torch", "tianshou")
-        )
+        rayvec.tianshou.RayVectorEnv([make_env] * count, num_nodes=1, workers_per_node=workers)
         for count in (num_envs, tests)
     )
     collector = rayvec.tianshou.Collector(algorithm, training, make_buffer(num_envs))
