@@ -15,6 +15,7 @@ import psutil
 from gymnasium import spaces
 
 from rayvec.envs.failures import FAILURES
+from rayvec.wrappers.action_mask import MASK_KEY
 
 __all__ = ["StepTime", "StepTimer", "measure_step"]
 
@@ -73,20 +74,20 @@ class StepTimer(gymnasium.Env[Any, Any]):
 
 
 def measure_step(env: gymnasium.Env[Any, Any]) -> StepTime:
-    """Steps an environment with random actions, at least once and otherwise for at most 0.3 s.
+    """Steps an environment with random actions that its mask allows, at least once, otherwise for at most 0.3 s.
 
     Resets are not measured; all but the first count toward the 0.3 s. A step has waited only if this thread gave up its
     core by itself: what other programs take from a busy machine is no wait.
     """
-    env.reset()
+    obs, info = env.reset()
     env.action_space.seed(0)
     deadline = time.perf_counter() + _MAX_S
     steps, wall_s, busy_s, blocked_s = 0, 0.0, 0.0, 0.0
     while True:
         busy_before_s, is_over = _busy_s(), False
         while not is_over:
-            action, blocks, began_s = env.action_space.sample(), _blocks(), time.perf_counter()
-            _, _, terminated, truncated, _ = env.step(action)
+            action, blocks, began_s = _sample(env.action_space, obs, info), _blocks(), time.perf_counter()
+            obs, _, terminated, truncated, info = env.step(action)
             now_s = time.perf_counter()
             steps, wall_s = steps + 1, wall_s + now_s - began_s
             blocked_s += now_s - began_s if _blocks() > blocks else 0.0
@@ -95,7 +96,15 @@ def measure_step(env: gymnasium.Env[Any, Any]) -> StepTime:
         busy_s += _busy_s() - busy_before_s
         if is_enough:
             return StepTime(wall_s / steps, 1 - max(0.0, min(wall_s - busy_s, blocked_s)) / wall_s)
-        env.reset()
+        obs, info = env.reset()
+
+
+def _sample(space: spaces.Space[Any], obs: Any, info: Any) -> Any:
+    """Returns a random action; of a Discrete, one that the mask in the info or the observation allows."""
+    masks = [each[MASK_KEY] for each in (info, obs) if isinstance(each, dict) and MASK_KEY in each]
+    if masks and isinstance(space, spaces.Discrete):
+        return space.sample(np.asarray(masks[0], np.int8))
+    return space.sample()
 
 
 def _blocks() -> int:

@@ -18,6 +18,7 @@ import rayvec
 import rayvec.stable_baselines3
 import rayvec.tianshou
 from rayvec.data.cores import quota_cores, usable_cores
+from rayvec.wrappers import ActionMask
 
 MANY = usable_cores() + 2
 
@@ -90,6 +91,29 @@ def test_an_environment_whose_first_step_fails_starts_as_if_it_computed(
         assert workers_of(env) == usable_cores()
         env.reset(seed=0)
     assert "no step could be measured" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["info", "observation"])
+def test_an_environment_with_a_mask_is_tried_with_actions_that_it_allows(
+    place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rayvec")
+    mask = {"action_mask": np.array([0, 1], np.int8)}
+
+    class Masked(gymnasium.Wrapper[Any, Any, Any, Any]):
+        def step(self, action: Any) -> Any:
+            assert action == 1
+            obs, *others, _ = super().step(action)
+            return obs, *others, mask
+
+        def reset(self, **kwargs: Any) -> Any:
+            return super().reset(**kwargs)[0], mask
+
+    def make() -> gymnasium.Env[Any, Any]:
+        return Masked(make_sleeping()) if place == "info" else ActionMask(Masked(make_sleeping()))
+
+    with rayvec.RayVecEnv(make, MANY, num_nodes=0):
+        assert "a step takes" in caplog.text
 
 
 def test_the_other_adapters_decide_alike() -> None:
