@@ -33,8 +33,8 @@ def make_env(clip: bool = True) -> gymnasium.Env[Any, Any]:
 
 def main(epoch_num_steps: int = 100_000, num_epochs: int = 100, num_tests: int = 10, num_learners: int = 2) -> float:
     """Trains; returns the best mean return of test episodes."""
-    envs = RayVectorEnv([make_env] * 10, preload=("torch", "tianshou"))
-    test_envs = RayVectorEnv([lambda: make_env(clip=False)] * num_tests, preload=("torch", "tianshou"))
+    envs = RayVectorEnv([make_env] * 10)
+    test_envs = RayVectorEnv([lambda: make_env(clip=False)] * num_tests)
     space = envs.action_space[0]
 
     net = ScaledObsInputActionReprNet(DQNet(c=4, h=105, w=80, action_shape=int(space.n)))

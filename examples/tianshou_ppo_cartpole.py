@@ -19,8 +19,8 @@ from rayvec.tianshou import Collector, RayVectorEnv, data_parallel
 
 def main(epoch_num_steps: int = 50_000, threshold: float = 195.0, num_learners: int = 2) -> float:
     """Trains until the mean return of test episodes reaches a threshold; returns the best."""
-    envs = RayVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 20, preload=("torch", "tianshou"))
-    test_envs = RayVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 10, preload=("torch", "tianshou"))
+    envs = RayVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 20)
+    test_envs = RayVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 10)
     space = envs.action_space[0]
 
     net = Net(state_shape=(4,), hidden_sizes=[64, 64])

@@ -20,7 +20,7 @@ from rayvec.tianshou import Collector, RayVectorEnv
 def main(epoch_num_steps: int = 50_000, threshold: float = 195.0) -> float:
     """Trains until the mean return of test episodes reaches a threshold; returns the best."""
     make_env = [lambda: gymnasium.make("CartPole-v1")]
-    envs = RayVectorEnv(make_env * 16, num_nodes=0, preload=("torch", "tianshou"))
+    envs = RayVectorEnv(make_env * 16, num_nodes=0)
     test_envs = RayVectorEnv(make_env * 10, num_nodes=0, workers_per_node=0)
     net = Net(state_shape=(4,), hidden_sizes=[64, 64])
     policy = DiscreteActorPolicy(

@@ -21,8 +21,8 @@ from rayvec.tianshou import Collector, RayVectorEnv, data_parallel
 
 def main(epoch_num_steps: int = 24_000, threshold: float = -250.0, num_learners: int = 2) -> float:
     """Trains until the mean return of test episodes reaches a threshold; returns the best."""
-    envs = RayVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * 10, preload=("torch", "tianshou"))
-    test_envs = RayVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * 10, preload=("torch", "tianshou"))
+    envs = RayVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * 10)
+    test_envs = RayVectorEnv([lambda: gymnasium.make("Pendulum-v1")] * 10)
     space = envs.action_space[0]
 
     def make_net(**kwargs: Any) -> Net:

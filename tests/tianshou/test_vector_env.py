@@ -44,7 +44,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[MakeVenv]:
     ) -> RayVectorEnv:
         if nodes != 0:
             request.getfixturevalue("ray_cluster")
-        made.append(RayVectorEnv(fns, *args, num_nodes=nodes, workers_per_node=workers, **kwargs))
+        made.append(RayVectorEnv(fns, *args, num_nodes=nodes, workers_per_node=workers, preload=(), **kwargs))
         return made[-1]
 
     yield make_one
@@ -56,7 +56,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[MakeVenv]:
 @pytest.fixture(scope="module", params=[1, 0], ids=["worker", "this process"])
 def lines(request: pytest.FixtureRequest) -> Iterator[RayVectorEnv]:
     """Environments of :data:`LINES`, without Ray; every test seeds or resets them."""
-    with closing(RayVectorEnv(LINES, num_nodes=0, workers_per_node=request.param)) as venv:
+    with closing(RayVectorEnv(LINES, num_nodes=0, workers_per_node=request.param, preload=())) as venv:
         yield venv
 
 

@@ -63,7 +63,8 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         on_env_error: As for :class:`rayvec.RayVecEnv`. With ``"restart"``, a step that failed returns the last true
             observation, reward 0, truncated, and ``info["env_restarted"]``. The caller resets, as after any episode.
         on_node_loss: As for :class:`rayvec.RayVecEnv`.
-        preload: As for :class:`rayvec.RayVecEnv`.
+        preload: As for :class:`rayvec.RayVecEnv`; by default what policies of Tianshou need. ``()`` starts faster where
+            no policy acts in the workers.
         address: As for :class:`rayvec.RayVecEnv`.
 
     Raises:
@@ -94,7 +95,7 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         start_timeout_s: float = 300.0,
         on_env_error: Literal["raise", "restart"] = "raise",
         on_node_loss: Literal["rehost", "raise"] = "rehost",
-        preload: Sequence[str] = (),
+        preload: Sequence[str] = ("torch", "tianshou"),
         address: str | None = None,
     ) -> None:
         restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
