@@ -9,15 +9,15 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from rayvec.bench.results import old_design
+from rayvec.bench.results import actor_per_env
 
 __all__ = ["plot_efficiency"]
 
-_COLORS = {"driver": "#56a3dd", "worker": "#0b5fa5", "decentralized": "#00876c", "old design": "#c23b22"}
+_COLORS = {"driver": "#56a3dd", "worker": "#0b5fa5", "decentralized": "#00876c", "actor per env": "#c23b22"}
 
 
 def plot_efficiency(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws efficiency over nodes, an axis for each step duration, beside the published old design."""
+    """Draws efficiency over nodes, an axis for each step duration, beside one Ray actor for each environment."""
     durations = sorted({row["step_duration_s"] for row in rows}, reverse=True)
     figure = Figure(figsize=(max(4.2 * len(durations), 6.0), 3.6), layout="constrained")
     for axis, step_s in zip(figure.subplots(1, len(durations), squeeze=False)[0], durations, strict=True):
@@ -28,9 +28,9 @@ def plot_efficiency(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axis.plot(*points, label=f"rayvec, {way}", color=_COLORS[way])
             faces = ["white" if row["is_overloaded"] else _COLORS[way] for row in mine]
             axis.scatter(*points, s=16, facecolors=faces, edgecolors=_COLORS[way], zorder=3)
-        old = [row for row in old_design() if row["step_duration_s"] == step_s]
-        points = [row["nodes"] for row in old], [row["efficiency_percent"] for row in old]
-        axis.plot(*points, "x:", color=_COLORS["old design"], label="one Ray actor per environment, 48 cores a node")
+        published = [row for row in actor_per_env() if row["step_duration_s"] == step_s]
+        points = [row["nodes"] for row in published], [row["efficiency_percent"] for row in published]
+        axis.plot(*points, "x:", color=_COLORS["actor per env"], label="one Ray actor per environment, 48 cores a node")
         axis.set(title=f"step {step_s:.3g} s", xlabel="nodes", ylabel="efficiency, %", ylim=(0, 105))
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

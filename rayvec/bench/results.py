@@ -19,9 +19,9 @@ from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import installed_versions, written_whole
 
-__all__ = ["Results", "machine", "old_design", "read_rows"]
+__all__ = ["Results", "actor_per_env", "machine", "read_rows"]
 
-_OLD_DESIGN = Path(__file__).with_name("ray_per_env_scaling_2024.csv")
+_ACTOR_PER_ENV = Path(__file__).with_name("ray_per_env_scaling_2024.csv")
 
 
 def machine() -> dict[str, Any]:
@@ -125,15 +125,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return [row for row in content["rows"] if "failed" not in row]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{path} can't be read: {type(error).__name__}: {error}. Expected: the scaling.json of a finished "
+            f"{path} can't be read: {type(error).__name__}: {error}. Pass the scaling.json of a finished "
             "`rayvec bench scaling`."
         ) from error
 
 
-def old_design() -> list[dict[str, float]]:
+def actor_per_env() -> list[dict[str, float]]:
     """Returns the published measurement of one Ray actor for each environment, on nodes of 48 cores.
 
     It was made with Tianshou's ``RayVectorEnv`` by one of its users (issue 1172 of that project, 2024).
     """
-    with _OLD_DESIGN.open(newline="") as file:
+    with _ACTOR_PER_ENV.open(newline="") as file:
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]

@@ -36,7 +36,7 @@ def run(given: Scaling) -> int:
     """Measures, prints the table, and writes JSON, CSV and a plot; returns 1 if no row could be measured."""
     settings = given.narrowed()
     if not (settings.nodes and settings.step_duration and settings.way):
-        raise ConfigError("--nodes, --step-duration and --way need at least one value each.")
+        raise ConfigError("--nodes, --step-duration or --way has no value. Pass at least one value of each.")
     if settings.address is None:
         check_memory(max(settings.nodes), settings.cores_per_node)
     env, factory = _environment(settings)

@@ -77,9 +77,8 @@ class Demand:
         ]
         return ConfigError(
             f"{counted(self.num_envs, 'environment')} need {needed}{where}, but Ray has "
-            f"{', '.join(there) or 'no living node with cores'}. Lower num_nodes, workers_per_node or what each "
-            "environment needs, free some of it (is another vector environment still open?), start more nodes, or pass "
-            "num_nodes=0, which steps on this machine without Ray."
+            f"{', '.join(there) or 'no living node with cores'}. Close other environments, start more nodes, or lower "
+            "num_nodes or workers_per_node. num_nodes=0 uses this machine without Ray."
         )
 
     def free_cores(self, node: FreeNode) -> float:

@@ -404,13 +404,13 @@ class TrainConfig:
             ConfigError: A change is of a setting that decides what is learned.
         """
         adjustable = [name for name in ADJUSTABLE if name in field_names(type(self))]
-        before = {name: getattr(self, name, "no such setting") for name in changes if name not in adjustable}
-        fixed = [f"{name}={changes[name]!r} after {each!r}" for name, each in before.items() if changes[name] != each]
-        require(
-            not fixed,
-            f"A run can't be resumed or evaluated with {', '.join(fixed)}. Only {', '.join(adjustable)} may change. "
-            "Leave these out, or begin a new run with init_from.",
-        )
+        for name in sorted(changes.keys() - adjustable):
+            before = getattr(self, name, "no such setting")
+            require(
+                changes[name] == before,
+                f"{name} is {changes[name]!r}, but {before!r} in the run: a run keeps what decides what it learns. "
+                "Leave it out, or begin a new run with init_from.",
+            )
         if changes.get("num_nodes") == 0:
             changes = {"workers_per_node": None, **changes}  # the run's own was for nodes of Ray
         return replace(self, **{name: changes[name] for name in changes if name in adjustable})

@@ -74,7 +74,8 @@ class EnvServers:
         check_count("port", port, least=0)
         if (key_file is None) == (command is None):
             raise ConfigError(
-                "EnvServers needs either key_file=, for servers that dial in, or command=, to start them itself."
+                f"EnvServers got {'both' if command else 'neither'} of key_file and command. Pass key_file for servers "
+                "that dial in, or command to start them."
             )
         self._start_timeout_s = start_timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="rayvec-servers-")

@@ -177,11 +177,10 @@ def test_a_run_may_move_but_not_change() -> None:
     assert config.adjusted(num_nodes=None, num_learners=3, gamma=config.gamma) == dataclasses.replace(
         config, num_nodes=None, num_learners=3
     )
-    with pytest.raises(ConfigError, match=r"gamma=0.5 after 0.98\. Only total_steps, num_nodes, "):
+    with pytest.raises(ConfigError, match=r"gamma is 0\.5, but 0\.98 in the run"):
         config.adjusted(num_nodes=1, gamma=0.5)
-    with pytest.raises(ConfigError, match=r"replay_on_device=True after 'no such setting'") as raised:
+    with pytest.raises(ConfigError, match="replay_on_device is True, but 'no such setting'"):
         config.adjusted(replay_on_device=True)
-    assert "replay_on_device" not in str(raised.value).partition("Only")[2]
     assert SACConfig().adjusted(replay_on_device=True) == SACConfig(replay_on_device=True)
     assert set(ADJUSTABLE) < {*fields_of(TrainConfig), *fields_of(SACConfig)}
 

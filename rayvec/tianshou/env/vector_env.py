@@ -169,7 +169,7 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         """
         ids = self._free_ids(env_id)
         if len(ids) == 0:
-            raise IndexError("a reset needs at least one environment, but got no id")
+            raise IndexError("The list of ids is empty. Pass at least one id, or None for all environments.")
         rows = self._pool_ids(ids)
         seeds: Sequence[int | None] = [None] * len(ids)
         given = kwargs.get("seed")
@@ -202,7 +202,7 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
             if action is None:
                 raise ValueError("action must be not-None for non-async")
             if len(ids) == 0:
-                raise ValueError("a step needs at least one environment, but got no id")
+                raise ValueError("The list of ids is empty. Pass at least one id, or None for all environments.")
             pool_ids, actions = self._checked(action, ids)
             infos = self._exchange(Command(Op.STEP, pool_ids, actions, Autoreset.DISABLED))
             return step_result(self._envs.arrays, infos, as_slice(pool_ids), ids)
@@ -319,7 +319,7 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         """Returns the pool's ids; as in a list, -1 is the last environment."""
         pool_ids = np.asarray(ids, np.int64)
         if len(pool_ids) and not -self.env_num <= pool_ids.min() <= pool_ids.max() < self.env_num:
-            raise IndexError(f"environments are numbered from 0 to {self.env_num - 1}, but got {pool_ids.tolist()}")
+            raise IndexError(f"The ids are {pool_ids.tolist()}. They go from 0 to {self.env_num - 1}.")
         pool_ids = pool_ids % self.env_num
         if len(set(pool_ids.tolist())) < len(pool_ids):
             raise ConfigError(
