@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rayvec.data import Chunk, Tree
-from rayvec.errors import CheckpointError, ConfigError, check_count
+from rayvec.errors import ConfigError, check_count
 from rayvec.policies.networks import to_device
 
 __all__ = ["ReplayBuffer"]
@@ -121,31 +121,14 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state_dict` was taken.
-
-        Raises:
-            CheckpointError: The state is of a replay with more steps for each environment, or with fewer, of which
-                some have been overwritten.
-        """
+        """Lets an empty replay continue where that of the same capacity was when `state_dict` was taken."""
         if not state:
-            self.__init__(self.capacity_steps, self._encode_obs, self._encode_act, self._device)  # type: ignore[misc]
             return
-        env_ids, sizes, heads = (state[name].numpy().copy() for name in ("env_ids", "sizes", "heads"))
-        used = len(state["rew"])
-        is_rotated = ((heads != sizes) & (heads != sizes % max(1, used))).any()
-        if used > self.capacity_steps or (used < self.capacity_steps and is_rotated):
-            raise CheckpointError(
-                f"The replay of the state has {used} steps of each environment, and this one {self.capacity_steps}. "
-                "Use the configuration that the checkpoint was written with."
-            )
-        heads = heads if is_rotated else sizes % self.capacity_steps
-        columns = {}
+        self.env_ids, self.sizes, self._heads = (state[name].numpy().copy() for name in ("env_ids", "sizes", "heads"))
         for name in ("obs", "act", "rew", "next_obs", "terminated"):
             values = state[name]
-            shape = (self.capacity_steps, *values.shape[1:])
-            columns[name] = _zeros(shape, values.numpy().dtype, self._device)
-            columns[name][:used].copy_(values)
-        self.columns, self.env_ids, self.sizes, self._heads = columns, env_ids, sizes, heads
+            self.columns[name] = _zeros((self.capacity_steps, *values.shape[1:]), values.numpy().dtype, self._device)
+            self.columns[name][: len(values)].copy_(values)
 
 
 def _stored(name: str, array: NDArray[Any]) -> NDArray[Any]:

@@ -281,13 +281,8 @@ class SACLearner:
 
     def _store(self, batch: Batch) -> None:
         """Stores the steps of a batch in the replay, and sums up the number of steps over all ranks."""
-        known = self._replay.env_ids
-        is_foreign = known is not None and any(not np.array_equal(known, chunk.env_ids) for chunk in batch.chunks)
-        count = sum(int(chunk.valid.sum()) for chunk in batch.chunks)
-        news = torch.tensor([count, is_foreign], dtype=torch.int64, device=self._device)
-        num_steps, num_foreign = self.ranks.all_reduce_(news).tolist()
-        if num_foreign:
-            self._refill("it holds steps of other environments than this rank's")
+        count = torch.tensor(sum(int(chunk.valid.sum()) for chunk in batch.chunks), device=self._device)
+        num_steps = int(self.ranks.all_reduce_(count))
         for chunk in batch.chunks:
             self._replay.add(chunk)
         self.measure(batch)
@@ -410,8 +405,8 @@ class SACLearner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where the learner was when `state` was taken: exactly, if the replay is part of it.
 
-        With a state without a replay, such as `shared_state`, or with that of other environments, the replay refills:
-        updates resume after `learning_starts` more steps.
+        With a state without a replay, such as `shared_state`, the replay refills: updates resume after
+        `learning_starts` more steps.
 
         Raises:
             CheckpointError: `state` is not that of a SAC learner, or of other networks.
@@ -426,18 +421,13 @@ class SACLearner:
         self._obs_moments.load_state_dict(state["obs_moments"])
         for name in _COUNTERS:
             setattr(self, f"_{name}", int(state[name]))
-        if state.get("replay") is None and self._num_filled:
-            self._refill("the state that was loaded does not contain it")
-            return
-        self._replay, self._num_filled = self._empty_replay(), 0
-        self._replay.load_state_dict(state.get("replay") or {})
-        self._num_filled = int(state["num_filled"])
-
-    def _refill(self, reason: str) -> None:
-        """Empties the replay, and waits for `learning_starts` steps again."""
-        _log.warning("the replay refills, since %s: updates resume after %d steps", reason, self.config.learning_starts)
         self._replay = self._empty_replay()
-        self._num_filled = 0
+        if state.get("replay") is not None:
+            self._replay.load_state_dict(state["replay"])
+        elif self._num_filled:
+            steps = self.config.learning_starts
+            _log.warning("the state has no replay, so the replay refills: updates resume after %d steps", steps)
+            self._num_filled = 0
 
     def _empty_replay(self) -> ReplayBuffer:
         capacity_steps = -(-self.config.replay_size // self.config.num_envs)

@@ -92,16 +92,6 @@ def test_without_a_replay_in_the_checkpoint_it_refills_first(caplog: pytest.LogC
     assert other.update(make_batch(seed=3))["num_updates"] == 32
 
 
-def test_a_replay_of_other_environments_is_not_mixed_with_ours(caplog: pytest.LogCaptureFixture) -> None:
-    learner = make_learner()
-    for seed in range(2):
-        learner.update(make_batch(seed=seed))
-    strangers = tuple(replace(chunk, env_ids=chunk.env_ids + 1) for chunk in make_batch(seed=2).chunks)
-    with caplog.at_level(logging.WARNING):
-        assert learner.update(Batch(strangers, STATS)) == {}
-    assert "other environments" in caplog.text and learner.state_dict()["replay"]["sizes"].tolist() == [4] * N
-
-
 @SPACES
 def test_a_gradient_that_is_not_finite_changes_nothing(action_space: spaces.Space[Any]) -> None:
     learner = make_learner(action_space)

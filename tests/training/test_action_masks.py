@@ -71,7 +71,7 @@ def test_sac_takes_no_action_that_is_not_allowed(tmp_path: Path, where: str) -> 
         "replay_size": 400,
         **WRAPPED,
     }
-    config = SACConfig(total_steps=128, eval_episodes=4, run_dir=tmp_path / "a", **HERE, **WRAPPED, **settings)  # type: ignore[arg-type]
+    config = SACConfig(total_steps=128, eval_episodes=4, run_dir=tmp_path / "a", **HERE, **settings)  # type: ignore[arg-type]
     rayvec.train(config, env=lambda: Masked(where))
     evaluate_run(tmp_path / "a", num_episodes=4, env=lambda: Masked(where))
     agent, env = rayvec.load(tmp_path / "a"), ActionMask(Masked(where))

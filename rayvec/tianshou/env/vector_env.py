@@ -334,9 +334,6 @@ class RayVectorEnvType:
     Args:
         **options: Keywords of :class:`RayVectorEnv`. By default `preload` lets each node import the modules of the
             builder's factories once, rather than every worker.
-
-    >>> RayVectorEnvType(num_nodes=2)
-    RayVectorEnvType(num_nodes=2)
     """
 
     def __init__(self, **options: Any) -> None:
@@ -345,9 +342,6 @@ class RayVectorEnvType:
     def create_venv(self, factories: Sequence[Callable[[], gymnasium.Env[Any, Any]]]) -> RayVectorEnv:
         """Makes a vector environment with one environment of each factory."""
         return RayVectorEnv(factories, **({"preload": ("tianshou.highlevel.env",)} | self._options))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self._options.items())})"
 
 
 def _joint_space(spaces: PoolSpaces) -> gymnasium.Space[Any]:

@@ -97,10 +97,6 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
                 standard deviation of the targets, which need not be known then. (In Tianshou's A2C only the critic's
                 targets are scaled.)
         """
-        assert rho_bar > 0.0, f"rho_bar should be positive but got: {rho_bar}"
-        assert c_bar > 0.0, f"c_bar should be positive but got: {c_bar}"
-        assert 0.0 <= vtrace_lambda <= 1.0, f"V-trace lambda should be in [0, 1] but got: {vtrace_lambda}"
-        assert 0.0 <= gamma <= 1.0, f"discount factor gamma should be in [0, 1] but got: {gamma}"
         super().__init__(policy=policy)
         record_logp(policy)
         self.critic = critic
