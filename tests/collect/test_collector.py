@@ -11,7 +11,6 @@ from conftest import MakeVec
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from helpers.exact import DriftEnv, TablePolicy
-from helpers.obedient_envs import RaisesOnce
 from helpers.simple_policies import raises_at_ten, still
 from helpers.testing import CoinEnv, CountingEnv, assert_identical, counting_errors
 
@@ -239,16 +238,6 @@ def test_a_policy_that_raises_in_a_worker_is_heard_with_its_traceback(make_vec: 
             collector.collect(n_step=2 * 8)
     cause = caught.value.__cause__
     assert isinstance(cause, EnvError) and "worker 0" in str(cause) and "in raises_at_ten" in str(cause)
-
-
-def test_an_episode_that_a_fault_cut_does_not_count_as_one_that_never_ends() -> None:
-    fns = [partial(RaisesOnce, [])]
-    with RayVecEnv(fns, num_nodes=0, workers_per_node=0, on_env_error="restart") as env:
-        collector = Collector(env, lambda obs: np.zeros(len(obs), int), seed=1)
-        assert collector.play(2, max_len=80).lens.tolist() == [70, 70]
-        assert collector.collect(n_step=5).stats.n_restarts == 0
-        played = collector.play(2, max_len=40)
-        assert played.lens.tolist() == [40, 40] and played.num_cut == 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 import torch
@@ -99,19 +98,6 @@ def test_a_group_ends_with_a_rank_that_is_lost(
         wait_until(lambda pid=pid: not alive(pid), "the rank has ended")
     with pytest.raises(LearnerError, match="RankGroup has ended"):
         group.post("add")
-
-
-@HOSTS
-def test_values_of_any_size_arrive_as_they_were_posted(make_group: MakeGroup, where: dict[str, Any]) -> None:
-    group = make_group(2, **where)
-    for size in (0, 600_000):
-        value = np.random.default_rng(size).integers(256, size=size).astype(np.uint8)
-        expected, put = value.copy(), group.put(value)
-        calls = group.post("returned", [("before", put, rank) for rank in range(2)])
-        value += 1  # the caller fills its array again
-        results = group.gather(calls)
-        assert [(first, third) for first, _, third in results] == [("before", 0), ("before", 1)]
-        assert all(np.array_equal(each, expected) and each.dtype == np.uint8 for _, each, _ in results)
 
 
 @HOSTS

@@ -15,9 +15,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import SyncVectorEnv
-from gymnasium.wrappers import FlattenObservation, TimeLimit
 from helpers.exact import SpaceEnv
-from helpers.testing import CountingEnv
 
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError
@@ -57,22 +55,6 @@ def test_seeds_are_those_of_gymnasium() -> None:
     for seeds, kind in (([1, 2, 3], ValueError), ([1, 2.5], gymnasium.error.Error)):
         with pytest.raises(kind, match="each of the 2 environments"):
             env_seeds(seeds, 2)  # type: ignore[arg-type]
-
-
-def test_from_an_id_a_spec_or_callables() -> None:
-    factory = EnvFactory.build("CartPole-v1", 3, {"max_episode_steps": 9})
-    env = factory.make(2)
-    assert factory.num_envs == 3 and factory.spec is not None and factory.spec.id == "CartPole-v1"
-    assert env.spec is not None and env.spec.max_episode_steps == 9
-    by_module = EnvFactory.build("helpers.registers_one:rayvec-tests/ByModule-v0")
-    assert by_module.num_envs == 1 and by_module.make(0).observation_space == spaces.Discrete(11)
-    limit = partial(TimeLimit, max_episode_steps=4)
-    wrapped = EnvFactory.build(gymnasium.spec("Blackjack-v1"), 2, wrappers=[limit, FlattenObservation]).make(0)
-    assert type(wrapped) is FlattenObservation and type(wrapped.env) is TimeLimit
-    factory = EnvFactory.build((partial(CountingEnv, i) for i in (2, 3)), wrappers=[limit])  # type: ignore[arg-type]
-    made = [factory.make(i) for i in range(factory.num_envs)]
-    assert [type(env) for env in made] == [TimeLimit] * 2 and factory.spec is None
-    assert made[1].unwrapped._max == 3  # type: ignore[attr-defined]
 
 
 def test_registrations_reach_a_process_that_has_none_or_others(registry: dict[str, EnvSpec]) -> None:

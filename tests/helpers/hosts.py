@@ -31,12 +31,6 @@ long = pytest.mark.skipif("RAYVEC_TEST_HOSTS" not in os.environ, reason="takes m
 
 
 EPHEMERAL = (32768, 60999)
-QUICK = {
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "3000",
-    "RAY_health_check_failure_threshold": "6",
-}
-"""Ray notices after 24 s that a node is gone, instead of after a minute, as by default."""
 AWAIT_END = """
 import sys, time, ray
 ray.init("auto", log_to_driver=False, logging_level="ERROR")
@@ -47,10 +41,10 @@ print("{}")
 
 
 @contextlib.contextmanager
-def cluster_of(num_hosts: int, cpus: int = 2, *, quick: bool = True) -> Iterator[Cluster]:
+def cluster_of(num_hosts: int, cpus: int = 2) -> Iterator[Cluster]:
     """Yields a Ray cluster on so many hosts, and removes all of it."""
     with tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True) as directory:
-        with Network(num_hosts, QUICK if quick else None) as network:
+        with Network(num_hosts) as network:
             yield Cluster(network, Path(directory), cpus)
 
 

@@ -20,7 +20,6 @@ GO, RAISE, HANG, DIE = range(4)
 """What an ObedientEnv is told by its action."""
 SEED, EPISODE, STEP, TOTAL = range(4)
 """What the numbers of a CountingEnv's observation are."""
-WIDE = 512
 
 
 class ObedientEnv(CountingEnv):
@@ -77,10 +76,6 @@ def long_env() -> EndlessEnv:
     return EndlessEnv()
 
 
-def slow_env() -> EndlessEnv:
-    return EndlessEnv(step_s=0.005)
-
-
 class SameAgain(gymnasium.Env[Any, Any]):
     """Every observation is the same; a time limit ends each episode after two steps, and the fourth step raises."""
 
@@ -125,15 +120,6 @@ class GatedEnv(CountingEnv):
         return super().step(action)
 
 
-class WideEnv(CountingEnv):
-    """Observations large enough that Ray keeps chunks where they were made."""
-
-    observation_space = gymnasium.spaces.Box(-1e9, 1e9, (WIDE,), np.float64)
-
-    def _obs(self) -> Any:
-        return np.resize(super()._obs().astype(np.float64), WIDE)
-
-
 class FailingEnv(CountingEnv):
     """Raises in its sixth step."""
 
@@ -141,10 +127,6 @@ class FailingEnv(CountingEnv):
         if self._total == 5:
             raise ArithmeticError("the sixth step")
         return super().step(action)
-
-
-def by_total(obs: Any) -> Any:
-    return (obs[:, 3].astype(int) // 2) % 2
 
 
 class Uneven(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -162,24 +144,3 @@ class Uneven(gymnasium.Wrapper[Any, Any, Any, Any]):
 def lean(obs: Any) -> Any:
     """Pushes in the direction in which the pole leans."""
     return (obs[:, 2] > 0).astype(np.int64)
-
-
-class RaisesOnce(gymnasium.Env[Any, Any]):
-    """Episodes of 70 steps; the first environment of a list raises in its 60th step."""
-
-    observation_space = gymnasium.spaces.Box(0, 1)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, made: list[Any]) -> None:
-        self._is_first, self._step = not made, 0
-        made.append(self)
-
-    def reset(self, **kwargs: Any) -> Any:
-        self._step = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self._step += 1
-        if self._is_first and self._step == 60:
-            raise ValueError("it raises once")
-        return np.zeros(1, np.float32), 0.0, self._step == 70, False, {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -72,11 +71,3 @@ class CountsColumns:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """There is none."""
-
-
-class Owner:
-    """An actor with a process of its own."""
-
-    def pid(self) -> int:
-        """Returns the process."""
-        return os.getpid()

@@ -31,7 +31,6 @@ from helpers.hosts import (
 )
 from helpers.network import Cluster, Host
 from helpers.training_kit import lines_of
-from helpers.waiting import wait_until
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 pytestmark = on_hosts
@@ -40,7 +39,7 @@ pytestmark = on_hosts
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Cluster]:
     """Three hosts with four cores each in Ray."""
-    with cluster_of(3, cpus=4, quick=False) as cluster:
+    with cluster_of(3, cpus=4) as cluster:
         yield cluster
 
 
@@ -152,47 +151,12 @@ def test_a_link_that_goes_down_in_decentralized_training_costs_a_rank(
     cut_off(cluster, lost)
 
 
-@pytest.fixture(scope="module")
-def quick() -> Iterator[Cluster]:
-    """Three hosts with four cores each in Ray."""
-    with cluster_of(3, cpus=4) as cluster:
-        yield cluster
-
-
-ACTORS = """
-import json, psutil
-commands = [(process.info["cmdline"] or [""])[0] for process in psutil.process_iter(["cmdline"])]
-print(json.dumps(sum(command.startswith("ray::NodeActor") for command in commands)))
-"""
-
-
-@long
-def test_a_host_that_is_gone_is_an_error_for_others_and_the_end_of_its_own_driver_s_actors(
-    quick: Cluster, record: Record
-) -> None:
-    lost = others(quick)[1]
-    left = [host for host in quick.network.hosts if host is not lost]
-    with (
-        Program(quick.head, PROGRAMS, "go_on", "raise", "3") as uses,
-        Program(lost, PROGRAMS, "go_on", "raise", "3") as drives,
-    ):
-        uses.until(restarted=[]), drives.until(restarted=[])
-        assert all(python(host, ACTORS) for host in left)
-        began_s = time.monotonic()
-        cut_off(quick, lost)
-        line = until_error(uses)
-        assert lost.address in line["error"]
-        record("host gone: NodeLostError", line["at_s"] - began_s)
-        wait_until(lambda: not any(python(host, ACTORS) for host in left))
-        record("the driver's host gone: its actors on other hosts have ended", time.monotonic() - began_s)
-
-
 @long
 def test_a_head_that_is_gone_is_a_clear_error(record: Record, tmp_path: Path) -> None:
     """For a driver on another host, while it steps and while decentralized ranks train; then its process ends."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     for arguments in (("go_on", "raise", "3"), ("train", str(metrics.parent), "2")):
-        with cluster_of(int(arguments[-1]), cpus=4, quick=False) as cluster:
+        with cluster_of(int(arguments[-1]), cpus=4) as cluster:
             head = cluster.head
             with Program(others(cluster)[0], PROGRAMS, *arguments) as program:
                 if arguments[0] == "go_on":

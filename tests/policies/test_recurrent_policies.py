@@ -12,7 +12,6 @@ from helpers.actor_critic_kit import BOX, DISCRETE, MIXED, OBS, SIGHT, draw_obs,
 from torch import nn
 
 from rayvec.errors import ConfigError
-from rayvec.policies.networks import flat_weights
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic
@@ -109,17 +108,3 @@ def test_states_that_the_caller_keeps(kind: str, act: Any) -> None:
     for wrong in (None, state[:2], state[:, :3]):
         with pytest.raises(ConfigError, match="hidden state is"):
             policy.act_from(obs, numbers, wrong)
-
-
-def test_weights_are_loaded_and_states_stay() -> None:
-    policy, module = Policy(make()), make(seed=3)
-    obs, noise = draw_obs(OBS, np.random.default_rng(0), 2, K), noise_of(policy, 2)
-    policy.act(obs[0], noise[0])
-    before = policy.state_to_record(0, K)
-    policy.load_weights(flat_weights(module))
-    np.testing.assert_array_equal(policy.state_to_record(0, K), before)
-    _, expected, _ = Policy(module).act_from(obs[1], noise[1], before)
-    np.testing.assert_array_equal(policy.act(obs[1], noise[1])[1]["logp"], expected["logp"])
-    for wrong in (flat_weights(module)[:-1], flat_weights(make("lstm"))):
-        with pytest.raises(ConfigError, match=r"weights have shape .*the same kind of module"):
-            policy.load_weights(wrong)

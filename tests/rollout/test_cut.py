@@ -11,9 +11,7 @@ import pytest
 from helpers.obedient_envs import Uneven, lean
 
 from rayvec import Collector, RayVecEnv
-from rayvec.data import Batch
 from rayvec.errors import ConfigError
-from rayvec.policies.noise import NoiseSpec
 
 NUM_ENVS, SEED = 4, 7
 ENGINES = {
@@ -71,22 +69,6 @@ def test_each_environment_continues_where_its_chunk_was_cut(engine: str, inferen
             np.testing.assert_array_equal(got, expected)
     lens = np.concatenate([batch.stats.lens for batch in batches])
     assert len(lens) == sum(int(batch.chunks[0].done.sum()) for batch in batches)
-
-
-def test_a_cut_uses_no_noise_twice() -> None:
-    class Noisy:
-        noise = NoiseSpec("uniform", 1)
-
-        def act(self, obs: Any, noise: Any) -> Any:
-            return np.zeros(len(obs), np.int64), {"drawn": noise[:, 0]}
-
-        def load_weights(self, weights: Any) -> None: ...
-
-    with RayVecEnv("CartPole-v1", 2, num_nodes=0, workers_per_node=0) as env:
-        collector = Collector(env, Noisy(), seed=1)
-        batches: list[Batch] = [collector.collect(n_step=16, cut=lambda steps: steps >= 6) for _ in range(3)]
-    drawn = np.concatenate([batch.chunks[0].extras["drawn"].ravel() for batch in batches])
-    assert len(drawn) == 18 and len(set(drawn.tolist())) == 18
 
 
 def test_only_environments_of_one_machine_can_be_cut(ray_cluster: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from tianshou.env import DummyVectorEnv
 from tianshou.utils.torch_utils import policy_within_training_step
 from torch.distributions import Distribution, Normal
 
-from rayvec.tianshou import IMPALA, Collector, RayVectorEnv
+from rayvec.tianshou import IMPALA
 
 NUM_ENVS = 3
 
@@ -114,29 +113,3 @@ def test_on_policy_an_update_is_that_of_a2c(kind: str) -> None:
     assert stats[0].loss.mean == pytest.approx(stats[1].loss.mean, abs=1e-4)
     assert stats[0].gradient_steps == 1
     assert set(stats[0].get_loss_stats_dict()) >= {"importance_weight", "rho_clip_fraction", "loss"}
-
-
-def test_the_unmodified_trainer_runs_it_on_steps_of_older_policies() -> None:
-    class Noting(Collector[Any]):
-        def collect(self, **kwargs: Any) -> Any:
-            stats: Any = super().collect(**kwargs)
-            ages.append(stats.staleness)
-            return stats
-
-    class NotingIMPALA(IMPALA):
-        def update(self, **kwargs: Any) -> Any:
-            stats = super().update(**kwargs)
-            weights.append(stats.importance_weight)
-            return stats
-
-    ages: list[int] = []
-    weights: list[float] = []
-    algorithm = make(cls=NotingIMPALA)
-    with closing(RayVectorEnv([DriftEnv] * 4, num_nodes=0, workers_per_node=1)) as env:
-        collector = Noting(algorithm, env, VectorReplayBuffer(400, 4), prefetch=True)
-        test_collector = tianshou.data.Collector(algorithm, DummyVectorEnv([DriftEnv] * 2))
-        result = kit.train(algorithm, collector, test_collector, epoch_num_steps=500, batch_size=None)
-    assert result.train_step == 500
-    assert ages == [0, 1, 1, 1, 1]
-    assert weights[0] == pytest.approx(1, abs=1e-5)
-    assert max(abs(weight - 1) for weight in weights[1:]) > 1e-5  # a mean of weights may be 1 by chance

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,51 +69,6 @@ def test_steps_are_those_of_the_policy_one_change_ago(venv: RayVectorEnv, make_p
     assert ages == ([0, 1, 1, 1] if learns else [0, 0, 0, 0])
     assert mine.collect_step == other.collect_step == 200
     mine.reset_env()  # frees the environments for the next test
-
-
-class Interrupted(RayVectorEnv):
-    """Raises KeyboardInterrupt in the next wait for a chunk if it is told to, as after Ctrl-C in a notebook."""
-
-    interrupt = False
-
-    def _interrupted(self) -> None:
-        if self.interrupt:
-            self.interrupt = False
-            raise KeyboardInterrupt
-
-    def rollout_wait(self, *args: Any, **kwargs: Any) -> Any:
-        self._interrupted()
-        return super().rollout_wait(*args, **kwargs)
-
-    def part_wait(self, *args: Any, **kwargs: Any) -> Any:
-        self._interrupted()
-        return super().part_wait(*args, **kwargs)
-
-
-@pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"max_staleness": 3}], ids=str)
-def test_an_interrupted_wait_loses_nothing(settings: dict[str, Any]) -> None:
-    """A chunk that was waited for at Ctrl-C is the first of the next call."""
-    env = Interrupted([CountingEnv] * 5, num_nodes=0, workers_per_node=2, preload=("helpers.tianshou_kit",))
-    with closing(env):
-        env.seed(SEEDS)
-        collector: Any = Collector(Exact(), env, VectorReplayBuffer(2000, 5), **settings)
-        collector.reset()
-        collector.collect(n_step=50)
-        env.interrupt = True
-        with pytest.raises(KeyboardInterrupt):
-            collector.collect(n_step=50)
-        with pytest.raises(AssertionError, match="prefetching"):
-            env.reset()
-        collector.collect(n_step=50)
-        collector.collect(n_step=50)
-        for sub in collector.buffer.buffers:  # the steps of each environment, none lost or twice
-            assert sub.rew[: len(sub)].tolist() == list(range(1, len(sub) + 1))
-        assert len(collector.buffer) == collector.collect_step
-        env.interrupt = True
-        with pytest.raises(KeyboardInterrupt):
-            collector.collect(n_step=50)
-        collector.reset()
-        assert env.step(np.zeros(5, int))[1].shape == (5,)  # the environments are free
 
 
 @pytest.mark.parametrize("ahead", [{"prefetch": True}, {"max_staleness": 2}], ids=str)

@@ -134,17 +134,6 @@ def test_the_list_of_callbacks_may_be_thinned_out(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "a" / "learning_curve.png").exists() and "steps/s" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", [HERE, pytest.param(RANKS, marks=SLOW)], ids=["here", "ranks"])
-def test_a_list_of_callables_and_their_indices(tmp_path: Path, where: dict[str, Any]) -> None:
-    curriculum = Curriculum()
-    fns = [lambda index=index: Levels(index) for index in (5, 6, 7, 8)]
-    rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0, **where), env=fns, callbacks=curriculum)
-    assert curriculum.indices[0] == (5, 6, 7, 8)
-    assert rayvec.resume(tmp_path / "a", env=fns, eval_episodes=2).total_steps == 64
-    with pytest.raises(ConfigError, match="num_envs"):
-        rayvec.train(tiny(tmp_path / "b"), env=fns[:3])
-
-
 @pytest.mark.parametrize("uri", ["s3://bucket/runs/a", "gs://bucket/a"])
 def test_paths_are_of_this_machine(tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -34,7 +33,6 @@ from helpers.obedient_envs import (
     SameAgain,
     TwoSteps,
     long_env,
-    slow_env,
 )
 from helpers.testing import assert_identical
 from helpers.waiting import DEADLINE_S, wait_until
@@ -261,20 +259,6 @@ def test_an_actor_that_is_killed_is_replaced(make_vec: Any) -> None:
     obs = env.step(told(4))[0]
     assert obs[lost[0]].tolist() == [restart_seed(1 + lost[0], lost[0], RESTARTS_OF_A_NODE), 0, 0, 0]
     env.rollout(lambda obs: np.zeros(len(obs), np.int64), 5)
-
-
-@pytest.mark.slow
-def test_an_actor_killed_in_a_chunk(make_vec: Any) -> None:
-    env = make_vec([slow_env] * 4, nodes=2, workers=1)
-    policy = lambda obs: np.zeros(len(obs), np.int64)  # noqa: E731
-    env.rollout(policy, 5, seed=1)
-    timer = threading.Timer(0.3, os.kill, (actor(env), signal.SIGKILL))
-    timer.start()
-    chunk = env.rollout(policy, 100)
-    timer.join()
-    assert chunk.restarts.tolist() == [[-1, 2], [-1, 3]]
-    assert chunk.obs[0][:, TOTAL].tolist() == [5, 5, 0, 0]
-    assert chunk.obs[-1][:, TOTAL].tolist() == [104, 104, 99, 99]
 
 
 def test_on_node_loss_raise(make_vec: Any) -> None:

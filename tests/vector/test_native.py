@@ -88,16 +88,6 @@ class TestChunks:
             expected[1:] = done[:-1] & (mode == "NextStep")
             np.testing.assert_array_equal(waits, expected)
 
-    @pytest.mark.parametrize("mode", MODES)
-    def test_observations_that_the_next_step_overwrites(self, mode: str) -> None:
-        makes = [partial(SyncVectorEnv, [CountingEnv] * 3, copy=False, autoreset_mode=mode)] * 2
-        with closing(local(makes, workers_per_node=0)) as env:
-            assert counting_errors([env.rollout(still, 9, seed=5 if k == 0 else None) for k in range(3)]) == []
-            first, _ = env.reset(seed=1)
-            before = first.copy()
-            env.step(still(first))
-            np.testing.assert_array_equal(first, before)
-
 
 class TestFaults:
     @pytest.mark.parametrize("mode", ONE_MODE)

@@ -72,16 +72,6 @@ class TestEnvironments:
         np.testing.assert_array_equal(first, drawn(3, preload=()))
         assert not np.isin(other, first).any()
 
-    def test_the_seed_of_the_constructor_gives_equal_environments(self) -> None:
-        def made(seed: int) -> NDArray[np.float64]:
-            settings = dict(num_nodes=0, workers_per_node=2, preload=("torch",))
-            with rayvec.RayVecEnv(Draws, 2, seed=seed, **settings) as env:
-                obs: NDArray[np.float64] = env.reset(seed=seed)[0]
-            return obs
-
-        np.testing.assert_array_equal(made(5), made(5))
-        assert len(np.unique([made(5), made(6)])) == 24  # not those of the reset either
-
     def test_a_replacement_worker_draws_other_numbers_the_same_ones_in_each_run(self) -> None:
         def run() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
             settings = dict(num_nodes=0, workers_per_node=2, preload=("torch",), on_env_error="restart")
