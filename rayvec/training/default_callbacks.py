@@ -7,7 +7,9 @@ import importlib
 import json
 import math
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -142,7 +144,10 @@ class ShowProgress:
     def _show(self, steps: int, text: str) -> None:
         if steps >= self._total or time.monotonic() - self._printed_s >= _LINE_INTERVAL_S:
             self._printed_s = time.monotonic()
-            print(f"{steps:,}/{self._total:,} steps · {text}", file=sys.stderr, flush=True)
+            line = f"{steps:,}/{self._total:,} steps · {text}"
+            if sys.stderr.isatty():
+                line = textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  ")
+            print(line, file=sys.stderr, flush=True)
 
 
 def progress_text(context: RunContext) -> str:
@@ -155,7 +160,8 @@ def progress_text(context: RunContext) -> str:
         parts.append(f"greedy {progress.eval_return:.2f}, best {progress.best_return:.2f}")
     activities = {name[7:]: s for name, s in metrics.items() if name.startswith("time_s/") and name.count("/") == 1}
     whole_s = sum(activities.values())
-    parts.append(", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in activities.items()))
+    shares = {name: seconds / whole_s for name, seconds in activities.items()}
+    parts.append(", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.01))
     return " · ".join(parts)
 
 
