@@ -30,7 +30,6 @@ from rayvec.errors import check_node_range
 
 __all__ = ["ADJUSTABLE", "CONFIGS", "TrainConfig"]
 
-_EVAL_STEPS, _EVAL_EPISODE_STEPS = 50_000, 10_000
 Scalar = None | bool | int | Annotated[float, Field(allow_inf_nan=True)] | str
 NodeCount = Annotated[
     Natural | tuple[int, int] | None,
@@ -368,31 +367,6 @@ class TrainConfig:
                 weights are chosen by them.
         """
         return 2**30 + _derived_seed(self.seed, 0 if is_final else 1)
-
-    def num_eval_episodes(self, time_limit: int | None) -> int:
-        """Returns how many episodes one evaluation plays; see `eval_episodes` and `eval_steps`.
-
-        Args:
-            time_limit: Steps after which the environment is registered to truncate an episode; None without a limit.
-        """
-        time_limit = self._time_limit(time_limit)
-        if time_limit is None:
-            return self.eval_episodes
-        eval_steps = max(_EVAL_STEPS, self.total_steps // 10) if self.eval_steps is None else self.eval_steps
-        return min(self.eval_episodes, max(1, eval_steps // time_limit))
-
-    def longest_eval_episode(self, time_limit: int | None) -> int:
-        """Returns the steps after which an episode of an evaluation is cut.
-
-        Args:
-            time_limit: Steps after which the environment is registered to truncate an episode; None without a limit.
-        """
-        return self.eval_max_episode_steps or max(_EVAL_EPISODE_STEPS, self._time_limit(time_limit) or 0)
-
-    def _time_limit(self, registered: int | None) -> int | None:
-        """Returns the time limit of environments; to Gymnasium None is the registered one, and -1 is none."""
-        limit: int | None = self.env_kwargs.get("max_episode_steps")  # type: ignore[assignment]
-        return None if limit == -1 else registered if limit is None else limit
 
     def adjusted(self, **changes: Any) -> TrainConfig:
         """Returns the settings of the same run with changes of where and how fast it executes.

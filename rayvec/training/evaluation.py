@@ -24,7 +24,18 @@ from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.runs import eval_settings, make_one_env, network_of, open_env, with_own_parts
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Evaluation", "evaluate", "evaluate_run", "greedy_policy", "render_episode", "time_limit"]
+__all__ = [
+    "Evaluation",
+    "evaluate",
+    "evaluate_run",
+    "greedy_policy",
+    "longest_eval_episode",
+    "num_eval_episodes",
+    "render_episode",
+    "time_limit",
+]
+
+_EVAL_STEPS, _EVAL_EPISODE_STEPS = 50_000, 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +82,24 @@ def greedy_policy(module: Any, weights: NDArray[np.float32], *, deterministic: b
     return policy
 
 
-def time_limit(env: RayVecEnv) -> int | None:
-    """Returns the steps after which an environment is registered to truncate an episode; None without a limit."""
-    return None if env.spec is None else env.spec.max_episode_steps
+def time_limit(config: TrainConfig, env: Any) -> int | None:
+    """Returns the steps after which an environment truncates an episode, as registered or by its arguments; or None."""
+    registered: int | None = None if env.spec is None else env.spec.max_episode_steps
+    limit: Any = config.env_kwargs.get("max_episode_steps")  # to Gymnasium None is the registered one, and -1 is none
+    return None if limit == -1 else registered if limit is None else limit
+
+
+def num_eval_episodes(config: TrainConfig, limit: int | None) -> int:
+    """Returns how many episodes of at most `limit` steps one evaluation plays; see `eval_episodes` and `eval_steps`."""
+    if limit is None:
+        return config.eval_episodes
+    eval_steps = max(_EVAL_STEPS, config.total_steps // 10) if config.eval_steps is None else config.eval_steps
+    return min(config.eval_episodes, max(1, eval_steps // limit))
+
+
+def longest_eval_episode(config: TrainConfig, limit: int | None) -> int:
+    """Returns the steps after which an episode of an evaluation is cut, where environments have such a time limit."""
+    return config.eval_max_episode_steps or max(_EVAL_EPISODE_STEPS, limit or 0)
 
 
 def evaluate(
@@ -90,7 +116,7 @@ def evaluate(
 
     Each environment gets its quota of episodes beforehand, so that short episodes do not crowd out long ones. All
     environments are reset first. An episode that does not end is cut after
-    :meth:`rayvec.config.TrainConfig.longest_eval_episode` steps. A Ctrl-C closes the environments, and ends their
+    `longest_eval_episode` steps. A Ctrl-C closes the environments, and ends their
     workers at once.
 
     Args:
@@ -103,16 +129,16 @@ def evaluate(
             training never uses.
         first_id: Global index of the first environment, where a rank plays its share.
     """
-    limit = time_limit(env)
+    limit = time_limit(config, env)
     if num_episodes is None:
-        num_episodes = config.num_eval_episodes(limit)
+        num_episodes = num_eval_episodes(config, limit)
     if num_episodes == 0:
         return Evaluation(np.zeros(0), np.zeros(0, np.int64))
     policy = greedy_policy(module, weights, deterministic=config.eval_deterministic)
     collector = Collector(env, policy, config.inference, seed=seed, on_bad_obs=config.on_bad_obs)
     try:
         collector.reset(seed=seed + first_id)
-        stats = collector.play(num_episodes, max_len=config.longest_eval_episode(limit))
+        stats = collector.play(num_episodes, max_len=longest_eval_episode(config, limit))
     except KeyboardInterrupt:
         env.close(terminate=True)  # else the collector would wait for its pending chunks
         raise

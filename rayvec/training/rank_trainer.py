@@ -38,7 +38,7 @@ from rayvec.learners.compile_decision import decided
 from rayvec.learners.ranks import ClosableRanks
 from rayvec.node.log_lines import LogLines
 from rayvec.training.checkpoint import check_kept_spaces, restore, warn_of_wide_ranges
-from rayvec.training.evaluation import Evaluation, time_limit
+from rayvec.training.evaluation import Evaluation, num_eval_episodes, time_limit
 from rayvec.training.runs import LEARNERS, choose_engine, make_env, open_env, open_learner, probed_workers, wait_limit_s
 from rayvec.training.trainer import Iteration, Progress, Trainer, initial_state
 
@@ -100,7 +100,7 @@ class RankTrainer(Trainer):
         """
         shared = pack(shared_state(self.learner)) if self._ranks.rank == 0 else None
         spaces = self._env.single_observation_space, self._env.single_action_space
-        num_episodes = self._config.num_eval_episodes(time_limit(self._env))
+        num_episodes = num_eval_episodes(self._config, time_limit(self._config, self._env))
         return spaces, num_episodes, tuple(rank_local_state(self.learner)), shared
 
     def begin(self, progress: Progress, learner_state: Any, collector_state: Mapping[str, Any] | None) -> None:

@@ -16,7 +16,7 @@ import rayvec
 from rayvec import PPOConfig
 from rayvec.cli import main
 from rayvec.errors import ConfigError
-from rayvec.training.evaluation import evaluate_run
+from rayvec.training.evaluation import evaluate_run, longest_eval_episode, num_eval_episodes, time_limit
 from rayvec.training.run_dir import load_run, read_metrics
 from rayvec.wrappers import StaggeredStart
 
@@ -61,14 +61,13 @@ def test_a_resumed_run_evaluates_at_the_same_steps(tmp_path: Path) -> None:
 
 
 def test_how_many_episodes_an_evaluation_has_and_how_long_they_are() -> None:
-    config, longer = PPOConfig(total_steps=200_000), PPOConfig(env_kwargs={"max_episode_steps": 60_000})
-    assert [config.num_eval_episodes(limit) for limit in (500, 1000, None, 10**9)] == [100, 50, 100, 1]
-    assert PPOConfig(total_steps=10**6).num_eval_episodes(1000) == 100
-    assert longer.num_eval_episodes(500) == 1 and longer.longest_eval_episode(500) == 60_000
-    assert [config.longest_eval_episode(limit) for limit in (None, 500, 70_000)] == [10_000, 10_000, 70_000]
-    assert PPOConfig(eval_max_episode_steps=10).longest_eval_episode(500) == 10
-    without = PPOConfig(env_kwargs={"max_episode_steps": -1})
-    assert without.longest_eval_episode(500) == 10_000 and without.num_eval_episodes(500) == 100
+    config, env = PPOConfig(total_steps=200_000), gymnasium.make("CartPole-v1")
+    assert [num_eval_episodes(config, limit) for limit in (500, 1000, None, 10**9)] == [100, 50, 100, 1]
+    assert num_eval_episodes(PPOConfig(total_steps=10**6), 1000) == 100
+    assert [longest_eval_episode(config, limit) for limit in (None, 500, 70_000)] == [10_000, 10_000, 70_000]
+    assert longest_eval_episode(PPOConfig(eval_max_episode_steps=10), 500) == 10
+    for steps, limit in ((60_000, 60_000), (-1, None), (None, 500)):
+        assert time_limit(PPOConfig(env_kwargs={"max_episode_steps": steps}), env) == limit
 
 
 def test_an_evaluation_is_not_staggered() -> None:
