@@ -18,7 +18,6 @@ __all__ = [
     "KeepsRankLocalState",
     "Learner",
     "MeasuresObservations",
-    "check_gpu",
     "check_state",
     "scheduled",
     "set_learning_rate",
@@ -114,12 +113,6 @@ def torch_device(name: str) -> torch.device:
             "learner_device='cpu', or install torch for CUDA on a machine with a GPU."
         ) from error
     return torch.device(name)
-
-
-def check_gpu() -> None:
-    """Raises a ConfigError where torch sees no GPU; it leaves GPUs alone."""
-    if not torch.cuda.is_available():
-        torch_device("cuda")
 
 
 def check_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ class Policy:
 
     Raises:
         ConfigError: The module has no ``make_actor`` and there is no action space, or none that has a distribution; or
-            it can act only on the CPU; or both `deterministic` and `random_start` are set.
+            it can act only on the CPU.
     """
 
     noise: NoiseSpec
@@ -68,11 +68,6 @@ class Policy:
         random_start: bool = False,
         device: str = "cpu",
     ) -> None:
-        if deterministic and random_start:
-            raise ConfigError(
-                "deterministic=True and random_start=True were passed together. A random start draws its "
-                "actions: leave one of them out."
-            )
         self._actor: Any = _make_actor(module, action_space, device)
         self._is_masked: bool = getattr(module, "is_masked", False)
         self._random = random_start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,7 @@ def load(
     else:
         with make_one_env(config) as made:
             observation_space, action_space = made.single_observation_space, made.single_action_space
-    progress = state.get("progress")
-    steps = progress.get("steps") if isinstance(progress, Mapping) else None
-    return Agent(config, observation_space, action_space, state["weights"].numpy(), seed=seed, steps=steps)
+    return Agent(config, observation_space, action_space, state["weights"].numpy(), seed=seed)
 
 
 class Agent:
@@ -77,7 +75,6 @@ class Agent:
         action_space: Of one environment.
         weights: The acting weights, ``float32 [P]``.
         seed: Of the actions that are drawn.
-        steps: Environment steps that the run had taken with these weights; None if that is not known.
 
     Attributes:
         config: The settings.
@@ -85,7 +82,6 @@ class Agent:
         action_space: Of one environment.
         module: The network, an ``nn.Module`` on the CPU.
         is_recurrent: Whether the policy has a memory.
-        steps: As given.
 
     Raises:
         ConfigError: The weights are those of another network.
@@ -99,22 +95,13 @@ class Agent:
         weights: NDArray[np.float32],
         *,
         seed: int = 0,
-        steps: int | None = None,
     ) -> None:
-        self.steps = steps
         self.config, self.observation_space, self.action_space = config, observation_space, action_space
         self.module = network_of(config, observation_space, action_space)
         load_flat_weights(self.module, weights)
         self._policies = {greedy: Policy(self.module, action_space, deterministic=greedy) for greedy in (True, False)}
         self._seed, self._num_calls = seed, 0
         self.is_recurrent = self._policies[True].initial_state(1) is not None
-
-    def __repr__(self) -> str:
-        """Environment, algorithm, steps and spaces."""
-        taken = "" if self.steps is None else f"steps={self.steps:,}, "
-        spaces_text = f"observation_space={self.observation_space}, action_space={self.action_space}"
-        whole = f"Agent({self.config.env_id}, {self.config.algorithm}, {taken}{spaces_text})"
-        return " ".join(whole.split())  # the bounds of a Box may be on several lines
 
     def predict(self, obs: Any, state: NDArray[np.float32] | None = None, deterministic: bool = True) -> Any:
         """Returns the action for an observation, or the actions for a batch of them; with memory, also its state.

@@ -423,7 +423,6 @@ UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,))
         (lambda: make_encoder(spaces.Box(0, 255, (84, 84, 3), np.uint8)), "below 36 pixels.*use PPO"),
         (lambda: make_encoder(spaces.Dict(a=spaces.Box(-1, 1, (2, 0)))), "has no numbers"),
         (lambda: ActorCritic(BOX, spaces.Box(0, 9, (2,), np.int64)), "The action space is .*Discrete, MultiDiscrete"),
-        (lambda: Policy(ActorCritic(BOX, BOX), deterministic=True, random_start=True), "were passed together"),
         (lambda: Policy(ActorCritic(BOX, UNBOUNDED), random_start=True).act(0, np.zeros((1, 2))), "finite bounds"),
         (lambda: Policy(Mine()), r"Mine has no .*Pass action_space"),
     ],

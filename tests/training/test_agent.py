@@ -168,7 +168,6 @@ def test_a_loaded_agent_is_the_policy_that_was_evaluated(tmp_path: Path) -> None
     assert agent.observation_space == gymnasium.make("CartPole-v1").observation_space
     for name in ("best.pt", "checkpoints/000000000256.pt"):
         assert rayvec.load(tmp_path / "a", name).predict(obs).shape == (50,)
-    assert repr(agent).startswith("Agent(CartPole-v1, ppo, steps=320, observation_space=Box([")
     subprocess.run([sys.executable, "-c", WITHOUT_RAY, str(tmp_path / "a")], check=True)
 
 

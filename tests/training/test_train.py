@@ -160,7 +160,7 @@ def test_the_life_of_a_run(algorithm: str, tmp_path: Path, capsys: pytest.Captur
     agent = rayvec.load(killed)
     obs = agent.observation_space.sample()
     action = agent.predict(obs)
-    assert action in agent.action_space and agent.steps == result["total_steps"]
+    assert action in agent.action_space
     onnxruntime = pytest.importorskip("onnxruntime", reason="ONNX is an extra")
     session = onnxruntime.InferenceSession(agent.export(tmp_path / "policy.onnx"))
     (exported,) = session.run(None, {"obs": obs[None]})
