@@ -33,12 +33,10 @@ from typing import Any
 
 import numpy as np
 
-GREETING = b"rayvec environment server 3\n"
+GREETING = b"rayvec environment server 4\n"
 """Ends with the version of the protocol, which both sides must share."""
 _LENGTHS = struct.Struct("!IQ")
-_PID = struct.Struct("!Q")
 _NONCE = 32
-_CHUNK = 64 << 10
 _RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -86,33 +84,22 @@ class Messages:
         Raises:
             OSError: The connection has ended.
         """
-        first = self._connection.recv(_CHUNK)
-        while 0 < len(first) < _LENGTHS.size:
-            first += self._connection.recv(_CHUNK)
-        if not first:
-            raise ConnectionError("the other side has closed the connection")
-        text_bytes, data_bytes = _LENGTHS.unpack_from(first)
-        message = memoryview(bytearray(text_bytes + data_bytes))
-        head = first[_LENGTHS.size :]
-        message[: len(head)] = head
-        _fill(self._connection, message[len(head) :])
+        text_bytes, data_bytes = _LENGTHS.unpack(_receive_exactly(self._connection, _LENGTHS.size))
+        message = memoryview(_receive_exactly(self._connection, text_bytes + data_bytes))
         if text_bytes:
             self._read = reader_of(json.loads(bytes(message[:text_bytes]).decode()), [0])
         return self._read(message[text_bytes:])
 
 
-def _fill(connection: socket.socket, view: memoryview) -> None:
+def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
+    received = bytearray(num_bytes)
+    view = memoryview(received)
     while view:
         count = connection.recv_into(view)
         if not count:
             raise ConnectionError("the other side has closed the connection")
         view = view[count:]
-
-
-def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    received = bytearray(num_bytes)
-    _fill(connection, memoryview(received))
-    return bytes(received)
+    return received
 
 
 def form_of(value: Any, values: list[bytes]) -> Any:
@@ -132,8 +119,9 @@ def form_of(value: Any, values: list[bytes]) -> Any:
         return ("dict", [(form_of(key, values), _form_within(key, each, values)) for key, each in value.items()])
     if isinstance(value, (list, tuple)):
         return ("list" if isinstance(value, list) else "tuple", [form_of(each, values) for each in value])
+    name = f"array of {value.dtype}s" if kind is np.ndarray else kind.__name__
     raise TypeError(
-        f" is a {kind.__name__}, which can't be sent. Use numbers, strings, lists, tuples, dicts or arrays of numbers."
+        f" is a {name}, which can't be sent. Use numbers, strings, lists, tuples, dicts or arrays of numbers."
     )
 
 
@@ -226,8 +214,7 @@ def dial(address: tuple[str, int], key: bytes) -> socket.socket:
         other = _receive_exactly(connection, _NONCE)
         if not hmac.compare_digest(_receive_exactly(connection, 32), signature(key, b"rayvec", own + other)):
             raise Refused("rayvec there has another key")
-        pid = _PID.pack(os.getpid())
-        connection.sendall(pid + signature(key, b"server" + pid, own + other))
+        connection.sendall(signature(key, b"server", own + other))
         watch_silence(connection)
     except BaseException:
         connection.close()
@@ -235,8 +222,8 @@ def dial(address: tuple[str, int], key: bytes) -> socket.socket:
     return connection
 
 
-def admit(connection: socket.socket, key: bytes) -> int:
-    """Does rayvec's part of :func:`dial` on an accepted connection. Returns the other side's process id.
+def admit(connection: socket.socket, key: bytes) -> None:
+    """Does rayvec's part of :func:`dial` on an accepted connection.
 
     Raises:
         Refused: The other side has another key or version.
@@ -251,17 +238,15 @@ def admit(connection: socket.socket, key: bytes) -> int:
     if greeting != GREETING:
         raise Refused("it speaks another protocol, or another version of it")
     try:
-        pid = _receive_exactly(connection, _PID.size)
         proof = _receive_exactly(connection, 32)
     except ConnectionError:
         raise Refused("it has another key") from None
-    if not hmac.compare_digest(proof, signature(key, b"server" + pid, other + own)):
+    if not hmac.compare_digest(proof, signature(key, b"server", other + own)):
         raise Refused("it has another key")
     watch_silence(connection)
-    return int(_PID.unpack(pid)[0])
 
 
-def signature(key: bytes, side: bytes, nonces: bytes) -> bytes:
+def signature(key: bytes, side: bytes, nonces: bytes | bytearray) -> bytes:
     """Returns what proves that `side` has the key."""
     return hmac.new(key, side + nonces, hashlib.sha256).digest()
 
@@ -343,10 +328,6 @@ class Served:
         obs, reward, terminated, truncated, info = result
         return {"obs": obs, "reward": reward, "terminated": terminated, "truncated": truncated, "info": info}
 
-    def render(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Renders."""
-        return {"value": self.env.render()}
-
     def get(self, request: dict[str, Any]) -> dict[str, Any]:
         """Returns an attribute, or says that it is a method, or that there is none."""
         owner = self._owner(request["name"])
@@ -372,13 +353,6 @@ class Served:
         if hasattr(env, "close"):
             env.close()
         return {}
-
-    def close_and_report(self) -> None:
-        """Closes the environment, and prints an error of its :meth:`close` in place of raising it."""
-        try:
-            self.close({})
-        except Exception:
-            traceback.print_exc()
 
     def _owner(self, name: str) -> Any:
         """Returns the outermost wrapper that has an attribute, or None."""
@@ -420,6 +394,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("env", help='an id ("CartPole-v1"), or a class or function ("module:Class")')
     parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where rayvec waits for servers")
     parser.add_argument("--key-file", required=True, help="file with the key that rayvec has too")
+    parser.add_argument("--once", action="store_true", help="end with the connection, instead of dialling in again")
     parser.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the environment, as JSON")
     args = parser.parse_args(arguments)
     host, _, port = args.connect.rpartition(":")
@@ -427,12 +402,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--connect is {args.connect!r}. It must be HOST:PORT, for example trainer:9000.")
     sys.path.insert(0, os.getcwd())
     try:
-        return _serve_for_ever((host, int(port)), read_key(args.key_file), Served(args.env, args.kwargs))
+        return _run((host, int(port)), read_key(args.key_file), Served(args.env, args.kwargs), args.once)
     except KeyboardInterrupt:
         return 130
 
 
-def _serve_for_ever(address: tuple[str, int], key: bytes, served: Served) -> int:
+def _run(address: tuple[str, int], key: bytes, served: Served, once: bool) -> int:
+    """Serves, and dials in again whenever the connection ends, or serves `once`. Returns the exit code."""
     failures = 0
     while True:
         try:
@@ -445,6 +421,8 @@ def _serve_for_ever(address: tuple[str, int], key: bytes, served: Served) -> int
                 print(f"env_server: no connection to {address[0]}:{address[1]} yet ({error})", file=sys.stderr)
             time.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
             failures += 1
+            if once:
+                return 1
             continue
         failures = 0
         try:
@@ -452,10 +430,14 @@ def _serve_for_ever(address: tuple[str, int], key: bytes, served: Served) -> int
         except EndOfService:
             return 0
         except OSError:
-            pass  # the connection has ended: dial in again
+            if once:
+                return 0
         finally:
             connection.close()
-            served.close_and_report()
+            try:
+                served.close({})
+            except Exception:
+                traceback.print_exc()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import socket
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,46 +14,8 @@ import numpy as np
 from gymnasium import spaces
 
 from rayvec.env_server import Messages
-from rayvec.errors import ConfigError
 
-__all__ = ["ServerEnv", "ServerEnvMaker"]
-
-_MAX_REPLY = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class ServerEnvMaker:
-    """Makes an environment in the next idle server; it may wait for one.
-
-    Attributes:
-        path: Of the Unix socket at which :class:`rayvec.EnvServers` hands over connections.
-        waits: Its steps wait for another process, so that each environment gets a worker of its own by default.
-    """
-
-    path: str
-    waits = True
-
-    def __call__(self) -> ServerEnv:
-        """Makes the environment.
-
-        Raises:
-            ConfigError: No servers are handed over on this machine.
-            ConnectionError: The servers were told to end.
-        """
-        handover = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            handover.connect(self.path)
-            reply, descriptors, *_ = socket.recv_fds(handover, _MAX_REPLY, 1)
-        except OSError as error:
-            handover.close()
-            raise ConfigError(
-                f"There are no environment servers at {self.path} ({error}). Their environments must step on the "
-                "machine that has made rayvec.EnvServers, before it is closed: pass num_nodes=0."
-            ) from None
-        if not descriptors:
-            handover.close()
-            raise ConnectionError(reply.decode() or "rayvec.EnvServers were closed while a server was waited for.")
-        return ServerEnv(socket.socket(fileno=descriptors[0]), handover, reply.decode())
+__all__ = ["ServerEnv"]
 
 
 class ServerEnv(gymnasium.Env[Any, Any]):
@@ -61,15 +23,15 @@ class ServerEnv(gymnasium.Env[Any, Any]):
 
     Args:
         connection: To the server.
-        handover: Its end tells :class:`rayvec.EnvServers` that the server is free.
         name: Of the server, for errors.
+        end: Called once the connection is closed.
 
     Raises:
         Exception: What the constructor of the environment raised.
     """
 
-    def __init__(self, connection: socket.socket, handover: socket.socket, name: str) -> None:
-        self._connection, self._handover, self._name = connection, handover, name
+    def __init__(self, connection: socket.socket, name: str, end: Callable[[], None] = lambda: None) -> None:
+        self._connection, self._name, self._end = connection, name, end
         self._messages = Messages(connection)
         made = self._ask("open")
         self.observation_space = space_of(made["observation_space"])
@@ -88,17 +50,17 @@ class ServerEnv(gymnasium.Env[Any, Any]):
 
     def render(self) -> Any:
         """Renders in the server."""
-        return self._ask("render")["value"]
+        return self._call("render")
 
     def close(self) -> None:
-        """Closes the environment. The server dials in again."""
+        """Closes the environment. The server ends, or dials in again."""
         if self._connection.fileno() < 0:
             return
         try:
             self._ask("close")
         finally:
             self._connection.close()
-            self._handover.close()
+            self._end()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

@@ -258,7 +258,7 @@ def test_strangers_and_other_keys_and_versions_are_refused(
 
 def test_a_server_of_another_version_says_so(key_file: Path, tmp_path: Path) -> None:
     newer = tmp_path / "env_server.py"
-    newer.write_text(SERVER.read_text().replace("environment server 3", "environment server 4"))
+    newer.write_text(SERVER.read_text().replace("environment server 4", "environment server 5"))
     with rayvec.EnvServers(1, key_file=key_file) as servers:
         where = ["--connect", f"127.0.0.1:{servers.port}", "--key-file", str(key_file)]
         ended = subprocess.run([sys.executable, newer, "a:b", *where], capture_output=True, text=True, timeout=30)
@@ -285,8 +285,8 @@ def test_what_servers_need_is_checked(key_file: Path, tmp_path: Path) -> None:
         ]:
             with pytest.raises(ConfigError, match=text):
                 rayvec.EnvServers(1, **settings)
-    with pytest.raises(ConfigError, match=r"one that was started has ended with exit code 2"):
-        list(rayvec.EnvServers(1, command=[sys.executable, "-c", "exit(2)"]))
+    with pytest.raises(ConfigError, match=r"has not dialled in: it has ended with exit code 2"):
+        rayvec.RayVecEnv(rayvec.EnvServers(1, command=[sys.executable, "-c", "exit(2)"]), num_nodes=0)
     with pytest.raises(TimeoutError, match=r"0 of 1 environment servers have dialled in at port \d+ within 0.1 s"):
         list(rayvec.EnvServers(1, key_file=key_file, start_timeout_s=0.1))
     with rayvec.EnvServers(1, command=command("helpers.served:cannot_be_made")) as servers:
