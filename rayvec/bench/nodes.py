@@ -31,9 +31,9 @@ def cluster_at(address: str) -> Iterator[tuple[str, Grow]]:
     Raises:
         ConfigError: No cluster answers.
     """
-    from rayvec.cluster.ray_session import RaySession
+    from rayvec.cluster.ray_session import ray_session
 
-    with RaySession(address):
+    with ray_session(address):
         yield address, lambda count, cores: None
 
 

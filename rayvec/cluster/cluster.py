@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -16,16 +15,15 @@ from rayvec.data.layouts import ArrayLayout
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.envs.slices import own_arrays
 from rayvec.envs.spaces import PoolSpaces
-from rayvec.errors import ConfigError, WorkerLostError
+from rayvec.errors import WorkerLostError
 from rayvec.fleet.commands import STEPPING, ChildLost, Command, Op, Ticket
-from rayvec.fleet.fleet import Fleet
+from rayvec.fleet.fleet import CLOSE_S, Fleet
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, restore_episode, store_seed
 
 __all__ = ["Cluster"]
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 10.0
 _POLL_S = 0.1
 
 
@@ -37,10 +35,10 @@ class Cluster(Fleet):
         places: Finds the places of nodes, and opens them; see :class:`~rayvec.cluster.ray_places.RayPlaces`.
         rehost: Whether the environments of lost nodes resume elsewhere.
         replay_calls: Names of calls and attributes that they get again there.
-        release: Called once all nodes are closed.
 
     Attributes:
         spaces: The spaces and metadata of the environments.
+        session: Closed once all nodes are.
 
     Raises:
         NodeLostError: A node ended meanwhile.
@@ -59,10 +57,9 @@ class Cluster(Fleet):
         *,
         rehost: bool = False,
         replay_calls: Sequence[str] = (),
-        release: Callable[[], None] = lambda: None,
     ) -> None:
         self._places, self._slices = places, list(topology.nodes)
-        self._rehost, self._release = rehost, release
+        self._rehost, self.session = rehost, ExitStack()
         try:
             nodes, sizes, self.spaces = self._started(self._slices)
         except ChildLost as lost:
@@ -76,11 +73,9 @@ class Cluster(Fleet):
         try:
             for place in places:
                 nodes.append(self._places.open(place))  # what has begun to start is killed if the next fails
-            for node in sorted(nodes, key=_is_own):  # the others start while it does
+            for node in reversed(nodes):  # the driver's own comes last: the others start while it does
                 node.start()
-            found = [node.spaces() for node in nodes]
-            sizes = [each.num_envs or len(at.env_range) for each, at in zip(found, places, strict=True)]
-            return nodes, sizes, PoolSpaces.join(list(zip(sizes, found, strict=True)))
+            return nodes, *PoolSpaces.of_children(nodes, [len(place.env_range) for place in places])
         except BaseException:
             for node in nodes:
                 with suppress(Exception):
@@ -90,10 +85,7 @@ class Cluster(Fleet):
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays of the driver and of all nodes for these spaces."""
         self.layout, self.action_layout = ArrayLayout.with_objects(observation), ArrayLayout.of_actions(action)
-        self._spaces = observation, action
-        for k, node in enumerate(self.children):
-            node.allocation = observation, action, int(self.bounds[k])
-        self.open(own_arrays(self.layout, self.num_envs))
+        self.open(own_arrays(self.layout, self.num_envs), observation, action)
 
     def post(self, command: Command) -> Ticket:
         """Starts a command. Before a reset or a chunk, environments may move to other nodes.
@@ -107,7 +99,7 @@ class Cluster(Fleet):
         if command.op == Op.SET_STATE:
             for row, state in zip(command.rows.tolist(), command.rest[0], strict=True):
                 restore_episode(self.arrays, row, state["episode"])
-        if command.op in STEPPING:
+        if command.op in STEPPING and self._places.is_elastic:
             leaving_only = command.op == Op.STEP
             for k, place in self._places.moves(self._slices, leaving_only).items():
                 if not self._pending[k] or self._places.leaves(self._slices[k]):
@@ -123,7 +115,7 @@ class Cluster(Fleet):
             return
         envs = f"environments {self.bounds[k]} to {self.bounds[k + 1] - 1}"
         try:
-            node = self._opened(k, place)
+            (node,), *_ = self._started([place])
         except Exception as error:
             self._places.distrust(place)
             logger.warning("%s can't move to node %s: %s", envs, place.name, error)
@@ -136,8 +128,8 @@ class Cluster(Fleet):
         logger.warning("%s moved from node %s%s to node %s", envs, before.name, leaves, place.name)
         self._slices[k] = place
         self.resume(k, node, states)
-        old.close(_CLOSE_S)
-        old.join(_CLOSE_S)
+        old.close(CLOSE_S)
+        old.join(CLOSE_S)
 
     def _states_of(self, k: int) -> list[Any] | None:
         """Returns the states of the environments of node k; None if one of them offers none, or raises."""
@@ -168,22 +160,9 @@ class Cluster(Fleet):
     def _replacement(self, k: int, lost: ChildLost) -> Any:
         self._slices[k] = self._places.another(k, self._slices, lost.error)
         try:
-            return self._opened(k, self._slices[k])
+            return self._started([self._slices[k]])[0][0]
         except WorkerLostError as error:
             raise ChildLost(error) from error
-
-    def _opened(self, k: int, place: NodeSlice) -> Any:
-        """Starts a node for the environments of node k."""
-        (node,), _, spaces = self._started([place])
-        node.allocation = *self._spaces, int(self.bounds[k])
-        expected = self.spaces.sub_batches[place.env_range.start : place.env_range.stop]
-        if spaces.sub_batches != expected:
-            node.kill()
-            raise ConfigError(
-                f"A native sub-batch that was restarted has another number of environments: {list(spaces.sub_batches)} "
-                f"in place of {list(expected)}. Let each callable return the same vector environment every time."
-            )
-        return node
 
     @property
     def topology(self) -> Topology:
@@ -210,22 +189,5 @@ class Cluster(Fleet):
 
     def close(self, timeout_s: float | None = None) -> None:
         """Closes the environments and ends the nodes. What runs after `timeout_s` (10 s) is killed."""
-        timeout_s = _CLOSE_S if timeout_s is None else timeout_s
-        self._start = None  # a wait of another thread replaces no node
-        deadline = time.monotonic() + timeout_s
-        with ExitStack() as stack:
-            stack.callback(self._release)
-            for node in self.children:
-                stack.callback(_join, node, deadline, is_logged=timeout_s > 0)
-            for node in sorted(self.children, key=_is_own):  # the others close while it does
-                node.close(timeout_s)
-        self.children, self._release = [], lambda: None
-
-
-def _is_own(node: Any) -> bool:
-    return bool(node.transport == "shm")
-
-
-def _join(node: Any, deadline: float, *, is_logged: bool) -> None:
-    if not node.join(max(0.0, deadline - time.monotonic())) and is_logged:
-        logger.warning("killed workers on %s, since it did not close in time", node.name)
+        super().close(timeout_s)
+        self.session.close()

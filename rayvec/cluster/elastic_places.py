@@ -33,6 +33,8 @@ class ElasticPlaces(RayPlaces):
         ConfigError: The range is not valid, or there are fewer environments than nodes.
     """
 
+    is_elastic = True
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         demand = self.demand

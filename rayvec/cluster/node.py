@@ -5,57 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data.join_chunks import join_chunks
-from rayvec.data.resources import EnvResources
 from rayvec.data.trees import as_slice, tree_leaves
 from rayvec.envs.failures import FAILURES, captured
-from rayvec.envs.pickled_parts import PickledParts
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.fleet.commands import IN_ARRAYS, Answer, Command, Op, Ticket
-from rayvec.fleet.restarts import RestartPolicy
-from rayvec.node.machine import CLOSE_S, Machine
-from rayvec.rollout.policy_host import PolicyHost, TakenChunk
+from rayvec.fleet.fleet import CLOSE_S
+from rayvec.node.machine import Machine, MachineSpec
+from rayvec.rollout.loop import TakenChunk
+from rayvec.rollout.policy_host import PolicyHost
 
-__all__ = ["Node", "NodeSpec", "bytes_of", "result_leaves"]
+__all__ = ["Node", "bytes_of", "result_leaves"]
 
 _POLL_S = 1e-3
 """How long a node waits for the first of several pending commands before it looks at the others."""
 _RESULTS = ("rew", "terminated", "truncated", "episode")
 """What answers carry of each environment, before its observation."""
-
-
-class NodeSpec(NamedTuple):
-    """What the machine of a node starts with. It stands for the factory of the environments, which only workers load.
-
-    Attributes:
-        parts: The pickled factory of each worker.
-        num_envs: How many environments, or native sub-batches, there are.
-        seed: As of :class:`~rayvec.envs.factory.EnvFactory`.
-        name: What errors call the node.
-        preload: Modules that the fork server imports.
-        restart_policy: Whether environments that raise, and workers that die or hang, are replaced.
-        first_id: Global index of the first environment, or native sub-batch.
-        resources: What each environment claims, if this is set.
-    """
-
-    parts: PickledParts
-    num_envs: int
-    seed: int | None
-    name: str
-    preload: tuple[str, ...]
-    restart_policy: RestartPolicy
-    first_id: int
-    resources: EnvResources | None = None
-
-    def in_parts(self, bounds: Any) -> PickledParts:
-        """Returns the pickled factories."""
-        return self.parts
 
 
 class Node:
@@ -73,15 +44,13 @@ class Node:
         machine: The machine; :meth:`start` starts it.
         leaves: The arrays that hold its answers.
         pending: The pending commands, and what to wait for.
-        allocation: The spaces that all nodes share, and the global index of the first environment, for :meth:`open`.
         gpus: The GPUs that are claimed for its environments.
     """
 
     transport = "shm"
     machine: Machine
-    allocation: tuple[Space[Any], Space[Any], int]
 
-    def __init__(self, spec: NodeSpec, claim: Any = None) -> None:
+    def __init__(self, spec: MachineSpec, claim: Any = None) -> None:
         self.name, self._spec = f"node {spec.name}", spec
         self._claim, self.gpus = claim, list[str]()
         self.pending: list[tuple[Command, Ticket | Future[Answer]]] = []
@@ -93,29 +62,18 @@ class Node:
         """Starts the workers."""
         if self._claim is not None:
             self.gpus = self._claim.wait()
-        spec: Any = self._spec
-        limits, first_id = spec.restart_policy, spec.first_id
-        self.machine = Machine(
-            spec,
-            len(spec.parts.places),
-            node=spec.name,
-            preload=spec.preload,
-            restart_policy=limits,
-            first_id=first_id,
-            resources=spec.resources,
-            gpus=self.gpus,
-        )
+        self.machine = Machine(self._spec, self.gpus)
 
     def spaces(self) -> PoolSpaces:
         """Returns the spaces of the environments."""
         return self.machine.spaces
 
-    def open(self, arrays: dict[str, Any]) -> None:
+    def open(self, arrays: dict[str, Any], first_id: int, *spaces: Space[Any]) -> None:
         """Allocates shared memory for the workers. The answers are copied into `arrays`."""
-        self.allocate(*self.allocation, arrays)
+        self.allocate(arrays, first_id, *spaces)
         self._copies = list(zip(result_leaves(arrays), self.leaves, strict=True))
 
-    def allocate(self, observation: Space[Any], action: Space[Any], first_id: int, state: dict[str, Any]) -> None:
+    def allocate(self, state: dict[str, Any], first_id: int, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays of the machine; they begin with `state`, maybe the last answers of a lost node."""
         machine = self.machine
         machine.allocate(observation, action, first_id=first_id, state=state)
@@ -128,11 +86,7 @@ class Node:
 
     def _started(self, command: Command) -> Ticket | Future[Answer]:
         op = command.op
-        if op == Op.RESET:
-            self._host.note_reset(command.rows)
-        elif op in (Op.STEP, Op.SET_STATE):
-            self._host.note_absence()
-        elif op == Op.LOAD:
+        if op == Op.LOAD:
             key, policy, *where = command.rest
             if any(where):
                 self._own_policies.add(key)
@@ -142,19 +96,12 @@ class Node:
             if op == Op.DROP:
                 return self._act(lambda: self._host.drop(key))
             return self._act(lambda: self._host.take(command.rest))
+        self._host.note(op, command.rows)
         return self.machine.post(command)
 
     def _act(self, function: Callable[[], Any]) -> Future[Answer]:
         """Lets a policy act in a thread: meanwhile the stream is read, and a driver waits for other nodes."""
-
-        def answer() -> Answer:
-            try:
-                value = function()
-            except FAILURES as error:
-                return Answer(failure=captured(error, self.name))
-            return Answer(value=value, notes=self._host.take_notes())
-
-        return self._actor.submit(answer)
+        return self._actor.submit(self._host.answer, function, self.name)
 
     def wait(self, timeout_s: float) -> Answer | None:
         """Returns the answer to one of the pending commands, or None if there is none within `timeout_s`."""

@@ -111,7 +111,7 @@ class Claim:
     """
 
     def __init__(self, place: NodeSlice, amounts: Mapping[str, float]) -> None:
-        self._name, self._amounts = place.name, amounts
+        self._name, self._amounts = place.name, dict(amounts)
         is_in_job = ray.get_runtime_context().worker.mode == ray.WORKER_MODE
         self._actor = _started(place, amounts) if is_in_job or "GPU" in amounts else None
         self._group: Any = None
@@ -132,8 +132,7 @@ class Claim:
                 return gpus
         except ray.exceptions.GetTimeoutError:
             pass
-        listed = ", ".join(f"{amount:g} {name}" for name, amount in self._amounts.items())
-        raise ChildLost(NodeLostError(f"node {self._name} has not had {listed} free for {_PLACE_S:g} s."))
+        raise ChildLost(NodeLostError(f"node {self._name} has not had {self._amounts} free for {_PLACE_S:g} s."))
 
     def release(self) -> None:
         """Makes it free again."""

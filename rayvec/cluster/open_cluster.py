@@ -10,17 +10,17 @@ from rayvec.cluster.cluster import Cluster
 from rayvec.cluster.elastic_places import ElasticPlaces
 from rayvec.cluster.placement import Demand
 from rayvec.cluster.ray_places import RayPlaces
-from rayvec.cluster.ray_session import RaySession
+from rayvec.cluster.ray_session import ray_session
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.resources import EnvResources
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
-from rayvec.node.probe import MAX_WAITING_WORKERS, MIN_WAITING_CORES, log_probe, probe_step
+from rayvec.node.probe import MAX_WAITING_WORKERS, MIN_WAITING_CORES, probe_step
 
 __all__ = ["open_cluster"]
 
-_START_ATTEMPTS = 3
+_MAX_ATTEMPTS = 3
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +69,11 @@ def open_cluster(
     )
     kind = ElasticPlaces if isinstance(num_nodes, tuple | list) else RayPlaces
     places = kind(factory, preload, restart_policy, demand)
-    session = RaySession(address)
-    try:
-        probes = probe and demand.takes_what_is_free and not (worker_per_env or factory.native)
-        for attempt in range(_START_ATTEMPTS):
+    probes = probe and demand.takes_what_is_free and not (worker_per_env or factory.native)
+    num_attempts = 0
+    with ray_session(address) as session:
+        while True:
+            num_attempts += 1
             try:
                 topology = places.topology()
                 if probes and sum(node.num_workers for node in topology.nodes) < factory.num_envs:
@@ -81,21 +82,13 @@ def open_cluster(
                 unclaimed = ", ".join(node.name for node in topology.nodes if not node.num_cpus)
                 if unclaimed and claim_cpus and resources is None:
                     logger.warning("no core is free on %s: workers run there without claiming any", unclaimed)
-                return Cluster(
-                    topology,
-                    places,
-                    rehost=rehost,
-                    replay_calls=restart_policy.replay_calls,
-                    release=session.release,
-                )
+                cluster = Cluster(topology, places, rehost=rehost, replay_calls=restart_policy.replay_calls)
+                cluster.session = session.pop_all()
+                return cluster
             except NodeLostError as error:  # a node that ended may be listed for some seconds
-                if attempt + 1 == _START_ATTEMPTS:
+                if num_attempts == _MAX_ATTEMPTS:
                     raise
                 logger.warning("placing environments again: %s", error)
-        raise AssertionError("unreachable")
-    except BaseException:
-        session.release()
-        raise
 
 
 def _probed(places: RayPlaces, node: NodeSlice) -> Demand:
@@ -105,7 +98,7 @@ def _probed(places: RayPlaces, node: NodeSlice) -> Demand:
     def opened(factory: EnvFactory, restart_policy: RestartPolicy) -> Cluster:
         return Cluster(Topology((place,)), RayPlaces(factory, places.preload, restart_policy, Demand(1)))
 
-    step = log_probe(lambda: probe_step(places.factory, places.restart_policy, opened))
+    step = probe_step(places.factory, places.restart_policy, opened)
     if step is None or not step.waits:
         return places.demand
     share = max(MIN_WAITING_CORES, step.busy)

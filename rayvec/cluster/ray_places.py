@@ -10,7 +10,7 @@ from functools import partial
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from rayvec.cluster.node import Node, NodeSpec
+from rayvec.cluster.node import Node
 from rayvec.cluster.node_actor import Claim, NodeProcess
 from rayvec.cluster.nodes import FreeNode, free_nodes, look_until, reserved_bundles
 from rayvec.cluster.placement import Demand, plan_topology
@@ -20,6 +20,7 @@ from rayvec.data import NodeSlice, Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError, check_count
 from rayvec.fleet.restarts import RestartPolicy
+from rayvec.node.machine import MachineSpec
 
 __all__ = ["RayPlaces"]
 
@@ -39,7 +40,12 @@ class RayPlaces:
         preload: Modules that the workers of a node import once.
         restart_policy: Whether environments that raise, and workers that die or hang, are replaced.
         demand: What environments ask of the cluster.
+
+    Attributes:
+        is_elastic: Whether environments move as nodes join and leave.
     """
+
+    is_elastic = False
 
     def __init__(
         self, factory: EnvFactory, preload: Sequence[str], restart_policy: RestartPolicy, demand: Demand
@@ -98,9 +104,7 @@ class RayPlaces:
         """Returns a node, which begins to start."""
         (first, *_, stop), factory, resources = place.worker_bounds, self.factory, self.demand.resources
         parts = factory.in_parts(place.worker_bounds)
-        spec = NodeSpec(
-            parts, stop - first, factory.seed, place.name, self.preload, self.restart_policy, first, resources
-        )
+        spec = MachineSpec(parts, first, factory.seed, place.name, self.preload, self.restart_policy, resources)
         amounts: Mapping[str, float] = {"CPU": place.num_cpus} if place.num_cpus else {}
         if resources is not None:
             amounts = resources.claim(stop - first)
@@ -109,14 +113,6 @@ class RayPlaces:
             return RemoteNode(NodeProcess(place, amounts), spec)
         is_reserved = here in reserved_bundles()[1] and "GPU" not in amounts
         return Node(spec, Claim(place, amounts) if amounts and not is_reserved else None)
-
-    def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
-        """Returns which nodes' environments move now, and where to; with `leaving_only`, from nodes that leave."""
-        return {}
-
-    def leaves(self, place: NodeSlice) -> bool:
-        """Whether a node has announced that it leaves; it is asked of those whose environments move."""
-        return False
 
     def another(self, k: int, slices: Sequence[NodeSlice], error: Exception) -> NodeSlice:
         """Returns where the environments of node k resume, which is lost: on the node with the most free cores.

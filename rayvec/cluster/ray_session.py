@@ -37,7 +37,7 @@ from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError, NodeLostError, first_line
 from rayvec.node.object_store import room_for
 
-__all__ = ["Address", "RaySession", "can_call_ray", "check_connected", "check_head", "put", "unreachable"]
+__all__ = ["Address", "can_call_ray", "check_connected", "check_head", "put", "ray_session", "unreachable"]
 
 _OWNER = "owner"
 """File in the directory of a private cluster that the process which has started it holds locked."""
@@ -66,11 +66,27 @@ class _Private(NamedTuple):
     pid: int
 
 
-class RaySession(contextlib.AbstractContextManager["RaySession"]):
-    """A shared, reference-counted connection of this process to Ray.
+class _Connection:
+    """The connection of this process to Ray.
 
-    Every session must be released, as a ``with`` block does. Releasing the last one closes the connection that the
-    first one opened.
+    Attributes:
+        lock: A finalizer may release a session while this thread begins another.
+        num_sessions: How many sessions share it.
+        private: The private cluster, if it runs.
+        ours: The cluster and the job of the connection that the first session opened, if it did.
+    """
+
+    lock = threading.RLock()
+    num_sessions = 0
+    private: _Private | None = None
+    ours: tuple[str, str] | None = None
+
+
+def ray_session(address: str | None = None) -> contextlib.ExitStack:
+    """Connects this process to Ray. The connection is shared, and its users are counted.
+
+    Every session must be closed, as a ``with`` block does. Closing the last one closes the connection that the first
+    one opened.
 
     Args:
         address: Address of a running cluster. By default the already initialised Ray, ``RAY_ADDRESS``, or a private
@@ -80,36 +96,21 @@ class RaySession(contextlib.AbstractContextManager["RaySession"]):
         ConfigError: No cluster answers at the address, this process is connected to another cluster, or the connection
             is that of Ray Client.
     """
+    with _Connection.lock, contextlib.ExitStack() as stack:
+        _Connection.num_sessions += 1
+        stack.callback(_release)
+        if ray.is_initialized():
+            _check_same(address)
+        else:  # also if the program has shut it down since another session began
+            _begin(address or os.environ.get("RAY_ADDRESS"))
+        return stack.pop_all()
 
-    _lock = threading.RLock()  # a finalizer may release a session while this thread begins another
-    _shares = 0
-    _private: _Private | None = None
-    _ours: tuple[str, str] | None = None  # cluster and job of the connection that the first session opened, if it did
 
-    def __init__(self, address: str | None = None) -> None:
-        self._is_released = False
-        with RaySession._lock:
-            RaySession._shares += 1
-            try:
-                if ray.is_initialized():
-                    _check_same(address)
-                else:  # also if the program has shut it down since another session began
-                    _begin(address or os.environ.get("RAY_ADDRESS"))
-            except BaseException:
-                self.release()
-                raise
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Releases the session; further calls do nothing."""
-        with RaySession._lock:
-            if not self._is_released:
-                self._is_released = True
-                RaySession._shares -= 1
-                if RaySession._shares == 0:
-                    _end()
+def _release() -> None:
+    with _Connection.lock:
+        _Connection.num_sessions -= 1
+        if _Connection.num_sessions == 0:
+            _end()
 
 
 def _begin(address: str | None) -> None:
@@ -125,7 +126,7 @@ def _begin(address: str | None) -> None:
     finally:  # Ray's handler raises SystemExit, and the one of its C++ code aborts the process after three seconds
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
-    RaySession._ours = _connection()
+    _Connection.ours = _connection()
 
 
 def _connection() -> tuple[str, str]:
@@ -137,18 +138,18 @@ def _connection() -> tuple[str, str]:
 @atexit.register
 def _end_private_cluster() -> None:
     """Ends the private cluster of a program that has not released its sessions."""
-    if RaySession._private is not None and RaySession._private.pid == os.getpid():
+    if _Connection.private is not None and _Connection.private.pid == os.getpid():
         _end()
 
 
 def _end() -> None:
     """Closes the connection, if a session has opened it: else it is that of the program."""
-    if RaySession._ours and ray.is_initialized() and _connection() == RaySession._ours:
+    if _Connection.ours and ray.is_initialized() and _connection() == _Connection.ours:
         if can_call_ray():
             ray.shutdown()
         else:  # it would wait without end, also when this process exits
             atexit.register(_exit_without_head)
-    RaySession._ours = None
+    _Connection.ours = None
     _end_private()
 
 
@@ -164,9 +165,9 @@ def _exit_without_head() -> None:
 
 def _end_private() -> None:
     """Removes the directory of a private cluster, into which a process that is ending may still write."""
-    if (private := RaySession._private) is None:
+    if (private := _Connection.private) is None:
         return
-    RaySession._private = None
+    _Connection.private = None
     deadline = time.monotonic() + 1.0
     while os.path.exists(private.directory) and time.monotonic() < deadline:
         shutil.rmtree(private.directory, ignore_errors=True)
@@ -221,7 +222,7 @@ def _start_private() -> None:
     before = {name: os.environ.get(name) for name in (*_SETTINGS, "RAY_AUTH_MODE")}  # Ray sets the last one
     try:
         directory = tempfile.mkdtemp(prefix="rayvec-", dir=where)
-        RaySession._private = _Private(directory, _lock(directory), os.getpid())
+        _Connection.private = _Private(directory, _lock(directory), os.getpid())
         os.environ.update(_SETTINGS)
         _forget_token()
         cores = usable_cores()

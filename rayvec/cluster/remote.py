@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 
-from rayvec.cluster.node import Node, NodeSpec, bytes_of, result_leaves
+from rayvec.cluster.node import Node, bytes_of, result_leaves
 from rayvec.cluster.stream import Head, Stream
 from rayvec.data.trees import as_slice, object_leaves
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.errors import NodeLostError, first_line
 from rayvec.fleet.commands import IN_ARRAYS, NO_NEWS, Answer, ChildLost, Command, Op, is_like
-from rayvec.node.machine import CLOSE_S
-from rayvec.node.messages import Message, is_raised_by_handler, pack, packed_answer, read_answer
+from rayvec.fleet.fleet import CLOSE_S
+from rayvec.node.machine import MachineSpec
+from rayvec.node.messages import Message, pack, packed_answer, read_answer
 from rayvec.node.processes import remove_folder
 
 __all__ = ["NodeServer", "RemoteNode"]
@@ -39,14 +40,12 @@ class RemoteNode:
 
     Attributes:
         name: What errors call it.
-        allocation: The spaces that all nodes share, and the global index of the first environment, for :meth:`open`.
     """
 
     transport = "tcp"
-    allocation: tuple[Space[Any], Space[Any], int]
     _stream: Stream
 
-    def __init__(self, process: Any, spec: NodeSpec) -> None:
+    def __init__(self, process: Any, spec: MachineSpec) -> None:
         self.name, self._process, self._spec = f"node {spec.name}", process, spec
         self._pending: list[Command] = []
         self._last_step: Command | None = None
@@ -70,10 +69,8 @@ class RemoteNode:
         """Sends a frame. If the connection is lost, the wait for the answer raises."""
         try:
             self._stream.send(head, arrays, message)
-        except EOFError:
-            pass
-        except OSError as error:
-            if is_raised_by_handler(error):
+        except (EOFError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is None:  # a signal's handler raised it
                 raise
 
     def spaces(self) -> Any:
@@ -119,11 +116,11 @@ class RemoteNode:
         why = f"{type(error).__name__}: {first_line(error)}"
         return ChildLost(NodeLostError(f"{self.name} is lost ({why}). Its log may say what ended it."))
 
-    def open(self, arrays: dict[str, Any]) -> None:
+    def open(self, arrays: dict[str, Any], first_id: int, *spaces: Space[Any]) -> None:
         """Attaches the arrays that hold the answers of its environments, and sends how these begin."""
         self._leaves = [leaf for leaf in result_leaves(arrays) if not leaf.dtype.hasobject]
         self._objects = object_leaves(arrays["obs"])
-        self._send("allocate", *self.allocation, arrays)
+        self._send("allocate", arrays, first_id, *spaces)
         with suppress(ChildLost):  # wait() says it
             self._reply()
 
@@ -235,7 +232,7 @@ class NodeServer:
         self._is_open = name != "close"
         return getattr(self._node, name)(*arguments)
 
-    def _start(self, spec: NodeSpec, path: list[str]) -> Any:
+    def _start(self, spec: MachineSpec, path: list[str]) -> Any:
         """Starts the workers. Returns the spaces of the environments. Policies are found by the driver's path."""
         sys.path[:] = dict.fromkeys([*path, *sys.path])
         self._node = Node(spec)

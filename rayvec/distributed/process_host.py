@@ -71,7 +71,6 @@ class ProcessHost:
         try:
             with theirs:
                 process = OwnedProcess(rank_main, args, f"rayvec {placement}", _PRELOAD, _START_S)
-            process.pid  # noqa: B018  # waits until it has been forked
         except (EOFError, OSError) as error:
             pipe.close()
             raise lost(placement, f"its process could not start ({error}). {LIMITS_REMEDY}") from error

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.cluster.ray_session import RaySession, can_call_ray, check_connected, put
+from rayvec.cluster.ray_session import can_call_ray, check_connected, put, ray_session
 from rayvec.distributed.rank import MakeStore, Rank, RankPlacement, lost
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
 from rayvec.distributed.rendezvous import RayArrivals, RayStore, delete_rendezvous
@@ -42,12 +42,12 @@ class RayHost:
 
     Args:
         request: What each rank claims, and where.
-        address: Of a running Ray cluster; see :class:`~rayvec.cluster.ray_session.RaySession`.
+        address: Of a running Ray cluster; see :func:`~rayvec.cluster.ray_session.ray_session`.
     """
 
     def __init__(self, request: ResourceRequest, address: str | None = None) -> None:
         self._request = request
-        self._session = RaySession(address)
+        self._session = ray_session(address)
         self._name = uuid.uuid4().hex
 
     def place(self, num_ranks: int, *, fewer: bool = False) -> list[RankPlacement]:
@@ -131,7 +131,7 @@ class RayHost:
     def close(self) -> None:
         """Deletes what ranks have written, and releases Ray."""
         self._forget()
-        self._session.release()
+        self._session.close()
 
     def _forget(self) -> None:
         if can_call_ray():

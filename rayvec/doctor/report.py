@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.cluster.ray_session import RaySession
+from rayvec.cluster.ray_session import ray_session
 from rayvec.doctor.facts import echo, measure_env, read_facts, round_trip
 from rayvec.doctor.rules import Finding, connection, resources, versions
 from rayvec.envs.factory import EnvFactory
@@ -57,7 +57,7 @@ def _examine(address: str | None, env_id: str | None) -> Iterator[Finding]:
     driver = read_facts()
     yield from versions(driver, driver, "driver")
     try:
-        session = RaySession(address)
+        session = ray_session(address)
     except Exception as error:
         yield Finding("error", "driver", "ray", f"{type(error).__name__}: {first_line(error)}", _NO_RAY)
         return

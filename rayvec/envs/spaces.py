@@ -81,6 +81,17 @@ class PoolSpaces:
             tuple(size for _, part in parts for size in part.sub_batches),
         )
 
+    @classmethod
+    def of_children(cls, children: Sequence[Any], sizes: Sequence[int]) -> tuple[list[int], PoolSpaces]:
+        """Waits for the children of a fleet, which have so many environments or native sub-batches.
+
+        Returns:
+            How many environments each has, and the spaces of all.
+        """
+        found = [child.spaces() for child in children]
+        counts = [spaces.num_envs or size for spaces, size in zip(found, sizes, strict=True)]
+        return counts, cls.join(list(zip(counts, found, strict=True)))
+
     def check_native(self, num_envs: int | None, mode: AutoresetMode | None) -> None:
         """Checks what a caller demands of native sub-batches: their number of environments and autoreset mode.
 

@@ -18,19 +18,15 @@ def uninterrupted() -> Iterator[None]:
     Python handles signals only in the main thread. In other threads this context manager has no effect.
     """
     received: dict[int, Any] = {}
-
-    def restore(number: int, handler: Any) -> None:
-        try:
-            signal.signal(number, handler)
-        finally:
-            if number in received:
-                handler(number, received[number])
-
+    is_main = threading.current_thread() is threading.main_thread()
     with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    stack.callback(restore, number, handler)
-                    signal.signal(number, received.setdefault)
+        for number in (signal.SIGINT, signal.SIGTERM) if is_main else ():
+            if callable(signal.getsignal(number)):
+                stack.callback(_raise_again, number, received)
+                stack.callback(signal.signal, number, signal.signal(number, received.setdefault))
         yield
+
+
+def _raise_again(number: int, received: dict[int, Any]) -> None:
+    if number in received:
+        signal.raise_signal(number)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rayvec.data.columns import merge
 from rayvec.data.layouts import index_tree
 from rayvec.data.trees import as_slice, tree_leaves, tree_map
+from rayvec.errors import duration
 from rayvec.fleet.commands import IN_ARRAYS, Answer, ChildLost, Command, Note, Op, Share, Ticket
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
 
-__all__ = ["Fleet"]
+__all__ = ["CLOSE_S", "Fleet"]
 
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 10.0
 _POLL_S = 0.1
 """The interval at which a wait looks after children that it does not wait for, and for signals."""
 _ANY_POLL_S = 1e-3
@@ -31,17 +36,16 @@ _ALL = slice(None)
 """The places in a command that nothing waits for but its repetition in a replacement."""
 _CALLS, _OF_POLICIES = (Op.CALL, Op.SET), (Op.LOAD, Op.DROP)
 
-Plan = dict[int, Share]
-
 
 class Fleet:
     """Divides commands among children by the environments that they own, and replaces children that are lost.
 
     Args:
-        children: What executes the commands: workers, or nodes. `open(arrays)` attaches a child to the arrays that
-            hold the answers of its environments. `post(command)` starts a command; those to an environment are
-            executed in their order. `wait(timeout_s)` returns the answer to a pending command, or None; it raises
-            ``ChildLost`` if the child has died or takes longer than its limits allow. `kill()` ends it at once.
+        children: What executes the commands: workers, or nodes. `open(arrays, first_id, *shared)` attaches a child to
+            the arrays that hold the answers of its environments. `post(command)` starts a command; those to an
+            environment are executed in their order. `wait(timeout_s)` returns the answer to a pending command, or None;
+            it raises ``ChildLost`` if the child has died or takes longer than its limits allow. `kill()` ends it at
+            once. `close(timeout_s)` asks it to end, and `join(timeout_s)` waits for that, and returns whether it has.
         bounds: Child k owns the environments ``bounds[k]`` to ``bounds[k + 1] - 1``.
         start: Starts a child in place of child k; None, if lost children are not replaced.
         restarts: How often the environments of a replaced child count as restarted.
@@ -77,43 +81,36 @@ class Fleet:
         self.parts = tuple(range(rows.start, rows.stop) for rows in self._rows)
         self._pending = [deque[Ticket]() for _ in self.children]
         self._loaded: list[dict[Any, Command]] = [{} for _ in self.children]
-        self._plans: dict[bytes, Plan] = {}
+        self._plan = lru_cache(_MAX_PLANS)(self._planned)
         self._budget = RestartBudget()
 
-    def open(self, arrays: dict[str, Any]) -> None:
-        """Attaches the children to arrays of N rows: ``obs``, and those of `ENV_ARRAYS`."""
-        self.arrays = arrays
+    def open(self, arrays: dict[str, Any], *shared: Any) -> None:
+        """Attaches the children to arrays of N rows: ``obs``, and those of `ENV_ARRAYS`. They get `shared` besides."""
+        self.arrays, self._shared = arrays, shared
         self._last_obs = tree_map(np.copy, arrays["obs"]) if self._start is not None else None
         self._last_episode = arrays["episode"].copy()
         for k, child in enumerate(self.children):
-            child.open(self._arrays_of(k))
+            self._open(k, child)
 
-    def _arrays_of(self, k: int) -> dict[str, Any]:
-        return {name: index_tree(array, self._rows[k]) for name, array in self.arrays.items()}
+    def _open(self, k: int, child: Any) -> None:
+        arrays = {name: index_tree(array, self._rows[k]) for name, array in self.arrays.items()}
+        child.open(arrays, self.first_id + int(self.bounds[k]), *self._shared)
 
     def post(self, command: Command) -> Ticket:
         """Starts a command."""
-        plan = self._plan(command.rows)
-        ticket = Ticket(command, plan)
-        for k, share in plan.items():
+        ticket = Ticket(command, self._plan(command.rows.tobytes()))
+        for k, share in ticket.shares.items():
             self.children[k].post(command.of_child(share))
             self._pending[k].append(ticket)
         return ticket
 
-    def _plan(self, rows: NDArray[np.int64]) -> Plan:
+    def _planned(self, rows: bytes) -> dict[int, Share]:
         """Returns which environments belong to which child."""
-        key = rows.tobytes()
-        plan = self._plans.get(key)
-        if plan is None:
-            owners = np.searchsorted(self.bounds, rows, side="right") - 1
-            plan = {}
-            for k in np.unique(owners).tolist():
-                places = np.flatnonzero(owners == k)
-                of_all = rows[places]
-                plan[k] = Share(as_slice(places), of_all - self.bounds[k], as_slice(of_all))
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
+        of_fleet = np.frombuffer(rows, np.int64)
+        owners, plan = np.searchsorted(self.bounds, of_fleet, side="right") - 1, {}
+        for k in np.unique(owners).tolist():
+            places = np.flatnonzero(owners == k)
+            plan[k] = Share(as_slice(places), of_fleet[places] - self.bounds[k], as_slice(of_fleet[places]))
         return plan
 
     def wait(self, ticket: Ticket, timeout_s: float = math.inf) -> bool:
@@ -125,7 +122,7 @@ class Fleet:
         is_repeatable = ticket.command.op == Op.ROLLOUT
         for k in reversed(ticket.shares):  # the last child to start usually ends last: one wake-up
             while k not in ticket.answers:
-                poll_s = _POLL_S if timeout_s == math.inf else max(0.0, min(_POLL_S, deadline - time.monotonic()))
+                poll_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
                 with uninterrupted() if is_repeatable else contextlib.nullcontext():
                     if not self._receive(k, poll_s):
                         self._receive_all()
@@ -267,7 +264,7 @@ class Fleet:
         else:
             again.append(Command(Op.SET_STATE, np.arange(len(states)), rest=(states, None)))
         self.children[k] = child
-        child.open(self._arrays_of(k))
+        self._open(k, child)
         for each in reversed(again):
             self._pending[k].appendleft(Ticket(each, {k: Share(_ALL, each.rows, rows)}))
         for ticket in self._pending[k]:
@@ -278,3 +275,16 @@ class Fleet:
         found = [seed_of(self.arrays, env_id - self.first_id, env_id) for env_id in ids]
         more = ", ..." if len(found) > _SHOWN_SEEDS else ""
         return f"environments {ids[0]} to {ids[-1]}), seeds [{', '.join(map(str, found[:_SHOWN_SEEDS]))}{more}]"
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes the environments and ends the children. What runs after `timeout_s` (10 s) is killed."""
+        timeout_s = CLOSE_S if timeout_s is None else timeout_s
+        self._start = None  # a wait of another thread replaces no child
+        deadline = time.monotonic() + timeout_s
+        for child in reversed(self.children):  # a node of this process comes last: the others close while it does
+            child.close(timeout_s)
+        killed = [child.name for child in self.children if not child.join(max(0.0, deadline - time.monotonic()))]
+        if killed and timeout_s > 0:
+            names = ", ".join(killed)
+            logger.warning("killed after %s, since their environments had not closed: %s", duration(timeout_s), names)
+        self.children = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -90,8 +90,8 @@ class RestartBudget:
     """
 
     def __init__(self) -> None:
-        self._times: dict[int, deque[float]] = {}
-        self._hung_s: dict[int, float] = {}
+        self._times = defaultdict[int, list[float]](list)
+        self._hung_s = defaultdict[int, float](float)
 
     def spend(self, key: int, hung_s: float = 0.0) -> bool:
         """Records a restart and returns whether it is allowed.
@@ -100,13 +100,10 @@ class RestartBudget:
             key: Identifies the environment or worker.
             hung_s: Seconds that the pool waited before it declared a hang, or that the worker had spent starting.
         """
-        self._hung_s[key] = self._hung_s.get(key, 0.0) + hung_s
-        times = self._times.setdefault(key, deque())
+        self._hung_s[key] += hung_s
         now = time.monotonic() - self._hung_s[key]
-        while times and now - times[0] > _WINDOW_S:
-            times.popleft()
-        times.append(now)
-        return len(times) <= _MOST_RESTARTS
+        self._times[key] = [*(then for then in self._times[key] if now - then <= _WINDOW_S), now]
+        return len(self._times[key]) <= _MOST_RESTARTS
 
     @staticmethod
     def rule() -> str:

@@ -20,7 +20,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import LIMITS_REMEDY, RemoteFailure, WorkerLostError
 from rayvec.fleet.commands import Answer, ChildLost, Command, Op, is_like
 from rayvec.node.memory import ChunkColumns, MachineBlock, action_leaves
-from rayvec.node.messages import MAX_POSTED, dumps, is_raised_by_handler, read_answer, receive, send, send_files
+from rayvec.node.messages import MAX_POSTED, dumps, read_answer, receive, send, send_files
 from rayvec.node.processes import OwnedProcess
 from rayvec.node.worker_main import STACK_SIGNAL, Attachment, WorkerSpec, worker_main
 
@@ -44,12 +44,13 @@ class LocalWorker:
 
     Attributes:
         name: What errors call it.
+        pid: Its process id.
 
     Raises:
         WorkerLostError: It can't be started.
     """
 
-    _block: MachineBlock | None = None
+    _block: MachineBlock
     _held = ""
 
     def __init__(self, spec: WorkerSpec, index: int, factories: int, preload: Sequence[str]) -> None:
@@ -68,27 +69,13 @@ class LocalWorker:
                 self._process = OwnedProcess(worker_main, (spec, theirs), name, preload, timeout_s, spec.share)
         except (EOFError, OSError) as error:
             self._close_files()
-            raise self._not_started(error) from error
+            raise WorkerLostError(
+                f"{self.name} could not be started: {type(error).__name__}: {error}. A preloaded module may be at "
+                f"fault, or take longer than start_timeout_s, {timeout_s:g} s. {LIMITS_REMEDY}"
+            ) from error
+        self.pid = self._process.pid
         self._is_starting, self._since = True, time.monotonic()
         self._progress = 0
-
-    @property
-    def pid(self) -> int:
-        """Its process id. This waits until the fork server has forked it.
-
-        Raises:
-            WorkerLostError: It can't be started.
-        """
-        try:
-            return self._process.pid
-        except (EOFError, OSError) as error:
-            raise self._not_started(error) from error
-
-    def _not_started(self, error: Exception) -> WorkerLostError:
-        return WorkerLostError(
-            f"{self.name} could not be started: {type(error).__name__}: {error}. A preloaded module may be at fault, "
-            f"or take longer than start_timeout_s, {self._policy.start_timeout_s:g} s. {LIMITS_REMEDY}"
-        )
 
     def spaces(self) -> PoolSpaces:
         """Waits until its environments have been made. Returns their spaces.
@@ -116,20 +103,15 @@ class LocalWorker:
         except (EOFError, OSError) as error:
             raise self._died() from error
 
-    def attach(self, block: MachineBlock, first_id: int) -> None:
-        """Notes which block :meth:`open` shares with the worker, and the global index of its first environment."""
-        self._block, self._first_id = block, first_id
+    def open(self, arrays: dict[str, Any], first_id: int, block: MachineBlock) -> None:
+        """Attaches the worker to its rows of the block; `first_id` is the global index of its first environment."""
+        self._block, self._objects = block, object_leaves(arrays["obs"])
         self._rows = slice(*block.spec.bounds[self._index : self._index + 2])
         self._all_rows = np.arange(self._rows.stop - self._rows.start)
         self._held = f" It held environments {first_id} to {first_id + len(self._all_rows) - 1}."
-
-    def open(self, arrays: dict[str, Any]) -> None:
-        """Attaches the worker to its rows of the block."""
-        assert self._block is not None
-        self._objects = object_leaves(arrays["obs"])
         with suppress(OSError):  # it has died: wait() says so
-            send(self._channel, dumps(Attachment(self._block.spec, self._index, self._first_id, self._objects)))
-            send_files(self._channel, self._block.fd)
+            send(self._channel, dumps(Attachment(block.spec, self._index, first_id, self._objects)))
+            send_files(self._channel, block.fd)
 
     def post(self, command: Command) -> None:
         """Starts a command."""
@@ -143,7 +125,6 @@ class LocalWorker:
 
     def _message(self, command: Command) -> bytes:
         """Returns the message of a command. Actions that arrays can hold go into the block."""
-        assert self._block is not None
         rest, codes = command.rest, None
         is_all = np.array_equal(command.rows, self._all_rows)
         if command.op == Op.STEP:
@@ -165,12 +146,9 @@ class LocalWorker:
         while self._num_posted < min(len(self._pending), MAX_POSTED):
             if self._num_posted == 0:
                 self._since = time.monotonic()
-            try:
+            with suppress(ConnectionError):  # it has died: wait() says so
                 send(self._channel, self._pending[self._num_posted][1])
-            except OSError as error:
-                if is_raised_by_handler(error):
-                    raise
-            self._num_posted += 1  # of a worker that has died, wait() says so
+            self._num_posted += 1
 
     def wait(self, timeout_s: float) -> Answer | None:
         """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`."""
@@ -190,16 +168,15 @@ class LocalWorker:
         for leaf, values in zip(self._objects, answer.objects, strict=False):
             leaf[command.rows] = values
         if command.op == Op.ROLLOUT and answer.value is not None:
-            assert self._block is not None
             chunk = ChunkColumns(self._block, command.rest.place).unpack(answer.value.chunk)
             answer = answer._replace(value=answer.value._replace(chunk=chunk))
         return answer
 
     def _check(self) -> None:
         """Raises ``ChildLost`` if the worker has died, or takes longer than its limits allow."""
-        if self.pid and self._process.exitcode is not None and not self._readable.poll(0):
+        if self._process.exitcode is not None and not self._readable.poll(0):
             raise self._died()  # it answered nothing before, and a child of its own may hold its socket open
-        progress = 0 if self._block is None else int(self._block.by_worker["progress"][self._index])
+        progress = int(self._block.by_worker["progress"][self._index]) if hasattr(self, "_block") else 0
         waited_s = time.monotonic() - self._since
         name, limit_s, times = self._limit()
         if progress != self._progress:
@@ -256,7 +233,7 @@ class LocalWorker:
         if stack_fd >= 0:
             os.close(stack_fd)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
         """Asks the worker to close its environments once it has executed the pending commands."""
         with suppress(OSError):  # it has died
             self._channel.shutdown(socket.SHUT_WR)

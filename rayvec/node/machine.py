@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
 from rayvec.data.resources import EnvResources
-from rayvec.data.topology import Topology, even_bounds
+from rayvec.data.topology import Topology
 from rayvec.data.trees import tree_map
-from rayvec.envs.factory import EnvFactory
+from rayvec.envs.pickled_parts import PickledParts
 from rayvec.envs.spaces import PoolSpaces
-from rayvec.errors import duration
 from rayvec.fleet.commands import ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy, seed_of
@@ -31,24 +27,36 @@ from rayvec.node.worker_main import WorkerSpec
 from rayvec.node.worker_share import worker_shares
 from rayvec.rollout.policy_host import ChunkOrder, ChunkPlace
 
-__all__ = ["Machine"]
+__all__ = ["Machine", "MachineSpec"]
 
-logger = logging.getLogger(__name__)
 
-CLOSE_S = 10.0
+class MachineSpec(NamedTuple):
+    """What a machine starts with.
+
+    Attributes:
+        parts: The pickled factory of each worker, which only the worker loads.
+        first_id: Global index of the first environment, or native sub-batch.
+        seed: As of :class:`~rayvec.envs.factory.EnvFactory`.
+        name: Name of the machine, for errors.
+        preload: Modules that the fork server imports once for all workers.
+        restart_policy: Whether environments that raise, and workers that die or hang, are replaced; and their limits.
+        resources: What each environment needs; None for what its worker happens to have.
+    """
+
+    parts: PickledParts
+    first_id: int
+    seed: int | None
+    name: str
+    preload: tuple[str, ...] = ()
+    restart_policy: RestartPolicy = NO_RESTARTS
+    resources: EnvResources | None = None
 
 
 class Machine(Fleet):
     """A fleet of workers. The constructor starts them; :meth:`allocate` follows, once their spaces are known.
 
     Args:
-        factory: Makes all environments, or native sub-batches.
-        num_workers: How many workers there are.
-        node: Name of the machine, for errors.
-        preload: Modules that the fork server imports once for all workers.
-        restart_policy: Whether environments that raise, and workers that die or hang, are replaced; and their limits.
-        first_id: Global index of the first environment.
-        resources: What each environment needs; None for what its worker happens to have.
+        spec: What it starts with.
         gpus: The GPUs that are claimed for all environments; None for those that this process sees.
 
     Attributes:
@@ -61,42 +69,24 @@ class Machine(Fleet):
 
     transports = ("shm",)
     has_nodes = False
+    _block: MachineBlock
 
-    def __init__(
-        self,
-        factory: EnvFactory,
-        num_workers: int,
-        *,
-        node: str = "local",
-        preload: Sequence[str] = (),
-        restart_policy: RestartPolicy = NO_RESTARTS,
-        first_id: int = 0,
-        resources: EnvResources | None = None,
-        gpus: Sequence[str] | None = None,
-    ) -> None:
-        self.first_id, self._preload = first_id, tuple(preload)
-        units = even_bounds(factory.num_envs, num_workers)
-        shares = worker_shares(resources, units, gpus)
-        allow_open_files(num_workers)
-        self._block: MachineBlock | None = None
+    def __init__(self, spec: MachineSpec, gpus: Sequence[str] | None = None) -> None:
+        self.first_id, self._spec, policy, places = spec.first_id, spec, spec.restart_policy, spec.parts.places
+        units = [0, *(each.stop for each in places)]
+        shares = worker_shares(spec.resources, units, gpus)
+        allow_open_files(len(places))
         self._slots: dict[tuple[int, int], deque[int]] = {}
         self._num_chunks = 0
-        self._factories = factory.in_parts(units)
-        names = [f"node {node}, worker {k}" for k in range(num_workers)]
-        self._specs = [
-            WorkerSpec(places, first_id + first, name, restart_policy, factory.seed, share)
-            for places, first, name, share in zip(self._factories.places, units, names, shares, strict=False)
+        self._workers = [
+            WorkerSpec(each, spec.first_id + each.start, f"node {spec.name}, worker {k}", policy, spec.seed, share)
+            for k, (each, share) in enumerate(zip(places, shares, strict=True))
         ]
         self.children: list[LocalWorker] = []
         try:
-            for k, spec in enumerate(self._specs):
-                self.children.append(LocalWorker(spec, k, self._factories.fd, self._preload))
-                if k == 0:
-                    self.children[0].pid  # noqa: B018  # a fork server that can't import shows with the first worker
-            found = [worker.spaces() for worker in self.children]
-            sizes = [stop - start for start, stop in pairwise(units)]
-            counts = [spaces.num_envs or size for spaces, size in zip(found, sizes, strict=True)]
-            self.spaces = PoolSpaces.join(list(zip(counts, found, strict=True)))
+            for k, worker in enumerate(self._workers):
+                self.children.append(LocalWorker(worker, k, spec.parts.fd, spec.preload))
+            counts, self.spaces = PoolSpaces.of_children(self.children, np.diff(units).tolist())
         except ChildLost as lost:
             self.close(0.0)
             raise lost.error from lost
@@ -104,8 +94,8 @@ class Machine(Fleet):
             self.close(0.0)
             raise
         bounds = np.cumsum([0, *counts]).tolist()
-        start = self._replacement if restart_policy.restart else None
-        super().__init__(self.children, bounds, start, first_id=first_id, replay_calls=restart_policy.replay_calls)
+        start = self._replacement if policy.restart else None
+        super().__init__(self.children, bounds, start, first_id=spec.first_id, replay_calls=policy.replay_calls)
 
     def allocate(
         self,
@@ -126,11 +116,9 @@ class Machine(Fleet):
         self.first_id = self.first_id if first_id is None else first_id
         block = self._block = MachineBlock(BlockSpec(observation, action, tuple(self.bounds.tolist())))
         self.layout, self.action_layout = block.layout, block.action_layout
-        for k, worker in enumerate(self.children):
-            worker.attach(block, self.first_id + int(self.bounds[k]))
         if state is not None:
             tree_map(lambda array, given: array.__setitem__(slice(None), given), block.arrays, state)
-        self.open(block.arrays)
+        self.open(block.arrays, block)
 
     def post(self, command: Command) -> Ticket:
         """Starts a command. Of each environment at most two chunks may be pending, or not yet copied."""
@@ -140,7 +128,6 @@ class Machine(Fleet):
 
     def _placed(self, order: ChunkOrder, rows: NDArray[np.int64]) -> ChunkOrder:
         """Chooses where workers write a chunk, and puts its weights there: two slots alternate for each set of rows."""
-        assert self._block is not None
         self._num_chunks += 1
         key = int(rows[0]), len(rows)
         slots = self._slots.setdefault(key, deque(range(2 * len(self._slots), 2 * len(self._slots) + 2)))
@@ -155,27 +142,20 @@ class Machine(Fleet):
     def steps_in(self, ticket: Ticket) -> NDArray[np.int64]:
         """Returns how many steps the environments of each worker have taken in a pending chunk, ``int64 [W]`` each."""
         order, owners = ticket.command.rest, list(ticket.shares)
-        numbers, steps = np.divmod(self._shared("chunk_step")[owners], 1 << CHUNK_STEP_BITS)
+        numbers, steps = np.divmod(self._block.by_worker["chunk_step"][owners], 1 << CHUNK_STEP_BITS)
         steps //= np.diff(self.bounds)[owners]
         has_taken_all = numbers > order.place.number
         return np.where(numbers == order.place.number, steps, has_taken_all * order.request.num_steps)
 
     def cut(self, ticket: Ticket) -> None:
         """Ends a pending chunk after the step that each worker is taking."""
-        self._shared("cut_chunk")[list(ticket.shares)] = ticket.command.rest.place.number
-
-    def _shared(self, name: str) -> NDArray[np.int64]:
-        assert self._block is not None
-        return self._block.by_worker[name]
+        self._block.by_worker["cut_chunk"][list(ticket.shares)] = ticket.command.rest.place.number
 
     def _replacement(self, k: int, lost: ChildLost) -> LocalWorker:
-        assert self._block is not None
         row = int(self.bounds[k])
         seed = seed_of(self.arrays, row, self.first_id + row)
-        spec = self._specs[k]
-        worker = LocalWorker(spec if seed is None else replace(spec, seed=seed), k, self._factories.fd, self._preload)
-        worker.attach(self._block, self.first_id + row)
-        return worker
+        worker = self._workers[k] if seed is None else replace(self._workers[k], seed=seed)
+        return LocalWorker(worker, k, self._spec.parts.fd, self._spec.preload)
 
     def worker_pids(self) -> list[int]:
         """Returns the process ids of the workers."""
@@ -192,17 +172,8 @@ class Machine(Fleet):
 
     def close(self, timeout_s: float | None = None) -> None:
         """Closes the environments and ends the workers. Those that run after `timeout_s` (10 s) are killed."""
-        timeout_s = CLOSE_S if timeout_s is None else timeout_s
-        self._start = None  # a wait of another thread replaces no worker
-        deadline = time.monotonic() + timeout_s
-        for worker in self.children if timeout_s > 0 else ():
-            worker.close()
-        killed = [worker.name for worker in self.children if not worker.join(max(0.0, deadline - time.monotonic()))]
-        if killed and timeout_s > 0:
-            names = ", ".join(killed)
-            logger.warning("killed after %s, since their environments had not closed: %s", duration(timeout_s), names)
-        self.children = []
-        self._factories.close()
-        if self._block is not None:
+        super().close(timeout_s)
+        self._spec.parts.close()
+        if hasattr(self, "_block"):
             self._block.close()
-            self._block = None
+            del self._block

@@ -23,7 +23,6 @@ __all__ = [
     "MAX_POSTED",
     "Message",
     "dumps",
-    "is_raised_by_handler",
     "pack",
     "packed_answer",
     "read_answer",
@@ -121,11 +120,6 @@ def send(channel: socket.socket, data: bytes) -> None:
         file.write(data)
         file.flush()
         send_files(channel, file.fileno())
-
-
-def is_raised_by_handler(error: OSError) -> bool:
-    """Whether a signal's handler raised an error of a send, such as ``TimeoutError``: no number says what failed."""
-    return error.errno is None
 
 
 def receive(channel: socket.socket) -> bytes:

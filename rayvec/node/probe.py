@@ -17,7 +17,7 @@ from rayvec.errors import WorkerLostError
 from rayvec.fleet.commands import Command, Op
 from rayvec.fleet.restarts import RestartPolicy
 
-__all__ = ["MAX_WAITING_WORKERS", "MIN_WAITING_CORES", "log_probe", "probe_step"]
+__all__ = ["MAX_WAITING_WORKERS", "MIN_WAITING_CORES", "probe_step"]
 
 MAX_WAITING_WORKERS = 256
 """The most workers that a machine starts by default for environments that wait."""
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 def probe_step(
     factory: EnvFactory, restart_policy: RestartPolicy, open_fleet: Callable[[EnvFactory, RestartPolicy], Any]
-) -> StepTime | str:
-    """Makes the first environment in a worker process, measures its steps, and closes it.
+) -> StepTime | None:
+    """Makes the first environment in a worker process, measures its steps, closes it, and logs the result.
 
     Args:
         factory: Makes all environments.
@@ -39,12 +39,13 @@ def probe_step(
         open_fleet: Starts a machine or a cluster of one worker, which makes the environment of a factory.
 
     Returns:
-        What was measured; or the error of the environment's reset or step, or of its worker. The error is not raised,
-        since the restart policy decides what happens when an environment fails.
+        What was measured; None if the environment's reset or step, or its worker, failed. The error is logged and not
+        raised, since the restart policy decides what happens when an environment fails.
 
     Raises:
         Exception: What the constructor of the environment raised.
     """
+    began_s = time.monotonic()
     timer = replace(factory, env_fns=(partial(StepTimer, factory.env_fns[0]),))
     limit_s = restart_policy.step_timeout_s
     step_timeout_s = limit_s and 3 * limit_s + _MEASURING_S  # the command to measure has a reset and several steps
@@ -57,13 +58,6 @@ def probe_step(
         found = str(error)
     finally:
         fleet.close()
-    return found
-
-
-def log_probe(probe: Callable[[], StepTime | str]) -> StepTime | None:
-    """Calls what probes an environment, and logs the result. Returns what was measured, None if nothing was."""
-    began_s = time.monotonic()
-    found = probe()
     took_s = time.monotonic() - began_s
     if isinstance(found, str):
         logger.warning("one worker per core: no step could be measured (%.2f s): %s", took_s, found)

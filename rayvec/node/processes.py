@@ -13,7 +13,6 @@ removed by the owner's resource tracker, once the owner has ended.
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import io
 import json
@@ -164,10 +163,14 @@ class _Popen(Popen):
     Args:
         process: What it runs.
         server: The server.
+        timeout_s: How long that may import.
+
+    Raises:
+        EOFError, OSError: It can't be started.
     """
 
-    def __init__(self, process: Process, server: Any) -> None:
-        self.server = server
+    def __init__(self, process: Process, server: Any, timeout_s: float) -> None:
+        self._server, self._timeout_s = server, timeout_s
         super().__init__(process)
 
     def _launch(self, process_obj: Any) -> None:
@@ -181,15 +184,19 @@ class _Popen(Popen):
             reduction.dump(process_obj, buffer)
         finally:
             context.set_spawning_popen(None)
-        self.sentinel, to_child = self.server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+        self.sentinel, to_child = self._server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
         files = os.dup(to_child), self.sentinel
         self.finalizer = util.Finalize(self, util.close_fds, files)  # type: ignore[attr-defined]
         with open(to_child, "wb") as stream:
             stream.write(buffer.getbuffer())
+        if not wait([self.sentinel], self._timeout_s):
+            os.kill(self._server._forkserver_pid, signal.SIGKILL)  # so that later processes get another one
+            raise TimeoutError(f"the fork server has not imported its modules within {self._timeout_s:g} s")
+        self.pid = forkserver.read_signed(self.sentinel)
 
 
 class OwnedProcess:
-    """A process that ends with this one. Its start goes on when the constructor returns.
+    """A process that ends with this one.
 
     Args:
         target: A function of a module. It runs with `args`.
@@ -198,6 +205,10 @@ class OwnedProcess:
         preload: Modules that the fork server imports.
         timeout_s: How long the fork server may import.
         share: What it gets of the machine.
+
+    Attributes:
+        pid: Its process id, which is also that of its session.
+        sentinel: A file descriptor that is readable once the process has ended.
 
     Raises:
         EOFError, OSError: It can't be started.
@@ -215,32 +226,13 @@ class OwnedProcess:
         server = _server(preload, share.threads)  # first: the process gets the folder of its socket
         variables = _environment(share.threads) | share.variables()
         process = Process(target=_main, args=(variables, os.getpid(), target, args), name=name)
-        self._popen, self._timeout_s = _Popen(process, server), timeout_s
-
-    @functools.cached_property
-    def pid(self) -> int:
-        """Its process id, which is also that of its session. This waits until the fork server has forked it.
-
-        Raises:
-            TimeoutError, EOFError, OSError: It can't be started.
-        """
-        timeout_s, self._timeout_s = self._timeout_s, 0.0  # one such wait is enough
-        if not wait([self._popen.sentinel], timeout_s):
-            os.kill(self._popen.server._forkserver_pid, signal.SIGKILL)  # so that later processes get another one
-            raise TimeoutError(f"the fork server has not imported its modules within {timeout_s:g} s")
-        self._popen.pid = forkserver.read_signed(self._popen.sentinel)
-        return self._popen.pid
-
-    @property
-    def sentinel(self) -> int:
-        """A file descriptor that is readable once the process has ended, after its `pid` was read."""
-        fd: int = self._popen.sentinel
-        return fd
+        self._popen = _Popen(process, server, timeout_s)
+        self.pid, self.sentinel = self._popen.pid, self._popen.sentinel
 
     @property
     def exitcode(self) -> int | None:
         """The exit code of the process, or the negative number of the signal that ended it; None while it runs."""
-        return self._popen.poll() if self.pid else None  # which the fork server sends before the code
+        return self._popen.poll()
 
     def described_end(self) -> str:
         """Returns how the process has ended."""
@@ -248,20 +240,16 @@ class OwnedProcess:
         return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until the process has ended. Returns whether it has, or could not be started."""
-        try:
-            return bool(self.pid and wait([self.sentinel], timeout_s)) and self.exitcode is not None
-        except (EOFError, OSError):
-            return True
+        """Waits until the process has ended. Returns whether it has."""
+        return bool(wait([self.sentinel], timeout_s)) and self.exitcode is not None
 
     def kill(self) -> None:
         """Kills the process and what it has started, and waits until it has ended."""
-        with suppress(EOFError, OSError):  # it could not be started
-            if self.exitcode is None:
-                _kill([*_started_by(self.pid), self.pid])
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self.wait(_END_S)
+        if self.exitcode is None:
+            _kill([*_started_by(self.pid), self.pid])
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait(_END_S)
 
 
 def _started_by(pid: int) -> list[int]:

@@ -30,7 +30,8 @@ from rayvec.node.messages import dumps, packed_answer, receive, receive_files, s
 from rayvec.node.processes import check_threads
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.node.worker_share import WorkerShare, bind_cores
-from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
+from rayvec.rollout.loop import TakenChunk
+from rayvec.rollout.policy_host import ChunkOrder, PolicyHost
 
 __all__ = ["STACK_SIGNAL", "Attachment", "WorkerSpec", "worker_main"]
 
@@ -189,11 +190,9 @@ class _Worker:
     def execute(self, command: Command) -> Answer:
         """Executes a command."""
         if command.op in (Op.LOAD, Op.DROP, Op.ROLLOUT):
-            return self._act(command)
-        if command.op in (Op.STEP, Op.SET_STATE):
-            self._host.note_absence()
+            return self._host.answer(partial(self._acted, command.op, command.rest), self._spec.name)
+        self._host.note(command.op, command.rows)
         if command.op == Op.RESET:
-            self._host.note_reset(command.rows)
             seeds = dict(zip(command.rows.tolist(), command.rest[0], strict=True))
             _seed(seeds.get(0), self._spec.first_id, 2)
         answer = self._slice.execute(command)
@@ -201,19 +200,11 @@ class _Worker:
             answer = answer._replace(objects=[leaf[command.rows] for leaf in self._objects])
         return answer
 
-    def _act(self, command: Command) -> Answer:
+    def _acted(self, op: int, rest: Any) -> Any:
         """Executes a command for policies."""
-        value = None
-        try:
-            if command.op == Op.LOAD:
-                self._host.load(*command.rest)
-            elif command.op == Op.DROP:
-                self._host.drop(*command.rest)
-            else:
-                value = self._take(command.rest)
-        except FAILURES as error:
-            return Answer(failure=captured(error, self._spec.name))
-        return Answer(value=value, notes=self._host.take_notes())
+        if op == Op.ROLLOUT:
+            return self._take(rest)
+        return self._host.load(*rest) if op == Op.LOAD else self._host.drop(*rest)
 
     def _take(self, order: ChunkOrder) -> TakenChunk:
         """Takes a chunk. Returns it as it lies in its slot."""

@@ -62,17 +62,13 @@ def check_here(resources: EnvResources, num_envs: int) -> None:
     Raises:
         ConfigError: They don't.
     """
-    if resources.custom:
-        raise ConfigError(
-            f"resources_per_env={dict(resources.custom)!r} was passed with num_nodes=0. Nodes of Ray have such "
-            "resources: pass num_nodes=1 or more, or leave resources_per_env out."
-        )
-    needed, there = resources.claim(num_envs), {"CPU": usable_cores(), "GPU": len(visible_gpus())}
-    for kind, name, each in (("CPU", "cores_per_env", resources.cores), ("GPU", "gpus_per_env", resources.gpus)):
-        if needed.get(kind, 0) > there[kind]:
+    there = {"CPU": usable_cores(), "GPU": len(visible_gpus())}
+    for name, amount in resources.claim(num_envs).items():
+        if amount > there.get(name, 0):
             raise ConfigError(
-                f"{counted(num_envs, 'environment')} with {name}={each:g} need {needed[kind]:g} {kind}s, but this "
-                f"machine has {there[kind]}. Lower {name}, or make fewer environments."
+                f"{counted(num_envs, 'environment')} need {amount:g} {name}, but this machine has "
+                f"{there.get(name, 0)}. Make fewer environments, or lower cores_per_env or gpus_per_env. Resources by "
+                "name belong to nodes of Ray: leave num_nodes=0 out."
             )
 
 

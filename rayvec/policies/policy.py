@@ -73,7 +73,7 @@ class Policy:
         self._random = random_start
         self._deterministic = deterministic
         self.noise = NO_NOISE if deterministic else self._actor.distribution.noise
-        if self._is_recurrent:  # what rayvec.rollout.loop.RecurrentPolicy has besides
+        if self._is_recurrent:  # see rayvec.rollout.loop.ActingPolicy
             self.begin_episodes = self._actor.begin_episodes
             self.state_to_record = self._actor.state_to_record
 

@@ -196,7 +196,7 @@ class RecurrentActor(ModuleActor):
         return params
 
     def begin_episodes(self, rows: NDArray[np.int64]) -> None:
-        """Resets the state of some environments to 0; see :class:`rayvec.rollout.loop.RecurrentPolicy`."""
+        """Resets the state of some environments to 0; see :class:`rayvec.rollout.loop.ActingPolicy`."""
         self.state[rows[rows < len(self.state)]] = 0
 
     def state_to_record(self, t: int, count: int) -> NDArray[np.float32] | None:

@@ -7,15 +7,14 @@ more than one group the policy acts on one group while the environments of the o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, StepBatch, Tree, as_slice
+from rayvec.data import Chunk, ChunkRequest, RolloutTimes, StepBatch, Tree, as_slice
 from rayvec.data.chunk import StopEarly
 from rayvec.data.layouts import ArrayLayout
 from rayvec.errors import ConfigError
@@ -26,11 +25,16 @@ from rayvec.rollout.column_recorder import ColumnRecorder, Empty, restarted_in
 if TYPE_CHECKING:
     from rayvec.rollout.policy_host import PolicyHost
 
-__all__ = ["ActingPolicy", "CallablePolicy", "RecurrentPolicy", "Stopwatch", "as_policy", "rollout"]
+__all__ = ["ActingPolicy", "CallablePolicy", "TakenChunk", "as_policy", "rollout"]
 
 
 class ActingPolicy(Protocol):
-    """What a rollout requires of a policy. The policy can be pickled, and imports what it needs where it acts."""
+    """What a rollout requires of a policy. The policy can be pickled, and imports what it needs where it acts.
+
+    A policy with a hidden state for each environment acts on all of them at once. It has a method
+    ``begin_episodes(rows)`` besides, which resets the state of environments whose next observation begins an episode,
+    and may have ``state_to_record``: see :meth:`rayvec.policies.recurrent.RecurrentActor.state_to_record`.
+    """
 
     noise: NoiseSpec
     """How much noise the policy needs. Noise is a function of (seed, environment, step), so actions do not depend on
@@ -47,23 +51,9 @@ class ActingPolicy(Protocol):
             Actions, tree of ``[k, *act_shape]``, and what to record beside them, ``[k, ...]`` by name. Names
             and shapes are the same at every step.
         """
-        ...
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Loads newly published weights, one flat vector; it must copy what it keeps."""
-        ...
-
-
-class RecurrentPolicy(ActingPolicy, Protocol):
-    """A policy with a hidden state for each environment: it acts on all of them at once, and learns of new episodes.
-
-    If it has a method ``state_to_record``, the chunk keeps what that returns: see
-    :meth:`rayvec.policies.recurrent.RecurrentActor.state_to_record`.
-    """
-
-    def begin_episodes(self, rows: NDArray[np.int64]) -> None:
-        """Resets the hidden state of some environments, whose next observation begins an episode."""
-        ...
 
 
 class CallablePolicy:
@@ -103,61 +93,51 @@ def as_policy(policy: Any) -> ActingPolicy:
     )
 
 
-@dataclass(slots=True)
-class Stopwatch:
-    """Measures where the time of a rollout goes.
+class TakenChunk(NamedTuple):
+    """A chunk, and the times of each process that has taken a part of it."""
 
-    Attributes:
-        environment_s: Seconds spent waiting for environments.
-        inference_s: Seconds spent in the policy.
-    """
+    chunk: Chunk
+    times: tuple[RolloutTimes, ...]
 
-    environment_s: float = 0.0
-    inference_s: float = 0.0
+    @property
+    def last_obs(self) -> Tree:
+        """The last observation of each environment; its episode continues from there."""
+        return self.chunk.last_obs
 
 
 def rollout(
     host: PolicyHost,
     policy: ActingPolicy,
-    num_steps: int,
-    *,
-    noise_seed: int = 0,
-    first_step: int = 0,
-    groups: Sequence[NDArray[np.int64]] | None = None,
-    weights_version: int = 0,
-    begun: NDArray[np.int64] | None = None,
-    stopwatch: Stopwatch | None = None,
-    empty: Empty = np.empty,
-    cut: StopEarly | None = None,
-) -> Chunk:
-    """Takes `num_steps` steps of every environment, or fewer if `cut` says so.
+    request: ChunkRequest,
+    weights_version: int,
+    begun: NDArray[np.int64] | None,
+    cut: StopEarly | None,
+    empty: Empty,
+) -> TakenChunk:
+    """Takes the requested steps of every environment, or fewer if `cut` says so.
 
     Environments that are between two episodes are reset first; those whose episode ends are reset within
     the step. Episodes that have not ended continue in the next chunk. Native sub-batches that reset in their next step
     do so here too: that step is not `valid`.
 
     Args:
-        host: Has the environments, ids 0 to N-1.
+        host: Has the environments, ids 0 to N-1, and their groups: while one steps, the policy acts on the next.
         policy: Chooses the actions.
-        num_steps: T.
-        noise_seed: Seed of the noise.
-        first_step: Number of steps that the environments took in earlier chunks.
-        groups: Partition of the ids; while one group steps, the policy acts on the next. One group by default.
+        request: How many steps, and which noise.
         weights_version: Written into the chunk.
-        begun: Ids of environments whose current episode began without the policy, by default all. A recurrent policy
+        begun: Ids of environments whose current episode began without the policy; None for all. A recurrent policy
             resets its hidden state for them, and for each environment that is reset from now on.
-        stopwatch: Receives the times.
-        empty: Allocates the chunk's large arrays.
         cut: Called after each step. The rollout ends once it returns True.
+        empty: Allocates the chunk's large arrays.
 
     Returns:
-        The chunk; it shares no memory with the environments' arrays.
+        The chunk, which shares no memory with the environments' arrays, and its times.
     """
-    now, stopwatch = time.perf_counter, stopwatch or Stopwatch()
+    now, began_s, environment_s, inference_s = time.perf_counter, time.perf_counter(), 0.0, 0.0
+    num_steps, first_step, noise_seed = request
     begin_episodes = getattr(policy, "begin_episodes", None)
     state_to_record = getattr(policy, "state_to_record", None)
-    if groups is None or begin_episodes is not None:
-        groups = [np.arange(host.num_envs)]
+    groups = host.groups if begin_episodes is None else [np.arange(host.num_envs)]
     env_ids, columns = host.first_id + np.arange(host.num_envs), [as_slice(ids) for ids in groups]
     noise = keyed_noise(policy.noise, seed=noise_seed, env_ids=env_ids, first_step=first_step, num_steps=num_steps)
     tickets = [host.target.post(Command(Op.BEGIN, ids)) for ids in groups]
@@ -170,9 +150,9 @@ def rollout(
     for t in range(num_steps + 1):
         for group, ids in enumerate(groups):
             if t > 0:
-                began_s = now()
+                waits_s = now()
                 batches[group] = host.results(tickets[group], ids, columns[group])
-                stopwatch.environment_s += now() - began_s
+                environment_s += now() - waits_s
                 recorder.add_results(t - 1, group, batches[group])
                 if begin_episodes is not None:
                     begin_episodes(recorder.begun_in(t - 1, batches[group]))
@@ -181,31 +161,22 @@ def rollout(
             obs = batches[group].obs
             recorder.add_obs(t, group, obs)
             if t < recorder.num_steps:
-                began_s = now()
+                acts_s = now()
                 if state_to_record is not None and (state := state_to_record(t, host.num_envs)) is not None:
                     recorder.add_state(state)
                 given = recorder.to_act_on(t, group, obs)
-                actions, extras = _two_results(policy.act(given, noise[t, columns[group]]))
-                stopwatch.inference_s += now() - began_s
+                actions, extras = policy.act(given, noise[t, columns[group]])
+                inference_s += now() - acts_s
                 if type(actions) is not np.ndarray:
                     actions = _stacked(actions, host.action_layout)
                 recorder.add_actions(t, group, actions, extras)
-                began_s = now()  # a slice of this process steps now
+                steps_s = now()  # a slice of this process steps now
                 tickets[group] = host.target.post(Command(Op.STEP, ids, actions, autoreset))
-                stopwatch.environment_s += now() - began_s
+                environment_s += now() - steps_s
         if t == recorder.num_steps:
             break
-    return recorder.chunk(first_step, weights_version)
-
-
-def _two_results(results: Any) -> tuple[Tree, dict[str, NDArray[Any]]]:
-    if type(results) is tuple and len(results) == 2 and isinstance(results[1], dict):
-        return results
-    kinds = [type(each).__name__ for each in results] if type(results) is tuple else type(results).__name__
-    raise ConfigError(
-        f"`act` of a policy has returned {kinds}. It must return a tuple (actions, extras), where extras is a dict of "
-        "what is recorded beside the actions: return actions, {} if there is nothing to record."
-    )
+    chunk = recorder.chunk(first_step, weights_version)
+    return TakenChunk(chunk, (RolloutTimes(now() - began_s, environment_s, inference_s),))
 
 
 def _stacked(actions: Any, layout: ArrayLayout | None) -> Tree:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import pickle
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkRequest, RolloutTimes, StepBatch, Tree
+from rayvec.data import ChunkRequest, StepBatch
 from rayvec.data.chunk import StopEarly
 from rayvec.data.layouts import ArrayLayout, index_tree
-from rayvec.fleet.commands import Autoreset, Note
+from rayvec.envs.failures import FAILURES, captured
+from rayvec.fleet.commands import STEPPING, Answer, Autoreset, Note, Op
 from rayvec.rollout.column_recorder import Empty
-from rayvec.rollout.loop import ActingPolicy, Stopwatch, as_policy, rollout
+from rayvec.rollout.loop import ActingPolicy, TakenChunk, as_policy, rollout
 
-__all__ = ["ChunkOrder", "ChunkPlace", "PolicyHost", "TakenChunk"]
+__all__ = ["ChunkOrder", "ChunkPlace", "PolicyHost"]
 
 
 class ChunkPlace(NamedTuple):
@@ -58,18 +58,6 @@ class ChunkOrder(NamedTuple):
     place: ChunkPlace | None = None
 
 
-class TakenChunk(NamedTuple):
-    """A chunk, and the times of each process that has taken a part of it."""
-
-    chunk: Chunk
-    times: tuple[RolloutTimes, ...]
-
-    @property
-    def last_obs(self) -> Tree:
-        """The last observation of each environment; its episode continues from there."""
-        return self.chunk.last_obs
-
-
 class PolicyHost:
     """Lets policies take chunks of steps, and knows where a recurrent policy must reset its hidden state.
 
@@ -95,7 +83,8 @@ class PolicyHost:
         groups: Sequence[NDArray[np.int64]] | None = None,
     ) -> None:
         self.num_envs, self.first_id, self.native_mode = target.num_envs, first_id, native_mode
-        self.action_layout, self.target, self.groups = action_layout, target, groups
+        self.action_layout, self.target = action_layout, target
+        self.groups = groups or [np.arange(target.num_envs)]
         self.notes: list[Note] = []
         self._policies: dict[int, ActingPolicy] = {}
         self._versions: dict[int, int] = {}
@@ -106,17 +95,24 @@ class PolicyHost:
         """Loads a pickled policy."""
         self._policies[key], self._versions[key] = as_policy(pickle.loads(policy)), 0
 
+    def answer(self, function: Callable[[], Any], where: str) -> Answer:
+        """Returns what a function has returned for which policies act, or its failure, and what was restarted."""
+        try:
+            value = function()
+        except FAILURES as error:
+            return Answer(failure=captured(error, where))
+        return Answer(value=value, notes=self.take_notes())
+
     def drop(self, key: int) -> None:
         """Removes a policy."""
         self._policies.pop(key, None)
 
-    def note_reset(self, rows: Any) -> None:
-        """Records environments that are reset outside of chunks."""
-        self._begun[rows] = True
-
-    def note_absence(self) -> None:
-        """Records steps outside of chunks: the policy that acts next has not seen them."""
-        self._acted = None
+    def note(self, op: int, rows: NDArray[np.int64]) -> None:
+        """Records a command for environments outside of this host's chunks: the next policy has not seen its steps."""
+        if op == Op.RESET:
+            self._begun[rows] = True
+        elif op in STEPPING:
+            self._acted = None
 
     def take_notes(self) -> tuple[Note, ...]:
         """Returns what was restarted since the last call, for the log."""
@@ -159,23 +155,11 @@ class PolicyHost:
         empty: Empty = np.empty,
     ) -> TakenChunk:
         """Takes a chunk with a policy of this process."""
-        began_s, stopwatch = time.perf_counter(), Stopwatch()
-        chunk = rollout(
-            self,
-            policy,
-            request.num_steps,
-            noise_seed=request.noise_seed,
-            first_step=request.first_step,
-            groups=self.groups,
-            weights_version=weights_version,
-            begun=np.flatnonzero(self._begun) if policy is self._acted else None,
-            stopwatch=stopwatch,
-            empty=empty,
-            cut=cut,
-        )
+        begun = np.flatnonzero(self._begun) if policy is self._acted else None
+        taken = rollout(self, policy, request, weights_version, begun, cut, empty)
         self._begun[:] = False
-        at_end = chunk.restarts[:, 0] == chunk.num_steps - 1  # the policy has not seen the episode that begins next
-        self._begun[chunk.restarts[at_end, 1]] = True
+        restarts = taken.chunk.restarts
+        at_end = restarts[:, 0] == taken.chunk.num_steps - 1  # the policy has not seen the episode that begins next
+        self._begun[restarts[at_end, 1]] = True
         self._acted = policy  # only now: the steps count as absence
-        whole_s = time.perf_counter() - began_s
-        return TakenChunk(chunk, (RolloutTimes(whole_s, stopwatch.environment_s, stopwatch.inference_s),))
+        return taken

@@ -320,11 +320,11 @@ def _places(
     count = config.num_learners
     if config.num_nodes == 0:
         return ProcessHost(), count, divided_workers(config.workers_per_node, usable_cores(), count), None
-    from rayvec.cluster.ray_session import RaySession  # these import Ray
+    from rayvec.cluster.ray_session import ray_session  # these import Ray
     from rayvec.distributed.rank_placement import RankNodes, ResourceRequest, rank_share
     from rayvec.distributed.ray_host import RayHost
 
-    with RaySession(config.address):
+    with ray_session(config.address):
         num_gpus, threads = int(config.learner_device == "cuda"), config.learner_threads
         if isinstance(config.num_nodes, tuple):
             least = ResourceRequest(max(config.workers_per_node or 1, threads), num_gpus)

@@ -25,8 +25,8 @@ from rayvec.errors import ConfigError, check_count
 from rayvec.fleet.commands import Command, Op
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.node.machine import Machine
-from rayvec.rollout.loop import as_policy
-from rayvec.rollout.policy_host import ChunkOrder, PolicyHost, TakenChunk
+from rayvec.rollout.loop import TakenChunk, as_policy
+from rayvec.rollout.policy_host import ChunkOrder, PolicyHost
 from rayvec.vector.adapter import Adapter, NotReady
 
 __all__ = ["MAX_CHUNKS", "ChunkAdapter", "WeightStore"]
@@ -85,10 +85,7 @@ class ChunkAdapter(Adapter):
         """Starts a command. Returns its ticket."""
         op = command.op
         for acting in (self._host, self._driver):
-            if op in (Op.STEP, Op.ROLLOUT, Op.SET_STATE):
-                acting.note_absence()
-            elif op == Op.RESET:
-                acting.note_reset(command.rows)
+            acting.note(op, command.rows)
         if op in (Op.RESET, Op.ROLLOUT, Op.SET_STATE):
             self._done[command.rows] = False
         return super()._post(command)
@@ -263,7 +260,7 @@ class ChunkAdapter(Adapter):
 
     def _take_here(self, host: PolicyHost, take: Callable[[], TakenChunk]) -> Rollout:
         """Returns a chunk for which a policy acts in this process."""
-        (self._driver if host is self._host else self._host).note_absence()
+        (self._driver if host is self._host else self._host).note(Op.ROLLOUT, self._everyone)
         self.num_uses += 1
         self._done[:] = False  # every environment whose episode has ended is reset first
         try:

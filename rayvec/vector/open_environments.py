@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from rayvec.data.cores import usable_cores
 from rayvec.data.resources import EnvResources
-from rayvec.data.topology import Topology
+from rayvec.data.topology import Topology, even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, check_choice, check_count, check_names
 from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
 from rayvec.node.in_process import InProcess, make_slice
-from rayvec.node.machine import Machine
-from rayvec.node.probe import MAX_WAITING_WORKERS, log_probe, probe_step
+from rayvec.node.machine import Machine, MachineSpec
+from rayvec.node.probe import MAX_WAITING_WORKERS, probe_step
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.node.worker_share import check_here
 
@@ -80,15 +80,9 @@ def open_environments(
         num_workers = num_workers or local_workers(
             factory, usable_cores(), probe=probe, preload=preload, restart_policy=restart_policy
         )
-        return Machine(
-            factory,
-            min(num_workers, factory.num_envs),
-            node=Topology.of_this_node().nodes[0].name,
-            preload=preload,
-            restart_policy=restart_policy,
-            first_id=first_id,
-            resources=resources,
-        )
+        parts = factory.in_parts(even_bounds(factory.num_envs, min(num_workers, factory.num_envs)))
+        name = Topology.of_this_node().nodes[0].name
+        return Machine(MachineSpec(parts, first_id, factory.seed, name, tuple(preload), restart_policy, resources))
     if first_id:
         raise ConfigError(f"first_id={first_id} was passed with environments on Ray. It requires num_nodes=0.")
     # Programs without Ray do not import it: that takes a third of a second.
@@ -129,9 +123,9 @@ def local_workers(
     name = Topology.of_this_node().nodes[0].name
 
     def opened(factory: EnvFactory, limits: RestartPolicy) -> Machine:
-        return Machine(factory, 1, node=name, preload=preload, restart_policy=limits)
+        return Machine(MachineSpec(factory.in_parts((0, 1)), 0, factory.seed, name, tuple(preload), limits))
 
-    step = log_probe(lambda: probe_step(factory, restart_policy, opened))
+    step = probe_step(factory, restart_policy, opened)
     return min(num_envs, MAX_WAITING_WORKERS) if step is not None and step.waits else cores
 
 

@@ -240,7 +240,6 @@ class TestPolicies:
     @pytest.mark.parametrize(
         ("results", "words"),
         [
-            *((each, "a dict of what is recorded") for each in (ZEROS, None, (ZEROS, None), (ZEROS, {}, {}))),
             *(((each, {}), "(?s)for 2 observations.*one action") for each in ([0], [0, 0, 0], 0, [[0], [0], [0]])),
             *(((ZEROS, each), "returned extras") for each in ({}, {"b": np.ones(2)}, {"a": np.ones((2, 1))})),
         ],
