@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,9 +35,8 @@ from ray.exceptions import RpcError
 
 from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError, NodeLostError, first_line
-from rayvec.node.object_store import room_for
 
-__all__ = ["Address", "can_call_ray", "check_connected", "check_head", "put", "ray_session", "unreachable"]
+__all__ = ["Address", "can_call_ray", "check_connected", "check_head", "put", "ray_session", "room_for", "unreachable"]
 
 _OWNER = "owner"
 """File in the directory of a private cluster that the process which has started it holds locked."""
@@ -312,6 +311,22 @@ def check_head(cause: Exception | None = None) -> None:
             f"The head of the Ray cluster, {ray.get_runtime_context().gcs_address}, does not answer requests. Start "
             "the cluster again; a training resumes from its last checkpoint."
         ) from cause
+
+
+@contextlib.contextmanager
+def room_for(what: str) -> Iterator[None]:
+    """Puts something into the object store, or gets it from there, in the block; `what` names it.
+
+    Raises:
+        ConfigError: The store is full, and so is the disk to which it moves what has no room.
+    """
+    try:
+        yield
+    except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
+        raise ConfigError(
+            f"Ray's object store, and the disk of its temporary directory, have no room for {what}. Free that disk, "
+            "start Ray with a larger --object-store-memory, or lower num_steps or num_envs."
+        ) from error
 
 
 def put(value: Any, what: str) -> Any:

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.cluster.ray_session import can_call_ray, check_connected, put, ray_session
+from rayvec.cluster.ray_session import can_call_ray, check_connected, put, ray_session, room_for
 from rayvec.distributed.rank import MakeStore, Rank, RankPlacement, lost
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
 from rayvec.distributed.rendezvous import RayArrivals, RayStore, delete_rendezvous
 from rayvec.distributed.stragglers import Arrivals
 from rayvec.errors import RemoteFailure, first_line
-from rayvec.node.object_store import room_for
 
 __all__ = ["RayHost"]
 
