@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.odd_envs import OwnError
+from helpers.obedient_envs import OwnError
 
 from rayvec import errors
 from rayvec.errors import ConfigError, EnvError, RayvecError, RemoteFailure

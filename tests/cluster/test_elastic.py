@@ -21,9 +21,10 @@ from hypothesis import example, given, strategies as st
 from soak.auditor import Auditor
 from soak.witness import Asking, Witness
 
+from rayvec.cluster import elastic_places
 from rayvec.cluster.placement import assign_parts
 from rayvec.collect.collector import Collector
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, NodeLostError
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, restart_seed
 from rayvec.vector.ray_vec_env import RayVecEnv
 from rayvec.wrappers import SaveState
@@ -247,3 +248,20 @@ def test_a_collector_with_prefetch(nodes: Nodes, max_staleness: int | None) -> N
             before, after = chunk.obs[chunk.valid], chunk.next_obs()[chunk.valid]
             assert (after[:, TOTAL] == before[:, TOTAL] + 1).all() and (after[:, :STEP] == before[:, :STEP]).all()
         collector.close()
+
+
+@pytest.mark.slow
+def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments stay on a node that announces to leave; once it is gone, it is one clear error."""
+    monkeypatch.setattr(elastic_places, "REPLACE_S", 0.5)
+    monkeypatch.setattr(elastic_places, "_POLL_S", 0.0)
+    first = nodes.join()
+    with RayVecEnv([CountingEnv] * 4, num_nodes=(2, 3), workers_per_node=1) as env:
+        env.reset(seed=1)
+        nodes.announce(first)
+        chunks = [env.rollout(first_actions, 10) for _ in range(20)]
+        assert first in envs_by_node(env) and counting_errors(chunks) == []
+        nodes.kill(first)
+        with pytest.raises(NodeLostError, match=r"1 node of at least 2 for num_nodes=\(2, 3\) remain after a loss"):
+            env.rollout(first_actions, 10)
+        assert env.closed

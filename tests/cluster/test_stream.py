@@ -6,16 +6,13 @@ import pickle
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, strategies as st
 
 from rayvec.cluster.stream import Head, Stream, accept, connect
-from rayvec.node.messages import Message, pack
+from rayvec.node.messages import Message
 
 KEY = secrets.token_bytes(32)
 
@@ -36,33 +33,6 @@ class Listening:
     def stream(self) -> Stream:
         self._thread.join(20.0)
         return self._found[0]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Stream, Stream]]:
-    listening = Listening()
-    ours, theirs = listening.connect(), listening.stream()
-    yield ours, theirs
-    ours.close()
-    theirs.close()
-
-
-@given(st.lists(st.integers(0, 300_000), max_size=4), st.lists(st.integers(0, 90_000), max_size=3))
-def test_what_is_sent_arrives(pair: tuple[Stream, Stream], sizes: list[int], larges: list[int]) -> None:
-    arrays = [np.arange(size, dtype=np.int64).astype(np.uint8) for size in sizes]
-    value = [np.full(size, 3.5) for size in larges]
-    ours, theirs = pair
-    sender = threading.Thread(target=ours.send, args=(Head(2, True), [each.data for each in arrays], pack(value)))
-    sender.start()
-    head = theirs.read_head()
-    assert head[:2] == (2, True)
-    received = [np.empty_like(each) for each in arrays]
-    theirs.read_into([each.data for each in received])
-    assert all(map(np.array_equal, received, arrays))
-    read = theirs.read_message(head).load()
-    sender.join()
-    assert all(np.array_equal(a, b) and a.flags.writeable for a, b in zip(read, value, strict=True))
-    assert not theirs.poll(0.0)
 
 
 def test_nothing_is_unpickled_whose_proof_does_not_hold() -> None:

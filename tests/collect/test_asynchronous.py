@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections import defaultdict
@@ -168,28 +167,6 @@ def test_a_reset_drops_what_is_pending_and_says_so() -> None:
         rest = collector.drain()
         assert rest is not None and collector.drain() is None
         collector.close()
-
-
-def test_an_interrupted_wait_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after some of a batch's chunks have come, as in a notebook."""
-    with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=2) as env:
-        wait, calls = env.part_wait, []
-
-        def interrupted(parts: Sequence[int]) -> Any:
-            calls.append(parts)
-            if len(calls) % 3 == 0:
-                raise KeyboardInterrupt
-            return wait(parts)
-
-        monkeypatch.setattr(env, "part_wait", interrupted)
-        collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
-        batches: list[Batch] = []
-        while len(batches) < 6:
-            with contextlib.suppress(KeyboardInterrupt):
-                batches += collect(collector, 1)
-        monkeypatch.undo()
-        batches += collect(collector, 1, ahead=False)
-        assert_complete(batches, range(4))
 
 
 def test_what_cannot_be_combined() -> None:

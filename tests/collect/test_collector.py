@@ -181,7 +181,7 @@ class TestWeights:
             chunk = batch.chunks[0]
             assert chunk.weights_version == version
             assert batch.stats.weights_versions == (version, version)
-            assert_identical(chunk.extras["logp"], policy._logp[chunk.extras["state"], chunk.act])
+            assert_identical(chunk.extras["logp"], policy.logp_table[chunk.extras["state"], chunk.act])
 
 
 class TestState:

@@ -45,7 +45,7 @@ def gated(tmp_path: Path, make_vec: MakeVec) -> RayVecEnv:  # the gate outlives 
 
 
 def assert_acted_with(chunk: Chunk, policy: TablePolicy) -> None:
-    assert_identical(chunk.extras["logp"], policy._logp[chunk.extras["state"], chunk.act])
+    assert_identical(chunk.extras["logp"], policy.logp_table[chunk.extras["state"], chunk.act])
 
 
 def test_the_chunks_are_those_without_prefetch(counting: RayVecEnv, prefetching: Collector) -> None:

@@ -8,8 +8,6 @@ import pickle
 from typing import Any
 
 import numpy as np
-import pytest
-import ray
 from helpers.testing import assert_identical
 from hypothesis import given, strategies as st
 
@@ -133,12 +131,3 @@ def test_what_went_in_comes_out(left: list[ChunkInfo], right: list[ChunkInfo]) -
     assert_same(joined, sorted(beside, key=lambda info: info[:2]))
     assert_same(joined.between(0, 4), left)
     assert_same(joined.between(4, 8), right)
-
-
-@pytest.mark.parametrize("wrap", [lambda x: [{"a": (x,)}], lambda x: x])
-def test_arrays_can_be_written_in_whatever_came_by_ray(ray_cluster: object, wrap: Any) -> None:
-    came = ray.get(ray.put(ChunkInfos.of([ChunkInfo(0, 0, {"x": wrap(np.arange(5))})])))
-    value = came[0].info["x"]
-    array = value if isinstance(value, np.ndarray) else value[0]["a"][0]
-    array += 1
-    assert array.tolist() == [1, 2, 3, 4, 5]

@@ -171,7 +171,7 @@ class TablePolicy:
         table = np.rint(weights).astype(np.int64).reshape(-1, self._num_actions)
         self._table = table
         self._bounds = np.cumsum(table, 1)
-        self._logp = np.log(table / table.sum(1, keepdims=True)).astype(np.float32)
+        self.logp_table = np.log(table / table.sum(1, keepdims=True)).astype(np.float32)
 
     def weights(self) -> NDArray[np.float32]:
         return self._table.astype(np.float32).ravel()
@@ -184,4 +184,4 @@ class TablePolicy:
         state %= len(self._table)
         bounds = self._bounds[state]
         actions = (noise[:, :1] * bounds[:, -1:] >= bounds).sum(1)
-        return actions, {"logp": self._logp[state, actions], "state": state}
+        return actions, {"logp": self.logp_table[state, actions], "state": state}

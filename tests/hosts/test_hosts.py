@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from helpers.hosts import (
+    Cluster,
+    Host,
     Program,
     Record,
     block,
@@ -29,7 +31,6 @@ from helpers.hosts import (
     unplug,
     until_error,
 )
-from helpers.network import Cluster, Host
 from helpers.training_kit import lines_of
 
 PROGRAMS = Path(__file__).with_name("programs.py")

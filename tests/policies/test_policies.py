@@ -308,17 +308,6 @@ def test_weights_are_copied_and_change_only_by_load_weights(which: int) -> None:
         policy.load_weights(np.zeros(3, np.float32))
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["numpy", "torch"])
-def test_a_pickled_policy_acts_alike(which: int) -> None:
-    policy, module, obs = both_policies()[which]
-    pickled = cloudpickle.dumps(policy)
-    assert len(pickled) < 4 * flat_weights(module).size + 6000
-    copy = pickle.loads(pickled)
-    noise = np.full((3, 1), 0.4)
-    for ours, theirs in zip(policy.act(obs, noise), copy.act(obs, noise), strict=True):
-        np.testing.assert_equal(ours, theirs)
-
-
 def test_an_mlp_acts_without_torch(tmp_path: Path) -> None:
     (tmp_path / "policy").write_bytes(pickle.dumps(Policy(ActorCritic(BOX, BOX))))
     script = (

@@ -17,7 +17,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, env_fns, within
-from helpers.odd_envs import PressesCtrlC
+from helpers.obedient_envs import PressesCtrlC
 from helpers.testing import CountingEnv, FaultyEnv
 from helpers.tianshou_buffers import assert_same_buffer
 from helpers.tianshou_envs import Agents, Held, Line, Ragged, Told, WithoutSpaces

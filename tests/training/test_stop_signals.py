@@ -15,20 +15,8 @@ from helpers.processes import assert_nothing_left, running
 from helpers.training_kit import SMALL, options
 
 from rayvec.training.run_dir import load_run, read_metrics
-from rayvec.training.stop_signals import Interrupts
 
 pytestmark = pytest.mark.timeout(600)  # commands in processes of their own, on a busy machine
-
-
-def test_a_handler_of_yours_for_sigterm_stays() -> None:
-    came = []
-    before = signal.signal(signal.SIGTERM, lambda *_: came.append(1))
-    try:
-        with Interrupts() as interrupts, interrupts.deferred():
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert came == [1] and not interrupts.requested
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,6 @@ def test_a_run_leaves_everything_in_its_directory(tmp_path: Path, inference: str
     assert evaluate_run(result.run_dir, num_episodes=6, seed=99).returns.tolist() != written["eval_returns"]
 
 
-def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
-    weights = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        rayvec.train(tiny(tmp_path / name, seed=seed, total_steps=192, eval_episodes=0))
-        weights.append(load_run(tmp_path / name)[1]["learner"]["parameters"])
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-
-
 @pytest.mark.parametrize(
     ("inference", "staleness"), [("worker", [0, 1, 1]), ("driver", [0, 0, 0]), ("node", [0, 0, 0])]
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.kinds import MODES, in_lockstep
-from helpers.odd_envs import OwnError, UnloadableInfo
+from helpers.obedient_envs import OwnError, UnloadableInfo
 from helpers.odd_values import LOCK, ODD_VALUES, ReservedKeys, SometimesNone
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical
 

@@ -19,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.exact import SpaceEnv
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, MODES, OBJECT_SPACES, env_fns, in_lockstep
-from helpers.odd_envs import OddInfo
+from helpers.obedient_envs import OddInfo
 from helpers.testing import assert_identical
 from helpers.vector_kit import TOPOLOGIES
 

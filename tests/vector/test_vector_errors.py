@@ -20,7 +20,7 @@ from conftest import MakeVec
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import TimeLimit
 from helpers.kinds import in_lockstep, within
-from helpers.odd_envs import PressesCtrlC, SlowCall, TwoFaced
+from helpers.obedient_envs import PressesCtrlC, SlowCall, TwoFaced
 from helpers.testing import CountingEnv, FaultyEnv
 from helpers.vector_kit import DEADLINE_S, pids_of
 from helpers.waiting import alive, shm_names, wait_until
