@@ -12,8 +12,7 @@ return of at least 475, or -200, ends the run, and what the clock says then is t
 ``--limit-s`` has failed, and so has one that comes to the end of the steps that its settings give it.
 
 Ours runs with its default settings, which start no Ray, with Gymnasium's NumPy CartPole as a native sub-batch in the
-learner's process, and with a private Ray. Libraries other than ours run twice
-for each seed: with as many threads as torch chooses, and with one, which is faster for small nets.
+learner's process, and with a private Ray. torch has one thread in all of them, which is fastest for small nets.
 
 Stable-Baselines3 lives in an environment of its own, made by ``benchmarks/make_peer_venvs.sh DIRECTORY
 stable-baselines3`` and found by ``--venvs DIRECTORY``; if it is not installed, a line says so. ``--json``
@@ -22,9 +21,9 @@ keeps each run as soon as it is over; runs that are in the file already are not 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,7 +32,6 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import tyro
 from judge import MARK, TASKS
 from measure import heading
@@ -49,7 +47,6 @@ LIBRARIES = {
     "Tianshou": "",
 }
 """Of each library, the virtual environment in ``--venvs`` that it lives in; "" is this one."""
-OURS = ("rayvec", "rayvec, native", "rayvec, with Ray")
 GRACE_S = 60
 """How much longer than its limit a process may take, evaluations and its end included, before it is killed."""
 
@@ -62,31 +59,30 @@ def python_of(library: str, venvs: Path) -> Path | None:
     return python if python.exists() else None
 
 
-def learn(library: str, threads: int, python: Path, task: str, seed: int, limit_s: float) -> Record:
-    """Lets a library learn once, with so many threads or, if that is 0, as many as it chooses.
+def learn(library: str, python: Path, task: str, seed: int, limit_s: float) -> Record:
+    """Lets a library learn once.
 
     Returns:
-        Its name, threads, task and seed; ``reached_s`` and ``steps`` at which it reached the threshold, or None; what
-        failed, if anything did; and all evaluations.
+        Its name, task and seed; ``reached_s`` and ``steps`` at which it reached the threshold, or None; what failed, if
+        anything did; and all evaluations.
     """
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or not LIBRARIES[library]}
-    if threads:
-        env["OMP_NUM_THREADS"] = str(threads)
     began_s = time.monotonic()
     command = [python, Path(__file__).with_name("end_to_end_peers.py"), library, task, seed, began_s, limit_s]
     with subprocess.Popen(
-        list(map(str, command)), env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, preexec_fn=lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]),
+        list(map(str, command)), env={**env, "OMP_NUM_THREADS": "1"}, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]),
     ) as process:  # fmt: skip
         error = ""
         try:
             output, errors = process.communicate(timeout=2 * limit_s + GRACE_S)
         except subprocess.TimeoutExpired:
-            kill(process)
+            os.killpg(process.pid, signal.SIGKILL)
             output, errors = process.communicate()
             error = "killed"
         except BaseException:
-            kill(process)
+            os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode and not error:
         error = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1][:200]
@@ -95,7 +91,6 @@ def learn(library: str, threads: int, python: Path, task: str, seed: int, limit_
     reached = last is not None and last["return_mean"] >= TASKS[task].threshold and last["clock_s"] <= limit_s
     return {
         "library": library,
-        "threads": threads,
         "task": task,
         "seed": seed,
         "reached_s": last["clock_s"] if reached and last else None,
@@ -105,35 +100,22 @@ def learn(library: str, threads: int, python: Path, task: str, seed: int, limit_
     }
 
 
-def kill(process: subprocess.Popen[str]) -> None:
-    """Ends a process and everything that it has started."""
-    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-
-
-def variants(libraries: Sequence[str], threads: Sequence[int]) -> list[tuple[str, int]]:
-    """Returns what runs for each seed: our own settings say how many threads to learn with, of others all are tried."""
-    return [(name, count) for name in libraries for count in ([0] if name in OURS else threads)]
-
-
-def show(records: list[Record], task: str, columns: Sequence[tuple[str, int]], seeds: Sequence[int]) -> None:
-    """Prints the table of a task: one line for each variant, those that are not installed included."""
-    mine = {(r["library"], r["threads"], r["seed"]): r for r in records if r["task"] == task}
+def show(records: list[Record], task: str, libraries: Sequence[str], seeds: Sequence[int]) -> None:
+    """Prints the table of a task: one line for each library, those that are not installed included."""
+    mine = {(r["library"], r["seed"]): r for r in records if r["task"] == task}
     rows = []
-    for name, threads in columns:
-        title = f"{name}, one thread" if threads == 1 else f"{name}, {threads} threads" if threads else name
-        runs = [mine[name, threads, seed] for seed in seeds if (name, threads, seed) in mine]
+    for name in libraries:
+        runs = [mine[name, seed] for seed in seeds if (name, seed) in mine]
         if not runs:
-            rows.append([title, "not installed", "", "", ""])
+            rows.append([name, "not installed", "", "", ""])
             continue
         done = [record for record in runs if record["reached_s"] is not None]
-        ours = [mine.get(("rayvec", 0, record["seed"]), {}).get("reached_s") for record in done]
+        ours = [mine.get(("rayvec", record["seed"]), {}).get("reached_s") for record in done]
         ratios = [record["reached_s"] / own for record, own in zip(done, ours, strict=True) if own]
         failed = next((f" ({record['error']})" for record in runs if record["error"]), "")
         times, steps = [record["reached_s"] for record in done], [record["steps"] for record in done]
         reached = f"{len(done)} of {len(runs)}{failed}"
-        rows.append([title, reached, spread(times, ".1f"), spread(steps), spread(ratios, ".2f")])
+        rows.append([name, reached, spread(times, ".1f"), spread(steps), spread(ratios, ".2f")])
     header = ["", "reached", "wall time, s", "steps", "time / rayvec, seed by seed"]
     show_table(f"{TASKS[task].env_id} to {TASKS[task].threshold:g}", header, rows)
 
@@ -142,7 +124,6 @@ def main(
     tasks: tuple[Literal["cartpole", "pendulum"], ...] = ("cartpole", "pendulum"),
     libraries: tuple[Literal[tuple(LIBRARIES)], ...] = tuple(LIBRARIES),  # type: ignore[valid-type]
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
-    threads: tuple[int, ...] = (0, 1),
     limit_s: float = 240.0,
     venvs: Path = Path("venvs"),
     json: Path | None = None,
@@ -154,30 +135,28 @@ def main(
         tasks: What is learned.
         libraries: Which libraries learn.
         seeds: Of the runs.
-        threads: Of the libraries other than ours; 0: their own choice.
         limit_s: Of the clock, for each run.
         venvs: Where make_peer_venvs.sh made them.
         json: File to keep the runs in, and to resume.
         quick: One seed of PPO by rayvec and by the script in the way of CleanRL: less than a minute.
     """
     if quick:
-        tasks, seeds, threads, libraries = ("cartpole",), (1,), (1,), ("rayvec", "CleanRL-style")
+        tasks, seeds, libraries = ("cartpole",), (1,), ("rayvec", "CleanRL-style")
     records: list[Record] = loads(json.read_text()) if json and json.exists() else []
-    known = {(r["library"], r["threads"], r["task"], r["seed"]) for r in records}
-    ways = variants(libraries, threads)
-    for task, seed, (library, count) in itertools.product(tasks, seeds, ways):
+    known = {(r["library"], r["task"], r["seed"]) for r in records}
+    for task, seed, library in itertools.product(tasks, seeds, libraries):
         python = python_of(library, venvs)
-        if python is None or (library, count, task, seed) in known:
+        if python is None or (library, task, seed) in known:
             continue
-        record = learn(library, count, python, task, seed, limit_s)
+        record = learn(library, python, task, seed, limit_s)
         records.append(record)
         result = f"{record['reached_s']} s {record['error']}"
-        print(f"{library}, {count} threads, {task}, seed {seed}: {result}", file=sys.stderr)
+        print(f"{library}, {task}, seed {seed}: {result}", file=sys.stderr)
         if json:
             json.write_text(dumps(records))
     print(heading())
     for task in tasks:
-        show(records, task, ways, seeds)
+        show(records, task, libraries, seeds)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from learner_task import LearnerTask
 from tianshou.data import Batch, PrioritizedVectorReplayBuffer, VectorReplayBuffer
 
-from rayvec import Policy, RayVecEnv
+from rayvec import RayVecEnv
 from rayvec.bench.emulated import EmulatedEnv
 from rayvec.bench.ways import RandomActions
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos
@@ -126,23 +125,6 @@ def values_and_ends(shape: tuple[int, int]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("shape", RETURNS, ids=str)
 def test_gae(benchmark: Any, shape: tuple[int, int]) -> None:
     benchmark(gae, *values_and_ends(shape), gamma=0.99, lam=0.95)
-
-
-@pytest.mark.parametrize("algorithm", ["ppo", "sac", "impala"])
-def test_update(benchmark: Any, algorithm: str) -> None:
-    torch.set_num_threads(1)
-    task = LearnerTask(algorithm, num_steps=4 if algorithm == "sac" else 64, minibatch_size=256)
-    learner = task.learner()
-    batch = task.batch(learner)
-    learner.update(batch)
-    benchmark.pedantic(learner.update, (batch,), rounds=5)
-
-
-@pytest.mark.parametrize("num_envs", [1, 16, 64])
-def test_policy_acts(benchmark: Any, num_envs: int) -> None:
-    policy = Policy(LearnerTask("ppo", obs_size=4).learner().module)
-    noise = np.random.default_rng(0).random((num_envs, policy.noise.lanes))
-    benchmark(policy.act, np.zeros((num_envs, 4), np.float32), noise)
 
 
 def test_checkpoint(benchmark: Any, tmp_path: Path) -> None:

@@ -104,10 +104,12 @@ def _refusal(cls: type, given: Mapping[str, Any], error: ValidationError) -> Exc
     if isinstance(raised, ConfigError):
         return raised
     name = str(errors[0]["loc"][0])
+    if name not in given:
+        return ConfigError(f"{name} is missing. Pass it: {docs_of(cls)[name]}")
     rules = " or ".join(dict.fromkeys(each["msg"] for each in errors))
     objects = name in ("env_id", "env_kwargs", "network", "wrappers")
     advice = " Pass objects to rayvec.train(config, env=..., network=...)." if objects else ""
-    return ConfigError(f"{name} is {given.get(name, 'missing')}. {rules}.{advice}")
+    return ConfigError(f"{name} is {given[name]}. {rules}.{advice}")
 
 
 def require(holds: object, otherwise: str) -> None:
