@@ -99,7 +99,7 @@ class Steered(gymnasium.Env[Any, Any]):
         return self.observe(), float(right) / 2, False, self.steps == 10, {}
 
 
-@pytest.mark.parametrize("kind", ["ppo", "impala"])
+@pytest.mark.parametrize("kind", ["ppo", pytest.param("impala", marks=pytest.mark.slow)])
 def test_hybrid_actions_are_learned(tmp_path: Path, kind: str) -> None:
     """Random actions give 3.6; the mask belongs to the choice of a gear."""
     common: dict[str, Any] = {**HERE, "num_envs": 16, "num_steps": 32, "total_steps": 40_960, "eval_episodes": 8}

@@ -183,7 +183,9 @@ class TestOnRay:
         rayvec.stable_baselines3.RayVecEnv([make] * 6).close()  # it claims no cores
         assert events(path).count("env make") == 16
 
-    @pytest.mark.parametrize("num_nodes", [None, (2, 2)], ids=["fixed", "elastic"])
+    @pytest.mark.parametrize(
+        "num_nodes", [None, pytest.param((2, 2), marks=pytest.mark.slow)], ids=["fixed", "elastic"]
+    )
     def test_environments_for_training_and_for_evaluation(
         self, num_nodes: Any, caplog: pytest.LogCaptureFixture
     ) -> None:

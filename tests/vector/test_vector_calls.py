@@ -43,7 +43,7 @@ class CallsBack(CountingEnv):
         return 7
 
 
-@pytest.mark.parametrize("later", ["step", "get_attr"])
+@pytest.mark.parametrize("later", ["step", pytest.param("get_attr", marks=pytest.mark.slow)])
 def test_a_call_that_an_exception_of_a_signal_handler_has_ended_is_not_waited_for(later: str, tmp_path: Path) -> None:
     """Its result may have been half received: a later call never waits for it without end."""
 
