@@ -138,7 +138,7 @@ def test_the_list_of_callbacks_may_be_thinned_out(tmp_path: Path, capsys: pytest
 def test_paths_are_of_this_machine(tmp_path: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     run = rayvec.train(tiny(Path("~/runs/a"), total_steps=64, eval_episodes=0))
-    assert run.run_dir == tmp_path / "runs" / "a" and rayvec.load("~/runs/a").steps == 64
+    assert run.run_dir == tmp_path / "runs" / "a" and rayvec.load("~/runs/a").config.total_steps == 64
     assert rayvec.resume("~/runs/a").total_steps == 64
     for refused in (lambda: rayvec.train(tiny(Path(uri))), lambda: rayvec.load(uri), lambda: rayvec.resume(uri)):
         with pytest.raises(ConfigError, match="is a URI"):
