@@ -16,7 +16,7 @@ from rayvec.collect.collector import Collector
 from rayvec.distributed.rank_group import RankGroup
 from rayvec.distributed.rank_placement import ResourceRequest
 from rayvec.distributed.ray_host import RayHost
-from rayvec.learners.ranks import ClosableRanks
+from rayvec.learners.ranks import Ranks
 from rayvec.policies.noise import NO_NOISE
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -122,7 +122,7 @@ class Central:
 class _Rank:
     """What a decentralized rank holds: the environments of its node, and a gradient that it sums with the others."""
 
-    def __init__(self, env: Env, num_envs: int, ranks: ClosableRanks) -> None:
+    def __init__(self, env: Env, num_envs: int, ranks: Ranks) -> None:
         self._ranks, self._gradient = ranks, torch.ones(_NUM_WEIGHTS)
         first = ranks.rank * num_envs
         where: Any = {"num_nodes": 0, "workers_per_node": num_envs, "first_id": first}

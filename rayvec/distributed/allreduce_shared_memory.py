@@ -68,8 +68,6 @@ class SharedMemoryRanks:
         RankLostError: Rank 0 exited.
     """
 
-    sent_bytes = 0
-
     def __init__(self, rank: int, size: int, path: str | None = None, *, timeout_s: float = 60.0) -> None:
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s

@@ -44,8 +44,6 @@ class CollectiveRanks:
     Attributes:
         rank: Number of this rank.
         size: Number of ranks.
-        sent_bytes: What this rank has sent in sums: of n ranks each sends ``2 (n - 1) / n`` of a tensor, the least that
-            an all-reduce can.
 
     Raises:
         RankLostError: The other ranks did not connect in time.
@@ -62,7 +60,6 @@ class CollectiveRanks:
         timeout_s: float = 60.0,
     ) -> None:
         self.rank, self.size = rank, size
-        self.sent_bytes = 0
         self._timeout_s = timeout_s
         self._device = torch.device(device)
         self._store = store  # NCCL may look into it later
@@ -97,7 +94,6 @@ class CollectiveRanks:
             self._group.allreduce([tensor.detach()]).wait()
         except RuntimeError as error:
             raise self._lost(error) from error
-        self.sent_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
         return tensor
 
     def _lost(self, error: RuntimeError) -> RankLostError:

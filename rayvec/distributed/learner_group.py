@@ -22,7 +22,7 @@ from rayvec.distributed.rank import pack, unpack
 from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
 from rayvec.errors import LearnerError, check_count
-from rayvec.learners.base import Learner, MeasuresObservations, set_learning_rate
+from rayvec.learners.base import Learner, set_learning_rate
 from rayvec.learners.ranks import Ranks
 from rayvec.policies.networks import copy_to_cpu
 
@@ -241,7 +241,7 @@ class _RankLearner:
 
     def measure(self, part: Batch) -> tuple[Any, Any]:
         """Adds observations to the moments of the learner, if it has some; returns weights and state, on rank 0."""
-        if isinstance(self._learner, MeasuresObservations):
+        if hasattr(self._learner, "measure"):
             self._learner.measure(part)
         return self._learner.weights() if self._is_first else None, self.shared()
 

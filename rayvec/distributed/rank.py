@@ -19,7 +19,7 @@ from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks, can_sh
 from rayvec.distributed.allreduce_torch import CollectiveRanks, check_device
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.errors import RankLostError, RemoteFailure
-from rayvec.learners.ranks import ALONE, ClosableRanks
+from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.node.processes import remove_folder
 
 __all__ = ["MakeStore", "Rank", "RankPlacement", "divided_workers", "lost", "pack", "unpack"]
@@ -67,7 +67,7 @@ class Rank:
 
     def __init__(self, placement: RankPlacement, device: str, threads: int, timeout_s: float) -> None:
         self._placement, self._device, self._timeout_s = placement, device, timeout_s
-        self._ranks: ClosableRanks = ALONE
+        self._ranks: Ranks = ALONE
         self._object: Any = self  # until `join` has made it
         torch.set_num_threads(threads)
         Topology.this_process = f"the process of {placement}"

@@ -28,7 +28,7 @@ import cloudpickle
 from rayvec.distributed.rank import RankPlacement, lost
 from rayvec.envs.pickled_parts import carrying_sys
 from rayvec.errors import LearnerError, RankLostError, RemoteFailure
-from rayvec.learners.ranks import ClosableRanks
+from rayvec.learners.ranks import Ranks
 
 if TYPE_CHECKING:
     from rayvec.distributed.process_host import ProcessHost
@@ -81,7 +81,7 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
 
     def __init__(
         self,
-        make: Callable[[ClosableRanks], Any],
+        make: Callable[[Ranks], Any],
         num_ranks: int,
         host: RankHost,
         *,

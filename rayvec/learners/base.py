@@ -17,7 +17,6 @@ from rayvec.errors import CheckpointError, ConfigError, first_line
 __all__ = [
     "KeepsRankLocalState",
     "Learner",
-    "MeasuresObservations",
     "check_state",
     "scheduled",
     "set_learning_rate",
@@ -31,7 +30,8 @@ class Learner(Protocol):
     :func:`rayvec.train` builds one from the spaces of an environment and the settings of the run (see
     :func:`rayvec.training.runs.register`), lets ``rayvec.Policy(learner.module)`` act, and publishes
     ``weights()`` after every update that learned something. A class with ``reads_infos = False`` gets chunks without
-    infos.
+    infos. A learner whose policy normalises observations may have a method ``measure(batch)``, which adds those of a
+    batch to the statistics and learns nothing else from it.
     """
 
     @property
@@ -60,14 +60,6 @@ class Learner(Protocol):
         Raises:
             CheckpointError: `state` is of another kind of learner or network.
         """
-
-
-@runtime_checkable
-class MeasuresObservations(Protocol):
-    """An optional method of a learner whose policy normalises observations by their statistics."""
-
-    def measure(self, batch: Batch) -> None:
-        """Adds the observations of a batch to the statistics, from which nothing else is learned."""
 
 
 @runtime_checkable

@@ -17,7 +17,6 @@ from torch import Tensor
 __all__ = [
     "ALONE",
     "Alone",
-    "ClosableRanks",
     "Ranks",
     "gather_values",
     "global_moments",
@@ -48,15 +47,6 @@ class Ranks(Protocol):
         """
         ...
 
-
-class ClosableRanks(Ranks, Protocol):
-    """Ranks that a rank can leave."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """What this rank has sent over the network in sums so far; 0 where ranks share memory."""
-        ...
-
     def close(self) -> None:
         """Leaves: ranks that wait for this one raise, soon or by their timeout. May be called again."""
 
@@ -66,7 +56,6 @@ class Alone:
 
     rank = 0
     size = 1
-    sent_bytes = 0
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`."""

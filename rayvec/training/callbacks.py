@@ -85,7 +85,7 @@ class MetricsLine:
         self.sums.update({f"time_s/{name}": seconds for name, seconds in iteration.all_times_s.items()})
         self.sums.update(return_sum=float(stats.returns.sum()))
         if "wait" in iteration.times_s:
-            self.sums.update(ranks_cut=iteration.num_cut, sent_bytes=iteration.sent_bytes)
+            self.sums.update(ranks_cut=iteration.num_cut)
         self.staleness = max(self.staleness, stats.staleness)
         self.latest.update({f"learner/{name}": value for name, value in iteration.metrics.items()})
 

@@ -43,7 +43,6 @@ COUNTERS = {
     "rayvec_time_seconds_total": ("Wall time by activity.", ("activity",)),
     "rayvec_restarts_total": ("Restarts of environments, workers and nodes.", ("kind",)),
     "rayvec_ranks_cut_total": ("Decentralized ranks that were stopped early.", ()),
-    "rayvec_sent_bytes_total": ("Bytes that decentralized ranks sent over the network.", ()),
 }
 """What each counter counts, from the start of the process, and its labels besides ``run``. Ray adds ``ray_``."""
 
@@ -300,7 +299,6 @@ class RayMetrics:
             ("episodes", stats.n_collected_episodes, run),
             ("iterations", 1, run),
             ("ranks_cut", iteration.num_cut, run),
-            ("sent_bytes", iteration.sent_bytes, run),
             *(("time_seconds", s, {**run, "activity": name}) for name, s in iteration.all_times_s.items()),
             *(("restarts", number, {**run, "kind": kind}) for kind, number in restarts.items()),
         ]

@@ -35,7 +35,7 @@ from rayvec.envs.factory import register_specs, registered_specs
 from rayvec.errors import counted
 from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import decided
-from rayvec.learners.ranks import ClosableRanks
+from rayvec.learners.ranks import Ranks
 from rayvec.node.log_lines import LogLines
 from rayvec.training.checkpoint import check_kept_spaces, restore, warn_of_wide_ranges
 from rayvec.training.evaluation import Evaluation, num_eval_episodes, time_limit
@@ -69,7 +69,7 @@ class RankTrainer(Trainer):
         make_arrivals: Callable[[int], Arrivals],
         probe: bool,
         steps: int,
-        ranks: ClosableRanks,
+        ranks: Ranks,
     ) -> None:
         self._log, self._ranks = LogLines(), ranks
         seed_globals(config.seed, ranks.rank, 3, steps)
@@ -122,9 +122,7 @@ class RankTrainer(Trainer):
 
     def iterate(self, *, ahead: bool = False, keep: bool = False) -> Iteration:
         """Makes an iteration together with the other ranks."""
-        before = self._ranks.sent_bytes
         iteration = super().iterate(ahead=ahead, keep=keep)
-        iteration.sent_bytes = self._ranks.sent_bytes - before
         iteration.notes = self._log.take()
         return iteration
 
@@ -219,7 +217,6 @@ class DecentralizedTrainer:
             stats=join_stats([each.stats for each in iterations]),
             times_s={name: float(np.mean([each.times_s.get(name, 0.0) for each in iterations])) for name in names},
             num_cut=sum(each.num_cut for each in iterations),
-            sent_bytes=sum(each.sent_bytes for each in iterations),
             state=None if parts is None else _joined(self._group.gather(parts)),
         )
 

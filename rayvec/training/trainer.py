@@ -19,7 +19,7 @@ from rayvec.config import TrainConfig
 from rayvec.data import Batch, CollectStats
 from rayvec.distributed.stragglers import Stragglers
 from rayvec.errors import ConfigError
-from rayvec.learners.base import Learner, MeasuresObservations, set_learning_rate
+from rayvec.learners.base import Learner, set_learning_rate
 from rayvec.policies.policy import Policy
 from rayvec.training.atomic_files import local_path
 from rayvec.training.checkpoint import check_kept_spaces, restore, space_to_plain
@@ -93,7 +93,6 @@ class Iteration:
         metrics: Metrics of the update; none if the learner only stored the steps.
         times_s: Wall time by activity, in seconds.
         num_cut: How many ranks stopped early because the others had their steps.
-        sent_bytes: What ranks have sent over the network in sums.
         notes: Lines for the driver to log, where a rank made the iteration, such as which workers were restarted.
         state: The state of the run after the iteration, if it was asked for; see :meth:`Trainer.state`.
         evaluation: The greedy evaluation of its weights, where there was one.
@@ -103,7 +102,6 @@ class Iteration:
     metrics: Mapping[str, float]
     times_s: dict[str, float]
     num_cut: int = 0
-    sent_bytes: int = 0
     notes: list[str] = field(default_factory=list)
     state: dict[str, Any] | None = None
     evaluation: Evaluation | None = None
@@ -194,7 +192,7 @@ class Trainer:
             self.collector.reset(seed=seed)
         is_new = collector_state is None and config.init_from is None and not config.random_steps
         normalizes = getattr(learner.module, "obs_mean", None) is not None
-        if is_new and normalizes and isinstance(learner, MeasuresObservations):
+        if is_new and normalizes and hasattr(learner, "measure"):
             learner.measure(self._collect(ahead=False)[0])  # these steps do not count
             self.collector.set_weights(learner.weights())
             self.collector.reset(seed=seed)

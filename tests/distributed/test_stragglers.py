@@ -73,8 +73,6 @@ def test_arrivals_are_counted_by_iteration(ray_cluster: object) -> None:
 class Counted(ThreadRanks):
     """A rank that counts its sums."""
 
-    sent_bytes = 0
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.num_sums = 0

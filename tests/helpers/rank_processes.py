@@ -19,7 +19,7 @@ from torch.distributed import FileStore
 
 from rayvec.distributed.allreduce_shared_memory import SharedMemoryRanks
 from rayvec.distributed.allreduce_torch import CollectiveRanks
-from rayvec.learners.ranks import ClosableRanks
+from rayvec.learners.ranks import Ranks
 
 _ANSWER_S = 100
 
@@ -73,7 +73,7 @@ def _be_rank(connect: tuple[Any, ...], work: Callable[..., Any], args: Any) -> N
     pipe.recv()  # until the test ends this process: what one rank holds, others may still need
 
 
-def _connect(rank: int, size: int, pipe: Connection, store: str | None, timeout_s: float, kind: str) -> ClosableRanks:
+def _connect(rank: int, size: int, pipe: Connection, store: str | None, timeout_s: float, kind: str) -> Ranks:
     if store is not None:
         if kind == "nccl":
             torch.cuda.set_device(rank)
@@ -93,16 +93,16 @@ def tensor_of(rank: int, number: int, dtype: torch.dtype, shape: tuple[int, ...]
     return torch.randint(-(2**40), 2**40, shape, generator=generator).to(dtype)
 
 
-def sum_of_length(ranks: ClosableRanks, lengths: tuple[int, ...]) -> Tensor:
+def sum_of_length(ranks: Ranks, lengths: tuple[int, ...]) -> Tensor:
     return ranks.all_reduce_(torch.ones(lengths[ranks.rank]))
 
 
-def sum_each(ranks: ClosableRanks, cases: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
+def sum_each(ranks: Ranks, cases: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
     """Returns the sums of given dtypes and shapes."""
     return [ranks.all_reduce_(tensor_of(ranks.rank, number, *case)) for number, case in enumerate(cases)]
 
 
-def sum_at_random(ranks: ClosableRanks, count: int, seed: int) -> int:
+def sum_at_random(ranks: Ranks, count: int, seed: int) -> int:
     """Sums tensors of random sizes with random pauses; returns how many sums differ from those in rank order."""
     common, own = random.Random(seed), random.Random(1000 * seed + ranks.rank)
     wrong = 0
@@ -117,7 +117,7 @@ def sum_at_random(ranks: ClosableRanks, count: int, seed: int) -> int:
     return wrong
 
 
-def fall_before_second_sum(ranks: ClosableRanks, who: int, how: str) -> list[Tensor]:
+def fall_before_second_sum(ranks: Ranks, who: int, how: str) -> list[Tensor]:
     """Sums once; then one rank ends, stops or leaves, and the others come to the next sum."""
     first = ranks.all_reduce_(torch.ones(3))
     if ranks.rank == who:
