@@ -65,29 +65,25 @@ class EpisodeTracker:
             skipped[columns] = False
 
         forget(restarts[restarts[:, 0] < 0, 1])
-        returns, lens, steps, columns = [], [], [], []
+        rew, valid = np.where(chunk.valid, chunk.rew, 0.0), chunk.valid
+        is_end, is_restart = ends.any(1).tolist(), set(restarts[:, 0].tolist())
+        returns, lens, counts = [np.zeros(0)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]
         for t in range(chunk.num_steps):
-            if len(restarts):
+            if t in is_restart:
                 forget(restarts[restarts[:, 0] == t, 1])
-            sums += np.where(chunk.valid[t], chunk.rew[t], 0.0)
-            nums += chunk.valid[t]
-            ended = np.flatnonzero(ends[t])
-            if len(ended):
-                counted = ended[~skipped[ended]]
-                returns.append(sums[counted])
-                lens.append(nums[counted])
-                steps.append(np.full(len(counted), t))
-                columns.append(counted)
+            sums += rew[t]
+            nums += valid[t]
+            if is_end[t]:
+                ended = np.flatnonzero(ends[t])
+                for found, values in ((returns, sums), (lens, nums), (counts, ~skipped)):
+                    found.append(values[ended])
                 forget(ended)
         self._returns[envs], self.lens[envs], self._skipped[envs] = sums, nums, skipped
-        at = np.stack([np.concatenate([np.zeros(0, np.int64), *each]) for each in (steps, columns)], 1)
-        stats = EpisodeStats(
-            chunk.env_ids[at[:, 1]],
-            np.concatenate([np.zeros(0), *returns]),
-            np.concatenate([np.zeros(0, np.int64), *lens]),
-            _numbers_at(chunk, at, self._metrics) if self._metrics else {},
-        )
-        return stats, at
+        at = np.argwhere(ends)
+        metrics = _numbers_at(chunk, at, self._metrics) if self._metrics else {}
+        stats = EpisodeStats(chunk.env_ids[at[:, 1]], np.concatenate(returns), np.concatenate(lens), metrics)
+        counted = np.concatenate(counts)
+        return stats.where(counted), at[counted]
 
     def cut(self, envs: NDArray[np.int64], env_ids: NDArray[np.int64]) -> EpisodeStats:
         """Returns the unfinished episodes of some environments as if they had ended, and drops them from the sums.

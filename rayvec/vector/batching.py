@@ -121,7 +121,7 @@ def _misfit(got: str, count: int, single: Space[Any], kind: type[ConfigError] = 
 
 
 def checked_mask(mask: Any, num_envs: int, *, is_first: bool = False) -> NDArray[np.bool_]:
-    """Returns ``options["reset_mask"]`` if it is valid. Error types and the start of messages match Gymnasium.
+    """Returns ``options["reset_mask"]`` if it is valid. Error types are those of Gymnasium.
 
     Args:
         mask: The mask.
@@ -133,22 +133,16 @@ def checked_mask(mask: Any, num_envs: int, *, is_first: bool = False) -> NDArray
         ValueError: The mask has another shape, or no True value.
         ConfigError: The first reset leaves environments out.
     """
-    if not isinstance(mask, np.ndarray):
-        raise TypeError(_mask_message("must be a numpy array", f"{type(mask)}"))
-    if mask.shape != (num_envs,):
-        raise ValueError(_mask_message(f"must have shape `({num_envs},)`", f"{mask.shape}"))
-    if mask.dtype != np.bool_:
-        raise TypeError(_mask_message("must have `dtype=np.bool_`", f"{mask.dtype}"))
-    if not mask.any():
-        rule = "must contain a boolean array with at least one True value"
-        raise ValueError(_mask_message(rule, f"reset_mask={mask}"))
+    is_array = isinstance(mask, np.ndarray)
+    if not is_array or mask.shape != (num_envs,) or mask.dtype != np.bool_ or not mask.any():
+        is_value = is_array and (mask.shape != (num_envs,) or mask.dtype == np.bool_)
+        raise (ValueError if is_value else TypeError)(
+            f"`options['reset_mask']` is {mask!r:.200}. It must be a NumPy array of bool of the shape ({num_envs},) with "
+            "at least one True: pass terminated | truncated, as step returned them."
+        )
     if is_first and not mask.all():
         raise ConfigError(
             f"reset_mask selects {mask.sum()} of {num_envs} environments in the first reset. The first reset must "
             "include all: call reset() without a mask."
         )
     return mask
-
-
-def _mask_message(rule: str, got: str) -> str:
-    return f"`options['reset_mask']` {rule}, got {got}. Pass terminated | truncated, as step returned them."

