@@ -379,7 +379,6 @@ class Collector:
             self._recording.close()
         self._store = None
         self._closed = True
-        self._chunks.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a later run needs to resume: seeds, counters and, under ``"envs"``, unfinished episodes.

@@ -169,12 +169,6 @@ class ChunkScheduler:
         self.wait()
         return self._take()
 
-    def forget(self) -> None:
-        """Forgets all chunks, where the environments are closed."""
-        self._finished.clear()
-        for lane in self._lanes:
-            lane.pending.clear()
-
     def _take(self) -> list[ScheduledChunk]:
         taken, self._finished = self._finished, []
         return taken

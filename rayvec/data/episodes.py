@@ -66,23 +66,22 @@ class EpisodeTracker:
 
         forget(restarts[restarts[:, 0] < 0, 1])
         rew, valid = np.where(chunk.valid, chunk.rew, 0.0), chunk.valid
-        is_end, is_restart = ends.any(1).tolist(), set(restarts[:, 0].tolist())
-        returns, lens, counts = [np.zeros(0)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+        with_ends, with_restarts = set(np.nonzero(ends)[0].tolist()), set(restarts[:, 0].tolist())
+        parts: list[list[Any]] = [[np.zeros(0)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]]
         for t in range(chunk.num_steps):
-            if t in is_restart:
+            if t in with_restarts:
                 forget(restarts[restarts[:, 0] == t, 1])
             sums += rew[t]
             nums += valid[t]
-            if is_end[t]:
+            if t in with_ends:
                 ended = np.flatnonzero(ends[t])
-                for found, values in ((returns, sums), (lens, nums), (counts, ~skipped)):
-                    found.append(values[ended])
+                for part, values in zip(parts, (sums, nums, ~skipped), strict=True):
+                    part.append(values[ended])
                 forget(ended)
         self._returns[envs], self.lens[envs], self._skipped[envs] = sums, nums, skipped
-        at = np.argwhere(ends)
+        (returns, lens, counted), at = map(np.concatenate, parts), np.argwhere(ends)
         metrics = _numbers_at(chunk, at, self._metrics) if self._metrics else {}
-        stats = EpisodeStats(chunk.env_ids[at[:, 1]], np.concatenate(returns), np.concatenate(lens), metrics)
-        counted = np.concatenate(counts)
+        stats = EpisodeStats(chunk.env_ids[at[:, 1]], returns, lens, metrics)
         return stats.where(counted), at[counted]
 
     def cut(self, envs: NDArray[np.int64], env_ids: NDArray[np.int64]) -> EpisodeStats:

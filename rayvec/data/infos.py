@@ -65,11 +65,9 @@ class ChunkInfos(Sequence[ChunkInfo]):
         places = [part.places + np.array([0, offset]) for part, offset in zip(parts, offsets, strict=True)]
         bounds = pairwise(accumulate(map(len, parts), initial=0))
         rows = [(slice(*each), part.columns) for each, part in zip(bounds, parts, strict=True) if len(part)]
-        return cls(np.concatenate(places), merge(rows, sum(map(len, parts))) if rows else {})._in_order()
-
-    def _in_order(self) -> ChunkInfos:
-        order = np.lexsort(self.places.T[::-1])
-        return ChunkInfos(self.places[order], select(self.columns, order))
+        joined = np.concatenate(places)
+        order = np.lexsort(joined.T[::-1])
+        return cls(joined[order], select(merge(rows, len(joined)), order) if rows else {})
 
     def where(self, keep: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]]) -> ChunkInfos:
         """Returns the infos at those places ``t [k]``, ``n [k]`` that a function of them marks, ``bool [k]``."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rayvec.envs.failures import FAILURES, failures_ignored
@@ -24,28 +24,13 @@ class Spare:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make, self.env, self.num_finished = make, make(), 0
-        self._thread: threading.Thread | None = None
-        self._result: Any = None
-        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, "rayvec-spare")
+        self._reset: Future[Any] | None = None
 
     def begin(self, seed: int | None = None) -> None:
         """Begins to reset the environment, once a reset that is running has ended."""
-        self._join()
-        self._error = None
         kwargs = {} if seed is None else {"seed": seed}
-        self._thread = threading.Thread(target=self._reset, args=(kwargs,), name="rayvec-spare", daemon=True)
-        self._thread.start()
-
-    def _reset(self, kwargs: dict[str, Any]) -> None:
-        try:
-            self._result = self.env.reset(**kwargs)
-        except FAILURES as error:  # it is raised where the environment is asked for
-            self._error = error
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._reset = self._thread.submit(self.env.reset, **kwargs)
 
     def swap(self, env: Any) -> tuple[Any, Any]:
         """Takes an environment and begins to reset it. Returns the one that was reset, and what its reset returned.
@@ -53,20 +38,21 @@ class Spare:
         Raises:
             Exception: What that reset raised. Another environment is made for the next time.
         """
-        if self._thread is None:
+        if self._reset is None:
             self.begin()
-        self._join()
-        if (error := self._error) is not None:
+        assert self._reset is not None
+        try:
+            result = self._reset.result()
+        except FAILURES:
             with failures_ignored():
                 self.env.close()
-            self.env, self.num_finished, self._error = self._make(), 0, None
-            raise error
-        ready, result = self.env, self._result
-        self.env = env
+            self.env, self.num_finished, self._reset = self._make(), 0, None
+            raise
+        ready, self.env = self.env, env
         self.begin()
         return ready, result
 
     def close(self) -> None:
         """Closes the environment, once its reset has ended."""
-        self._join()
+        self._thread.shutdown()
         self.env.close()
