@@ -133,9 +133,8 @@ def checked_mask(mask: Any, num_envs: int, *, is_first: bool = False) -> NDArray
         ValueError: The mask has another shape, or no True value.
         ConfigError: The first reset leaves environments out.
     """
-    is_array = isinstance(mask, np.ndarray)
-    if not is_array or mask.shape != (num_envs,) or mask.dtype != np.bool_ or not mask.any():
-        is_value = is_array and (mask.shape != (num_envs,) or mask.dtype == np.bool_)
+    if not isinstance(mask, np.ndarray) or mask.shape != (num_envs,) or mask.dtype != np.bool_ or not mask.any():
+        is_value = isinstance(mask, np.ndarray) and (mask.shape != (num_envs,) or mask.dtype == np.bool_)
         raise (ValueError if is_value else TypeError)(
             f"`options['reset_mask']` is {mask!r:.200}. It must be a NumPy array of bool, shape ({num_envs},), with at "
             "least one True: pass terminated | truncated, as step returned them."
