@@ -37,7 +37,12 @@ def test_wake_up(benchmark: Any, envs: RayVecEnv) -> None:
 
 def test_chunk(benchmark: Any, envs: RayVecEnv) -> None:
     store = envs.publish(RandomActions([np.zeros(2, np.int64)]))
-    benchmark(envs.rollout_workers, store, 128, 0, 0)
+
+    def chunk() -> None:
+        envs.rollout_async(store, 128, 0, 0)
+        envs.rollout_wait()
+
+    benchmark(chunk)
 
 
 def make_chunk(steps: int, envs: int, shape: tuple[int, ...], dtype: Any, infos: str = "") -> Chunk:

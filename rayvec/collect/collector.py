@@ -24,10 +24,10 @@ from rayvec.data import Batch, Chunk, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
 from rayvec.data.chunk import StopEarly
 from rayvec.data.episodes import EpisodeTracker
-from rayvec.data.finite_checks import bad_obs_error, find_bad_obs
+from rayvec.data.finite_checks import find_bad_obs
 from rayvec.data.join_chunks import counted_ends
 from rayvec.data.plain_bytes import from_bytes, to_bytes
-from rayvec.errors import ConfigError, check_choice, check_count, check_flag
+from rayvec.errors import ConfigError, EnvError, check_choice, check_count, check_flag
 from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.chunks import WeightStore
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -295,7 +295,10 @@ class Collector:
             if bad is not None:
                 self._uses_seen = None  # the unfinished episodes lose a part
                 self.drop_pending()
-                raise bad_obs_error(bad)
+                raise EnvError(
+                    f"{bad}. Observations and rewards must be finite. Correct the environment, or let it raise with "
+                    "on_env_error='restart' to leave such episodes out."
+                )
         return finished
 
     def _play(

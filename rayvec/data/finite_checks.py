@@ -6,9 +6,8 @@ import numpy as np
 
 from rayvec.data import Chunk
 from rayvec.data.trees import tree_paths
-from rayvec.errors import EnvError
 
-__all__ = ["bad_obs_error", "find_bad_obs"]
+__all__ = ["find_bad_obs"]
 
 
 def find_bad_obs(chunk: Chunk) -> str | None:
@@ -32,11 +31,3 @@ def find_bad_obs(chunk: Chunk) -> str | None:
                 number = f"{leaf[index]} at {where}" if path else f"{leaf[index]}"
                 return f"{number} {what} step {chunk.first_step + t} of environment {chunk.env_ids[n]}"
     return None
-
-
-def bad_obs_error(first: str) -> EnvError:
-    """Describes the first that was found."""
-    return EnvError(
-        f"{first}. Observations and rewards must be finite. Correct the environment, or let it raise with "
-        "on_env_error='restart' to leave such episodes out."
-    )

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, Rollout, StepBatch, Tree
+from rayvec.data import Chunk, StepBatch, Tree
 from rayvec.data.columns import Columns, select, settle
 from rayvec.data.layouts import as_batch
 from rayvec.data.topology import split_groups
@@ -313,14 +313,10 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         if inference == "driver":
             taken = self.rollout_driver(policy, *order)
         else:
-            taken = self.rollout_workers(self._store_of(policy, on_node=inference == "node"), *order)
+            self.rollout_async(self._store_of(policy, on_node=inference == "node"), *order)
+            taken = self.rollout_wait()
         self._chunk_steps += num_steps
         return taken.chunk
-
-    def rollout_workers(self, weights: WeightStore, num_steps: int, first_step: int, noise_seed: int) -> Rollout:
-        """Lets the workers act with a published policy; arguments as of :meth:`rollout_async`."""
-        self.rollout_async(weights, num_steps, first_step, noise_seed)
-        return self.rollout_wait()
 
     def _store_of(self, policy: Any, *, on_node: bool) -> WeightStore:
         """Sends what the workers lack of a policy: all of it, or only the weights that it has loaded since.

@@ -42,18 +42,15 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
         if not self._is_in_obs:
             mask = spaces.MultiBinary(sum(self._sizes))
             self.observation_space = spaces.Dict({"observation": space, MASK_KEY: mask})
-        self._num_steps = 0
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Begins an episode."""
         obs, info = self.env.reset(**kwargs)
-        self._num_steps = 0
         return self._with_mask(obs, info), info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Takes a step. The mask of an episode's last observation may allow nothing."""
         obs, reward, terminated, truncated, info = self.env.step(action)
-        self._num_steps += 1
         return self._with_mask(obs, info, is_last=terminated or truncated), reward, terminated, truncated, info
 
     def _with_mask(self, obs: Any, info: dict[str, Any], *, is_last: bool = False) -> Any:
@@ -62,9 +59,8 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
         firsts = np.cumsum((0, *self._sizes[:-1]))
         if not is_last and not np.logical_or.reduceat(mask != 0, firsts).all():
             raise ValueError(
-                f"The action mask {mask.tolist()} after {self._num_steps} steps of the episode allows no "
-                "choice of a component. Correct the environment's mask, or end the episode where no action "
-                "is left."
+                f"The action mask {mask.tolist()} allows no choice of a component. Correct the environment's mask, or "
+                "end the episode where no action is left."
             )
         return obs if self._is_in_obs else {"observation": obs, MASK_KEY: mask}
 
@@ -76,9 +72,8 @@ class ActionMask(gymnasium.Wrapper[Any, Any, Any, Any]):
         are_numbers = mask.dtype.kind in "biuf" and not np.isnan(mask).any()
         if not are_numbers or len(mask) != sum(self._sizes) or not (ends <= allowed_ends or allowed_ends <= ends):
             raise ValueError(
-                f"The action mask after {self._num_steps} steps of the episode is {given!r:.200}. "
-                f"{self.env.action_space} needs {' + '.join(map(str, self._sizes))} numbers: correct the mask, or pass "
-                "action_masks=False."
+                f"The action mask is {given!r:.200}. {self.env.action_space} needs "
+                f"{' + '.join(map(str, self._sizes))} numbers: correct the mask."
             )
         return np.asarray(mask != 0, np.int8)
 

@@ -21,9 +21,8 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 
 
 def rollout(env: RayVecEnv, store: WeightStore, num_steps: int) -> Chunk:
-    chunk = env.rollout_workers(store, num_steps, 0, 0).chunk
-    assert chunk is not None
-    return chunk
+    env.rollout_async(store, num_steps, 0, 0)
+    return env.rollout_wait().chunk
 
 
 @pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 17)), 300_000])
@@ -88,7 +87,8 @@ def test_a_pending_chunk_acts_with_the_weights_of_when_it_was_requested(
             store.publish(np.full(3, version, np.float32))
         gate.touch()
         chunks = [env.rollout_wait().chunk for _ in range(2)]
-        chunks.append(env.rollout_workers(store, 5, 10, 0).chunk)
+        env.rollout_async(store, 5, 10, 0)
+        chunks.append(env.rollout_wait().chunk)
     for version, chunk in zip((1, 2, 4), chunks, strict=True):
         assert chunk is not None and chunk.weights_version == version
         assert (chunk.extras["sum"] == 3 * version).all()
