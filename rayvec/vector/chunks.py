@@ -216,7 +216,9 @@ class ChunkAdapter(Adapter):
         chunks = [self._chunks_of(part)[0] for part in parts]
         if chunks[0].ticket is None:
             return 0, self._guarded(self._taken_here, chunks[0], cut)
-        return self._guarded(self._received, chunks, timeout_s, cut, stays_open=(KeyboardInterrupt,))
+        index, rollout = self._guarded(self._received, chunks, timeout_s, cut, stays_open=(KeyboardInterrupt,))
+        self._forget(chunks[index])  # after Ctrl-C in the wait it is received again
+        return index, rollout
 
     def _taken_here(self, chunk: _Pending, cut: StopEarly | None) -> Rollout:
         self._forget(chunk)
@@ -225,7 +227,7 @@ class ChunkAdapter(Adapter):
     def _received(
         self, chunks: Sequence[_Pending], timeout_s: float | None, cut: StopEarly | None
     ) -> tuple[int, Rollout]:
-        """Receives the first of some chunks that has been taken. It is pending until all of it is here."""
+        """Receives the first of some chunks that has been taken."""
         began_s = time.monotonic()
         index = 0 if len(chunks) == 1 else self._envs.wait_some([chunk.ticket for chunk in chunks])[0]
         chunk, deadline = chunks[index], math.inf if timeout_s is None else began_s + timeout_s
@@ -234,7 +236,6 @@ class ChunkAdapter(Adapter):
         if not self._envs.wait(chunk.ticket, max(0.0, deadline - time.monotonic())):
             raise NotReady("the chunk has not been taken in time")
         rollout = _joined(self._accepted(self._envs.take(chunk.ticket)).value, time.monotonic() - began_s)
-        self._forget(chunk)
         return index, rollout
 
     def _forget(self, chunk: _Pending) -> None:
