@@ -262,8 +262,8 @@ def _remove_leftovers(where: str) -> None:
 def unreachable(addresses: Mapping[str, Address]) -> set[str]:
     """Returns the ids of the nodes that do not accept a connection within two seconds."""
     with ThreadPoolExecutor(_MAX_THREADS) as threads:
-        accepted = list(threads.map(_accepts, addresses.values()))
-    return {node_id for node_id, accepts in zip(addresses, accepted, strict=True) if not accepts}
+        accepted = threads.map(_accepts, addresses.values())
+        return {node_id for node_id, accepts in zip(addresses, accepted, strict=True) if not accepts}
 
 
 def _accepts(address: Address) -> bool:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import logging
+import sys
+from logging.handlers import MemoryHandler
 
 __all__ = ["LogLines"]
 
 
-class LogLines(logging.Handler):
+class LogLines(MemoryHandler):
     """Collects the warnings and errors of the logger ``rayvec`` in this process."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._lines: list[str] = []
+        super().__init__(sys.maxsize)
+        self.setLevel(logging.WARNING)
         logging.getLogger("rayvec").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Collects a line."""
-        self._lines.append(record.getMessage())
 
     def take(self) -> list[str]:
         """Returns the lines logged since the last call."""
-        lines, self._lines = self._lines, []
-        return lines
+        records, self.buffer = self.buffer, []
+        return [record.getMessage() for record in records]
 
     def close(self) -> None:
         """Collects no more lines: this process shows later ones itself."""

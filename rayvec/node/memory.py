@@ -40,20 +40,8 @@ _WEIGHT_BYTES = 4
 _STEPS = [name for name, axes in AXES.items() if axes == "T, N"]
 
 
-def action_rows(raw: NDArray[np.uint8], shape: tuple[int, ...], char: str) -> NDArray[Any]:
-    """Returns rows of actions in shared memory in the caller's data type, with which environments compute.
-
-    Args:
-        raw: The bytes of all rows, ``uint8 [N, row_bytes]``, wide enough for any data type.
-        shape: Shape of one action.
-        char: NumPy's character code of the data type, which travels with the command.
-    """
-    num_bytes = math.prod(shape) * np.dtype(char).itemsize
-    return raw[:, :num_bytes].view(char).reshape(len(raw), *shape)
-
-
 def action_leaves(actions: Tree, layout: ArrayLayout | None, count: int) -> list[NDArray[Any]] | None:
-    """Returns the arrays of `count` actions, or None if :func:`action_rows` can't hold them without conversion."""
+    """Returns the arrays of `count` actions, or None if the block can't hold them without conversion."""
     if layout is None or isinstance(actions, list) or (isinstance(actions, np.ndarray) and actions.dtype.hasobject):
         return None
     leaves = [np.asarray(leaf) for leaf in layout.flatten(actions)]
@@ -124,7 +112,10 @@ class MachineBlock:
 
     def actions(self, codes: Sequence[str]) -> list[NDArray[Any]]:
         """Returns the rows of each leaf of the actions ``[N, *shape]``, in data types given by NumPy's codes."""
-        return [action_rows(*leaf, code) for leaf, code in zip(self._actions, codes, strict=True)]
+        return [
+            raw[:, : math.prod(shape) * np.dtype(code).itemsize].view(code).reshape(len(raw), *shape)
+            for (raw, shape), code in zip(self._actions, codes, strict=True)
+        ]
 
     def slot(self, place: ChunkPlace) -> NDArray[np.uint8]:
         """Returns the bytes of the slot of a chunk. Arrays in an earlier mapping stay valid."""
