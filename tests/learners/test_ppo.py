@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +23,10 @@ from helpers.actor_critic_kit import (
     make_chunk,
     ppo_config,
 )
-from helpers.thread_ranks import learn_on_ranks, on_ranks, shard
-from helpers.training_kit import assert_same
+from helpers.thread_ranks import learn_on_ranks
 from numpy.typing import NDArray
 
 from rayvec.data import Batch, Chunk
-from rayvec.errors import LearnerError
 from rayvec.learners.ppo import PPOLearner
 from rayvec.policies.policy import Policy
 
@@ -144,28 +141,6 @@ def test_rewards_are_scaled_by_the_spread_of_discounted_returns_and_clipped() ->
         learner.update(batch)
         plain.update(scaled)
         np.testing.assert_allclose(learner.weights(), plain.weights(), atol=2e-5)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_reward_that_is_not_finite_changes_no_statistics(num_ranks: int) -> None:
-    """Every rank refuses the batch, and learns from the next one."""
-    batch = make_batch(Policy(PPOLearner(OBS, DISCRETE, ppo_config()).module))
-
-    def work(ranks: Any) -> None:
-        learner = PPOLearner(OBS, DISCRETE, ppo_config(normalize_reward=True))
-        learner.ranks = ranks
-        share = copy.deepcopy(shard(batch, ranks.rank * N // ranks.size, (1 + ranks.rank) * N // ranks.size))
-        [chunk] = share.chunks
-        before, bad = learner.state_dict(), chunk.rew.copy()
-        if ranks.rank == 0:
-            chunk.rew[2, 1] = math.nan
-        with pytest.raises(LearnerError, match="nan from environment 1 at step 2"):
-            learner.update(share)
-        assert_same(learner.state_dict(), before)
-        chunk.rew[:] = bad
-        assert learner.update(share)
-
-    on_ranks(num_ranks, work)
 
 
 def test_statistics_are_those_of_all_ranks() -> None:
