@@ -41,6 +41,7 @@ PAGES = {
     "benchmarks/RESULTS.md": "results",
     "benchmarks/README.md": "measurements",
     "CONTRIBUTING.md": "contributing",
+    "SECURITY.md": "security",
     "tests/README.md": "testing",
 }
 written: set[Path] = set()
