@@ -258,7 +258,7 @@ def test_train_resume_and_eval(
     assert_refused(["train", "--resume", str(run_dir), "--run-dir", "b"], "keeps its directory", "--init-from")
     another = ["train", "ppo", "--resume", str(run_dir), *"--gamma 0.98 --seed 3".split()]
     another += ["--learning-rate-schedule", "cosine"]
-    assert_refused(another, "seed=3 after 1, learning_rate_schedule='cosine' after 'linear'.")
+    assert_refused(another, "learning_rate_schedule is 'cosine', but 'linear' in the run")
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -19,6 +19,7 @@ from rayvec.config import TrainConfig
 from rayvec.config.presets import describe_preset
 from rayvec.data.global_random import global_seed
 from rayvec.errors import LearnerError, RankLostError, counted
+from rayvec.learners.base import torch_device
 from rayvec.servers.env_servers import served
 from rayvec.training.atomic_files import local_path
 from rayvec.training.callbacks import MetricsLine, RunContext, TrainResult, call, checked_callbacks, has_hooks
@@ -139,6 +140,8 @@ def resume(
 
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Any) -> TrainResult:
     """Trains until the run is done. Where ranks are lost, or their nodes change, it starts again at a checkpoint."""
+    if config.learner_mode == "driver":
+        torch_device(config.learner_device)  # now: environments, or a cluster, may take long to start
     run, interrupts = _Run(config, run_dir, state, callbacks), Interrupts()
     del state  # of SAC it is large
     steps = run.context.progress.steps
