@@ -8,11 +8,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rayvec.data.columns import merge
 from rayvec.data.layouts import index_tree
@@ -81,7 +82,7 @@ class Fleet:
         self.parts = tuple(range(rows.start, rows.stop) for rows in self._rows)
         self._pending = [deque[Ticket]() for _ in self.children]
         self._loaded: list[dict[Any, Command]] = [{} for _ in self.children]
-        self._plan = lru_cache(_MAX_PLANS)(self._planned)
+        self._plan = lru_cache(_MAX_PLANS)(partial(_planned, self.bounds))
         self._budget = RestartBudget()
 
     def open(self, arrays: dict[str, Any], *shared: Any) -> None:
@@ -103,15 +104,6 @@ class Fleet:
             self.children[k].post(command.of_child(share))
             self._pending[k].append(ticket)
         return ticket
-
-    def _planned(self, rows: bytes) -> dict[int, Share]:
-        """Returns which environments belong to which child."""
-        of_fleet = np.frombuffer(rows, np.int64)
-        owners, plan = np.searchsorted(self.bounds, of_fleet, side="right") - 1, {}
-        for k in np.unique(owners).tolist():
-            places = np.flatnonzero(owners == k)
-            plan[k] = Share(as_slice(places), of_fleet[places] - self.bounds[k], as_slice(of_fleet[places]))
-        return plan
 
     def wait(self, ticket: Ticket, timeout_s: float = math.inf) -> bool:
         """Waits until all children have answered, for up to `timeout_s`. Returns whether they have.
@@ -288,3 +280,13 @@ class Fleet:
             names = ", ".join(killed)
             logger.warning("killed after %s, since their environments had not closed: %s", duration(timeout_s), names)
         self.children = []
+
+
+def _planned(bounds: NDArray[np.int64], rows: bytes) -> dict[int, Share]:
+    """Returns which environments belong to which child."""
+    of_fleet = np.frombuffer(rows, np.int64)
+    owners, plan = np.searchsorted(bounds, of_fleet, side="right") - 1, {}
+    for k in np.unique(owners).tolist():
+        places = np.flatnonzero(owners == k)
+        plan[k] = Share(as_slice(places), of_fleet[places] - bounds[k], as_slice(of_fleet[places]))
+    return plan
