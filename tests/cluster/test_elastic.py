@@ -21,7 +21,6 @@ from hypothesis import example, given, strategies as st
 from soak.auditor import Auditor
 from soak.witness import Asking, Witness
 
-from rayvec.cluster import elastic_places
 from rayvec.cluster.placement import assign_parts
 from rayvec.collect.collector import Collector
 from rayvec.errors import ConfigError, NodeLostError
@@ -251,10 +250,8 @@ def test_a_collector_with_prefetch(nodes: Nodes, max_staleness: int | None) -> N
 
 
 @pytest.mark.slow
-def test_too_few_nodes_remain(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_nodes_remain(nodes: Nodes) -> None:
     """Environments stay on a node that announces to leave; once it is gone, it is one clear error."""
-    monkeypatch.setattr(elastic_places, "REPLACE_S", 0.5)
-    monkeypatch.setattr(elastic_places, "_POLL_S", 0.0)
     first = nodes.join()
     with RayVecEnv([CountingEnv] * 4, num_nodes=(2, 3), workers_per_node=1) as env:
         env.reset(seed=1)

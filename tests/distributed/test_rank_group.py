@@ -137,8 +137,9 @@ def node_ids() -> tuple[str, str]:
     return here, there
 
 
-def test_too_many_ranks_are_refused(ray_cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayvec.distributed.rank_placement._PLACE_S", 0.0)
+@pytest.mark.slow
+def test_too_many_ranks_are_refused(ray_cluster: object) -> None:
+    """It waits for cores for some seconds."""
     with pytest.raises(ConfigError, match=r"no room for 33 ranks: .*room for \d+, .*room for \d"):
         RankGroup(Adder, 33, open_host())
 
