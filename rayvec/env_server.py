@@ -166,7 +166,7 @@ def reader_of(form: Any, place: list[int]) -> Any:
 
 _SPACES = {
     "Box": ("low", "high", "shape", "dtype"),
-    "Discrete": ("n", "start"),
+    "Discrete": ("n", "start", "dtype"),
     "MultiDiscrete": ("nvec", "start", "dtype"),
     "MultiBinary": ("n",),
     "Text": ("min_length", "max_length", "characters"),

@@ -22,7 +22,7 @@ from rayvec.policies.distributions import Gaussian, TanhGaussian, mean_and_log_s
 from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.training import checkpoint as checkpoints
 from rayvec.training.agent import load
-from rayvec.training.checkpoint import space_to_plain
+from rayvec.training.checkpoint import space_to_bytes
 
 __all__ = ["load_policy", "save_policy"]
 
@@ -111,7 +111,7 @@ def save_policy(policy: Any, path: Path | str) -> None:
         ConfigError: The policy does not come from `load_policy`.
     """
     weights = torch.from_numpy(flat_weights(_module(policy)))
-    described = [space_to_plain(space) for space in (policy.observation_space, policy.action_space)]
+    described = [space_to_bytes(space) for space in (policy.observation_space, policy.action_space)]
     checkpoints.save(Path(path), {"weights": weights, "spaces": None if None in described else described})
 
 

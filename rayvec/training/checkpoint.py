@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 import zipfile
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,11 @@ from gymnasium import spaces
 
 from rayvec.config import TrainConfig
 from rayvec.config.algorithms import NetworkConfig
+from rayvec.data.plain_bytes import from_bytes, to_bytes
+from rayvec.env_server import space_message
 from rayvec.errors import CheckpointError, ConfigError, RayvecError
 from rayvec.policies.encoders import leaf_spaces
+from rayvec.servers.server_env import space_of
 from rayvec.training.atomic_files import written_whole
 from rayvec.wrappers import MASK_KEY
 
@@ -31,12 +33,12 @@ __all__ = [
     "load",
     "restore",
     "save",
-    "space_from_plain",
-    "space_to_plain",
+    "space_from_bytes",
+    "space_to_bytes",
     "warn_of_wide_ranges",
 ]
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _KIND = "rayvec checkpoint"
 
 
@@ -134,44 +136,17 @@ def _refuse_objects(value: object, place: str) -> None:
         )
 
 
-_FIELDS = {
-    "Box": ("low", "high", "shape", "dtype"),
-    "Discrete": ("n", "start", "dtype"),
-    "MultiDiscrete": ("nvec", "start", "dtype"),
-    "MultiBinary": ("n",),
-}
-"""Attributes of a space that are arguments of its constructor, too."""
+def space_to_bytes(space: spaces.Space[Any]) -> bytes | None:
+    """Returns what `space_from_bytes` makes an equal space from; None for a space of another class than Gymnasium's."""
+    try:
+        return to_bytes(space_message(space))
+    except TypeError:
+        return None
 
 
-def space_to_plain(space: spaces.Space[Any]) -> dict[str, Any] | None:
-    """Returns what `space_from_plain` makes an equal space from; None for other spaces than those that it makes."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        named = space.spaces if isinstance(space, spaces.Dict) else dict(enumerate(space.spaces))
-        parts = {key: space_to_plain(part) for key, part in named.items()}
-        has_form = None not in parts.values() and all(isinstance(key, str | int) for key in parts)
-        return {"kind": "Dict" if isinstance(space, spaces.Dict) else "Tuple", "parts": parts} if has_form else None
-    for kind, names in _FIELDS.items():
-        if isinstance(space, getattr(spaces, kind)):
-            fields = {name: getattr(space, name) for name in names}
-            return {"kind": kind} | {
-                name: str(value) if name == "dtype" else torch.tensor(value) for name, value in fields.items()
-            }
-    return None
-
-
-def space_from_plain(value: dict[str, Any]) -> spaces.Space[Any]:
-    """Returns the space that `space_to_plain` described."""
-    kind = value["kind"]
-    if kind in ("Dict", "Tuple"):
-        parts = {key: space_from_plain(part) for key, part in value["parts"].items()}
-        # a plain dict would be sorted by key, and networks read the parts in the order of the space
-        return spaces.Dict(OrderedDict(parts)) if kind == "Dict" else spaces.Tuple(list(parts.values()))
-    fields = {name: value[name] for name in _FIELDS[kind]}
-    made = {name: (each.numpy() if each.ndim else each.item()) for name, each in fields.items() if name != "dtype"}
-    if "dtype" in fields and (kind, fields["dtype"]) != ("Discrete", "int64"):  # older versions of Gymnasium take none
-        made["dtype"] = np.dtype(fields["dtype"]).type
-    space: spaces.Space[Any] = getattr(spaces, kind)(**made)
-    return space
+def space_from_bytes(data: bytes) -> spaces.Space[Any]:
+    """Returns the space that `space_to_bytes` described."""
+    return space_of(from_bytes(data))
 
 
 _WIDE, _UNBOUNDED = 100.0, 1e30
@@ -199,7 +174,7 @@ def warn_of_wide_ranges(observation_space: spaces.Space[Any], config: TrainConfi
 def check_kept_spaces(found: Sequence[spaces.Space[Any]], state: Mapping[str, Any]) -> None:
     """Raises a ConfigError where the environments have other spaces than the run whose state is given."""
     described = state.get("spaces")
-    kept = () if described is None else map(space_from_plain, described)
+    kept = () if described is None else map(space_from_bytes, described)
     for name, ours, theirs in zip(("observations", "actions"), found, kept, strict=False):
         if _parts_of(ours) != _parts_of(theirs):
             raise ConfigError(
