@@ -50,6 +50,8 @@ class RayVecEnv(Adapter, VecEnv):
         on_env_error: As for :class:`rayvec.RayVecEnv`. With ``"restart"``, a step that failed ends the episode: reward
             0, ``info["TimeLimit.truncated"]``, ``info["env_restarted"]``, and the last true observation in
             ``info["terminal_observation"]``. The observation is the first of the restarted environment.
+        restart_env_every: As for :class:`rayvec.RayVecEnv`.
+        spare_envs: As for :class:`rayvec.RayVecEnv`.
         on_node_loss: As for :class:`rayvec.RayVecEnv`.
         preload: As for :class:`rayvec.RayVecEnv`. ``("stable_baselines3",)`` where the callables use its wrappers.
         address: As for :class:`rayvec.RayVecEnv`.
@@ -74,11 +76,15 @@ class RayVecEnv(Adapter, VecEnv):
         step_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
         on_env_error: Literal["raise", "restart"] = "raise",
+        restart_env_every: int | None = None,
+        spare_envs: Literal[0, 1] = 0,
         on_node_loss: Literal["rehost", "raise"] = "rehost",
         preload: Sequence[str] = (),
         address: str | None = None,
     ) -> None:
-        restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
+        restart_policy = RestartPolicy.of(
+            on_env_error, step_timeout_s, start_timeout_s, restart_env_every, spare_envs=spare_envs
+        )
         factory = EnvFactory.build(check_env_fns(env_fns), wrappers=(WorkerEnv,))
         self._everyone = np.arange(factory.num_envs)
         self._open(

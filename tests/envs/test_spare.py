@@ -13,7 +13,9 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+import rayvec.stable_baselines3
 from rayvec.errors import ConfigError, EnvError
+from rayvec.tianshou import RayVectorEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 
@@ -118,6 +120,21 @@ def test_a_reset_ahead_that_raises(tmp_path: Path, workers: int) -> None:
         steps = [obs[0][2] for obs, _ in played(env, 12)]
         assert steps == [1, 2, 0] * 4
         assert env.take_replaced() == {} and (tmp_path / "failed").exists()
+
+
+@pytest.mark.parametrize("kind", [RayVectorEnv, rayvec.stable_baselines3.RayVecEnv])
+def test_other_adapters_have_spare_environments_and_make_them_again(kind: Any) -> None:
+    Play.made = 0
+    env = kind([Play], spare_envs=1, restart_env_every=2, num_nodes=0, workers_per_node=0)
+    env.reset()
+    numbers = set()
+    for _ in range(16):
+        obs, *_ = env.step(np.zeros(1, np.int64))
+        numbers.add(int(obs[0, 0]))
+        if kind is RayVectorEnv and obs[0, 2] == 2:
+            env.reset([0])
+    assert numbers >= {0, 1, 2}
+    env.close()
 
 
 def test_it_is_one_of_ordinary_environments() -> None:

@@ -109,7 +109,11 @@ def test_an_episode_whose_state_can_not_be_restored_is_cut(on_env_error: Any, ca
 
 def test_environments_without_a_state() -> None:
     here = WHERE["this process"]
-    for make, settings in ((lambda: gymnasium.make("CartPole-v1"), {}), (cart_pole, {"spare_envs": 1})):
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (lambda: gymnasium.make("CartPole-v1"), {}),
+        (cart_pole, {"spare_envs": 1}),
+    ]
+    for make, settings in cases:
         with RayVecEnv([make], **here, **settings) as env:
             env.reset(seed=1)
             assert env.get_states() is None

@@ -62,6 +62,8 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         start_timeout_s: As for :class:`rayvec.RayVecEnv`.
         on_env_error: As for :class:`rayvec.RayVecEnv`. With ``"restart"``, a step that failed returns the last true
             observation, reward 0, truncated, and ``info["env_restarted"]``. The caller resets, as after any episode.
+        restart_env_every: As for :class:`rayvec.RayVecEnv`.
+        spare_envs: As for :class:`rayvec.RayVecEnv`.
         on_node_loss: As for :class:`rayvec.RayVecEnv`.
         preload: As for :class:`rayvec.RayVecEnv`; by default what policies of Tianshou need. ``()`` starts faster where
             no policy acts in the workers.
@@ -94,11 +96,15 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         step_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
         on_env_error: Literal["raise", "restart"] = "raise",
+        restart_env_every: int | None = None,
+        spare_envs: Literal[0, 1] = 0,
         on_node_loss: Literal["rehost", "raise"] = "rehost",
         preload: Sequence[str] = ("torch", "tianshou"),
         address: str | None = None,
     ) -> None:
-        restart_policy = RestartPolicy.of(on_env_error, step_timeout_s, start_timeout_s)
+        restart_policy = RestartPolicy.of(
+            on_env_error, step_timeout_s, start_timeout_s, restart_env_every, spare_envs=spare_envs
+        )
         factory = EnvFactory.build(check_env_fns(env_fns), wrappers=(PoolEnv,))
         most = factory.num_envs
         assert 1 <= (wait_num or most) <= most, f"wait_num should be in [1, {most}], but got {wait_num}"
