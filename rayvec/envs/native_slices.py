@@ -56,9 +56,8 @@ class NativeSlice(Slice):
             return enumerate(self._unit_rows)
         if command.op == Op.RESET:
             self._note_seeds(command.rows.tolist(), command.rest[0])
-        order = np.argsort(command.rows, kind="stable")  # callers may name environments in any order
-        ends = np.searchsorted(command.rows[order], self.unit_bounds).tolist()
-        return [(unit, order[start:stop]) for unit, (start, stop) in enumerate(pairwise(ends)) if start < stop]
+        ends = np.searchsorted(command.rows, self.unit_bounds).tolist()  # callers name environments in ascending order
+        return [(unit, np.arange(start, stop)) for unit, (start, stop) in enumerate(pairwise(ends)) if start < stop]
 
     def _step(self, unit: int, places: Any, command: Command) -> None:
         env, rows, self._mode = self._envs[unit], self._unit_rows[unit], command.mode

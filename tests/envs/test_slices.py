@@ -13,7 +13,6 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from rayvec import RayVecEnv
 from rayvec.errors import ConfigError
 from rayvec.fleet.restarts import restart_seed
-from rayvec.tianshou import RayVectorEnv
 
 
 class Steps(gymnasium.Env[Any, Any]):
@@ -57,18 +56,6 @@ def test_results_that_are_none_of_a_step(result: Any, words: str) -> None:
     with pytest.raises((RuntimeError, ValueError), match=words) as caught:
         env.step([0, 0])
     assert "environment 1, seed 6" in str(caught.value.__cause__) and env.closed
-
-
-def test_native_environments_step_in_any_order() -> None:
-    class Shows(SyncVectorEnv):
-        def step(self, actions: Any) -> Any:
-            obs, _, *others = super().step(actions)
-            return obs, np.asarray(actions, float), *others
-
-    env = RayVectorEnv([lambda: Shows([Steps] * 3)] * 2, native=True, num_nodes=0, workers_per_node=0)
-    env.reset()
-    assert env.step(np.array([1, 0, 0, 0, 1, 1]), id=[5, 4, 1, 0, 2, 3])[1].tolist() == [1, 0, 0, 0, 1, 1]
-    env.close()
 
 
 class Leaks(Steps):
