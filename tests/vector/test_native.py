@@ -8,11 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import SyncVectorEnv
 from helpers.native_envs import Fails, Odd, counting
 from helpers.simple_policies import still
@@ -164,17 +162,6 @@ class TestMakeVec:
         env = rayvec.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point", **settings)
         with closing(env):
             assert env.topology.nodes[0].worker_bounds == (0, 3, 5) and env.get_attr("num_envs")[0] == 3
-
-    @pytest.mark.filterwarnings("ignore:.*Using the latest versioned environment")
-    def test_a_vector_entry_point_without_another_is_used(self) -> None:
-        spec = EnvSpec("OnlyVector-v0", vector_entry_point=CartPoleVectorEnv)
-        gymnasium.registry[spec.id] = spec
-        try:
-            for id in (spec.id, "OnlyVector", f"{__name__}:{spec.id}", spec):
-                with closing(rayvec.make_vec(id, 3, num_nodes=0, workers_per_node=0)) as env:
-                    assert env.get_attr("num_envs") == (3, 3, 3)
-        finally:
-            del gymnasium.registry[spec.id]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
