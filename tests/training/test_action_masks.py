@@ -104,7 +104,7 @@ def test_the_network_does_not_see_the_mask() -> None:
 @pytest.mark.parametrize("nvec", [3, [3, 2]], ids=["discrete", "multi-discrete"])
 @WHERE
 def test_a_mask_that_allows_nothing(tmp_path: Path, where: str, nvec: Any) -> None:
-    with pytest.raises(ValueError, match=r"after 4 steps .*allows no choice") as caught:
+    with pytest.raises(ValueError, match="allows no choice") as caught:
         rayvec.train(tiny(tmp_path / "a", **WRAPPED), env=lambda: Masked(where, nvec, empty_at=4))
     assert isinstance(caught.value.__cause__, EnvError)
     assert "environment 0" in str(caught.value.__cause__)
