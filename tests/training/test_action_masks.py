@@ -111,7 +111,7 @@ def test_a_mask_that_allows_nothing(tmp_path: Path, where: str, nvec: Any) -> No
 
 
 def test_a_mask_of_another_size(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"after 0 steps .*needs 4 numbers"):
+    with pytest.raises(ValueError, match="needs 4 numbers"):
         rayvec.train(tiny(tmp_path / "a", **WRAPPED), env=lambda: Masked(size=5))
     with pytest.raises(ConfigError, match=r"action_mask.*needs shape \(4,\)"):
         rayvec.train(tiny(tmp_path / "b"), env=lambda: Masked("obs", size=5))
