@@ -50,6 +50,8 @@ class EndOfService(Exception):
 
 # Messages: a form, as JSON, and the bytes of numbers and arrays, whose types and shapes the form has.
 
+_ARRAY_KINDS = "biufcSUmM"
+"""Of the types of arrays, as NumPy names them: no objects, which would be addresses."""
 _NUMBERS = {bool: struct.Struct("!?"), int: struct.Struct("!q"), float: struct.Struct("!d")}
 _NUMBER_NAMED = {kind.__name__: number for kind, number in _NUMBERS.items()}
 
@@ -102,8 +104,11 @@ def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
     return received
 
 
-def form_of(value: Any, values: list[bytes]) -> Any:
-    """Returns the form of a value, a tag and what belongs to it; the bytes that it lacks are appended to `values`."""
+def form_of(value: Any, values: list[bytes], is_a: Any = issubclass) -> Any:
+    """Returns the form of a value, a tag and what belongs to it; the bytes that it lacks are appended to `values`.
+
+    Subclasses of containers and arrays count as these, unless `is_a` is ``operator.is_``.
+    """
     kind = type(value)
     if value is None or kind is str:
         return value
@@ -112,22 +117,23 @@ def form_of(value: Any, values: list[bytes]) -> Any:
     if kind in _NUMBERS:
         values.append(_NUMBERS[kind].pack(value))
         return (kind.__name__,)
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufcSUmM":
+    if (is_a(kind, np.ndarray) or issubclass(kind, np.generic)) and value.dtype.kind in _ARRAY_KINDS:
         values.append(value.tobytes())
         return ("array" if isinstance(value, np.ndarray) else "scalar", value.dtype, value.shape)
-    if isinstance(value, dict):
-        return ("dict", [(form_of(key, values), _form_within(key, each, values)) for key, each in value.items()])
-    if isinstance(value, (list, tuple)):
-        return ("list" if isinstance(value, list) else "tuple", [form_of(each, values) for each in value])
+    if is_a(kind, dict):
+        pairs = value.items()
+        return ("dict", [(form_of(key, values, is_a), _form_within(key, each, values, is_a)) for key, each in pairs])
+    if is_a(kind, list) or is_a(kind, tuple):
+        return ("list" if isinstance(value, list) else "tuple", [form_of(each, values, is_a) for each in value])
     name = f"array of {value.dtype}s" if kind is np.ndarray else kind.__name__
     raise TypeError(
         f" is a {name}, which can't be sent. Use numbers, strings, lists, tuples, dicts or arrays of numbers."
     )
 
 
-def _form_within(key: Any, value: Any, values: list[bytes]) -> Any:
+def _form_within(key: Any, value: Any, values: list[bytes], is_a: Any) -> Any:
     try:
-        return form_of(value, values)
+        return form_of(value, values, is_a)
     except TypeError as error:
         raise TypeError(f"[{key!r}]{error}") from None
 
@@ -151,6 +157,8 @@ def reader_of(form: Any, place: list[int]) -> Any:
         return lambda data: number.unpack_from(data, at)[0]
     if tag in ("array", "scalar"):
         dtype, shape = np.dtype(rest[0]), tuple(rest[1])
+        if dtype.kind not in _ARRAY_KINDS:
+            raise ValueError(f"It has an array of {dtype}s. There must be arrays of numbers or strings only.")
         place[0] += int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if tag == "array":
             return lambda data: np.ndarray(shape, dtype, data, at)

@@ -17,7 +17,7 @@ from rayvec.envs.slices import own_arrays
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import WorkerLostError
 from rayvec.fleet.commands import STEPPING, ChildLost, Command, Op, Ticket
-from rayvec.fleet.fleet import CLOSE_S, Fleet
+from rayvec.fleet.fleet import CLOSE_S, Fleet, is_here
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, restore_episode, store_seed
 
 __all__ = ["Cluster"]
@@ -73,7 +73,7 @@ class Cluster(Fleet):
         try:
             for place in places:
                 nodes.append(self._places.open(place))  # what has begun to start is killed if the next fails
-            for node in reversed(nodes):  # the driver's own comes last: the others start while it does
+            for node in sorted(nodes, key=is_here):  # the driver's own comes last: the others start while it does
                 node.start()
             return nodes, *PoolSpaces.of_children(nodes, [len(place.env_range) for place in places])
         except BaseException:
@@ -120,7 +120,11 @@ class Cluster(Fleet):
             self._places.distrust(place)
             logger.warning("%s can't move to node %s: %s", envs, place.name, error)
             return
-        states = self._states_of(k)
+        try:
+            states = self._states_of(k)
+        except BaseException:
+            node.kill()
+            raise
         if self._slices[k] is not before:
             node.kill()
             return
@@ -137,6 +141,7 @@ class Cluster(Fleet):
         while k not in ticket.answers:
             self._receive(k, _POLL_S)
         states, failure = ticket.answers[k].value, ticket.answers[k].failure
+        self.notes += ticket.answers[k].notes
         if failure is not None:
             logger.warning("the episodes of %s are cut: %s: %s", failure.where, failure.type_name, failure.text)
         return None if states is None or any(state is None for state in states) else states

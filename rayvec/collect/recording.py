@@ -69,7 +69,7 @@ class Recording(AbstractContextManager["Recording"]):
         self._write()
 
     def skip_unfinished(self) -> None:
-        """Ends the unfinished episodes as truncated; the next chunk is in the midst of others, which are left out."""
+        """Ends the unfinished episodes as truncated; the next chunk begins within others, which are left out."""
         self.begin_episodes()
         self._begun = set()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import operator
 import struct
 from copy import deepcopy
-from operator import attrgetter
 from typing import Any
 
 from rayvec.env_server import form_of, reader_of
@@ -19,13 +19,13 @@ def to_bytes(value: Any) -> bytes:
     """Returns dicts, lists, tuples, strings, numbers and arrays of numbers as bytes.
 
     Raises:
-        TypeError: Something else is in them.
+        TypeError: Something else is in them, or a subclass of these.
 
     >>> from_bytes(to_bytes({"t": (1, 2.5), 3: None}))
     {'t': (1, 2.5), 3: None}
     """
     values: list[bytes] = []
-    form = json.dumps(form_of(value, values), default=attrgetter("str")).encode()
+    form = json.dumps(form_of(value, values, operator.is_), default=operator.attrgetter("str")).encode()
     return b"".join((_LENGTH.pack(len(form)), form, *values))
 
 

@@ -334,7 +334,7 @@ class Slice:
     def _get_state(self, row: int, _: Any, command: Command) -> None:
         """Returns what the episode of an environment needs to continue elsewhere, if the environment offers its state.
 
-        With a spare environment it does not: that one is in the midst of a reset.
+        With a spare environment it does not: a reset of that one is running.
         """
         if self._spare is None and (state := state_of(self._envs[row])) is not None:
             self._values[row] = {

@@ -23,7 +23,7 @@ from rayvec.fleet.commands import IN_ARRAYS, Answer, ChildLost, Command, Note, O
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
 
-__all__ = ["CLOSE_S", "Fleet"]
+__all__ = ["CLOSE_S", "Fleet", "is_here"]
 
 logger = logging.getLogger(__name__)
 
@@ -273,13 +273,18 @@ class Fleet:
         timeout_s = CLOSE_S if timeout_s is None else timeout_s
         self._start = None  # a wait of another thread replaces no child
         deadline = time.monotonic() + timeout_s
-        for child in reversed(self.children):  # a node of this process comes last: the others close while it does
+        for child in sorted(self.children, key=is_here):  # the others close while the last one does
             child.close(timeout_s)
         killed = [child.name for child in self.children if not child.join(max(0.0, deadline - time.monotonic()))]
         if killed and timeout_s > 0:
             names = ", ".join(killed)
             logger.warning("killed after %s, since their environments had not closed: %s", duration(timeout_s), names)
         self.children = []
+
+
+def is_here(child: Any) -> bool:
+    """Whether a child is a node of this process, which starts and closes while its methods are called."""
+    return getattr(child, "transport", "") == "shm"
 
 
 def _planned(bounds: NDArray[np.int64], rows: bytes) -> dict[int, Share]:

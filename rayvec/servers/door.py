@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from rayvec.env_server import Messages, Refused, admit
 
-__all__ = ["Door"]
+__all__ = ["Door", "admitted"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +61,9 @@ class Door:
         atexit.register(self.close)
 
     def _admit(self, connection: socket.socket) -> None:
-        """Lets a server in that has the key. If the servers are to end, it is told so."""
-        name = "environment server {}:{}".format(*connection.getpeername()[:2])
-        try:
-            admit(connection, self._key)
-        except (Refused, OSError) as error:
-            logger.warning("%s was refused: %s", name, error)
-            connection.close()
+        """Lets a server in that has the key. If the servers are to end, this one ends too."""
+        name = admitted(connection, self._key)
+        if name is None:
             return
         with self._changed:
             self._idle.append(_Idle(connection, name))
@@ -148,6 +144,19 @@ class _Idle(NamedTuple):
 
     connection: socket.socket
     name: str
+
+
+def admitted(connection: socket.socket, key: bytes) -> str | None:
+    """Returns the name of a server that has the key. A connection of anything else is closed, and logged."""
+    name = "environment server"
+    try:
+        name = "environment server {}:{}".format(*connection.getpeername()[:2])
+        admit(connection, key)
+    except (Refused, OSError) as error:
+        logger.warning("%s was refused: %s", name, error)
+        connection.close()
+        return None
+    return name
 
 
 def _has_ended(connection: socket.socket) -> bool:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from rayvec.env_server import Refused, admit
 from rayvec.errors import ConfigError
+from rayvec.servers.door import admitted
 from rayvec.servers.server_env import ServerEnv
 
 __all__ = ["DialledServer", "StartedServer"]
@@ -64,10 +64,10 @@ class StartedServer:
         listener.settimeout(_POLL_S)
         deadline = time.monotonic() + self.start_timeout_s
         while process.poll() is None and time.monotonic() < deadline:
-            with suppress(TimeoutError, Refused):
+            with suppress(TimeoutError):
                 connection = listener.accept()[0]
-                admit(connection, key)
-                return connection
+                if admitted(connection, key):
+                    return connection
         why = f"start_timeout_s={self.start_timeout_s:g} has passed"
         if process.returncode is not None:
             why = f"it has ended with exit code {process.returncode}"

@@ -86,7 +86,7 @@ class ChunkAdapter(Adapter):
         op = command.op
         for acting in (self._host, self._driver):
             acting.note(op, command.rows)
-        if op in (Op.RESET, Op.ROLLOUT, Op.SET_STATE):
+        if op in (Op.RESET, Op.ROLLOUT):
             self._done[command.rows] = False
         return super()._post(command)
 

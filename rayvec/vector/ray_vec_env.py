@@ -22,7 +22,7 @@ from rayvec.data.trees import as_slice
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
-from rayvec.fleet.restarts import RestartPolicy
+from rayvec.fleet.restarts import EpisodeState, RestartPolicy
 from rayvec.policies.policy import Policy
 from rayvec.vector.batching import (
     batched_observations,
@@ -359,7 +359,12 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         An environment whose ``set_state`` raises is restarted, and that episode is cut.
         """
         self._assert_idle("set_states")
+        if len(states) != self.num_envs:
+            raise ConfigError(
+                f"set_states was called with {len(states)} states for {self.num_envs} environments. Pass one for each."
+            )
         self._run(Command(Op.SET_STATE, self._everyone, rest=(list(states), None)))
+        self._done[:] = self._envs.arrays["episode"] == EpisodeState.ENDED
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls a method of each environment, or gets an attribute; returns the results in their order.

@@ -7,8 +7,9 @@ wraps. Of the wrappers around it, and of all layers within :class:`SaveState`, t
 from __future__ import annotations
 
 import inspect
+import operator
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -22,7 +23,7 @@ from rayvec.env_server import form_of
 __all__ = ["SaveState", "set_state", "state_of"]
 
 _ARGUMENTS = {"_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"}
-_LIBRARIES = {"gymnasium", "mujoco", "pygame"}
+_LIBRARIES = {"mujoco", "pygame"}
 """Their other objects, such as a renderer or a model, are made by the constructor and do not change."""
 
 
@@ -30,8 +31,8 @@ class SaveState(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Gives an environment the methods ``get_state`` and ``set_state``, so that episodes continue where it moves.
 
     It saves the attributes of the environment and of the wrappers within: numbers, strings, arrays, lists, tuples and
-    dicts of these, NumPy's generators, and the data of MuJoCo. It takes attributes of classes of Gymnasium, spaces and
-    functions for constants.
+    dicts of these, deques, NumPy's generators, and the data of MuJoCo. It takes spaces, functions, renderers and models
+    for constants.
 
     Args:
         env: The environment.
@@ -41,9 +42,10 @@ class SaveState(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Returns the attributes of each layer.
 
         Raises:
-            TypeError: One of them is something else. The environment must have both methods of its own then.
+            TypeError: One of them is something else, or shares data with another. The environment must have both
+                methods of its own then.
         """
-        return [_attributes_of(layer) for layer in _layers(self.env)]
+        return _attributes_of(_layers(self.env))
 
     def set_state(self, state: list[dict[str, Any]]) -> None:
         """Restores the attributes of each layer."""
@@ -60,7 +62,7 @@ def state_of(env: Any) -> Any:
     wrappers, saver = _divided(env)
     if saver is None:
         return None
-    return deepcopy(([_attributes_of(layer) for layer in wrappers], saver.get_state()))
+    return deepcopy((_attributes_of(wrappers), saver.get_state()))
 
 
 def set_state(env: Any, state: Any) -> None:
@@ -91,65 +93,99 @@ def _divided(env: Any) -> tuple[list[Any], Any]:
     return wrappers, None
 
 
-def _attributes_of(layer: Any) -> dict[str, Any]:
-    """Returns the attributes of a layer that may change, without what it wraps."""
-    found = {}
-    for name, value in vars(layer).items():
-        if name in _ARGUMENTS or _is_constant(value):
-            continue
-        found[name] = plain = _plain(value)
-        try:
-            form_of(plain, [])
-        except TypeError:
-            raise TypeError(
-                f"The state of {type(layer).__name__} can't be saved: its attribute {name!r} holds a "
-                f"{type(value).__name__}. Let the environment have get_state() and set_state(state)."
-            ) from None
+def _attributes_of(layers: Iterable[Any]) -> list[dict[str, Any]]:
+    """Returns the attributes of layers that may change, without what they wrap."""
+    found: list[dict[str, Any]] = []
+    held: list[tuple[str, Any]] = []
+    for layer in layers:
+        found.append({})
+        for name, value in vars(layer).items():
+            if _is_constant(layer, name, value):
+                continue
+            found[-1][name] = saved = _saved(value)
+            fault = _fault(value, saved, held)
+            if fault:
+                raise TypeError(
+                    f"The state of {type(layer).__name__} can't be saved: its attribute {name!r} {fault}. "
+                    "Let the environment have get_state() and set_state(state)."
+                )
+            held += [(name, part) for part in _parts(value, saved)]
     return found
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(layer: Any, name: str, value: Any) -> bool:
     """Whether an attribute is taken for what the constructor has made for good."""
-    if isinstance(value, RunningMeanStd) or _is_mujoco_data(value):
-        return False
+    if name in _ARGUMENTS or (name == "env" and isinstance(layer, gymnasium.Wrapper)):
+        return True
     is_code = isinstance(value, type) or inspect.isroutine(value)
-    is_made = isinstance(value, gymnasium.Env | gymnasium.Space | EnvSpec)
-    return is_code or is_made or type(value).__module__.partition(".")[0] in _LIBRARIES
+    is_made = isinstance(value, gymnasium.Space | EnvSpec) or type(value).__name__ == "MujocoRenderer"
+    is_of_library = type(value).__module__.partition(".")[0] in _LIBRARIES and not _is_mujoco_data(value)
+    return is_code or is_made or is_of_library
 
 
 def _is_mujoco_data(value: Any) -> bool:
     return type(value).__name__ == "MjData"
 
 
-def _plain(value: Any) -> Any:
-    """Returns what an attribute is saved as."""
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, RunningMeanStd):
-        return vars(value)
-    if isinstance(value, deque):
-        return list(value)
+def _fault(value: Any, saved: tuple[str, Any], held: list[tuple[str, Any]]) -> str:
+    """Returns why an attribute would not be restored as it was, beside those that others hold; "" if it would."""
+    try:
+        form_of(saved, [], operator.is_)
+    except TypeError:
+        return f"holds a {type(value).__name__}"
+    own = _parts(value, saved)
+    shared = [name for name, part in held if any(_is_shared(part, each) for each in own)]
+    return f"shares data with {shared[0]!r}" if shared else ""
+
+
+def _parts(value: Any, saved: tuple[str, Any]) -> list[Any]:
+    """Returns the objects of an attribute that another could hold too, and change."""
+    kind, plain = saved
+    if kind == "generator":
+        return [value.bit_generator]
+    if kind == "mujoco":
+        return list(plain.values())
+    return [value] if isinstance(value, list | dict | deque | np.ndarray | RunningMeanStd) else []
+
+
+def _is_shared(one: Any, other: Any) -> bool:
+    are_arrays = isinstance(one, np.ndarray) and isinstance(other, np.ndarray)
+    return np.shares_memory(one, other) if are_arrays else one is other
+
+
+def _saved(value: Any) -> tuple[str, Any]:
+    """Returns what kind of object an attribute holds, and what it is saved as."""
+    if type(value) is np.random.Generator:
+        return "generator", value.bit_generator.state
+    if type(value) is RunningMeanStd:
+        return "statistics", vars(value)
+    if type(value) is deque:
+        return "deque", (list(value), value.maxlen)
     if _is_mujoco_data(value):
         parts = {name: getattr(value, name) for name in dir(value) if not name.startswith("_")}
-        return {name: part for name, part in parts.items() if isinstance(part, np.ndarray | float | bool)}
-    return value
+        return "mujoco", {name: part for name, part in parts.items() if isinstance(part, np.ndarray | float | bool)}
+    return "value", value
 
 
-def _set_attributes(layer: Any, attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        present = vars(layer).get(name)
-        if isinstance(value, dict) and "bit_generator" in value:
-            generator = np.random.Generator(getattr(np.random, value["bit_generator"])())
-            generator.bit_generator.state = value
-            setattr(layer, name, generator)
-        elif isinstance(present, RunningMeanStd):
-            vars(present).update(value)
-        elif isinstance(present, deque):
-            setattr(layer, name, deque(value, present.maxlen))
-        elif _is_mujoco_data(present):
-            _set_mujoco_data(present, value)
+def _set_attributes(layer: Any, attributes: dict[str, tuple[str, Any]]) -> None:
+    for name, (kind, plain) in attributes.items():
+        if kind == "mujoco":
+            _set_mujoco_data(getattr(layer, name), plain)
         else:
-            setattr(layer, name, value)
+            setattr(layer, name, _restored(kind, plain))
+
+
+def _restored(kind: str, plain: Any) -> Any:
+    """Returns an object like that of which :func:`_saved` has returned this."""
+    if kind == "generator":
+        generator = np.random.Generator(getattr(np.random, plain["bit_generator"])())
+        generator.bit_generator.state = plain
+        return generator
+    if kind == "statistics":
+        statistics = RunningMeanStd()  # type: ignore[no-untyped-call]
+        vars(statistics).update(plain)
+        return statistics
+    return deque(*plain) if kind == "deque" else plain
 
 
 def _set_mujoco_data(data: Any, parts: dict[str, Any]) -> None:

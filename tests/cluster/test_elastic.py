@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from gymnasium.vector import SyncVectorEnv
 from helpers.elastic import Nodes, envs_by_node, first_actions, until_moved, without_cores_elsewhere
 from helpers.examples import examples
 from helpers.testing import CountingEnv, assert_identical, counting_errors
-from helpers.waiting import wait_until
+from helpers.waiting import alive, wait_until
 from hypothesis import example, given, strategies as st
 from soak.auditor import Auditor
 from soak.witness import Asking, Witness
@@ -138,6 +140,47 @@ def test_episodes_continue_where_environments_that_save_their_state_move(caplog:
     assert "moved from node" in caplog.text
     assert not any(len(chunk.restarts) for chunk in chunks)
     assert counting_errors(chunks) == []
+
+
+class Stumbles(CountingEnv):
+    """When a state is first asked for, the driver gets Ctrl-C, or the worker dies. Its folder names its processes."""
+
+    def __init__(self, folder: Path, driver: int | None) -> None:
+        super().__init__()
+        self._folder, self._driver = folder, driver
+        (folder / str(os.getpid())).touch()
+
+    def get_state(self) -> None:
+        if not (self._folder / "asked").exists():
+            (self._folder / "asked").touch()
+            if self._driver is None:
+                os._exit(1)
+            os.kill(self._driver, signal.SIGINT)
+
+    def set_state(self, state: Any) -> None:
+        """Does nothing."""
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("driver", [None, os.getpid()], ids=["the worker dies", "Ctrl-C"])
+def test_a_fault_while_the_state_of_an_environment_that_moves_is_read(
+    driver: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    makes = [partial(Stumbles, tmp_path, driver)] * 2
+    settings: dict[str, Any] = {"num_nodes": (1, 2), "workers_per_node": 1, "on_env_error": "restart"}
+    with without_cores_elsewhere() as free, RayVecEnv(makes, **settings) as env:
+        env.reset(seed=1)
+        free()
+        (other,) = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - set(envs_by_node(env))
+        if driver is None:
+            until_moved(env, env.reset, [None, other])
+            assert "restarted worker" in caplog.text
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                until_moved(env, env.reset, [None, other])
+    pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert len(pids) >= 3
+    wait_until(lambda: not any(map(alive, pids)), "no worker is left")
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,36 @@ def test_a_node_that_is_closed_leaves_no_folder(ray_cluster: object) -> None:
         here, there = env.call("folder")
         assert here == get_temp_dir() and Path(there).exists()
     assert Path(here).exists() and not Path(there).exists()
+
+
+class Closes(CountingEnv):
+    """Leaves a file when it has closed, which takes a second, or does not end."""
+
+    hangs = False
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def close(self) -> None:
+        time.sleep(600 if self.hangs else 1)
+        (self._folder / "closed").touch()
+
+
+@pytest.mark.slow
+def test_other_nodes_close_while_that_of_the_driver_does(ray_cluster: object, tmp_path: Path) -> None:
+    """Also where the node of the driver, which has fewer free cores, is not the first."""
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    group = placement_group([{"CPU": 20}], bundle_label_selector=[here])
+    assert group.wait(20)
+    try:
+        env = RayVecEnv([partial(Closes, tmp_path)] * 2, num_nodes=2, cores_per_env=1)
+        assert env.transports == ("tcp", "shm")
+        env.set_attr("hangs", [False, True])
+        env.close(timeout=6.0)
+    finally:
+        remove_placement_group(group)
+    assert (tmp_path / "closed").exists()
 
 
 def test_workers_use_the_bundles_of_a_placement_group(ray_cluster: object) -> None:

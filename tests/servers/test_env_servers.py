@@ -256,6 +256,23 @@ def test_strangers_and_other_keys_and_versions_are_refused(
     assert KEY not in caplog.text
 
 
+STRANGER = """
+import os, socket, sys
+host, port = sys.argv[sys.argv.index("--connect") + 1].split(":")
+socket.create_connection((host, int(port))).close()
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_a_stranger_does_not_stop_a_server_that_a_worker_starts(tmp_path: Path) -> None:
+    script = tmp_path / "stranger.py"
+    script.write_text(STRANGER)
+    with rayvec.EnvServers(1, command=[sys.executable, str(script), str(SERVER), "CartPole-v1"]) as servers:
+        env = rayvec.RayVecEnv(servers, num_nodes=0)
+        assert env.reset(seed=1)[0].shape == (1, 4)
+        env.close()
+
+
 def test_a_server_of_another_version_says_so(key_file: Path, tmp_path: Path) -> None:
     newer = tmp_path / "env_server.py"
     newer.write_text(SERVER.read_text().replace("environment server 4", "environment server 5"))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import FrameStackObservation, NormalizeReward, RecordEpisodeStatistics
 from helpers.testing import assert_identical
 
+from rayvec.errors import ConfigError
 from rayvec.vector.ray_vec_env import RayVecEnv
 from rayvec.wrappers import SaveState
 
@@ -105,6 +108,67 @@ def test_an_episode_whose_state_can_not_be_restored_is_cut(on_env_error: Any, ca
         obs, rew, _, truncated, info = env.step(np.zeros(2, np.int64))
     assert truncated.tolist() == [False, True] == info["env_restarted"].tolist()
     assert obs[1] == before[1] and rew[1] == 0
+
+
+@pytest.mark.parametrize("where", ["this process", "two workers"])
+def test_an_ended_episode_stays_ended_and_each_environment_needs_a_state(where: str) -> None:
+    with RayVecEnv([limited_dice] * 2, **WHERE[where], autoreset_mode=AutoresetMode.DISABLED) as env:
+        env.reset(seed=3)
+        ended = np.zeros(2, np.bool_)
+        while not ended.any():
+            _, _, terminated, truncated, _ = env.step(np.zeros(2, np.int64))
+            ended = terminated | truncated
+        states = env.get_states() or []
+        env.reset(seed=4)
+        env.set_states(states)
+        with pytest.raises(AssertionError, match="must be reset"):
+            env.step(np.zeros(2, np.int64))
+        env.reset(options={"reset_mask": ended})
+        env.step(np.zeros(2, np.int64))
+        for count in (1, 3):
+            with pytest.raises(ConfigError, match=f"{count} states for 2 environments"):
+                env.set_states([*states, *states][:count])
+        assert not env.closed
+
+
+class Point(NamedTuple):
+    x: float
+
+
+HELD: dict[str, Callable[[Any], Any]] = {
+    "holds a set": lambda env: {1},
+    "holds a TimeLimit": lambda env: gymnasium.make("CartPole-v1"),
+    "holds a CartPoleEnv": lambda env: gymnasium.make("CartPole-v1").unwrapped,
+    "holds a Point": lambda env: Point(1.0),
+    "holds a defaultdict": lambda env: defaultdict(int),
+    "holds a list": lambda env: [OrderedDict()],
+    "holds a MaskedArray": lambda env: np.ma.array([1]),  # type: ignore[no-untyped-call]
+    "shares data with '_np_random'": lambda env: env.np_random,
+    "shares data with 'board'": lambda env: env.board[1:],
+    "shares data with 'moves'": lambda env: env.moves,
+}
+
+
+def board() -> Any:
+    env = Dice()
+    env.reset(seed=1)
+    env.board, env.moves = np.zeros(2), deque([1, 2], maxlen=2)  # type: ignore[attr-defined]
+    return SaveState(env)
+
+
+@pytest.mark.parametrize("words", HELD)
+def test_what_can_not_be_restored_as_it_was_is_refused(words: str) -> None:
+    env = board()
+    env.env.held = HELD[words](env.env)
+    with pytest.raises(TypeError, match=f"state of Dice can't be saved: its attribute 'held' {words}. Let"):
+        env.get_state()
+
+
+def test_a_deque_keeps_its_length() -> None:
+    env = SaveState(Dice())
+    env.set_state(board().get_state())
+    env.env.moves.append(3)  # type: ignore[attr-defined]
+    assert env.env.moves == deque([2, 3])  # type: ignore[attr-defined]
 
 
 def test_environments_without_a_state() -> None:
