@@ -62,7 +62,7 @@ class Closes(CountingEnv):
 def test_other_nodes_close_while_that_of_the_driver_does(ray_cluster: object, tmp_path: Path) -> None:
     """Also where the node of the driver, which has fewer free cores, is not the first."""
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
-    group = placement_group([{"CPU": 20}], bundle_label_selector=[here])
+    group = placement_group([{"CPU": 23}], bundle_label_selector=[here])
     assert group.wait(20)
     try:
         env = RayVecEnv([partial(Closes, tmp_path)] * 2, num_nodes=2, cores_per_env=1)
