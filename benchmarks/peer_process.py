@@ -73,6 +73,7 @@ class PeerProcess:
             stderr=self._log,
             text=True,
             start_new_session=True,  # Ctrl-C is for this process
+            cwd=tempfile.gettempdir(),  # a fork server imports from the working directory first
         )
         started = self._answer()
         self.missing, self.start_s = started.get("missing", ""), started.get("start_s", 0.0)
