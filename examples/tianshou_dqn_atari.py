@@ -48,7 +48,7 @@ def main(epoch_num_steps: int = 100_000, num_epochs: int = 100, num_tests: int =
     )
     algorithm = data_parallel(algorithm, num_learners)
     buffer = VectorReplayBuffer(100_000, 10, ignore_obs_next=True, save_only_last_obs=True, stack_num=4)
-    collector = Collector(algorithm, envs, buffer, exploration_noise=True, inference="driver")
+    collector = Collector(algorithm, envs, buffer, exploration_noise=True)
     collector.reset()
     collector.collect(n_step=min(1280, 10 * epoch_num_steps))
 

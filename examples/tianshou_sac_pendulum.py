@@ -46,7 +46,7 @@ def main(epoch_num_steps: int = 24_000, threshold: float = -250.0, num_learners:
         alpha=AutoAlpha(-1.0, 0.0, AdamOptimizerFactory(lr=3e-4)),
     )
     algorithm = data_parallel(algorithm, num_learners)
-    collector = Collector(algorithm, envs, VectorReplayBuffer(20_000, 10), exploration_noise=True, inference="driver")
+    collector = Collector(algorithm, envs, VectorReplayBuffer(20_000, 10), exploration_noise=True)
     collector.reset()
     collector.collect(n_step=min(5000, epoch_num_steps), random=True)
     result = algorithm.run_training(

@@ -244,6 +244,19 @@ def test_random_actions_come_from_the_space(venvs: dict[str, RayVectorEnv]) -> N
     assert mine.collect(n_episode=6, random=True).n_collected_episodes == 6
 
 
+def test_the_policy_of_an_off_policy_algorithm_acts_in_the_driver(venvs: dict[str, RayVectorEnv]) -> None:
+    algorithm = kit.make("dqn")
+    algorithm.policy.held = threading.Lock()  # no worker can get it
+    collector = Collector(algorithm, venvs["drift"], VectorReplayBuffer(500, 5))
+    collector.reset()
+    assert collector.collect(n_step=10).n_collected_steps == 10
+    for settings in ({"inference": "worker"}, {"unbiased": True}, {"prefetch": True}):
+        other = Collector(algorithm, venvs["drift"], VectorReplayBuffer(500, 5), **settings)
+        other.reset()
+        with pytest.raises(TypeError, match="inference='driver'"):
+            other.collect(n_step=10)
+
+
 def test_a_policy_that_cannot_be_pickled_acts_in_the_driver_alone(venvs: dict[str, RayVectorEnv]) -> None:
     def make() -> Exact:
         policy = Exact()

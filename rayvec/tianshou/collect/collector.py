@@ -11,7 +11,7 @@ import numpy as np
 import tianshou.data
 import torch
 from numpy.typing import NDArray
-from tianshou.algorithm.algorithm_base import Algorithm, OnPolicyAlgorithm, Policy
+from tianshou.algorithm.algorithm_base import Algorithm, OffPolicyAlgorithm, OnPolicyAlgorithm, Policy
 from tianshou.algorithm.modelfree.reinforce import ProbabilisticActorPolicy
 from tianshou.config import ENABLE_VALIDATION
 from tianshou.data import CollectStats, ReplayBuffer
@@ -69,7 +69,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         on_step_hook: Called with every step, as in Tianshou.
         raise_on_nan_in_buffer: Whether to look for NaN in the buffer after every collect.
         collect_stats_class: What ``collect`` returns.
-        inference: Where the policy acts: ``"worker"``, or ``"driver"``, one step at a time.
+        inference: Where the policy acts: ``"worker"``, or ``"driver"``, one step at a time. By default the driver for
+            an off-policy algorithm, which collects a step or two of each environment between updates, unless
+            `prefetch`, `max_staleness` or `unbiased` needs chunks; else the workers.
         unbiased: Whether ``n_episode`` assigns every environment its share of episodes beforehand, instead of
             Tianshou's rule, by which short episodes come more often. Every environment begins them with a reset.
         prefetch: Whether the workers take the next chunk while the algorithm updates, with the policy as it was before:
@@ -101,17 +103,20 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         raise_on_nan_in_buffer: bool = ENABLE_VALIDATION,
         collect_stats_class: type[CollectStats] = CollectStats,
         *,
-        inference: Literal["worker", "driver"] = "worker",
+        inference: Literal["worker", "driver"] | None = None,
         unbiased: bool = False,
         prefetch: bool = False,
         max_staleness: int | None = None,
     ) -> None:
         _check_policy_and_env(policy, env)
-        check_choice("inference", inference, ("worker", "driver"))
+        check_choice("inference", inference, ("worker", "driver", None))
         if max_staleness is not None:
             check_count("max_staleness", max_staleness)
         self._prefetch = prefetch or max_staleness is not None
         self._max_staleness, self._unbiased = max_staleness, unbiased
+        if inference is None:
+            takes_few_steps = isinstance(policy, OffPolicyAlgorithm) and not (self._prefetch or unbiased)
+            inference = "driver" if takes_few_steps else "worker"
         if self._prefetch:
             _check_learns_off_policy(policy)
             if collect_stats_class is CollectStats:
