@@ -111,7 +111,7 @@ def test_a_command_without_its_name(arguments: list[str], capsys: pytest.Capture
         ("train sac --lr 1", ["Did you mean --policy-lr?"]),
         ("train ppo --gamma", ["--gamma", "expected one argument"]),
         ("train ppo --env-kwargs size", ["--env-kwargs", "NAME VALUE"]),
-        ("train ppo --num-nodes 0 --resources-per-env license 1", ["{'license': 1.0}", "num_nodes=0"]),
+        ("train ppo --num-nodes 0 --resources-per-env license 1", ["license", "num_nodes"]),
         ("train ppo --learners decentralized --cores-per-env 1", ["cores_per_env", "decentralized"]),
         ("train --config nowhere.yaml", ["nowhere.yaml can't be read"]),
         ("train ppo --config a --resume b", ["a can't be read"]),

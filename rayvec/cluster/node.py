@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
+from rayvec.cluster.stream import Stream
 from rayvec.data.join_chunks import join_chunks
 from rayvec.data.trees import as_slice, tree_leaves
 from rayvec.envs.failures import FAILURES, captured
@@ -25,6 +27,8 @@ __all__ = ["Node", "bytes_of", "result_leaves"]
 
 _POLL_S = 1e-3
 """How long a node waits for the first of several pending commands before it looks at the others."""
+_NEWS_S = 0.1
+"""The interval at which a node looks after its workers' limits."""
 _RESULTS = ("rew", "terminated", "truncated", "episode")
 """What answers carry of each environment, before its observation."""
 
@@ -119,6 +123,19 @@ class Node:
                         mine[rows] = of_machine[rows]
                 return answer._replace(place=place) if place else answer
         return None
+
+    def wait_for_news(self, stream: Stream) -> None:
+        """Waits for a moment until a command has arrived, or the worker has answered that a command waits for."""
+        poll, timeout_s = select.poll(), _NEWS_S
+        poll.register(stream, select.POLLIN)
+        for _, ticket in self.pending:
+            if isinstance(ticket, Future):
+                timeout_s = _POLL_S
+            elif (missing := ticket.missing()) is not None:
+                poll.register(self.machine.children[missing], select.POLLIN)
+            else:
+                return
+        poll.poll(1000 * timeout_s)
 
     def _answer(self, command: Command, ticket: Ticket | Future[Answer], timeout_s: float) -> Answer | None:
         if isinstance(ticket, Future):

@@ -24,8 +24,6 @@ from rayvec.node.processes import remove_folder
 
 __all__ = ["NodeServer", "RemoteNode"]
 
-_POLL_S = 1e-3
-"""The interval at which a node that waits for its workers looks for other commands."""
 _GRACE_S = 1.0
 """What a node is given more than the driver waits: it is the driver that ends what hangs."""
 
@@ -193,8 +191,10 @@ class NodeServer:
                     pending = self._node.pending[:] if self._node else []
                     if not pending or self._stream.poll(0.0):
                         self._receive()
-                    elif self._node and (answer := self._node.wait(_POLL_S)):
+                    elif self._node and (answer := self._node.wait(0.0)):
                         self._send(answer, pending[answer.place][0])
+                    elif self._node:
+                        self._node.wait_for_news(self._stream)
         finally:
             if self._node is not None:
                 self._node.close(0.0)

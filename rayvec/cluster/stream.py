@@ -99,6 +99,10 @@ class Stream:
                 if self._ready(select.POLLIN | select.POLLOUT, None) & select.POLLIN:
                     self._early += _some(self._sock.recv(_EARLY_BYTES))
 
+    def fileno(self) -> int:
+        """Returns the descriptor of the socket."""
+        return self._sock.fileno()
+
     def poll(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s` for the beginning of a frame. Returns whether something has arrived."""
         return bool(self._early or self._ready(select.POLLIN, timeout_s))

@@ -191,6 +191,10 @@ class Ticket:
     shares: dict[int, Share]
     answers: dict[int, Answer] = field(default_factory=dict)
 
+    def missing(self) -> int | None:
+        """Returns a child that has not answered, None if all have: the last to start, which usually ends last."""
+        return next((k for k in reversed(self.shares) if k not in self.answers), None)
+
 
 class ChildLost(Exception):
     """A child has died, or hangs.

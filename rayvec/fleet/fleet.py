@@ -112,14 +112,13 @@ class Fleet:
         """
         deadline = time.monotonic() + timeout_s
         is_repeatable = ticket.command.op == Op.ROLLOUT
-        for k in reversed(ticket.shares):  # the last child to start usually ends last: one wake-up
-            while k not in ticket.answers:
-                poll_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
-                with uninterrupted() if is_repeatable else contextlib.nullcontext():
-                    if not self._receive(k, poll_s):
-                        self._receive_all()
-                if k not in ticket.answers and time.monotonic() >= deadline:
-                    return False
+        while (k := ticket.missing()) is not None:
+            poll_s = max(0.0, min(_POLL_S, deadline - time.monotonic()))
+            with uninterrupted() if is_repeatable else contextlib.nullcontext():
+                if not self._receive(k, poll_s):
+                    self._receive_all()
+            if k not in ticket.answers and time.monotonic() >= deadline:
+                return False
         return True
 
     def wait_some(self, tickets: Sequence[Ticket], count: int = 1, timeout_s: float = math.inf) -> list[int]:

@@ -150,6 +150,10 @@ class LocalWorker:
                 send(self._channel, self._pending[self._num_posted][1])
             self._num_posted += 1
 
+    def fileno(self) -> int:
+        """Returns the descriptor of the socket through which it answers."""
+        return self._channel.fileno()
+
     def wait(self, timeout_s: float) -> Answer | None:
         """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`."""
         if not self._readable.poll(1000 * timeout_s):

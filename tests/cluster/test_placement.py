@@ -96,7 +96,7 @@ def test_counts_are_checked_before_ray_is_needed(kwargs: dict[str, Any]) -> None
         ([free(4, 4)], {"num_nodes": 2}, "10 environments need 1 CPU on each of 2 nodes.* 4 free of 4 CPU"),
         ([free(1, 4)], {"workers_per_node": 3}, "need 3 CPU on each of 1 node.* 1 free of 4 CPU"),
         ([free(3, 4)], {"workers_per_node": 5}, "need 5 CPU.* 3 free of 4 CPU"),
-        ([], {}, "no living node.*num_nodes=0, which steps on this machine without Ray"),
+        ([], {}, "no living node.*num_nodes=0 uses this machine without Ray"),
     ],
 )
 def test_too_few_cores_for_what_was_asked(nodes: list[FreeNode], kwargs: dict[str, int], words: str) -> None:
