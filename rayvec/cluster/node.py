@@ -117,25 +117,27 @@ class Node:
                 answer = Answer(failure=captured(error, self.name))
             if answer is not None:
                 del self.pending[place]
-                if command.op in IN_ARRAYS:
+                if self._copies and command.op in IN_ARRAYS:
                     rows = as_slice(command.rows)
                     for mine, of_machine in self._copies:
                         mine[rows] = of_machine[rows]
                 return answer._replace(place=place) if place else answer
         return None
 
-    def wait_for_news(self, stream: Stream) -> None:
-        """Waits for a moment until a command has arrived, or the worker has answered that a command waits for."""
+    def wait_for_news(self, stream: Stream) -> bool:
+        """Waits for a moment for a command, or for an answer. Returns whether a command has arrived."""
+        if stream.has_early():
+            return True
         poll, timeout_s = select.poll(), _NEWS_S
         poll.register(stream, select.POLLIN)
         for _, ticket in self.pending:
             if isinstance(ticket, Future):
-                timeout_s = _POLL_S
+                timeout_s = min(timeout_s, _POLL_S)
             elif (missing := ticket.missing()) is not None:
                 poll.register(self.machine.children[missing], select.POLLIN)
             else:
-                return
-        poll.poll(1000 * timeout_s)
+                timeout_s = 0.0
+        return stream.fileno() in dict(poll.poll(1000 * timeout_s))
 
     def _answer(self, command: Command, ticket: Ticket | Future[Answer], timeout_s: float) -> Answer | None:
         if isinstance(ticket, Future):

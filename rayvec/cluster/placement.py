@@ -68,7 +68,7 @@ class Demand:
         count = counted(self.least_nodes or 1, "node")
         amounts, where = {"CPU": float(self.workers_per_node or 1)}, f" on each of {count}, or all its cores"
         if self.resources is not None:
-            amounts, where = self.resources.claim(self.num_envs), " together"
+            amounts, where = self.resources.claim(self.num_envs), f" on {count}" if self.least_nodes else " together"
         needed = ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
         there = [
             f"{node.address}: {node.free.get(name, 0):g} free of {node.total.get(name, 0):g} {name}"

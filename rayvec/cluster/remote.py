@@ -189,12 +189,10 @@ class NodeServer:
             with suppress(EOFError, OSError):
                 while self._is_open:
                     pending = self._node.pending[:] if self._node else []
-                    if not pending or self._stream.poll(0.0):
+                    if self._node is None or not pending or self._node.wait_for_news(self._stream):
                         self._receive()
-                    elif self._node and (answer := self._node.wait(0.0)):
+                    elif answer := self._node.wait(0.0):
                         self._send(answer, pending[answer.place][0])
-                    elif self._node:
-                        self._node.wait_for_news(self._stream)
         finally:
             if self._node is not None:
                 self._node.close(0.0)

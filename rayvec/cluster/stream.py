@@ -103,6 +103,10 @@ class Stream:
         """Returns the descriptor of the socket."""
         return self._sock.fileno()
 
+    def has_early(self) -> bool:
+        """Whether a part of the next frame was read while another was sent."""
+        return bool(self._early)
+
     def poll(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s` for the beginning of a frame. Returns whether something has arrived."""
         return bool(self._early or self._ready(select.POLLIN, timeout_s))

@@ -137,7 +137,7 @@ def _leaf_writer(leaf: NDArray[Any]) -> Callable[[int, Any], None]:
     def write_vector(row: int, value: Any) -> None:
         try:
             vectors[row][:] = value  # of the same data type and shape; a third of what NumPy takes
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, NotImplementedError):  # the last for another order of bytes
             write(row, value)
 
     return write_vector if vectors else write

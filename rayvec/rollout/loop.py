@@ -165,7 +165,7 @@ def rollout(
                 if state_to_record is not None and (state := state_to_record(t, host.num_envs)) is not None:
                     recorder.add_state(state)
                 given = recorder.to_act_on(t, group, obs)
-                actions, extras = policy.act(given, noise[t, columns[group]])
+                actions, extras = _pair(policy.act(given, noise[t, columns[group]]))
                 inference_s += now() - acts_s
                 if type(actions) is not np.ndarray:
                     actions = _stacked(actions, host.action_layout)
@@ -177,6 +177,20 @@ def rollout(
             break
     chunk = recorder.chunk(first_step, weights_version)
     return TakenChunk(chunk, (RolloutTimes(now() - began_s, environment_s, inference_s),))
+
+
+def _pair(acted: Any) -> tuple[Tree, dict[str, NDArray[Any]]]:
+    """Returns what a policy's `act` has returned.
+
+    Raises:
+        ConfigError: It is not actions and what is recorded beside them.
+    """
+    if type(acted) is tuple and len(acted) == 2 and isinstance(acted[1], dict):
+        return acted
+    raise ConfigError(
+        f"`act` of a policy has returned {type(acted).__name__}. It must return (actions, extras), where extras is a "
+        "dict: return actions, {} if there is nothing to record."
+    )
 
 
 def _stacked(actions: Any, layout: ArrayLayout | None) -> Tree:

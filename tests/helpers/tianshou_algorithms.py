@@ -64,8 +64,9 @@ def ppo(**kwargs: Any) -> PPO:
     return PPO(**gaussian(action_scaling=True), optim=factory, **settings)
 
 
-def dqn() -> DQN:
-    policy = DiscreteQLearningPolicy(model=body(action_shape=ACTIONS), action_space=spaces.Discrete(ACTIONS))
+def dqn(num_obs: int = OBS, num_actions: int = ACTIONS) -> DQN:
+    model = body(num_obs, action_shape=num_actions)
+    policy = DiscreteQLearningPolicy(model=model, action_space=spaces.Discrete(num_actions))
     return DQN(policy=policy, optim=adam(), n_step_return_horizon=3, target_update_freq=4)
 
 

@@ -241,6 +241,7 @@ class TestPolicies:
         ("results", "words"),
         [
             *(((each, {}), "(?s)for 2 observations.*one action") for each in ([0], [0, 0, 0], 0, [[0], [0], [0]])),
+            *((each, "must return") for each in (ZEROS, (ZEROS,), (ZEROS, ZEROS), [ZEROS, {}])),
             *(((ZEROS, each), "returned extras") for each in ({}, {"b": np.ones(2)}, {"a": np.ones((2, 1))})),
         ],
     )

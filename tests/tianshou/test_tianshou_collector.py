@@ -245,7 +245,7 @@ def test_random_actions_come_from_the_space(venvs: dict[str, RayVectorEnv]) -> N
 
 
 def test_the_policy_of_an_off_policy_algorithm_acts_in_the_driver(venvs: dict[str, RayVectorEnv]) -> None:
-    algorithm = kit.make("dqn")
+    algorithm: Any = kit.dqn(2, 2)
     algorithm.policy.held = threading.Lock()  # no worker can get it
     collector = Collector(algorithm, venvs["drift"], VectorReplayBuffer(500, 5))
     collector.reset()

@@ -8,6 +8,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -34,6 +35,28 @@ def test_steps(fns: Any, workers: int, mode: AutoresetMode) -> None:
     sync = SyncVectorEnv(fns, autoreset_mode=mode)
     with here(fns, workers, autoreset_mode=mode) as env, closing(sync):
         assert in_lockstep(env, sync, 12) > 9
+
+
+class OtherByteOrder(gymnasium.Env[Any, Any]):
+    """Counts, in numbers whose bytes are in the other order."""
+
+    observation_space = gymnasium.spaces.Box(0, 100, (3,), np.dtype(">f4"))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.count = 0
+        return np.full(3, self.count, ">f4"), {}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        return np.full(3, self.count, ">f4"), 1.0, self.count == 5, False, {}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_another_byte_order(workers: int) -> None:
+    fns = [OtherByteOrder] * 3
+    with here(fns, workers) as env, closing(SyncVectorEnv(fns)) as sync:
+        assert in_lockstep(env, sync, 12) > 1
 
 
 @pytest.mark.parametrize("inference", ["worker", "node", "driver"])
