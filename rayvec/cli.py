@@ -152,6 +152,8 @@ _FILES = {
 """Options of ``train`` that are no settings."""
 
 
+_NO_MEMORY = r"DefaultCPUAllocator|CUDA.{0,16} out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+"""What torch says if there is too little memory."""
 _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 """What the system answers if a disk is full, or a file must not be written."""
 
@@ -292,7 +294,7 @@ def _explanation(error: Exception) -> str | None:
     That is an environment, a wrapper or a network. Its message says where, and has the traceback there.
     """
     cause = error if isinstance(error, RayvecError) else error.__cause__
-    if isinstance(error, MemoryError) or re.search("DefaultCPUAllocator|out of memory", str(error)):  # torch's texts
+    if isinstance(error, MemoryError) or re.search(_NO_MEMORY, str(error)):
         what = " ".join(str(cause or error).split()) or "MemoryError"
         return f"Out of memory: {what}. Lower num_envs, num_steps, hidden_sizes or another size, or free memory."
     if isinstance(cause, RayvecError):

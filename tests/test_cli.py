@@ -44,6 +44,7 @@ def help_of(arguments: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_every_setting_is_an_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of("train ppo --help-all", 100, monkeypatch, capsys)
+    assert text.isascii()
     for name in [*fields_of(PPOConfig), "resume", "config"]:
         assert f"--{name.replace('_', '-')} " in text
 
@@ -194,6 +195,7 @@ def test_a_run_that_fails_says_how_to_resume(
     error = capsys.readouterr().err
     for word in (*words, f"resume with: rayvec train ppo --resume {run_dir}"):
         assert word in error
+    assert "Lower num_envs" not in error
     _, state = load_run(run_dir)
     assert 0 < state["progress"]["steps"] < 100_000 and bool(state["weights"].isfinite().all())
 

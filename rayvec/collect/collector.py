@@ -386,8 +386,9 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         """Returns what a later run needs to resume: seeds, counters and, under ``"envs"``, unfinished episodes.
 
-        These are None where environments do not offer their states (:meth:`rayvec.RayVecEnv.get_states`), or chunks are
-        pending: the run that resumes takes these again, from new episodes. A warning names what can't be saved.
+        These are None where environments do not offer their states (:meth:`rayvec.RayVecEnv.get_states`), the policy
+        has a memory, or chunks are pending: the run that resumes takes these again, from new episodes. A warning names
+        what can't be saved.
         """
         chunks = self._chunks
         counters = {"noise_seed": chunks.noise_seed, "first_step": chunks.first_step, "version": self._version}
@@ -395,7 +396,8 @@ class Collector:
 
     def _episodes(self) -> list[tuple[Any, ...]] | None:
         """Returns the state of each environment, and the sums of its episode."""
-        if not self._chunks.is_idle or self._uses_seen != self._env.num_uses:
+        has_memory = hasattr(self._policy, "begin_episodes")  # which is not saved
+        if has_memory or not self._chunks.is_idle or self._uses_seen != self._env.num_uses:
             return None
         try:
             states = self._env.get_states()

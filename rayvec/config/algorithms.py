@@ -47,7 +47,7 @@ class NetworkConfig(TrainConfig):
     parts of a Dict or Tuple."""
 
     normalize_obs: bool = False
-    """Normalise observed numbers by their running mean and deviation. They are also clipped to ±10."""
+    """Normalise observed numbers by their running mean and deviation. They are also clipped to [-10, 10]."""
 
     @property
     def steps_per_iteration(self) -> int:

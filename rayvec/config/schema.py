@@ -105,7 +105,7 @@ def _refusal(cls: type, given: Mapping[str, Any], error: ValidationError) -> Exc
         return raised
     name = str(errors[0]["loc"][0])
     if name not in given:
-        return ConfigError(f"{name} is missing. Pass it: {docs_of(cls)[name]}")
+        return ConfigError(f"{name} is missing. Pass it: {docs_of(cls).get(name, 'it has no default.')}")
     rules = " or ".join(dict.fromkeys(each["msg"] for each in errors))
     objects = name in ("env_id", "env_kwargs", "network", "wrappers")
     advice = " Pass objects to rayvec.train(config, env=..., network=...)." if objects else ""

@@ -13,12 +13,14 @@ __all__ = ["find_bad_obs"]
 def find_bad_obs(chunk: Chunk) -> str | None:
     """Describes an observation or reward that is NaN or infinite; None if all are finite.
 
-    Of observations, only floating-point arrays can be.
+    Of observations, only floating-point arrays can be. Rewards are tested as float32, in which learners compute.
     """
+    with np.errstate(over="ignore"):
+        rewards = np.where(chunk.valid, chunk.rew, 0).astype(np.float32)
     last_index = np.stack([np.full(chunk.num_envs, chunk.num_steps), np.arange(chunk.num_envs)], 1)
     trees = [
         (chunk.obs, "in the observation before", None),
-        (np.where(chunk.valid, chunk.rew, 0), "as the reward of", None),
+        (rewards, "as the reward of", None),
         (chunk.final_obs, "in the last observation after", chunk.final_index),
         (chunk.last_obs, "in the observation before", last_index),
     ]

@@ -12,9 +12,11 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait as wait_for_futures
+from concurrent.futures import FIRST_COMPLETED, Future, wait as wait_for_futures
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
@@ -36,15 +38,20 @@ _PRELOAD = ("rayvec.distributed.rank",)
 """The fork server imports torch once for all ranks."""
 _START_S = 300.0
 """How long the fork server may import before it forks a rank."""
+_END_S = 5.0
 
 
 class _Process(NamedTuple):
-    """A rank's process, and the thread that takes its answers."""
+    """A rank's process, and the thread that takes its answers.
+
+    The thread is a daemon, so that this process can end while a rank computes.
+    """
 
     placement: RankPlacement
     pipe: Connection
     process: OwnedProcess
-    thread: ThreadPoolExecutor
+    calls: SimpleQueue[Any]
+    thread: Thread
 
 
 class ProcessHost:
@@ -74,13 +81,18 @@ class ProcessHost:
         except (EOFError, OSError) as error:
             pipe.close()
             raise lost(placement, f"its process could not start ({error}). {LIMITS_REMEDY}") from error
-        return _Process(placement, pipe, process, ThreadPoolExecutor(1))
+        calls: SimpleQueue[Any] = SimpleQueue()
+        thread = Thread(target=_take_answers, args=(calls,), daemon=True)
+        thread.start()
+        return _Process(placement, pipe, process, calls, thread)
 
     def call(self, process: _Process, name: str, *args: Any) -> Future[Any]:
         """Calls a method of a rank's object, after the calls before."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_answer_of` finds that it has ended
             process.pipe.send_bytes(cloudpickle.dumps((name, args)))
-        return process.thread.submit(_answer_of, process)
+        call = Future[Any]()
+        process.calls.put((call, process))
+        return call
 
     def put(self, value: Any) -> Any:
         """Returns the value: each rank gets it through its pipe."""
@@ -115,12 +127,24 @@ class ProcessHost:
         """Ends ranks, also those that hang, and whatever processes they have left."""
         for process in processes:
             process.process.kill()
-            process.thread.shutdown(cancel_futures=True)
+            process.calls.put(None)
+            process.thread.join(_END_S)
             process.pipe.close()
 
     def close(self) -> None:
         """Closes what ranks share."""
         self._stack.close()
+
+
+def _take_answers(calls: SimpleQueue[Any]) -> None:
+    """Ends the calls of a rank, one after another. None is the last."""
+    while (posted := calls.get()) is not None:
+        call, process = posted
+        try:
+            call.set_result(_answer_of(process))
+        except BaseException as error:
+            call.set_exception(error)
+        del posted, call, process  # a rank that its owner forgets ends
 
 
 def _answer_of(process: _Process) -> Any:

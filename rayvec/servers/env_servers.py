@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rayvec.env_server import read_key
 from rayvec.errors import ConfigError, check_count
 from rayvec.servers.door import Door
 from rayvec.servers.makers import DialledServer, StartedServer
 
-__all__ = ["EnvServers", "served"]
+__all__ = ["EnvServers"]
 
 
 class EnvServers:
@@ -55,10 +54,12 @@ class EnvServers:
     ) -> None:
         self._count, self.port = check_count("count", count), check_count("port", port, least=0)
         self._start_timeout_s, self._door = start_timeout_s, None
-        if (key_file is None) == (command is None):
+        got = {"command": command, "key_file": key_file, "port": port, "host": host}
+        names = [name for name, value in got.items() if value]
+        if names != ["command"] and (key_file is None or command is not None):
             raise ConfigError(
-                f"EnvServers got {'both' if command else 'neither'} of key_file and command. Pass key_file for servers "
-                "that dial in, or command to start them."
+                f"EnvServers got {' and '.join(names) or 'no key_file'}. Pass key_file for servers that dial in, at "
+                "port and host, or command alone to start them."
             )
         self._make: StartedServer | DialledServer
         if command is not None:
@@ -96,11 +97,3 @@ class EnvServers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def served(config: Any, env: Any) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context: of `env`, or of the servers that the settings of a run ask for where it is None."""
-    settings = getattr(config, "env_servers", None)
-    if env is not None or not settings:
-        return contextlib.nullcontext(env)
-    return EnvServers(config.num_envs, start_timeout_s=config.start_timeout_s, **settings)

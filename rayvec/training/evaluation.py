@@ -16,10 +16,10 @@ from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.errors import ConfigError
 from rayvec.policies.policy import Policy
-from rayvec.servers.env_servers import served
 from rayvec.training.agent import load
 from rayvec.training.atomic_files import local_path
 from rayvec.training.checkpoint import check_kept_spaces
+from rayvec.training.env_servers import served
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.runs import eval_settings, make_one_env, network_of, open_env, with_own_parts
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -178,7 +178,7 @@ def evaluate_run(
     config, state = load_config(run_dir), load_checkpoint(run_dir, checkpoint)
     config = config.adjusted(**changes)
     with contextlib.ExitStack() as stack:
-        env = stack.enter_context(served(config, env))
+        env = stack.enter_context(served(config, env, begun=True))
         config = with_own_parts(config, env, network, eval_env, begun=True)
         config = eval_settings(config if seed is None else replace(config, seed=seed))
         envs = stack.enter_context(open_env(config))

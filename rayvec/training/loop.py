@@ -20,10 +20,10 @@ from rayvec.config.presets import describe_preset
 from rayvec.data.global_random import global_seed
 from rayvec.errors import LearnerError, RankLostError, counted
 from rayvec.learners.base import torch_device
-from rayvec.servers.env_servers import served
 from rayvec.training.atomic_files import local_path
 from rayvec.training.callbacks import MetricsLine, RunContext, TrainResult, call, checked_callbacks, has_hooks
 from rayvec.training.default_callbacks import default_callbacks
+from rayvec.training.env_servers import served
 from rayvec.training.evaluation import Evaluation, evaluate
 from rayvec.training.rank_trainer import open_trainer
 from rayvec.training.run_dir import (
@@ -88,6 +88,8 @@ def train(
             begun, it has a note that says how to resume from the last checkpoint.
         KeyboardInterrupt: Training was interrupted; the message, or a note, says how to resume.
     """
+    if isinstance(config, TrainConfig):
+        free_run_dir(config)  # now: servers of environments may take long to dial in
     with served(config, env) as env:
         config = with_own_parts(config, env, network, eval_env)
         return _run(config, free_run_dir(config), None, callbacks)
@@ -105,9 +107,9 @@ def resume(
     """Resumes a run from its last checkpoint.
 
     Weights, optimizer, schedule, counters and random states are exactly those of the checkpoint. So are environments
-    that save their state, as with the wrapper :class:`rayvec.wrappers.SaveState`, unless steps are collected ahead.
-    Others begin new episodes, with seeds that depend on the steps taken up to the checkpoint. A run that a callback
-    ended continues to its last step.
+    that save their state, as with the wrapper :class:`rayvec.wrappers.SaveState`, unless steps are collected ahead or
+    the policy has a memory. Others begin new episodes, with seeds that depend on the steps taken up to the checkpoint.
+    A run that a callback ended continues to its last step.
 
     Args:
         run_dir: Directory of the run.
@@ -131,10 +133,10 @@ def resume(
         before, state = load_run(run_dir)
         state["progress"]["best_return"] = best_return(run_dir)  # of an evaluation after the checkpoint, too
         config = before.adjusted(**changes)
-        if config.total_steps != before.total_steps:
-            save_config(run_dir, replace(before, total_steps=config.total_steps))
-        with served(config, env) as env:
+        with served(config, env, begun=True) as env:
             config = with_own_parts(config, env, network, eval_env, begun=True)
+            if config.total_steps != before.total_steps:
+                save_config(run_dir, replace(before, total_steps=config.total_steps))
             return _run(config, run_dir, state, callbacks)
 
 

@@ -195,8 +195,8 @@ def make_eval_env(config: TrainConfig, *, is_final: bool) -> RayVecEnv:
     num_envs = config.num_envs if config.native is not None else min(config.num_envs, config.eval_episodes)
     if isinstance(environment_of(here), list | tuple) and config.eval_env is None:
         raise ConfigError(
-            "eval_interval_steps was passed with a list of environments, which are those of the training. Pass "
-            "eval_env=, a class or function that makes environments for evaluations."
+            "eval_interval_steps was passed with a list of environments, or with servers, which are those of the "
+            "training. Pass eval_env=, a class or function that makes environments for evaluations."
         )
     return make_env(here, num_envs, config.num_envs, seed=config.eval_seed(is_final=is_final))
 

@@ -168,6 +168,13 @@ def test_own_settings_are_checked() -> None:
     for wrong in ({"width": "wide"}, {"num_envs": 0}, {"num_learners": 99}):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is"):
             Mine(**wrong)  # type: ignore[arg-type]
+
+    @rayvec.config.dataclass(frozen=True, kw_only=True)
+    class Deep(TrainConfig):
+        depth: int
+
+    with pytest.raises(ConfigError, match=r"depth is missing\. Pass it: it has no default"):
+        Deep()  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"rayvec\.config\.dataclass"):
         register(dataclasses.dataclass(frozen=True, kw_only=True)(type("Plain", (TrainConfig,), {})), PPOLearner)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,6 +120,27 @@ def test_what_a_rank_raises_is_raised_and_the_group_ends(
         group.run(name, [other, args])
     assert isinstance(caught.value.__cause__, LearnerError) and "rank " in str(caught.value.__cause__)
     assert group.has_ended
+
+
+PENDING = """
+import atexit, time
+from rayvec.distributed.rank_group import RankGroup, open_host
+class Slow:
+    def __init__(self, ranks):
+        pass
+    def sleep(self):
+        time.sleep(3000)
+    def close(self):
+        print("closed", flush=True)
+groups = [RankGroup(Slow, 1, open_host(num_nodes=0)) for _ in range(2)]
+groups[0].post("sleep")
+atexit.register(groups[1].close)
+"""
+
+
+def test_a_script_ends_while_a_rank_computes_and_may_close_a_group_then() -> None:
+    ended = subprocess.run([sys.executable, "-c", PENDING], capture_output=True, text=True, timeout=120, check=True)
+    assert (ended.stdout, ended.stderr) == ("closed\n", "")
 
 
 @HOSTS

@@ -26,7 +26,7 @@ class _Until(gymnasium.RewardWrapper[Any, Any]):
 
 def breaks(env: Env) -> Env:
     def reward(_: float) -> float:
-        raise RuntimeError("the environment wears out")
+        raise RuntimeError("the environment wears out: it is out of memory")
 
     return _Until(env, 40, reward)
 

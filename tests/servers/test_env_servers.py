@@ -6,6 +6,7 @@ import ast
 import contextlib
 import logging
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
-from helpers.training_kit import options
+from helpers.training_kit import SMALL, options
 from helpers.waiting import alive, wait_until
 
 import rayvec
@@ -294,8 +295,9 @@ def test_what_servers_need_is_checked(key_file: Path, tmp_path: Path) -> None:
     (tmp_path / "short").write_text("short")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for settings, text in [
-            ({}, "neither of key_file and command"),
-            ({"key_file": key_file, "command": ["x"]}, "both of key_file and command"),
+            ({}, "got no key_file. Pass key_file .* or command"),
+            ({"key_file": key_file, "command": ["x"]}, "got command and key_file"),
+            ({"command": ["x"], "port": 9000, "host": "here"}, "got command and port and host"),
             ({"key_file": tmp_path / "short"}, "has 5 bytes. It must have at least 16"),
             ({"key_file": tmp_path / "none"}, "No such file"),
             ({"key_file": key_file, "host": "127.0.0.1", "port": taken.getsockname()[1]}, "already in use"),
@@ -309,6 +311,33 @@ def test_what_servers_need_is_checked(key_file: Path, tmp_path: Path) -> None:
     with rayvec.EnvServers(1, command=command("helpers.served:cannot_be_made")) as servers:
         with pytest.raises(ValueError, match="no licence"):
             rayvec.RayVecEnv(servers, num_nodes=0)
+
+
+def test_a_run_says_where_it_waits_for_servers(
+    key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = options({**SMALL, "start_timeout_s": 0.1, "run_dir": tmp_path / "a"})
+    command_line = ["train", "ppo", *settings, "--env-servers", "key_file", str(key_file)]
+    assert main(command_line) == 2
+    expected = r"rayvec: waiting for 4 environment servers at port (\d+)\nrayvec: 0 of 4 .* at port \1 within 0.1 s"
+    assert re.match(expected, capsys.readouterr().err)
+    (tmp_path / "a").mkdir()
+    assert main(command_line) == 2
+    assert "which exists" in (error := capsys.readouterr().err) and "waiting" not in error
+
+
+@pytest.mark.parametrize(
+    ("settings", "env"),
+    [
+        ({"env_id": "Acrobot-v1"}, None),
+        ({"native": "a:b"}, None),
+        ({"env_kwargs": {"a": 1}}, None),
+        ({}, "CartPole-v1"),
+    ],
+)
+def test_servers_are_the_only_environment(settings: dict[str, Any], env: str | None) -> None:
+    with pytest.raises(ConfigError, match="env_servers was passed to a run that has"):
+        rayvec.train(rayvec.PPOConfig(env_servers={"command": "x"}, **settings), env=env)
 
 
 def test_servers_end_with_the_process_that_waits_for_them() -> None:

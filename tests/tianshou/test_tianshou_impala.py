@@ -96,6 +96,12 @@ def sub_of(buffer: Any, indices: Any) -> Any:
     return np.searchsorted(buffer._extend_offset, indices, side="right") - 1
 
 
+@pytest.mark.parametrize("wrong", [{"rho_bar": -1.0}, {"c_bar": 0.0}, {"vtrace_lambda": 1.1}])
+def test_what_cannot_work_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(AssertionError, match=f"{next(iter(wrong))} .*should be"):
+        make(**wrong)
+
+
 @pytest.mark.parametrize("kind", ["discrete", "joint"])
 def test_on_policy_an_update_is_that_of_a2c(kind: str) -> None:
     """With lambda 1 and importance weights 1 the paper's targets are n-step returns: A2C's, with GAE's lambda 1."""

@@ -57,6 +57,13 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_interrupted(tmp_path: Pat
     assert_same(outcome(tmp_path / "parts"), outcome(tmp_path / "whole"))
 
 
+def test_with_a_memory_a_resumed_run_begins_new_episodes(tmp_path: Path) -> None:
+    settings = {**CARTPOLE, **SAVES, "recurrent": "gru", "sequence_length": 4, "total_steps": 64}
+    run_dir = rayvec.train(tiny(tmp_path / "a", **settings)).run_dir
+    assert load_run(run_dir)[1]["collector"]["envs"] is None
+    assert rayvec.resume(run_dir, total_steps=128).total_steps == 128
+
+
 class Lock(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Holds what can't be saved."""
 

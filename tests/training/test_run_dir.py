@@ -50,6 +50,15 @@ def test_a_directory_that_exists_is_left_alone(tmp_path: Path) -> None:
         rayvec.train(tiny(tmp_path / "a"))
 
 
+def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    run_dir = rayvec.train(tiny(tmp_path / "a", total_steps=64, eval_episodes=0)).run_dir
+    settings = (run_dir / "config.yaml").read_text()
+    for other, words in (({"env": "Acrobot-v1"}, "env_id is"), ({"env_servers": {"command": "x"}}, "env_servers was")):
+        with pytest.raises(ConfigError, match=words):
+            rayvec.resume(run_dir, total_steps=640, **other)
+    assert (run_dir / "config.yaml").read_text() == settings
+
+
 def test_resuming_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.yaml can't be read: No such file"):
         rayvec.resume(tmp_path)

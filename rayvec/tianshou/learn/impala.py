@@ -98,6 +98,9 @@ class IMPALA(OnPolicyAlgorithm[ProbabilisticActorPolicy]):
                 targets are scaled.)
         """
         super().__init__(policy=policy)
+        assert min(rho_bar, c_bar) > 0.0, f"rho_bar and c_bar should be positive but got: {rho_bar}, {c_bar}"
+        for name, value in {"vtrace_lambda": vtrace_lambda, "gamma": gamma}.items():
+            assert 0.0 <= value <= 1.0, f"{name} should be in [0, 1] but got: {value}"
         record_logp(policy)
         self.critic = critic
         self.optim = self._create_optimizer(ActorCritic(policy.actor, critic), optim, max_grad_norm=max_grad_norm)
