@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,10 @@ class Faults:
     def _worker(self) -> tuple[int, range] | None:
         """Returns the process id and the environments of a worker."""
         found = {}
-        for node in self._env.topology.nodes:
-            for k, pid in enumerate(self._env.worker_pids()[node.name][1:]):
-                envs = range(node.worker_bounds[k], node.worker_bounds[k + 1])
-                found[str(envs)] = (pid, envs)
+        pids = {name: iter(workers) for name, (_, *workers) in self._env.worker_pids().items()}
+        for node in self._env.topology.nodes:  # several may be on one machine, after a loss
+            for bounds in pairwise(node.worker_bounds):
+                found[str(bounds)] = next(pids[node.name]), range(*bounds)
         worker: tuple[int, range] | None = self._one_of(found)
         return worker
 
