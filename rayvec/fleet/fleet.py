@@ -256,8 +256,10 @@ class Fleet:
             again.append(Command(Op.SET_STATE, np.arange(len(states)), rest=(states, None)))
         self.children[k] = child
         self._open(k, child)
-        for each in reversed(again):
-            self._pending[k].appendleft(Ticket(each, {k: Share(_ALL, each.rows, rows)}))
+        asked = [ticket for ticket in self._pending[k] if ticket.shares[k].places is not _ALL]
+        self._pending[k].clear()
+        self._pending[k].extend(Ticket(each, {k: Share(_ALL, each.rows, rows)}) for each in again)
+        self._pending[k].extend(asked)
         for ticket in self._pending[k]:
             child.post(ticket.command.of_child(ticket.shares[k]))
 

@@ -390,6 +390,31 @@ def test_an_environment_that_is_made_again_is_told_again(workers: int, fault: in
             env.step(np.zeros(4, np.int64))
 
 
+class Counted(Course):
+    """Counts what it is told. The third that is made ends its process."""
+
+    num_told = 0
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        with file.open("a") as made:
+            made.write("x")
+        if file.stat().st_size == 3:
+            os._exit(1)
+
+    def set_difficulty(self, difficulty: int, factor: int = 1) -> None:
+        self.num_told += 1
+
+
+def test_a_replacement_that_dies_too_is_not_told_twice(tmp_path: Path) -> None:
+    made = [partial(Counted, tmp_path / "made")] * 2
+    with RayVecEnv(made, num_nodes=0, workers_per_node=2, on_env_error="restart", replay_calls=REPLAYED) as env:
+        env.reset(seed=1)
+        env.call("set_difficulty", 2)
+        assert env.step([DIE, GO])[4]["env_restarted"].tolist() == [True, False]
+        assert env.get_attr("num_told") == (1, 1)
+
+
 def test_so_are_those_of_a_lost_node(make_vec: Any) -> None:
     env = make_vec([Course] * 4, nodes=2, workers=2, replay_calls=REPLAYED)
     env.reset(seed=1)
