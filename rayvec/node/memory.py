@@ -122,8 +122,8 @@ class MachineBlock:
         found = self._slots.get(place.slot)
         if found is None or len(found) < place.num_bytes:
             start = (place.slot + 1) << _SLOT_BITS
-            if os.fstat(self.fd).st_size < start + place.num_bytes:
-                os.ftruncate(self.fd, start + place.num_bytes)
+            # Lengthens the file. Unlike a truncation it can't cut a slot that another process adds meanwhile.
+            os.posix_fallocate(self.fd, start + place.num_bytes - 1, 1)
             found = np.frombuffer(mmap.mmap(self.fd, place.num_bytes, offset=start), np.uint8)
             self._slots[place.slot] = found
         return found

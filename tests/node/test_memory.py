@@ -1,0 +1,44 @@
+"""The block that a machine's fleet and its workers share."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+from rayvec.node.memory import BlockSpec, MachineBlock
+from rayvec.rollout.policy_host import ChunkPlace
+
+SLOTS, ROUNDS = 4, 500
+
+
+def write_slots_at_once() -> None:
+    spec = BlockSpec(Box(-1, 1, (3,), np.float32), Discrete(2), tuple(range(SLOTS + 1)))
+    together = threading.Barrier(SLOTS)
+
+    def write(fd: int, slot: int) -> None:
+        block = MachineBlock(spec, os.dup(fd))
+        place = ChunkPlace(number=1, slot=slot, num_bytes=1 << 16, first_row=0, num_envs=SLOTS, num_weights=0)
+        together.wait()
+        block.slot(place)[:] = slot
+        block.close()
+
+    for _ in range(ROUNDS):
+        block = MachineBlock(spec)
+        threads = [threading.Thread(target=write, args=(block.fd, slot)) for slot in range(SLOTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        block.close()
+
+
+def test_slots_that_are_added_at_once_do_not_cut_each_other() -> None:
+    """A slot beyond the end of the file would kill its process by SIGBUS."""
+    process = multiprocessing.get_context("spawn").Process(target=write_slots_at_once)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
