@@ -44,7 +44,7 @@ class ElasticPlaces(RayPlaces):
                 f"num_nodes={tuple(demand.num_nodes)} was passed with {demand.num_envs} environments. Each node holds "
                 f"at least one: let max be at most {demand.num_envs}, or make more environments."
             )
-        self._wait_s = self.restart_policy.start_timeout_s
+        self._wait_s = self.env_rules.start_timeout_s
         self._bounds = even_bounds(demand.num_envs, num_parts(self._high, demand.num_envs))
         self._part_size = self._bounds[1]
         self._rooms: dict[str, int] = {}  # of each node that holds parts, when it got the first of them

@@ -15,7 +15,7 @@ from rayvec.data import NodeSlice, Topology
 from rayvec.data.resources import EnvResources
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import NodeLostError
-from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
+from rayvec.fleet.restarts import DEFAULT_RULES, EnvRules
 from rayvec.node.probe import MAX_WAITING_WORKERS, MIN_WAITING_CORES, probe_step
 
 __all__ = ["open_cluster"]
@@ -34,7 +34,7 @@ def open_cluster(
     claim_cpus: bool = True,
     probe: bool = True,
     preload: Sequence[str] = (),
-    restart_policy: RestartPolicy = NO_RESTARTS,
+    env_rules: EnvRules = DEFAULT_RULES,
     rehost: bool = False,
     address: str | None = None,
     resources: EnvResources | None = None,
@@ -50,7 +50,7 @@ def open_cluster(
         claim_cpus: Whether to claim the workers' cores from Ray, so that Ray gives them to no other task.
         probe: Whether to measure steps of an environment where `workers_per_node` is None.
         preload: Modules that the workers of a node import once.
-        restart_policy: Whether environments that raise, and workers that die or hang, are replaced.
+        env_rules: Whether environments that raise, and workers that die or hang, are replaced.
         rehost: Whether environments of a lost node resume on another.
         address: Of a running Ray cluster.
         resources: What is claimed for each environment, in place of cores for workers. Each environment then gets a
@@ -68,7 +68,7 @@ def open_cluster(
         resources=resources,
     )
     kind = ElasticPlaces if isinstance(num_nodes, tuple | list) else RayPlaces
-    places = kind(factory, preload, restart_policy, demand)
+    places = kind(factory, preload, env_rules, demand)
     probes = probe and demand.takes_what_is_free and not (worker_per_env or factory.native)
     num_attempts = 0
     with ray_session(address) as session:
@@ -82,7 +82,7 @@ def open_cluster(
                 unclaimed = ", ".join(node.name for node in topology.nodes if not node.num_cpus)
                 if unclaimed and claim_cpus and resources is None:
                     logger.warning("no core is free on %s: workers run there without claiming any", unclaimed)
-                cluster = Cluster(topology, places, rehost=rehost, replay_calls=restart_policy.replay_calls)
+                cluster = Cluster(topology, places, rehost=rehost, replay_calls=env_rules.replay_calls)
                 cluster.session = session.pop_all()
                 return cluster
             except NodeLostError as error:  # a node that ended may be listed for some seconds
@@ -95,10 +95,10 @@ def _probed(places: RayPlaces, node: NodeSlice) -> Demand:
     """Measures steps of one environment on a node. Returns the demand that follows."""
     place = replace(node, worker_bounds=(0, 1), num_cpus=0)
 
-    def opened(factory: EnvFactory, restart_policy: RestartPolicy) -> Cluster:
-        return Cluster(Topology((place,)), RayPlaces(factory, places.preload, restart_policy, Demand(1)))
+    def opened(factory: EnvFactory, env_rules: EnvRules) -> Cluster:
+        return Cluster(Topology((place,)), RayPlaces(factory, places.preload, env_rules, Demand(1)))
 
-    step = probe_step(places.factory, places.restart_policy, opened)
+    step = probe_step(places.factory, places.env_rules, opened)
     if step is None or not step.waits:
         return places.demand
     share = max(MIN_WAITING_CORES, step.busy)

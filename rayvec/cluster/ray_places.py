@@ -19,7 +19,7 @@ from rayvec.cluster.remote import RemoteNode
 from rayvec.data import NodeSlice, Topology
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, NodeLostError, check_count
-from rayvec.fleet.restarts import RestartPolicy
+from rayvec.fleet.restarts import EnvRules
 from rayvec.node.machine import MachineSpec
 
 __all__ = ["RayPlaces"]
@@ -38,7 +38,7 @@ class RayPlaces:
     Args:
         factory: Makes all environments.
         preload: Modules that the workers of a node import once.
-        restart_policy: Whether environments that raise, and workers that die or hang, are replaced.
+        env_rules: Whether environments that raise, and workers that die or hang, are replaced.
         demand: What environments ask of the cluster.
 
     Attributes:
@@ -47,16 +47,14 @@ class RayPlaces:
 
     is_elastic = False
 
-    def __init__(
-        self, factory: EnvFactory, preload: Sequence[str], restart_policy: RestartPolicy, demand: Demand
-    ) -> None:
+    def __init__(self, factory: EnvFactory, preload: Sequence[str], env_rules: EnvRules, demand: Demand) -> None:
         for name, least in (("num_nodes", 0), ("workers_per_node", 1)):
             value = getattr(demand, name)
             if value is not None and not isinstance(value, tuple | list):
                 check_count(name, value, least)  # num_nodes=0 does not come here, but is allowed
-        self.factory, self.preload, self.restart_policy = factory, tuple(preload), restart_policy
+        self.factory, self.preload, self.env_rules = factory, tuple(preload), env_rules
         self.demand, self._distrusted = demand, dict[str, float]()
-        self._wait_s = min(_REQUEST_S, restart_policy.start_timeout_s)
+        self._wait_s = min(_REQUEST_S, env_rules.start_timeout_s)
 
     def free_nodes(self) -> list[FreeNode]:
         """Reads from Ray the nodes that may have environments: those with cores, if these need nothing else."""
@@ -104,7 +102,7 @@ class RayPlaces:
         """Returns a node, which begins to start."""
         (first, *_, stop), factory, resources = place.worker_bounds, self.factory, self.demand.resources
         parts = factory.in_parts(place.worker_bounds)
-        spec = MachineSpec(parts, first, factory.seed, place.name, self.preload, self.restart_policy, resources)
+        spec = MachineSpec(parts, first, factory.seed, place.name, self.preload, self.env_rules, resources)
         amounts: Mapping[str, float] = {"CPU": place.num_cpus} if place.num_cpus else {}
         if resources is not None:
             amounts = resources.claim(stop - first)

@@ -26,12 +26,12 @@ from rayvec.envs.times import Times
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
 from rayvec.fleet.commands import NO_NEWS, Answer, Autoreset, Command, Note, Op
 from rayvec.fleet.restarts import (
+    DEFAULT_RULES,
     ENV_ARRAYS,
-    NO_RESTARTS,
     RESTARTED,
+    EnvRules,
     EpisodeState,
     RestartBudget,
-    RestartPolicy,
     episode_of,
     restart_seed,
     restore_episode,
@@ -68,7 +68,7 @@ class Slice:
         factory: Makes exactly the units of this slice.
         first_id: Global index of the first environment, for errors and seeds.
         where: Name of this process, for errors.
-        restart_policy: Whether units that raise are restarted, and how many episodes an environment is kept for.
+        env_rules: Whether units that raise are restarted, and how many episodes an environment is kept for.
 
     Attributes:
         spaces: The spaces and metadata of the environments.
@@ -89,12 +89,12 @@ class Slice:
         factory: EnvFactory,
         first_id: int = 0,
         where: str = "this process",
-        restart_policy: RestartPolicy = NO_RESTARTS,
+        env_rules: EnvRules = DEFAULT_RULES,
     ) -> None:
         self.first_id, self._where, self._factory = first_id, where, factory
-        self._restart, self._budget = restart_policy.restart, RestartBudget()
-        self._max_episodes, self._num_finished = restart_policy.max_episodes, [0] * factory.num_envs
-        self._replay_calls, self._num_spares = restart_policy.replay_calls, restart_policy.spare_envs
+        self._restart, self._budget = env_rules.restart, RestartBudget()
+        self._max_episodes, self._num_finished = env_rules.max_episodes, [0] * factory.num_envs
+        self._replay_calls, self._num_spares = env_rules.replay_calls, env_rules.spare_envs
         self._spare: Spare | None = None
         self._calls: list[dict[Any, Callable[[], None]]] = [{} for _ in range(factory.num_envs)]  # to repeat, of a unit
         self._envs: list[Any] = []

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from rayvec.errors import ConfigError, check_choice, check_count, check_names
 
 __all__ = [
+    "DEFAULT_RULES",
     "ENV_ARRAYS",
-    "NO_RESTARTS",
     "RESTARTED",
     "RESTARTS_OF_A_NODE",
+    "EnvRules",
     "EpisodeState",
     "RestartBudget",
-    "RestartPolicy",
     "episode_of",
     "restart_seed",
     "restore_episode",
@@ -137,8 +137,8 @@ def restore_episode(arrays: Mapping[str, NDArray[Any]], row: int, episode: Mappi
 
 
 @dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """The restart policy for environments that raise or hang, and for workers that exit.
+class EnvRules:
+    """How workers treat environments: restarts of those that fail, limits of time, and what is kept and repeated.
 
     Attributes:
         restart: Whether a failed environment is restarted. The new seed is a function of the original seed, the
@@ -169,8 +169,8 @@ class RestartPolicy:
         restart_env_every: int | None = None,
         replay_calls: Sequence[str] = (),
         spare_envs: int = 0,
-    ) -> RestartPolicy:
-        """Returns the restart policy for the arguments of a vector environment.
+    ) -> EnvRules:
+        """Returns the rules for the arguments of a vector environment.
 
         Raises:
             ConfigError: `on_env_error` is unknown, or a timeout or `restart_env_every` is not positive.
@@ -192,5 +192,5 @@ class RestartPolicy:
         return cls(on_env_error == "restart", step_timeout_s, start_timeout_s, max_episodes, names, spare_envs)
 
 
-NO_RESTARTS = RestartPolicy()
+DEFAULT_RULES = EnvRules()
 """Failed environments are not restarted, and a step may take any time."""

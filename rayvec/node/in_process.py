@@ -18,17 +18,17 @@ from rayvec.envs.failures import FAILURES, is_ctrl_c
 from rayvec.envs.native_slices import NativeSlice
 from rayvec.envs.slices import Slice, own_arrays
 from rayvec.fleet.commands import Answer, Command, Op
-from rayvec.fleet.restarts import RestartPolicy
+from rayvec.fleet.restarts import EnvRules
 
 __all__ = ["InProcess", "make_slice"]
 
 logger = logging.getLogger(__name__)
 
 
-def make_slice(factory: EnvFactory, first_id: int, where: str, policy: RestartPolicy) -> Slice:
+def make_slice(factory: EnvFactory, first_id: int, where: str, rules: EnvRules) -> Slice:
     """Makes the slice of all environments of a factory; the arguments are those of :class:`Slice`."""
     kind = NativeSlice if factory.native else Slice
-    return kind(factory, first_id, where, policy)
+    return kind(factory, first_id, where, rules)
 
 
 class InProcess:

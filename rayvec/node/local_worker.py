@@ -54,7 +54,7 @@ class LocalWorker:
     _held = ""
 
     def __init__(self, spec: WorkerSpec, index: int, factories: int, preload: Sequence[str]) -> None:
-        self.name, self._policy, self._index = spec.name, spec.restart_policy, index
+        self.name, self._rules, self._index = spec.name, spec.env_rules, index
         self._pending = deque[tuple[Command, bytes]]()
         self._last_step: Command | None = None  # that the block holds
         self._num_posted = 0
@@ -63,7 +63,7 @@ class LocalWorker:
         self._readable.register(self._channel, select.POLLIN)
         self._stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
         send_files(self._channel, factories, self._stack_fd)
-        name, timeout_s = f"rayvec worker {index}", self._policy.start_timeout_s
+        name, timeout_s = f"rayvec worker {index}", self._rules.start_timeout_s
         try:
             with theirs:
                 self._process = OwnedProcess(worker_main, (spec, theirs), name, preload, timeout_s, spec.share)
@@ -194,10 +194,10 @@ class LocalWorker:
         While a policy acts, these are as many as its chunk has steps: its first call may compile it.
         """
         if self._is_starting or self._pending[0][0].op == Op.LOAD:
-            return "start_timeout_s", self._policy.start_timeout_s, 1
+            return "start_timeout_s", self._rules.start_timeout_s, 1
         command, policy_acts = self._pending[0][0], self._progress % 2 == 0
         steps = command.rest.request.num_steps if command.op == Op.ROLLOUT and policy_acts else 1
-        return "step_timeout_s", self._policy.step_timeout_s, steps
+        return "step_timeout_s", self._rules.step_timeout_s, steps
 
     def _died(self) -> ChildLost:
         self._process.wait(_END_S)

@@ -19,7 +19,7 @@ from rayvec.envs.pickled_parts import PickledParts
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.fleet.commands import ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import Fleet
-from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy, seed_of
+from rayvec.fleet.restarts import DEFAULT_RULES, EnvRules, seed_of
 from rayvec.node.local_worker import LocalWorker
 from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, MachineBlock
 from rayvec.node.processes import allow_open_files
@@ -39,7 +39,7 @@ class MachineSpec(NamedTuple):
         seed: As of :class:`~rayvec.envs.factory.EnvFactory`.
         name: Name of the machine, for errors.
         preload: Modules that the fork server imports once for all workers.
-        restart_policy: Whether environments that raise, and workers that die or hang, are replaced; and their limits.
+        env_rules: Whether environments that raise, and workers that die or hang, are replaced; and their limits.
         resources: What each environment needs; None for what its worker happens to have.
     """
 
@@ -48,7 +48,7 @@ class MachineSpec(NamedTuple):
     seed: int | None
     name: str
     preload: tuple[str, ...] = ()
-    restart_policy: RestartPolicy = NO_RESTARTS
+    env_rules: EnvRules = DEFAULT_RULES
     resources: EnvResources | None = None
 
 
@@ -72,14 +72,14 @@ class Machine(Fleet):
     _block: MachineBlock
 
     def __init__(self, spec: MachineSpec, gpus: Sequence[str] | None = None) -> None:
-        self.first_id, self._spec, policy, places = spec.first_id, spec, spec.restart_policy, spec.parts.places
+        self.first_id, self._spec, rules, places = spec.first_id, spec, spec.env_rules, spec.parts.places
         units = [0, *(each.stop for each in places)]
         shares = worker_shares(spec.resources, units, gpus)
         allow_open_files(len(places))
         self._slots: dict[tuple[int, int], deque[int]] = {}
         self._num_chunks = 0
         self._workers = [
-            WorkerSpec(each, spec.first_id + each.start, f"node {spec.name}, worker {k}", policy, spec.seed, share)
+            WorkerSpec(each, spec.first_id + each.start, f"node {spec.name}, worker {k}", rules, spec.seed, share)
             for k, (each, share) in enumerate(zip(places, shares, strict=True))
         ]
         self.children: list[LocalWorker] = []
@@ -94,8 +94,8 @@ class Machine(Fleet):
             self.close(0.0)
             raise
         bounds = np.cumsum([0, *counts]).tolist()
-        start = self._replacement if policy.restart else None
-        super().__init__(self.children, bounds, start, first_id=spec.first_id, replay_calls=policy.replay_calls)
+        start = self._replacement if rules.restart else None
+        super().__init__(self.children, bounds, start, first_id=spec.first_id, replay_calls=rules.replay_calls)
 
     def allocate(
         self,

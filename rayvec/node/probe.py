@@ -15,7 +15,7 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.envs.step_time import StepTime, StepTimer
 from rayvec.errors import WorkerLostError
 from rayvec.fleet.commands import Command, Op
-from rayvec.fleet.restarts import RestartPolicy
+from rayvec.fleet.restarts import EnvRules
 
 __all__ = ["MAX_WAITING_WORKERS", "MIN_WAITING_CORES", "probe_step"]
 
@@ -29,27 +29,27 @@ logger = logging.getLogger(__name__)
 
 
 def probe_step(
-    factory: EnvFactory, restart_policy: RestartPolicy, open_fleet: Callable[[EnvFactory, RestartPolicy], Any]
+    factory: EnvFactory, env_rules: EnvRules, open_fleet: Callable[[EnvFactory, EnvRules], Any]
 ) -> StepTime | None:
     """Makes the first environment in a worker process, measures its steps, closes it, and logs the result.
 
     Args:
         factory: Makes all environments.
-        restart_policy: Its limits of time are the worker's.
+        env_rules: Its limits of time are the worker's.
         open_fleet: Starts a machine or a cluster of one worker, which makes the environment of a factory.
 
     Returns:
         What was measured; None if the environment's reset or step, or its worker, failed. The error is logged and not
-        raised, since the restart policy decides what happens when an environment fails.
+        raised, since the rules decide what happens when an environment fails.
 
     Raises:
         Exception: What the constructor of the environment raised.
     """
     began_s = time.monotonic()
     timer = replace(factory, env_fns=(partial(StepTimer, factory.env_fns[0]),))
-    limit_s = restart_policy.step_timeout_s
+    limit_s = env_rules.step_timeout_s
     step_timeout_s = limit_s and 3 * limit_s + _MEASURING_S  # the command to measure has a reset and several steps
-    limits = replace(restart_policy, restart=False, step_timeout_s=step_timeout_s, spare_envs=0)
+    limits = replace(env_rules, restart=False, step_timeout_s=step_timeout_s, spare_envs=0)
     fleet = open_fleet(timer, limits)
     try:
         fleet.allocate(fleet.spaces.observation, fleet.spaces.action)

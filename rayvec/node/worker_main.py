@@ -23,7 +23,7 @@ from rayvec.envs.failures import FAILURES, captured
 from rayvec.envs.pickled_parts import Places, load_part
 from rayvec.envs.slices import Slice
 from rayvec.fleet.commands import IN_ARRAYS, Answer, Autoreset, Command, Op
-from rayvec.fleet.restarts import RestartPolicy, seed_of
+from rayvec.fleet.restarts import EnvRules, seed_of
 from rayvec.node.in_process import InProcess, make_slice
 from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, MachineBlock
 from rayvec.node.messages import dumps, packed_answer, receive, receive_files, send
@@ -51,7 +51,7 @@ class WorkerSpec:
         factory: Where the pickled factory of its environments lies in the file of all factories.
         first_id: Global index of its first environment.
         name: What errors call it.
-        restart_policy: Whether environments that raise are restarted.
+        env_rules: Whether environments that raise are restarted.
         seed: Seeds the global random generators before the environments are made; None takes the system's numbers.
         share: What the worker gets of the machine.
     """
@@ -59,7 +59,7 @@ class WorkerSpec:
     factory: Places
     first_id: int
     name: str
-    restart_policy: RestartPolicy
+    env_rules: EnvRules
     seed: int | None
     share: WorkerShare
 
@@ -109,7 +109,7 @@ def _made(spec: WorkerSpec, channel: socket.socket, factories: int) -> Slice | N
         _seed(spec.seed, spec.first_id, 1)
         if factory.native:
             keep_freed_memory(_KEPT_BYTES)
-        slice_ = make_slice(factory, spec.first_id, spec.name, spec.restart_policy)
+        slice_ = make_slice(factory, spec.first_id, spec.name, spec.env_rules)
         seed = None if spec.seed is None else spec.seed % (1 << 64)
         seed_globals(seed, spec.first_id, 4)  # again, since the environments may have imported torch
         spaces = dumps(slice_.spaces)

@@ -18,7 +18,7 @@ from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
-from rayvec.fleet.restarts import RESTARTED, RestartPolicy
+from rayvec.fleet.restarts import RESTARTED, EnvRules
 from rayvec.stable_baselines3.worker_env import WorkerEnv
 from rayvec.vector.adapter import Adapter
 from rayvec.vector.batching import check_number, check_spaces
@@ -82,9 +82,7 @@ class RayVecEnv(Adapter, VecEnv):
         preload: Sequence[str] = (),
         address: str | None = None,
     ) -> None:
-        restart_policy = RestartPolicy.of(
-            on_env_error, step_timeout_s, start_timeout_s, restart_env_every, spare_envs=spare_envs
-        )
+        env_rules = EnvRules.of(on_env_error, step_timeout_s, start_timeout_s, restart_env_every, spare_envs=spare_envs)
         factory = EnvFactory.build(check_env_fns(env_fns), wrappers=(WorkerEnv,))
         self._everyone = np.arange(factory.num_envs)
         self._open(
@@ -95,7 +93,7 @@ class RayVecEnv(Adapter, VecEnv):
             cores_per_env=cores_per_env,
             gpus_per_env=gpus_per_env,
             resources_per_env=resources_per_env,
-            restart_policy=restart_policy,
+            env_rules=env_rules,
             on_node_loss=on_node_loss,
             preload=preload,
             address=address,

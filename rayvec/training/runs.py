@@ -29,7 +29,7 @@ from rayvec.config.schema import field_names, require
 from rayvec.data.global_random import seed_globals
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, counted
-from rayvec.fleet.restarts import RestartPolicy
+from rayvec.fleet.restarts import EnvRules
 from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import compile_s, compiles, decided
 from rayvec.learners.impala import IMPALALearner
@@ -218,8 +218,8 @@ def probed_workers(config: TrainConfig, num_envs: int, first_id: int, cores: int
         return cores
     entry = _entry(config, num_envs, first_id)
     factory = EnvFactory.build(entry, num_envs, config.env_kwargs, _wrappers(config), first_id=first_id)
-    policy = RestartPolicy.of(config.on_env_error, config.step_timeout_s, config.start_timeout_s)
-    return local_workers(factory, cores, preload=_preload(config), restart_policy=policy)
+    rules = EnvRules.of(config.on_env_error, config.step_timeout_s, config.start_timeout_s)
+    return local_workers(factory, cores, preload=_preload(config), env_rules=rules)
 
 
 def _entry(config: TrainConfig, num_envs: int, first_id: int) -> Any:

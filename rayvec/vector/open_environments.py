@@ -10,7 +10,7 @@ from rayvec.data.resources import EnvResources
 from rayvec.data.topology import Topology, even_bounds
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, check_choice, check_count, check_names
-from rayvec.fleet.restarts import NO_RESTARTS, RestartPolicy
+from rayvec.fleet.restarts import DEFAULT_RULES, EnvRules
 from rayvec.node.in_process import InProcess, make_slice
 from rayvec.node.machine import Machine, MachineSpec
 from rayvec.node.probe import MAX_WAITING_WORKERS, probe_step
@@ -31,7 +31,7 @@ def open_environments(
     *,
     num_nodes: int | tuple[int, int] | None,
     workers_per_node: int | None,
-    restart_policy: RestartPolicy,
+    env_rules: EnvRules,
     on_node_loss: str,
     preload: Sequence[str],
     address: str | None,
@@ -49,7 +49,7 @@ def open_environments(
         factory: Makes all environments.
         num_nodes: As of :class:`rayvec.RayVecEnv`, like the next six.
         workers_per_node: Worker processes on each node.
-        restart_policy: The restart policy.
+        env_rules: Whether failed environments are restarted, limits of time, and others.
         on_node_loss: ``"rehost"`` or ``"raise"``.
         preload: Modules that the workers import once for each node.
         address: Of a running Ray cluster.
@@ -70,19 +70,19 @@ def open_environments(
     if factory.native:
         keep_freed_memory(64 << 20)
     if num_nodes == 0 and num_nodes is not False:
-        _check_local(address, workers_per_node, restart_policy, resources)
+        _check_local(address, workers_per_node, env_rules, resources)
         if workers_per_node == 0:
-            return InProcess(make_slice(factory, first_id, Topology.this_process, restart_policy))
+            return InProcess(make_slice(factory, first_id, Topology.this_process, env_rules))
         if resources is not None:
             check_here(resources, factory.num_envs)
         has_own = worker_per_env or (resources is not None and workers_per_node is None)
         num_workers = factory.num_envs if has_own else workers_per_node
         num_workers = num_workers or local_workers(
-            factory, usable_cores(), probe=probe, preload=preload, restart_policy=restart_policy
+            factory, usable_cores(), probe=probe, preload=preload, env_rules=env_rules
         )
         parts = factory.in_parts(even_bounds(factory.num_envs, min(num_workers, factory.num_envs)))
         name = Topology.of_this_node().nodes[0].name
-        return Machine(MachineSpec(parts, first_id, factory.seed, name, tuple(preload), restart_policy, resources))
+        return Machine(MachineSpec(parts, first_id, factory.seed, name, tuple(preload), env_rules, resources))
     if first_id:
         raise ConfigError(f"first_id={first_id} was passed with environments on Ray. It requires num_nodes=0.")
     # Programs without Ray do not import it: that takes a third of a second.
@@ -96,7 +96,7 @@ def open_environments(
         claim_cpus=claim_cpus or resources is not None,
         probe=probe and resources is None,
         preload=preload,
-        restart_policy=restart_policy,
+        env_rules=env_rules,
         rehost=on_node_loss == "rehost",
         address=address,
         resources=resources,
@@ -109,7 +109,7 @@ def local_workers(
     *,
     probe: bool = True,
     preload: Sequence[str] = (),
-    restart_policy: RestartPolicy = NO_RESTARTS,
+    env_rules: EnvRules = DEFAULT_RULES,
 ) -> int:
     """Returns how many workers to start by default: one for each core, or for each environment if its steps wait.
 
@@ -122,16 +122,14 @@ def local_workers(
         return min(num_envs, cores)
     name = Topology.of_this_node().nodes[0].name
 
-    def opened(factory: EnvFactory, limits: RestartPolicy) -> Machine:
+    def opened(factory: EnvFactory, limits: EnvRules) -> Machine:
         return Machine(MachineSpec(factory.in_parts((0, 1)), 0, factory.seed, name, tuple(preload), limits))
 
-    step = probe_step(factory, restart_policy, opened)
+    step = probe_step(factory, env_rules, opened)
     return min(num_envs, MAX_WAITING_WORKERS) if step is not None and step.waits else cores
 
 
-def _check_local(
-    address: str | None, workers: int | None, restart_policy: RestartPolicy, resources: EnvResources | None
-) -> None:
+def _check_local(address: str | None, workers: int | None, env_rules: EnvRules, resources: EnvResources | None) -> None:
     """Checks what environments of this machine without Ray, that is ``num_nodes=0``, can be given."""
     if address is not None:
         raise ConfigError(
@@ -140,9 +138,9 @@ def _check_local(
         )
     if workers is not None:
         check_count("workers_per_node", workers, least=0)
-    if workers == 0 and restart_policy.step_timeout_s is not None:
+    if workers == 0 and env_rules.step_timeout_s is not None:
         raise ConfigError(
-            f"step_timeout_s={restart_policy.step_timeout_s:g} can't stop a step of workers_per_node=0, which runs in "
+            f"step_timeout_s={env_rules.step_timeout_s:g} can't stop a step of workers_per_node=0, which runs in "
             "this process. Leave step_timeout_s out, or pass workers_per_node=1 or more."
         )
     if workers == 0 and resources is not None:

@@ -22,7 +22,7 @@ from rayvec.data.trees import as_slice
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
-from rayvec.fleet.restarts import EpisodeState, RestartPolicy
+from rayvec.fleet.restarts import EnvRules, EpisodeState
 from rayvec.policies.policy import Policy
 from rayvec.vector.batching import (
     batched_observations,
@@ -129,7 +129,7 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         seed: int | None = None,
     ) -> None:
         check_choice("groups", groups, (1, 2))
-        restart_policy = RestartPolicy.of(
+        env_rules = EnvRules.of(
             on_env_error, step_timeout_s, start_timeout_s, restart_env_every, replay_calls, spare_envs
         )
         factory = EnvFactory.build(env, num_envs, env_kwargs, wrappers, native=native, seed=seed, first_id=first_id)
@@ -146,7 +146,7 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             cores_per_env=cores_per_env,
             gpus_per_env=gpus_per_env,
             resources_per_env=resources_per_env,
-            restart_policy=restart_policy,
+            env_rules=env_rules,
             on_node_loss=on_node_loss,
             preload=preload,
             address=address,

@@ -20,7 +20,7 @@ from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
-from rayvec.fleet.restarts import RestartPolicy
+from rayvec.fleet.restarts import EnvRules
 from rayvec.tianshou.env.assembly import StepResult, observations, step_result
 from rayvec.tianshou.env.pool_env import PoolEnv
 from rayvec.vector.chunks import ChunkAdapter
@@ -102,9 +102,7 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
         preload: Sequence[str] = ("torch", "tianshou"),
         address: str | None = None,
     ) -> None:
-        restart_policy = RestartPolicy.of(
-            on_env_error, step_timeout_s, start_timeout_s, restart_env_every, spare_envs=spare_envs
-        )
+        env_rules = EnvRules.of(on_env_error, step_timeout_s, start_timeout_s, restart_env_every, spare_envs=spare_envs)
         factory = EnvFactory.build(check_env_fns(env_fns), wrappers=(PoolEnv,))
         most = factory.num_envs
         assert 1 <= (wait_num or most) <= most, f"wait_num should be in [1, {most}], but got {wait_num}"
@@ -120,7 +118,7 @@ class RayVectorEnv(ChunkAdapter, BaseVectorEnv):
             cores_per_env=cores_per_env,
             gpus_per_env=gpus_per_env,
             resources_per_env=resources_per_env,
-            restart_policy=restart_policy,
+            env_rules=env_rules,
             on_node_loss=on_node_loss,
             preload=preload,
             address=address,
