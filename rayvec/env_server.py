@@ -37,7 +37,7 @@ GREETING = b"rayvec environment server 4\n"
 """Ends with the version of the protocol, which both sides must share."""
 _LENGTHS = struct.Struct("!IQ")
 _NONCE = 32
-_RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+_RETRY_S = (0.1, 0.2, 0.5)
 
 
 class Refused(Exception):

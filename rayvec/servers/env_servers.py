@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import atexit
 import shlex
+import socket
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rayvec.env_server import read_key
+from rayvec.env_server import Messages, read_key
 from rayvec.errors import ConfigError, check_count
-from rayvec.servers.door import Door
-from rayvec.servers.makers import DialledServer, StartedServer
+from rayvec.servers.makers import DialledServer, StartedServer, dialling_in
 
 __all__ = ["EnvServers"]
+
+_END_S = 1.0
+"""How long servers get to dial in again, which then end."""
 
 
 class EnvServers:
     """Environments that run in servers: under another Python, in a container, on another machine or system.
 
     It is passed where a list of callables is expected: ``rayvec.RayVecEnv(rayvec.EnvServers(8, port=9000,
-    key_file="key"))``. Each server serves one environment at a time. One that is lost is replaced by the next that is
-    idle: let some more dial in than there are environments. The environments step on this machine (``num_nodes=0``).
+    key_file="key"))``. Each server serves one environment at a time, and others dial again and again: start some more
+    than there are environments, so that one that is lost is replaced at once. The environments step on this machine
+    (``num_nodes=0``).
 
     With `command`, each worker starts the server of its environment, and another where that is lost.
 
@@ -32,8 +38,7 @@ class EnvServers:
         key_file: A file with the key, at least 16 bytes, that the servers have too.
         command: Starts one server, as one string or as its words; ``--connect``, ``--key-file`` and ``--once`` are
             appended.
-        start_timeout_s: How long iterating waits until `count` servers have dialled in, or how long one that was
-            started may take to dial in.
+        start_timeout_s: How long each environment waits for its server.
 
     Attributes:
         port: The port at which servers dial in.
@@ -53,7 +58,6 @@ class EnvServers:
         start_timeout_s: float = 60.0,
     ) -> None:
         self._count, self.port = check_count("count", count), check_count("port", port, least=0)
-        self._start_timeout_s, self._door = start_timeout_s, None
         got = {"command": command, "key_file": key_file, "port": port, "host": host}
         names = [name for name, value in got.items() if value]
         if names != ["command"] and (key_file is None or command is not None):
@@ -66,29 +70,40 @@ class EnvServers:
             words = shlex.split(command) if isinstance(command, str) else command
             self._make = StartedServer(tuple(words), start_timeout_s)
             return
+        path = str(Path(str(key_file)).expanduser().absolute())
         try:
-            self._door = Door(host, port, read_key(str(Path(str(key_file)).expanduser())))
+            self._key = read_key(path)
+            self.port = self._reserved(host, port)
         except (OSError, ValueError) as error:
             raise ConfigError(f"Environment servers can't dial in: {error}.") from None
-        self.port, self._make = self._door.port, DialledServer(self._door.path)
+        self._make = DialledServer((host, self.port), path, start_timeout_s)
+        atexit.register(self.close)
+
+    def _reserved(self, host: str, port: int) -> int:
+        """Reserves a port that nothing has, so that this user's processes alone can listen there. Returns it."""
+        with socket.create_server((host, port)) as first:
+            port = first.getsockname()[1]
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._socket.bind((host, port))
+        return port
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[StartedServer | DialledServer]:
-        """Yields what makes each environment, once servers that dial in have done so.
-
-        Raises:
-            TimeoutError: They have not within `start_timeout_s`.
-        """
-        if self._door is not None:
-            self._door.wait_for(self._count, self._start_timeout_s)
+        """Yields what makes each environment."""
         return iter([self._make] * self._count)
 
     def close(self) -> None:
         """Tells the servers to end, as the end of this process does. Close the environments first."""
-        if self._door is not None:
-            self._door.close()
+        if not isinstance(self._make, DialledServer) or self._socket.fileno() < 0:
+            return
+        atexit.unregister(self.close)
+        with self._socket, socket.create_server(self._make.address, reuse_port=True) as listener:
+            for connection, _ in filter(None, dialling_in(listener, self._key, _END_S)):
+                with suppress(OSError), connection:
+                    connection.sendall(Messages(connection).pack({"op": "end"}))
 
     def __enter__(self) -> Self:
         return self

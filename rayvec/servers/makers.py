@@ -1,27 +1,87 @@
-"""Make an environment in a server: in one that the worker starts, or in the next one that has dialled in."""
+"""Make an environment in a server: in the next one that dials in, or in one that the worker starts."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shlex
 import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from rayvec.env_server import Refused, admit, read_key
 from rayvec.errors import ConfigError
-from rayvec.servers.door import admitted
 from rayvec.servers.server_env import ServerEnv
 
-__all__ = ["DialledServer", "StartedServer"]
+__all__ = ["DialledServer", "StartedServer", "dialling_in"]
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _END_S = 2.0
 """How long a server gets to end."""
-_MAX_NAME = 4096
+
+
+def dialling_in(listener: socket.socket, key: bytes, wait_s: float) -> Iterator[tuple[socket.socket, str] | None]:
+    """Yields the connection and the name of each server that dials in, and None ten times a second, for `wait_s`.
+
+    Whoever lacks the key is refused, and logged.
+    """
+    listener.settimeout(_POLL_S)
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        found = None
+        with suppress(TimeoutError):
+            connection, (address, port) = listener.accept()
+            name = f"environment server {address}:{port}"
+            try:
+                admit(connection, key)
+                found = connection, name
+            except (Refused, OSError) as error:
+                logger.warning("%s was refused: %s", name, error)
+                connection.close()
+        yield found
+
+
+@dataclass(frozen=True, slots=True)
+class DialledServer:
+    """Makes the environment in the next server that dials in.
+
+    Each environment that waits for a server listens at the same port (``SO_REUSEPORT``). A server that finds no
+    listener dials again, and then serves an environment that another server has lost.
+
+    Attributes:
+        address: Host and port at which it listens.
+        key_file: The file with the key.
+        start_timeout_s: How long it waits.
+        waits: Its steps wait for another process, so that each environment gets a worker of its own by default.
+    """
+
+    address: tuple[str, int]
+    key_file: str
+    start_timeout_s: float
+    waits = True
+
+    def __call__(self) -> ServerEnv:
+        """Makes the environment.
+
+        Raises:
+            ConfigError: No server dials in.
+        """
+        with socket.create_server(self.address, reuse_port=True) as listener:
+            for found in dialling_in(listener, read_key(self.key_file), self.start_timeout_s):
+                if found is not None:
+                    return ServerEnv(*found)
+        raise ConfigError(
+            f"An environment has waited {self.start_timeout_s:g} s for an environment server at port "
+            f"{self.address[1]} of {socket.gethostname()}. Start one for each environment, which connects to there, or "
+            "pass a larger start_timeout_s."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +91,7 @@ class StartedServer:
     Attributes:
         command: Its words.
         start_timeout_s: How long it may take to dial in.
-        waits: Its steps wait for another process, so that each environment gets a worker of its own by default.
+        waits: As of :class:`DialledServer`.
     """
 
     command: tuple[str, ...]
@@ -52,26 +112,24 @@ class StartedServer:
             command = [*self.command, "--connect", where, "--key-file", key_file.name, "--once"]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
             try:
-                connection = self._accepted(listener, process, key.encode())
-                return ServerEnv(connection, f"environment server {where}", partial(_end, process))
+                for found in dialling_in(listener, key.encode(), self.start_timeout_s):
+                    if found is not None:
+                        return ServerEnv(*found, partial(_end, process))
+                    if process.poll() is not None:
+                        break
+                raise self._silent(process.returncode)
             except BaseException:
                 process.kill()
                 process.wait()
                 raise
 
-    def _accepted(self, listener: socket.socket, process: subprocess.Popen[bytes], key: bytes) -> socket.socket:
-        """Waits until the server dials in. Returns the connection."""
-        listener.settimeout(_POLL_S)
-        deadline = time.monotonic() + self.start_timeout_s
-        while process.poll() is None and time.monotonic() < deadline:
-            with suppress(TimeoutError):
-                connection = listener.accept()[0]
-                if admitted(connection, key):
-                    return connection
+    def _silent(self, returncode: int | None) -> ConfigError:
         why = f"start_timeout_s={self.start_timeout_s:g} has passed"
-        if process.returncode is not None:
-            why = f"it has ended with exit code {process.returncode}"
-        raise ConfigError(f"The environment server has not dialled in: {why}. Run `{shlex.join(self.command)} --help`.")
+        if returncode is not None:
+            why = f"it has ended with exit code {returncode}"
+        return ConfigError(
+            f"The environment server has not dialled in: {why}. Run `{shlex.join(self.command)} --help`."
+        )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -80,36 +138,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_END_S)
     process.kill()
     process.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class DialledServer:
-    """Makes the environment in the next idle server; it may wait for one.
-
-    Attributes:
-        path: Of the Unix socket at which :class:`rayvec.servers.door.Door` hands over connections.
-        waits: As of :class:`StartedServer`.
-    """
-
-    path: str
-    waits = True
-
-    def __call__(self) -> ServerEnv:
-        """Makes the environment.
-
-        Raises:
-            ConfigError: No servers are handed over on this machine.
-            ConnectionError: The servers were told to end.
-        """
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as handover:
-            try:
-                handover.connect(self.path)
-                name, descriptors, *_ = socket.recv_fds(handover, _MAX_NAME, 1)
-            except OSError as error:
-                raise ConfigError(
-                    f"There are no environment servers at {self.path} ({error}). Their environments must step on the "
-                    "machine that has made rayvec.EnvServers, before it is closed: pass num_nodes=0."
-                ) from None
-        if not descriptors:
-            raise ConnectionError("rayvec.EnvServers were closed while a server was waited for.")
-        return ServerEnv(socket.socket(fileno=descriptors[0]), name.decode())

@@ -9,7 +9,7 @@ from typing import Any
 
 from rayvec.config.references import is_unnamed
 from rayvec.config.schema import require
-from rayvec.errors import ConfigError, counted
+from rayvec.errors import counted
 from rayvec.servers.env_servers import EnvServers
 
 __all__ = ["served"]
@@ -20,7 +20,7 @@ def served(config: Any, env: Any, *, begun: bool = False) -> Iterator[Any]:
     """Yields `env`, or what makes the environments of the servers that the settings of a run ask for.
 
     Raises:
-        ConfigError: There is another environment too, or the servers have not dialled in.
+        ConfigError: There is another environment too.
     """
     settings = getattr(config, "env_servers", None)
     if not settings:
@@ -32,12 +32,9 @@ def served(config: Any, env: Any, *, begun: bool = False) -> Iterator[Any]:
         "env_servers was passed to a run that has env, env_id, native or env_kwargs too. Servers take the place of all "
         "of them. Leave these out, or pass env_servers={}.",
     )
-    with EnvServers(config.num_envs, start_timeout_s=config.start_timeout_s, **settings) as servers:
+    wait_s = 0.9 * config.start_timeout_s  # its error says more than that of a worker which takes too long
+    with EnvServers(config.num_envs, start_timeout_s=wait_s, **settings) as servers:
         if servers.port:
             waited = counted(config.num_envs, "environment server")
             print(f"rayvec: waiting for {waited} at port {servers.port}", file=sys.stderr)
-        try:
-            makers = list(servers)
-        except TimeoutError as error:
-            raise ConfigError(str(error)) from error
-        yield makers
+        yield list(servers)

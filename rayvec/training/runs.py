@@ -428,7 +428,7 @@ def _named_env(env: Any) -> str:
     if isinstance(env, EnvSpec):
         return env.id if gymnasium.registry.get(env.id) == env else refer(env)
     if isinstance(env, EnvServers):
-        env = list(env)  # once they have dialled in
+        env = list(env)
     require(
         callable(env) or (isinstance(env, list | tuple) and env and all(map(callable, env))),
         f"env is {repr(env)[:200]}. It must be an id, an EnvSpec, a class or function that makes one environment, "
