@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["is_left_to_owner", "leave_to_owner", "restore_in_children"]
+__all__ = ["LEFT_TO_OWNER", "is_left_to_owner", "leave_to_owner", "restore_in_children"]
+
+LEFT_TO_OWNER = (signal.SIGINT, signal.SIGTERM)
+"""Signals that may reach every process of a job."""
 
 
-def leave_to_owner(*numbers: signal.Signals) -> None:
-    """Makes this process ignore signals that reach every process of a job: the owner decides.
+def leave_to_owner() -> None:
+    """Makes this process ignore `LEFT_TO_OWNER`: the owner decides. If they are blocked, they are unblocked.
 
     A handler that does nothing, and not SIG_IGN, which programs that an environment starts would inherit. In native
     code, most calls that the signal interrupts resume; poll, select and sleeps return EINTR.
     """
-    for number in numbers:
+    for number in LEFT_TO_OWNER:
         signal.signal(number, _do_nothing)
         signal.siginterrupt(number, False)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_OWNER)
 
 
 def is_left_to_owner(number: signal.Signals) -> bool:

@@ -26,14 +26,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from multiprocessing import Process, context, forkserver, reduction, spawn, util
+from multiprocessing import Process, context, forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import wait
 from multiprocessing.popen_forkserver import Popen
 from multiprocessing.process import parent_process
 from pathlib import Path
 from typing import Any
 
-from rayvec.envs.owner_signals import leave_to_owner, restore_in_children
+from rayvec.envs.owner_signals import LEFT_TO_OWNER, leave_to_owner, restore_in_children
 from rayvec.errors import ConfigError
 from rayvec.node.worker_share import WorkerShare
 
@@ -140,6 +140,7 @@ def _environment(threads: int) -> dict[str, str]:
 def _server(preload: Sequence[str], threads: int) -> Any:
     """Returns the fork server for some modules. It is started if it does not run."""
     with _lock:
+        resource_tracker.ensure_running()  # here: it unblocks the signals
         variables = _environment(threads)
         key = os.getpid(), tuple(variables[name] for name in _THREADS), tuple(preload)  # libraries read them once
         server = _servers.setdefault(key, forkserver.ForkServer())
@@ -148,12 +149,14 @@ def _server(preload: Sequence[str], threads: int) -> Any:
         added[PRELOAD] = json.dumps([[str(path) for path in sys.path], list(preload), _folder()])
         hidden = {name: os.environ.pop(name) for name in _SECRETS if name in os.environ}
         os.environ.update(added)  # what the server imports reads them
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_OWNER)  # the server inherits it, and unblocks them
         try:
             server.ensure_running()
         finally:
             for name in added:
                 del os.environ[name]
             os.environ.update(hidden)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return server
 
 
@@ -284,7 +287,7 @@ def _main(environment: dict[str, str], owner: int, target: Callable[..., None], 
         os._exit(1)
     threading.Thread(target=_end_with, args=(watch,), name="rayvec-owner", daemon=True).start()
     restore_in_children()
-    leave_to_owner(signal.SIGINT, signal.SIGTERM)
+    leave_to_owner()
     os.environ.clear()
     os.environ.update(environment)
     target(*args)

@@ -8,7 +8,6 @@ import json
 import os
 import select
 import shutil
-import signal
 import sys
 
 import rayvec.node.worker_main  # noqa: F401  # what every worker needs
@@ -29,7 +28,7 @@ def _remove_folder() -> None:
 
 
 sys.path[:] = dict.fromkeys([*_path, *sys.path])
-leave_to_owner(signal.SIGTERM)
+leave_to_owner()
 kill_with_parent(True)  # also if an import never returns
 import_modules(_modules)
 kill_with_parent(False)  # the server ends with its owner, and not with the thread that started it

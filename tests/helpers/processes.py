@@ -78,9 +78,9 @@ class Command:
 
 
 @contextlib.contextmanager
-def running(arguments: list[str], directory: Path) -> Iterator[Command]:
+def running(arguments: list[str], directory: Path, program: Sequence[str] = RAYVEC) -> Iterator[Command]:
     """Runs a command, and kills what is left of it in the end."""
-    command = Command(arguments, directory)
+    command = Command(arguments, directory, program)
     try:
         yield command
     finally:

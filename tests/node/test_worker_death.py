@@ -19,6 +19,7 @@ import psutil
 import pytest
 from gymnasium.error import ClosedEnvironmentError
 from helpers.kinds import within
+from helpers.processes import assert_nothing_left, running
 from helpers.testing import CountingEnv
 from helpers.vector_kit import assert_explained
 from helpers.waiting import DEADLINE_S, alive, wait_until
@@ -258,6 +259,26 @@ def test_a_fork_server_for_which_there_is_no_process(tmp_path: Path, monkeypatch
     with pytest.raises(WorkerLostError, match=r"could not be started.*ulimit -u") as caught:
         RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1, preload=["zipapp"])  # which needs another server
     assert_explained(caught.value)
+
+
+STARTING = """
+from helpers.testing import CountingEnv
+from rayvec import RayVecEnv
+
+RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=1, preload=["slow_import"])
+"""
+
+
+def test_ctrl_c_while_a_fork_server_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the driver raises: the fork server ends with it, without a traceback of its own."""
+    (tmp_path / "slow_import.py").write_text(f"import time; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(60)")
+    (tmp_path / "script.py").write_text(STARTING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with running(["script.py"], tmp_path, [sys.executable]) as command:
+        command.wait_until((tmp_path / "begun").exists)
+        assert command.interrupt() == -signal.SIGINT
+        assert_nothing_left(command)
+        assert command.stderr.read_text().count("Traceback") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
