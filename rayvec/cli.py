@@ -32,6 +32,7 @@ from rayvec.config.presets import changed
 from rayvec.config.references import import_plugins
 from rayvec.config.schema import Count, Natural, Seed, require, suggested
 from rayvec.config.settings_yaml import read_yaml
+from rayvec.data.batch import metric_means
 from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError
 from rayvec.training.stop_signals import Interrupts, Terminated
 
@@ -87,7 +88,9 @@ class Eval:
         )
         print(
             f"mean return {evaluation.return_mean:.2f}, standard deviation {evaluation.return_std:.2f}, "
-            f"{self.episodes} episodes of {evaluation.lens.mean():.1f} steps on average"
+            f"{self.episodes} episodes of {evaluation.lens.mean():.1f} steps on average",
+            *(f"{name} {mean:.2f}" for name, mean in metric_means(evaluation.metrics).items()),
+            sep=", ",
         )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,12 +12,12 @@ from numpy.typing import NDArray
 
 from rayvec.data.chunk import Chunk
 
-__all__ = ["Batch", "CollectStats", "EpisodeStats", "join_stats"]
+__all__ = ["Batch", "CollectStats", "EpisodeStats", "join_episodes", "join_stats", "metric_means"]
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStats:
-    """The episodes that ended, in the order of their last steps (t, then column).
+    """Episodes that ended, those of a chunk in the order of their last steps (t, then column).
 
     Attributes:
         env_ids: ``int64 [F]``.
@@ -31,6 +32,16 @@ class EpisodeStats:
     lens: NDArray[np.int64]
     metrics: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     num_cut: int = 0
+
+    @property
+    def return_mean(self) -> float:
+        """Mean of the returns; NaN without episodes."""
+        return float(self.returns.mean()) if len(self.returns) else math.nan
+
+    @property
+    def return_std(self) -> float:
+        """Standard deviation of the returns over episodes; NaN without episodes."""
+        return float(self.returns.std()) if len(self.returns) else math.nan
 
     def where(self, kept: NDArray[np.bool_]) -> EpisodeStats:
         """Returns some of the episodes; `kept` is ``bool [F]``."""
@@ -80,6 +91,12 @@ class CollectStats:
     staleness_counts: tuple[int, ...] = ()
     n_replaced: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+
+
+def metric_means(metrics: Mapping[str, Sequence[float] | NDArray[np.float64]]) -> dict[str, float]:
+    """Returns the mean of each metric over the episodes that have it; metrics that none has are left out."""
+    known = {name: np.asarray(values)[~np.isnan(values)] for name, values in metrics.items()}
+    return {name: float(values.mean()) for name, values in known.items() if len(values)}
 
 
 def join_episodes(parts: Sequence[EpisodeStats]) -> EpisodeStats:

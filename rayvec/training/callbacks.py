@@ -19,9 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from rayvec.config import TrainConfig
+from rayvec.data import EpisodeStats
+from rayvec.data.batch import metric_means
 from rayvec.errors import ConfigError, RayvecError, check_count
 from rayvec.training import checkpoint
-from rayvec.training.evaluation import Evaluation
+from rayvec.training.evaluation import eval_metrics
 from rayvec.training.trainer import WINDOW, Iteration, Progress, RunEnvs
 
 logger = logging.getLogger(__name__)
@@ -100,7 +102,7 @@ class MetricsLine:
             "return_min": min(returns, default=None),
             "return_max": max(returns, default=None),
             "len_mean": float(np.mean(progress.recent_lens)) if returns else None,
-            **{f"episode/{name}": mean for name, mean in progress.metric_means().items()},
+            **{f"episode/{name}": mean for name, mean in metric_means(progress.recent_metrics).items()},
             "steps_per_s": self.sums["steps"] / whole_s if whole_s else None,
             "staleness": self.staleness,
             **self.latest,
@@ -137,7 +139,7 @@ class RunContext:
     progress: Progress
     iteration: Iteration | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
-    evaluation: Evaluation | None = None
+    evaluation: EpisodeStats | None = None
     is_best: bool = False
     weights: NDArray[np.float32] | None = None
     stop_reason: str | None = None
@@ -182,7 +184,7 @@ class RunContext:
             )
         return self.trainer
 
-    def add_evaluation(self, evaluation: Evaluation, weights: NDArray[np.float32], seconds: float) -> None:
+    def add_evaluation(self, evaluation: EpisodeStats, weights: NDArray[np.float32], seconds: float) -> None:
         """Takes an evaluation of the acting weights ``float32 [P]``, which took some time."""
         progress = self.progress
         if evaluation.num_cut and not progress.has_cut:
@@ -199,7 +201,7 @@ class RunContext:
         self.is_best = progress.best_return is None or mean > progress.best_return
         progress.best_return = mean if self.is_best else progress.best_return
         self.line.sums.update({"time_s/evaluate": seconds})
-        self.line.latest.update(evaluation.metrics)
+        self.line.latest.update(eval_metrics(evaluation))
         self.metrics = self.line.metrics(progress)
 
     def stop(self, reason: str) -> None:

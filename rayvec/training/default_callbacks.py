@@ -18,11 +18,12 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from rayvec.config import TrainConfig
+from rayvec.data.batch import metric_means
 from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.callbacks import BestModel, RunContext
-from rayvec.training.evaluation import evaluate
+from rayvec.training.evaluation import eval_metrics, evaluate
 from rayvec.training.plots import draw_learning_curve
 from rayvec.training.run_dir import read_metrics
 from rayvec.training.runs import make_eval_env, network_of
@@ -154,7 +155,7 @@ def progress_text(context: RunContext) -> str:
     progress, metrics = context.progress, context.metrics
     returned = "none yet" if metrics["return_mean"] is None else f"{metrics['return_mean']:.2f}"
     parts = [f"{metrics['steps_per_s']:,.0f} steps/s", f"return {returned}"]
-    parts += [f"{name} {mean:.2f}" for name, mean in progress.metric_means().items()]
+    parts += [f"{name} {mean:.2f}" for name, mean in metric_means(progress.recent_metrics).items()]
     if progress.eval_return is not None:
         parts.append(f"greedy {progress.eval_return:.2f}, best {progress.best_return:.2f}")
     activities = {name[7:]: s for name, s in metrics.items() if name.startswith("time_s/") and name.count("/") == 1}
@@ -220,7 +221,7 @@ class TensorBoard:
     def on_evaluation(self, context: RunContext) -> None:
         """Writes the metrics of an evaluation."""
         if context.evaluation is not None:
-            self._write(context.evaluation.metrics, context)
+            self._write(eval_metrics(context.evaluation), context)
 
     def on_close(self, context: RunContext) -> None:
         """Writes what was logged after the last line, and closes the file."""

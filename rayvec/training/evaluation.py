@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from numpy.typing import NDArray
 
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
+from rayvec.data import EpisodeStats
+from rayvec.data.batch import metric_means
 from rayvec.errors import ConfigError
 from rayvec.policies.policy import Policy
 from rayvec.training.agent import load
@@ -25,7 +26,7 @@ from rayvec.training.runs import eval_settings, make_one_env, network_of, open_e
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = [
-    "Evaluation",
+    "eval_metrics",
     "evaluate",
     "evaluate_run",
     "greedy_policy",
@@ -38,35 +39,11 @@ __all__ = [
 _EVAL_STEPS, _EVAL_EPISODE_STEPS = 50_000, 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Returns and lengths of episodes that were played greedily.
-
-    Attributes:
-        returns: Undiscounted sums of rewards, ``float64 [F]``.
-        lens: Numbers of steps, ``int64 [F]``.
-        num_cut: How many episodes were cut, since they were longer than the limit.
-    """
-
-    returns: NDArray[np.float64]
-    lens: NDArray[np.int64]
-    num_cut: int = 0
-
-    @property
-    def return_mean(self) -> float:
-        """Mean of the returns; NaN without episodes."""
-        return float(self.returns.mean()) if len(self.returns) else math.nan
-
-    @property
-    def return_std(self) -> float:
-        """Standard deviation of the returns over episodes; NaN without episodes."""
-        return float(self.returns.std()) if len(self.returns) else math.nan
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """What a line of metrics says of it."""
-        cut = {"eval/episodes_cut": self.num_cut} if self.num_cut else {}
-        return {"eval/return_mean": self.return_mean, "eval/return_std": self.return_std, **cut}
+def eval_metrics(evaluation: EpisodeStats) -> dict[str, float]:
+    """Returns what a line of metrics says of an evaluation."""
+    cut = {"eval/episodes_cut": evaluation.num_cut} if evaluation.num_cut else {}
+    own = {f"eval/{name}": mean for name, mean in metric_means(evaluation.metrics).items()}
+    return {"eval/return_mean": evaluation.return_mean, "eval/return_std": evaluation.return_std, **cut, **own}
 
 
 def greedy_policy(module: Any, weights: NDArray[np.float32], *, deterministic: bool = True) -> Policy:
@@ -111,7 +88,7 @@ def evaluate(
     *,
     seed: int,
     first_id: int = 0,
-) -> Evaluation:
+) -> EpisodeStats:
     """Plays episodes in `env`, greedily unless the settings say otherwise.
 
     Each environment gets its quota of episodes beforehand, so that short episodes do not crowd out long ones. All
@@ -133,18 +110,19 @@ def evaluate(
     if num_episodes is None:
         num_episodes = num_eval_episodes(config, limit)
     if num_episodes == 0:
-        return Evaluation(np.zeros(0), np.zeros(0, np.int64))
+        nothing = {name: np.zeros(0) for name in config.episode_metrics}
+        return EpisodeStats(np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), nothing)
     policy = greedy_policy(module, weights, deterministic=config.eval_deterministic)
-    collector = Collector(env, policy, config.inference, seed=seed, on_bad_obs=config.on_bad_obs)
+    rest: Any = {"on_bad_obs": config.on_bad_obs, "episode_metrics": config.episode_metrics}
+    collector = Collector(env, policy, config.inference, seed=seed, **rest)
     try:
         collector.reset(seed=seed + first_id)
-        stats = collector.play(num_episodes, max_len=longest_eval_episode(config, limit))
+        return collector.play(num_episodes, max_len=longest_eval_episode(config, limit))
     except KeyboardInterrupt:
         env.close(terminate=True)  # else the collector would wait for its pending chunks
         raise
     finally:
         collector.close()
-    return Evaluation(stats.returns, stats.lens, stats.num_cut)
 
 
 def evaluate_run(
@@ -157,7 +135,7 @@ def evaluate_run(
     eval_env: Any = None,
     network: Callable[..., Any] | None = None,
     **changes: Any,
-) -> Evaluation:
+) -> EpisodeStats:
     """Evaluates a checkpoint of a run.
 
     Args:

@@ -17,6 +17,7 @@ import numpy as np
 
 from rayvec.config import TrainConfig
 from rayvec.config.presets import describe_preset
+from rayvec.data import EpisodeStats
 from rayvec.data.global_random import global_seed
 from rayvec.errors import LearnerError, RankLostError, counted
 from rayvec.learners.base import torch_device
@@ -24,7 +25,7 @@ from rayvec.training.atomic_files import local_path
 from rayvec.training.callbacks import MetricsLine, RunContext, TrainResult, call, checked_callbacks, has_hooks
 from rayvec.training.default_callbacks import default_callbacks
 from rayvec.training.env_servers import served
-from rayvec.training.evaluation import Evaluation, evaluate
+from rayvec.training.evaluation import evaluate
 from rayvec.training.rank_trainer import open_trainer
 from rayvec.training.run_dir import (
     begin_run_dir,
@@ -321,7 +322,7 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         save_result(self._run_dir, self._config, asdict(result), returns)
         context.result = result
 
-    def _evaluated(self, trainer: Any) -> Evaluation:
+    def _evaluated(self, trainer: Any) -> EpisodeStats:
         """Plays in the environments of the training, or in others if the settings name some.
 
         Statistics that wrappers have kept in the training are in no checkpoint: they don't count in an evaluation.
@@ -331,7 +332,7 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         if config.eval_episodes and not others and not isinstance(environment_of(config), list | tuple):
             others = bool(wrapper_statistics(self.context.env, config))
         if not (config.eval_episodes and others):
-            found: Evaluation = trainer.evaluate()
+            found: EpisodeStats = trainer.evaluate()
             return found
         with make_eval_env(config, is_final=True) as env:
             module = network_of(config, env.single_observation_space, env.single_action_space)

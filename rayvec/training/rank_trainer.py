@@ -22,7 +22,8 @@ from gymnasium.envs.registration import EnvSpec
 
 from rayvec.collect.episode_quotas import episode_quotas
 from rayvec.config import TrainConfig
-from rayvec.data.batch import join_stats
+from rayvec.data import EpisodeStats
+from rayvec.data.batch import join_episodes, join_stats
 from rayvec.data.cores import usable_cores
 from rayvec.data.global_random import seed_globals
 from rayvec.data.topology import even_bounds
@@ -38,7 +39,7 @@ from rayvec.learners.compile_decision import decided
 from rayvec.learners.ranks import Ranks
 from rayvec.node.log_lines import LogLines
 from rayvec.training.checkpoint import check_kept_spaces, restore, warn_of_wide_ranges
-from rayvec.training.evaluation import Evaluation, num_eval_episodes, time_limit
+from rayvec.training.evaluation import num_eval_episodes, time_limit
 from rayvec.training.runs import LEARNERS, choose_engine, make_env, open_env, open_learner, probed_workers, wait_limit_s
 from rayvec.training.trainer import Iteration, Progress, Trainer, initial_state
 
@@ -224,14 +225,12 @@ class DecentralizedTrainer:
         """Returns the state of the run; see :meth:`rayvec.training.trainer.Trainer.state`."""
         return _joined(self._group.run("parts"))
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> EpisodeStats:
         """Plays the episodes at the end of the run; each environment plays what it would with one process."""
         quotas = episode_quotas(self._num_eval_episodes, self._config.num_envs)
         bounds = even_bounds(self._config.num_envs, self._group.num_ranks)
         shares = [(int(quotas[low:high].sum()),) for low, high in pairwise(bounds)]
-        parts: list[Evaluation] = self._group.run("evaluate", shares)
-        returns, lens = zip(*((each.returns, each.lens) for each in parts), strict=True)
-        return Evaluation(np.concatenate(returns), np.concatenate(lens), sum(each.num_cut for each in parts))
+        return join_episodes(self._group.run("evaluate", shares))
 
 
 def _joined(packed: list[Any]) -> dict[str, Any]:

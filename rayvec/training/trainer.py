@@ -16,14 +16,14 @@ from gymnasium import Space
 
 from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
-from rayvec.data import Batch, CollectStats
+from rayvec.data import Batch, CollectStats, EpisodeStats
 from rayvec.distributed.stragglers import Stragglers
 from rayvec.errors import ConfigError
 from rayvec.learners.base import Learner, set_learning_rate
 from rayvec.policies.policy import Policy
 from rayvec.training.atomic_files import local_path
 from rayvec.training.checkpoint import check_kept_spaces, restore, space_to_bytes
-from rayvec.training.evaluation import Evaluation, evaluate
+from rayvec.training.evaluation import evaluate
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -78,11 +78,6 @@ class Progress:
         for name, values in stats.metrics.items():
             self.recent_metrics[name] = [*self.recent_metrics.get(name, []), *values.tolist()][-WINDOW:]
 
-    def metric_means(self) -> dict[str, float]:
-        """Returns means over the last `WINDOW` episodes of what their last infos said, by name."""
-        found = {name: [value for value in values if value == value] for name, values in self.recent_metrics.items()}
-        return {name: sum(values) / len(values) for name, values in found.items() if values}
-
 
 @dataclass(slots=True)
 class Iteration:
@@ -104,7 +99,7 @@ class Iteration:
     num_cut: int = 0
     notes: list[str] = field(default_factory=list)
     state: dict[str, Any] | None = None
-    evaluation: Evaluation | None = None
+    evaluation: EpisodeStats | None = None
 
     @property
     def all_times_s(self) -> dict[str, float]:
@@ -260,7 +255,7 @@ class Trainer:
             "spaces": None if None in described else described,
         }
 
-    def evaluate(self, num_episodes: int | None = None) -> Evaluation:
+    def evaluate(self, num_episodes: int | None = None) -> EpisodeStats:
         """Plays the greedy episodes at the end of the run; no iteration may follow.
 
         Args:

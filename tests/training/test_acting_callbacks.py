@@ -13,6 +13,7 @@ from gymnasium import spaces
 from helpers.training_kit import HERE, tiny
 
 import rayvec
+from rayvec.cli import main
 from rayvec.errors import ConfigError
 from rayvec.training.default_callbacks import LearningCurve, ShowProgress
 from rayvec.training.run_dir import load_run, read_metrics
@@ -73,11 +74,13 @@ class Curriculum:
 
 
 @pytest.mark.parametrize("where", TOPOLOGIES)
-def test_a_curriculum_and_the_share_of_successes(request: Any, tmp_path: Path, where: dict[str, Any]) -> None:
+def test_a_curriculum_and_the_share_of_successes(
+    request: Any, tmp_path: Path, capsys: Any, where: dict[str, Any]
+) -> None:
     if where.get("num_nodes"):
         request.getfixturevalue("ray_cluster")
     curriculum, total = Curriculum(), 64 * 9
-    settings = {**where, "sync_fraction": 1.0, "total_steps": total, "eval_episodes": 0}
+    settings = {**where, "sync_fraction": 1.0, "total_steps": total, "eval_episodes": 4}
     run = rayvec.train(tiny(tmp_path / "a", **settings), env=Levels, callbacks=curriculum)
     assert all(indices == (0, 1, 2, 3) for indices in curriculum.indices), "in order, whatever holds them"
     lines = list(read_metrics(run.run_dir / "metrics.jsonl"))
@@ -89,6 +92,9 @@ def test_a_curriculum_and_the_share_of_successes(request: Any, tmp_path: Path, w
     successes = load_run(run.run_dir)[1]["progress"]["recent_metrics"]["is_success"]
     assert len(successes) == 72 and sum(successes) == 8 * (6 + ahead)
     assert lines[-1]["episode/is_success"] == pytest.approx(sum(successes) / 72)
+    capsys.readouterr()
+    assert main(["eval", str(run.run_dir), "--episodes=4"]) == 0  # of new environments, whose level is 1
+    assert capsys.readouterr().out.endswith("4 episodes of 8.0 steps on average, is_success 1.00\n")
 
 
 class SetsRate:
