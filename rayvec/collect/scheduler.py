@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -17,7 +17,7 @@ from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.join_chunks import join_chunks
 from rayvec.vector.chunks import ChunkAdapter, WeightStore
 
-__all__ = ["ChunkScheduler", "ScheduledChunk", "in_rounds", "join_lanes"]
+__all__ = ["ChunkScheduler", "ScheduledChunk", "join_lanes"]
 
 _MAX_PENDING = 2
 """The most pending chunks of a lane."""
@@ -31,7 +31,6 @@ class ScheduledChunk:
 
     Attributes:
         envs: Indices of its environments.
-        store: The policy that takes it, with the weights of the time of the request; None if it acts in this process.
         num_steps: How many steps were requested.
         due: The newest version of the weights that may have been published before it is in a batch.
         number: How many chunks were requested before it.
@@ -39,7 +38,6 @@ class ScheduledChunk:
     """
 
     envs: range
-    store: WeightStore | None
     num_steps: int
     due: float
     number: int
@@ -110,12 +108,6 @@ class ChunkScheduler:
         """Whether no chunk is pending, and no finished one waits for a batch."""
         return not self._finished and not any(lane.pending for lane in self._lanes)
 
-    @property
-    def longest(self) -> int:
-        """The most steps of a chunk that is pending, or has finished and waits for a batch; 0 without one."""
-        pending = (chunk for lane in self._lanes for chunk in lane.pending)
-        return max((chunk.num_steps for chunk in (*self._finished, *pending)), default=0)
-
     def collect(
         self,
         store: WeightStore,
@@ -123,7 +115,6 @@ class ChunkScheduler:
         *,
         num_ahead: int = 0,
         stop_early: StopEarly | None = None,
-        max_chunks: float = math.inf,
     ) -> list[ScheduledChunk]:
         """Waits for the chunks of a batch, and returns them in the order in which they finished.
 
@@ -136,12 +127,11 @@ class ChunkScheduler:
                 be more.
             num_ahead: Steps of the chunks to request for the next batch. With 0, all pending chunks are for this one.
             stop_early: Asked about every millisecond whether to end the chunk; not with `max_staleness`.
-            max_chunks: How many chunks of a lane the batch may have.
         """
         for lane in self._lanes:
             max_pending = _MAX_PENDING if num_ahead and lane.is_prompt else 1
             self._request(lane, store, num_steps, num_ahead, max_pending)
-        while lanes := self._wanted(store.version, num_steps, num_ahead, max_chunks):
+        while lanes := self._wanted(store.version, num_steps, num_ahead):
             lane = self._wait(lanes, stop_early)
             lane.is_prompt = store.version - self._finished[-1].rollout.chunk.weights_version <= _PROMPT
             self._request(lane, store, num_steps, num_ahead)
@@ -149,7 +139,7 @@ class ChunkScheduler:
 
     def taken(self, rollout: Rollout, num_steps: int) -> list[ScheduledChunk]:
         """Returns a chunk of `num_steps` steps that a policy in this process has taken, and counts its steps."""
-        chunk = ScheduledChunk(self._lanes[0].envs, None, num_steps, math.inf, 0)
+        chunk = ScheduledChunk(self._lanes[0].envs, num_steps, math.inf, 0)
         chunk.rollout = rollout
         self.first_step += num_steps
         return [chunk]
@@ -183,7 +173,7 @@ class ChunkScheduler:
         first_step = lane.first_step + pending_steps
         self.env.rollout_async(store, count, first_step, self.noise_seed, part=lane.part)
         due = store.version + self._max_staleness - (missing > 0)  # what this batch lacks counts from the one before
-        lane.pending.append(ScheduledChunk(lane.envs, store, count, due, self._num_requests))
+        lane.pending.append(ScheduledChunk(lane.envs, count, due, self._num_requests))
         self._num_requests += 1
 
     def _wait(self, lanes: Sequence[_Lane], stop_early: StopEarly | None = None) -> _Lane:
@@ -200,13 +190,12 @@ class ChunkScheduler:
         self._finished.append(chunk)
         return lane
 
-    def _wanted(self, version: int, num_steps: int, num_ahead: int, max_chunks: float) -> list[_Lane]:
+    def _wanted(self, version: int, num_steps: int, num_ahead: int) -> list[_Lane]:
         """Returns the lanes whose oldest chunk may come next into the batch; none at its end.
 
         Chunks with the oldest weights come first, and of these the one that was requested first.
         """
-        counts = Counter(chunk.envs for chunk in self._finished)
-        waiting = [lane for lane in self._lanes if lane.pending and counts[lane.envs] < max_chunks]
+        waiting = [lane for lane in self._lanes if lane.pending]
         waiting.sort(key=lambda lane: (lane.pending[0].due, lane.pending[0].number))
         due = [lane for lane in waiting if lane.pending[0].due <= version]
         sizes = [(chunk.num_steps, len(chunk.envs)) for chunk in self._finished]
@@ -216,7 +205,7 @@ class ChunkScheduler:
         return due if num_ahead and has_columns and has_steps else waiting
 
 
-def in_rounds(chunks: Sequence[ScheduledChunk]) -> list[list[ScheduledChunk]]:
+def _in_rounds(chunks: Sequence[ScheduledChunk]) -> list[list[ScheduledChunk]]:
     """Groups chunks: first the first one of each lane, in the order of environments, then the second ones, and so on.
 
     Args:
@@ -238,7 +227,7 @@ def join_lanes(finished: Sequence[ScheduledChunk], tracker: EpisodeTracker) -> t
     Returns:
         The chunk, and the episodes that ended in it.
     """
-    rounds = in_rounds(finished)
+    rounds = _in_rounds(finished)
     joined = join_chunks([each.rollout.chunk for members in rounds for each in members])
     episodes, start = [], 0
     for members in rounds:

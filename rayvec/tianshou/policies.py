@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 import random
@@ -14,7 +13,6 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from gymnasium import Space
 from numpy.typing import NDArray
 from tianshou.algorithm.algorithm_base import Algorithm, Policy
 from tianshou.data import Batch, to_numpy
@@ -25,7 +23,7 @@ from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.policies.noise import NoiseSpec
 
-__all__ = ["RandomActions", "TianshouPolicy", "joint_logp", "policy_entry", "record_logp", "records_logp"]
+__all__ = ["TianshouPolicy", "joint_logp", "policy_entry", "record_logp", "records_logp"]
 
 _ARRAY, _TENSOR = "array:", "tensor:"
 _PROCESS = secrets.token_hex(8)
@@ -165,31 +163,6 @@ class _Unpickler(pickle.Unpickler):
 def _bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Returns the bytes of a contiguous tensor on the CPU, which may be written."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
-
-
-class RandomActions:
-    """Samples an action space, with a generator for each environment that the rollout's noise seeds.
-
-    Args:
-        space: The action space of one environment.
-    """
-
-    noise = NoiseSpec("uniform", 1)
-
-    def __init__(self, space: Space[Any]) -> None:
-        self._space = space
-        self._spaces: list[Space[Any]] = []
-
-    def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
-        """Samples; see :class:`rayvec.rollout.loop.ActingPolicy`."""
-        if not self._spaces:
-            self._spaces = [copy.deepcopy(self._space) for _ in noise]
-            for space, number in zip(self._spaces, noise[:, 0], strict=True):
-                space.seed(_whole(number) % 2**31)
-        return np.array([space.sample() for space in self._spaces]), {}
-
-    def load_weights(self, weights: NDArray[np.float32]) -> None:
-        """Does nothing: there are no weights."""
 
 
 def record_logp(policy: Policy) -> None:

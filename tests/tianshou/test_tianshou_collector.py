@@ -350,7 +350,7 @@ def acts(collector: Any) -> list[int]:
     return collector.buffer.act[collector.buffer.sample_indices(0)].tolist()
 
 
-@pytest.mark.parametrize("settings", [{}, {"prefetch": True}, {"max_staleness": 2}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"prefetch": True}], ids=str)
 def test_another_policy_or_noise_that_is_set_acts(settings: dict[str, Any]) -> None:
     with closing(local([DriftEnv] * 2)) as env:
         collector = Collector(Gives(0), env, VectorReplayBuffer(100, 2), **settings)
@@ -359,7 +359,7 @@ def test_another_policy_or_noise_that_is_set_acts(settings: dict[str, Any]) -> N
         collector.policy = Gives(3)
         stats: Any = [collector.collect(n_step=4) for _ in range(3)]
         assert acts(collector)[-4:] == [3] * 4 and set(acts(collector)) == {0, 3}
-        assert not settings or max(each.staleness for each in stats) in (1, 2)
+        assert not settings or max(each.staleness for each in stats) == 1
         collector.exploration_noise = True
         collector.reset()
         collector.collect(n_step=4)

@@ -27,7 +27,7 @@ from rayvec.data import Chunk, ChunkInfo, Tree, tree_leaves, tree_map
 from rayvec.data.join_chunks import counted_ends
 from rayvec.tianshou.collect.infos import info_columns, info_rows
 
-__all__ = ["add_chunk", "steps_per_env", "truncate_open_episode"]
+__all__ = ["add_chunk", "truncate_open_episode"]
 
 _IN_BULK = {
     cls.add for cls in (ReplayBuffer, ReplayBufferManager, PrioritizedReplayBuffer, PrioritizedReplayBufferManager)
@@ -35,12 +35,6 @@ _IN_BULK = {
 """The ``add`` methods whose effect is known here; a buffer with another one gets its steps one by one."""
 Ended = tuple[NDArray[np.float64], NDArray[np.int64]]
 """For each step the return and the length of the episode that ended in it, ``[T, N, ...]`` and ``[T, N]``."""
-
-
-def steps_per_env(buffer: ReplayBuffer) -> int:
-    """Returns how many steps of an environment the smallest sub-buffer has room for."""
-    subs = buffer.buffers if isinstance(buffer, ReplayBufferManager) else [buffer]
-    return min(sub.maxsize for sub in subs)
 
 
 def truncate_open_episode(buffer: ReplayBuffer, buffer_id: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, cast
 
@@ -19,15 +18,15 @@ from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol
 from tianshou.env import BaseVectorEnv
 
 from rayvec.collect.episode_quotas import EpisodeQuotas
-from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, in_rounds
+from rayvec.collect.scheduler import ChunkScheduler
 from rayvec.data import Chunk
-from rayvec.data.join_chunks import counted_ends, join_chunks
+from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import ConfigError, check_choice, check_count
-from rayvec.tianshou.collect.buffers import add_chunk, steps_per_env, truncate_open_episode
-from rayvec.tianshou.collect.schedules import MAX_STEPS, StepCount, TianshouEpisodes
+from rayvec.tianshou.collect.buffers import add_chunk, truncate_open_episode
+from rayvec.tianshou.collect.schedules import StepCount, TianshouEpisodes
 from rayvec.tianshou.env.assembly import assembled_chunk
 from rayvec.tianshou.env.vector_env import RayVectorEnv
-from rayvec.tianshou.policies import RandomActions, TianshouPolicy, policy_entry, records_logp
+from rayvec.tianshou.policies import TianshouPolicy, policy_entry, records_logp
 from rayvec.vector.chunks import WeightStore
 
 __all__ = ["Collector", "PrefetchCollectStats"]
@@ -40,10 +39,6 @@ class PrefetchCollectStats(CollectStats):
     staleness: int = 0
     """How many times the policy had changed after it started to take the oldest of these steps."""
 
-    staleness_counts: tuple[int, ...] = ()
-    """With `max_staleness`: with how many of these columns (one chunk of one environment) it had changed 0, 1, 2, ...
-    times."""
-
 
 class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     """Collects steps into a buffer, as ``tianshou.data.Collector`` does, a chunk at a time.
@@ -51,8 +46,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     Over a :class:`rayvec.tianshou.RayVectorEnv` the policy acts in the workers, and whole chunks go into the buffer.
     The collector takes one step of all environments at a time, by Tianshou's own loop, where something requires it:
     hooks, rendering, arguments for resets, a stats class that looks at steps or episodes, observations that are no
-    arrays, random actions of different action spaces, another vector environment, a subclass of RayVectorEnv with a
-    `step` or `reset` of its own.
+    arrays, random actions, another vector environment, a subclass of RayVectorEnv with a `step` or `reset` of its own.
 
     Two things differ from Tianshou's Collector. Where environments are reset in mid-episode (by ``reset``, after
     ``collect(n_episode=n)``, which resets all of them, or in the first ``collect`` after something else stepped them),
@@ -71,7 +65,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         collect_stats_class: What ``collect`` returns.
         inference: Where the policy acts: ``"worker"``, or ``"driver"``, one step at a time. By default the driver for
             an off-policy algorithm, which collects a step or two of each environment between updates, unless
-            `prefetch`, `max_staleness` or `unbiased` needs chunks; else the workers.
+            `prefetch` or `unbiased` needs chunks; else the workers.
         unbiased: Whether ``n_episode`` assigns every environment its share of episodes beforehand, instead of
             Tianshou's rule, by which short episodes come more often. Every environment begins them with a reset.
         prefetch: Whether the workers take the next chunk while the algorithm updates, with the policy as it was before:
@@ -79,16 +73,10 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             that acted (:class:`PrefetchCollectStats`). Supported by off-policy algorithms and
             :class:`rayvec.tianshou.IMPALA`. The environments are busy in between; episodes and random actions drop the
             pending chunk.
-        max_staleness: Collects asynchronously, as :class:`rayvec.Collector` does: each worker (on a cluster, each node)
-            goes on to its next chunk by itself, and ``collect(n_step=...)`` stores the chunks that are finished, at
-            least `n_step` steps of them, without waiting for slow workers. No chunk is stored more than this many
-            changes of the policy after it was requested: a call waits for it. With 1, every call stores one chunk of
-            each worker, the one that the call before requested. With more, the buffer needs room for two chunks of each
-            environment, and a call stores at most as many as there is room for, even if `n_step` grew.
 
     Raises:
-        ConfigError: A policy or environments of another library, settings that can't be combined, or `prefetch` or
-            `max_staleness` for an algorithm that can learn only from steps of its present policy.
+        ConfigError: A policy or environments of another library, settings that can't be combined, or `prefetch` for
+            an algorithm that can learn only from steps of its present policy.
         ValueError: The buffer has no room for so many environments.
     """
 
@@ -106,18 +94,14 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         inference: Literal["worker", "driver"] | None = None,
         unbiased: bool = False,
         prefetch: bool = False,
-        max_staleness: int | None = None,
     ) -> None:
         _check_policy_and_env(policy, env)
         check_choice("inference", inference, ("worker", "driver", None))
-        if max_staleness is not None:
-            check_count("max_staleness", max_staleness)
-        self._prefetch = prefetch or max_staleness is not None
-        self._max_staleness, self._unbiased = max_staleness, unbiased
+        self._prefetch, self._unbiased = prefetch, unbiased
         if inference is None:
-            takes_few_steps = isinstance(policy, OffPolicyAlgorithm) and not (self._prefetch or unbiased)
+            takes_few_steps = isinstance(policy, OffPolicyAlgorithm) and not (prefetch or unbiased)
             inference = "driver" if takes_few_steps else "worker"
-        if self._prefetch:
+        if prefetch:
             _check_learns_off_policy(policy)
             if collect_stats_class is CollectStats:
                 collect_stats_class = PrefetchCollectStats
@@ -135,15 +119,14 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._num_uses = 0  # of the environments up to now; other vector environments than rayvec's do not count
         self._acting: Policy | None = None  # the policy that `_store` was made of
         self._store: WeightStore | None = None
-        self._random_store: WeightStore | None = None
         self._weights = b""
         self._chunks: ChunkScheduler | None = None
         if inference == "worker" and isinstance(env, RayVectorEnv) and env.takes_chunks:
             env.num_collectors += 1
             entropy = np.random.SeedSequence([torch.initial_seed() % 2**64, env.num_collectors])
-            self._chunks = ChunkScheduler(env, int(entropy.generate_state(1)[0]), max_staleness=max_staleness)
-        elif self._prefetch:
-            raise _single_steps_error("prefetch or max_staleness")
+            self._chunks = ChunkScheduler(env, int(entropy.generate_state(1)[0]))
+        elif prefetch:
+            raise _single_steps_error("prefetch=True")
 
     def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Begins new episodes everywhere; returns first observations and infos.
@@ -170,23 +153,22 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         for name, count in (("n_step", n_step), ("n_episode", n_episode)):
             if count:  # Tianshou's own check is of zeros and None
                 check_count(name, count)
-        needs_steps = bool(render or gym_reset_kwargs or (n_step and n_episode)) or self._has_hooks()
-        spaces: Any = self._action_space  # of all environments
-        chunks = None if needs_steps or (random and any(space != spaces[0] for space in spaces)) else self._chunks
-        if chunks is None and (self._prefetch or (n_episode and self._unbiased)):
-            raise _single_steps_error("prefetch or max_staleness" if self._prefetch else "unbiased=True")
+        needs_steps = bool(random or render or gym_reset_kwargs or (n_step and n_episode)) or self._has_hooks()
+        chunks = None if needs_steps else self._chunks
+        if chunks is None and ((self._prefetch and not random) or (n_episode and self._unbiased)):
+            raise _single_steps_error("prefetch=True" if self._prefetch else "unbiased=True")
         if self._pre_collect_obs_RO is None:
             return super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)  # raises
         if (
             self._way not in (None, "steps" if chunks is None else "chunks")
             or self._num_uses != getattr(self.env, "num_uses", 0)  # something else has reset or stepped them
             or (n_episode and self._unbiased and self._way)
-            or (chunks and not chunks.is_idle and (n_episode or random))
+            or (chunks and not chunks.is_idle and n_episode)
         ):
             self.reset_env(gym_reset_kwargs)
         try:
             if chunks is not None:
-                return self._collect_chunks(chunks, n_step, n_episode, random)
+                return self._collect_chunks(chunks, n_step, n_episode)
             self._way = "lost"
             stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
             self._way = self._way and "steps"  # after whole episodes Tianshou resets
@@ -200,45 +182,35 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         is_own = any(getattr(stats, name) is not getattr(CollectStats, name) for name in names)
         return is_own or bool(self.get_on_step_hook() or self.get_on_episode_done_hook())
 
-    def _collect_chunks(
-        self, chunks: ChunkScheduler, n_step: int | None, n_episode: int | None, random: bool
-    ) -> CollectStats:
+    def _collect_chunks(self, chunks: ChunkScheduler, n_step: int | None, n_episode: int | None) -> CollectStats:
         """Collects chunks until there are as many steps or episodes as requested, and stores them."""
-        stats, store = self.collect_stats_class(), self._published(random)
-        goes_ahead = self._prefetch and not random and not n_episode
-        is_asynchronous = goes_ahead and self._max_staleness is not None
-        steps = StepCount(n_step or 0, self.env_num, n_step if is_asynchronous and n_step else MAX_STEPS)
+        stats: Any = self.collect_stats_class()
+        store, goes_ahead = self._published(), self._prefetch and not n_episode
+        steps = StepCount(n_step or 0, self.env_num)
         schedule: StepCount | EpisodeQuotas | TianshouEpisodes = steps
         if n_episode:
             schedule = (EpisodeQuotas if self._unbiased else TianshouEpisodes)(n_episode, self.env_num)
-        max_chunks = self._max_chunks(max(steps.left, chunks.longest)) if is_asynchronous else math.inf
         num_next = steps.next_steps() if goes_ahead else 0
         self._way = self._way or "chunks"
         while num_steps := schedule.next_steps():
             num_ahead = num_next if steps.left <= num_steps else 0
-            finished = chunks.collect(store, num_steps, num_ahead=num_ahead, max_chunks=max_chunks)
+            finished = chunks.collect(store, num_steps, num_ahead=num_ahead)
             self._way = "lost"
-            for members in in_rounds(finished):
-                chunk = join_chunks([member.rollout.chunk for member in members], copy=False)
-                chunk = replace(chunk, valid=schedule.take(chunk.valid, counted_ends(chunk)))
-                self._insert(chunk, stats, random=members[0].store is self._random_store)
+            for chunk in (each.rollout.chunk for each in finished):
+                valid = schedule.take(chunk.valid, counted_ends(chunk))
+                self._insert(replace(chunk, valid=valid), stats)
+                if goes_ahead:
+                    stats.staleness = max(getattr(stats, "staleness", 0), store.version - chunk.weights_version)
             self._way = "chunks"
-            if goes_ahead:
-                self._note_ages(stats, finished)
-            if is_asynchronous:
-                break
         self.collect_step += stats.n_collected_steps
         self.collect_episode += stats.n_collected_episodes
         if n_episode:
             self.reset_env()
-        return stats
+        return cast(CollectStats, stats)
 
-    def _published(self, random: bool) -> WeightStore:
-        """Returns what acts in the workers: the policy as it is now, or random actions."""
+    def _published(self) -> WeightStore:
+        """Returns what acts in the workers: the policy as it is now."""
         env = cast(RayVectorEnv, self.env)
-        if random:
-            self._random_store = self._random_store or env.publish(RandomActions(env.action_space[0]))
-            return self._random_store
         acting = TianshouPolicy(self.policy, exploration_noise=self.exploration_noise)
         if self._store is None or self._acting is not self.policy:
             self._store = env.publish(acting, self._store.version + 1 if self._store else 0)
@@ -249,31 +221,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             self._weights = weights.tobytes()
         return self._store
 
-    def _max_chunks(self, num_steps: int) -> float:
-        """Returns how many chunks of an environment a call may store, so that none overwrites another."""
-        assert self._max_staleness is not None
-        most = min(steps_per_env(self.buffer) // num_steps, math.inf if self._max_staleness > 1 else 1)
-        if most < min(2, self._max_staleness):
-            raise ConfigError(
-                f"The buffer has room for {steps_per_env(self.buffer)} steps of each environment. A fast worker may "
-                f"deliver two chunks of {num_steps} steps to one call: double the buffer, or pass max_staleness=1."
-            )
-        return most
-
-    def _note_ages(self, stats: Any, finished: list[ScheduledChunk]) -> None:
-        """Notes how many times the policy had changed since it began the chunks."""
-        assert self._store is not None
-        taken = [chunk for chunk in finished if chunk.store is not self._random_store]
-        ages = [self._store.version - chunk.rollout.chunk.weights_version for chunk in taken for _ in chunk.envs]
-        stats.staleness = max([getattr(stats, "staleness", 0), *ages])
-        if self._max_staleness is not None:
-            stats.staleness_counts = tuple(np.bincount(ages).tolist())
-
-    def _insert(self, chunk: Chunk, stats: CollectStats, *, random: bool) -> None:
+    def _insert(self, chunk: Chunk, stats: CollectStats) -> None:
         act: Any = chunk.extras.get("act", chunk.act)
-        if random:
-            lead = chunk.valid.shape
-            act = self.policy.map_action_inverse(act.reshape(-1, *act.shape[2:])).reshape(*lead, *act.shape[2:])
         assembled, infos = assembled_chunk(chunk)
         returns, lens = add_chunk(self.buffer, assembled, infos, act=act, policy=policy_entry(chunk.extras))
         if len(returns):
@@ -306,8 +255,8 @@ def _check_learns_off_policy(policy: Policy | Algorithm[Any, Any]) -> None:
     on_policy = isinstance(policy, OnPolicyAlgorithm) or isinstance(acting, ProbabilisticActorPolicy)
     if on_policy and not records_logp(acting):
         raise ConfigError(
-            f"{type(policy).__name__} learns from steps of its present policy. prefetch and max_staleness take steps "
-            "with an earlier one: use an off-policy algorithm or rayvec.tianshou.IMPALA, or leave them out."
+            f"{type(policy).__name__} learns from steps of its present policy. prefetch takes steps with an "
+            "earlier one: use an off-policy algorithm or rayvec.tianshou.IMPALA, or leave it out."
         )
 
 
@@ -315,7 +264,6 @@ def _single_steps_error(setting: str) -> ConfigError:
     """Returns the error of a setting that requires chunks, in a collect that takes one step at a time."""
     return ConfigError(
         f"collect would take one step at a time, but {setting} requires chunks: a RayVectorEnv without wait_num and "
-        "timeout, step and reset not overridden, observations in arrays, inference='worker', one action space for "
-        f"random=True, no hooks, no rendering, no arguments for resets. Leave {setting} out, or what requires single "
-        "steps."
+        "timeout, step and reset not overridden, observations in arrays, inference='worker', no random actions, no "
+        f"hooks, no rendering, no arguments for resets. Leave {setting} out, or what requires single steps."
     )

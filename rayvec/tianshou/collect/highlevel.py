@@ -19,13 +19,12 @@ class RayCollectorFactory(CollectorFactory):
 
     Args:
         prefetch: As for the collector. It applies to training: to collectors that get a buffer.
-        max_staleness: The same.
         **options: Other keywords of the collector: `inference`, `unbiased`.
     """
 
-    def __init__(self, *, prefetch: bool = False, max_staleness: int | None = None, **options: Any) -> None:
-        self.for_training = {"prefetch": prefetch, "max_staleness": max_staleness}
-        self.options = options
+    def __init__(self, *, prefetch: bool = False, **options: Any) -> None:
+        self._prefetch = prefetch
+        self._options = options
 
     def create_collector(
         self,
@@ -45,5 +44,5 @@ class RayCollectorFactory(CollectorFactory):
         Raises:
             ConfigError: Settings that can't be combined, or `prefetch` for an algorithm that does not support it.
         """
-        options: dict[str, Any] = self.options if buffer is None else {**self.options, **self.for_training}
-        return Collector(algorithm, vector_env, buffer, exploration_noise, **options)
+        prefetch = self._prefetch and buffer is not None
+        return Collector(algorithm, vector_env, buffer, exploration_noise, prefetch=prefetch, **self._options)

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from rayvec.collect.episode_quotas import EPISODE_CHUNK_STEPS
 
-__all__ = ["MAX_STEPS", "StepCount", "TianshouEpisodes"]
+__all__ = ["StepCount", "TianshouEpisodes"]
 
-MAX_STEPS = 128
+_MAX_STEPS = 128
 """Steps of a chunk where their number is known beforehand; it bounds the memory that chunks take."""
 
 
@@ -19,19 +19,17 @@ class StepCount:
     Args:
         n_step: Steps in all.
         num_envs: How many environments.
-        max_steps: The most steps of one chunk.
 
     Attributes:
         left: How many steps each environment has to take.
     """
 
-    def __init__(self, n_step: int, num_envs: int, max_steps: int = MAX_STEPS) -> None:
+    def __init__(self, n_step: int, num_envs: int) -> None:
         self.left = -(-n_step // num_envs)
-        self._max_steps = max_steps
 
     def next_steps(self) -> int:
         """Returns how many steps the next chunk has; 0 once everything has been taken."""
-        return max(0, min(self.left, self._max_steps))
+        return max(0, min(self.left, _MAX_STEPS))
 
     def take(self, valid: NDArray[np.bool_], ended: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Returns which steps of a chunk were requested; see :meth:`EpisodeQuotas.take`."""
