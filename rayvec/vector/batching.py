@@ -74,8 +74,9 @@ def check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
     if misfit is not None:
         other = found.observations[misfit] if found.observations else found.observation
         raise SpacesError(
-            f"Environment {misfit} has the observation space {other}, which is not equivalent to {single}. Make them "
-            "equal by a wrapper; if only bounds differ, and that is intended, pass observation_mode='different'."
+            f"Environment {misfit} has the observation space {other}, and {single} was expected: the sub-environments "
+            "observation spaces are not equivalent. Make them equal by a wrapper. If this is intentional, use "
+            "`observation_mode='different'` instead, which allows other bounds."
         )
     if found.actions_differ is not None:
         differ, other = found.actions_differ
@@ -121,7 +122,7 @@ def _misfit(got: str, count: int, single: Space[Any], kind: type[ConfigError] = 
 
 
 def checked_mask(mask: Any, num_envs: int, *, is_first: bool = False) -> NDArray[np.bool_]:
-    """Returns ``options["reset_mask"]`` if it is valid. Error types are those of Gymnasium.
+    """Returns ``options["reset_mask"]`` if it is valid. Errors have the types and words of Gymnasium.
 
     Args:
         mask: The mask.
@@ -133,12 +134,15 @@ def checked_mask(mask: Any, num_envs: int, *, is_first: bool = False) -> NDArray
         ValueError: The mask has another shape, or no True value.
         ConfigError: The first reset leaves environments out.
     """
-    if not isinstance(mask, np.ndarray) or mask.shape != (num_envs,) or mask.dtype != np.bool_ or not mask.any():
-        is_value = isinstance(mask, np.ndarray) and (mask.shape != (num_envs,) or mask.dtype == np.bool_)
-        raise (ValueError if is_value else TypeError)(
-            f"`options['reset_mask']` is {mask!r:.200}. It must be a NumPy array of bool, shape ({num_envs},), with at "
-            "least one True: pass terminated | truncated, as step returned them."
-        )
+    rule = "`options['reset_mask']` must"
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"{rule} be a numpy array, got {type(mask)}")
+    if mask.shape != (num_envs,):
+        raise ValueError(f"{rule} have shape `({num_envs},)`, got {mask.shape}")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"{rule} have `dtype=np.bool_`, got {mask.dtype}")
+    if not mask.any():
+        raise ValueError(f"{rule} contain a boolean array with at least one True value, got reset_mask={mask}")
     if is_first and not mask.all():
         raise ConfigError(
             f"reset_mask selects {mask.sum()} of {num_envs} environments in the first reset. The first reset must "

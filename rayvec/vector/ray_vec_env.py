@@ -405,14 +405,17 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Closes the environments, ends the workers and actors, and the Ray that was started for them.
 
-        It does not wait for a pending call.
+        It does not wait for a pending call, and warns if that was ``reset_async``, ``step_async`` or ``call_async``.
 
         Args:
             timeout: Seconds in which the environments may complete their step and close, 10 by default. After that,
                 their workers are killed.
             terminate: Whether they are killed at once, without being closed.
         """
+        pending = self._pending
         self._close_envs(0.0 if terminate else timeout)
+        if pending in ("reset", "step", "call"):
+            gymnasium.logger.warn(f"Calling `close` while waiting for a pending call to `{pending}` to complete.")
 
     # What the public methods share.
 

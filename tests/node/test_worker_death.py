@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -141,6 +140,7 @@ def test_what_environments_started_ends_with_an_ordinary_close(tmp_path: Path, t
     wait_until(lambda: not any(map(alive, pids)), "what environments started has ended")
 
 
+@pytest.mark.filterwarnings("ignore:.*Calling `close`")
 @pytest.mark.parametrize("num_nodes", [0, 1])
 def test_close_by_another_thread_ends_a_wait(num_nodes: int, ray_cluster: object) -> None:
     class Waits(CountingEnv):
@@ -151,8 +151,6 @@ def test_close_by_another_thread_ends_a_wait(num_nodes: int, ray_cluster: object
     env.reset(seed=0)
     pids = worker_pids(env)
     env.step_async(np.zeros(2, int))
-    with pytest.raises(multiprocessing.TimeoutError):
-        env.step_wait(timeout=0.01)  # so that `close` does not warn of the pending step
     closer = threading.Timer(0.2, partial(env.close, terminate=True))
     closer.start()
     with pytest.raises(ClosedEnvironmentError):

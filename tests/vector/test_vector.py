@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from contextlib import closing
 from copy import deepcopy
@@ -149,12 +150,10 @@ class TestSeeds:
         [None, [True] * 4, np.ones(4), np.ones(3, bool), np.zeros(4, bool), np.ones((4, 1), bool), np.ones((4, 1))],
         ids=repr,
     )
-    def test_a_wrong_mask_is_refused_by_the_type_of_gymnasium(
-        self, pair: tuple[RayVecEnv, SyncVectorEnv], mask: Any
-    ) -> None:
+    def test_a_wrong_mask_is_refused_as_by_gymnasium(self, pair: tuple[RayVecEnv, SyncVectorEnv], mask: Any) -> None:
         with pytest.raises((TypeError, ValueError)) as expected:
             pair[1].reset(options={"reset_mask": mask})
-        with pytest.raises(expected.type, match="reset_mask"):
+        with pytest.raises(expected.type, match=re.escape(str(expected.value))):
             pair[0].reset(options={"reset_mask": mask})
         pair[0].reset()
 

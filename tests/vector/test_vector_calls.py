@@ -93,7 +93,9 @@ class TestStates:
     def test_after_close_everything_says_so(self, make_vec: MakeVec) -> None:
         env = make_vec([CountingEnv] * 2)
         env.reset(seed=0)
-        env.close()
+        env.step_async(np.zeros(2, int))
+        with pytest.warns(UserWarning, match="`close` while waiting for a pending call to `step`"):
+            env.close()
         env.close()
         assert env.closed
         for late in (

@@ -143,6 +143,7 @@ class TestCtrlC:
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
 
 
+@pytest.mark.filterwarnings("ignore:.*Calling `close`")
 class TestEnd:
     @pytest.mark.parametrize(
         ("nodes", "pending"),
