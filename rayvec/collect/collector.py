@@ -42,9 +42,8 @@ _COUNTERS = ("noise_seed", "first_step", "version")
 class Collector:
     """Lets a policy act in environments, and returns batches of steps with the statistics of their episodes.
 
-    The environments may be reset or stepped between two calls, also by another collector. The next call continues from
-    there. With `n_episode` it begins new episodes. With `n_step` the episodes that it finds are in the chunks, but
-    returns and lengths count only after a reset of all environments, which begins them.
+    Episodes continue from call to call. If something else has reset or stepped the environments in between, such as
+    another collector, the next call begins new episodes everywhere.
 
     Args:
         env: The environments.
@@ -113,7 +112,7 @@ class Collector:
         self._tracker = EpisodeTracker(env.num_envs, tuple(episode_metrics))
         self._uses_seen: int | None = None  # `env.num_uses` after the last call; None: the next one resets
 
-    def reset(self, seed: int | None = None) -> None:
+    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
         """Begins new episodes everywhere, and forgets unfinished ones.
 
         The steps of pending chunks are dropped, and counted as surplus of the next batch.
@@ -121,12 +120,15 @@ class Collector:
         Args:
             seed: Seed of the environments, base + index. With None, the first reset takes the seed of the collector;
                 later, each environment continues with its own generator.
+            options: Passed on to the ``reset`` of each environment.
         """
         self._check_open()
         self.drop_pending()
         of_collector, self._seed = self._seed, None
-        self._env.reset(seed=of_collector if seed is None else seed)
-        self._begin_episodes()
+        self._env.reset(seed=of_collector if seed is None else seed, options=options)
+        self._tracker.clear()
+        if self._recording is not None:
+            self._recording.begin_episodes()
         self._uses_seen = self._env.num_uses
 
     def set_weights(self, weights: NDArray[np.float32]) -> int:
@@ -203,20 +205,9 @@ class Collector:
         self._check_episodes(n_episode)
         with self._taking_steps():
             _, episodes = self._play(n_episode, max_len, keeps_chunks=False)
-        if self._recording is not None:
-            self._recording.skip_unfinished()
+        self._uses_seen = None  # these steps are in no batch
         self._counts.clear()
         return episodes
-
-    def drain(self) -> Batch | None:
-        """Returns the pending chunks as a batch, and starts none; None where none is pending.
-
-        The environments are free after it, for example for an evaluation.
-        """
-        begin = time.monotonic()
-        if self._store is None or self._chunks.is_idle:
-            return None
-        return self._joined(self._take(0), begin)
 
     def wait_pending(self) -> None:
         """Waits for the pending chunks, which the next ``collect`` returns; the environments are free after it."""
@@ -225,41 +216,22 @@ class Collector:
     def drop_pending(self) -> None:
         """Waits for the pending chunks and drops them, and those that an interrupted call has kept.
 
-        The next chunk would not continue them. The episodes that they cut do not count.
+        The episodes that they cut do not count; the next call begins new ones.
 
         Raises:
             Exception: What an environment or a policy raised in one of them.
         """
         for dropped in self._chunks.drop():
-            self._skip_unfinished()
+            self._uses_seen = None
             chunk = dropped.rollout.chunk
             self._counts.update(steps=chunk.valid.size - dropped.rollout.num_padded, restarts=len(chunk.restarts))
 
-    def _begin_episodes(self) -> None:
-        """Notes that all environments were reset."""
-        self._tracker.clear()
-        if self._recording is not None:
-            self._recording.begin_episodes()
-
-    def _skip_unfinished(self) -> None:
-        """Notes that environments took steps that are in no batch."""
-        self._tracker.skip_unfinished()
-        if self._recording is not None:
-            self._recording.skip_unfinished()
-
     @contextmanager
     def _taking_steps(self) -> Iterator[None]:
-        """Continues from where the environments are; resets them if no episode has begun. The block takes the steps."""
+        """Continues the episodes that this collector has begun, or begins new ones. The block takes the steps."""
         self._check_open()
-        is_elsewhere = self._env.num_uses != self._uses_seen
-        if self._uses_seen is None or (is_elsewhere and not self._chunks.is_idle):
-            self.reset()  # also where the next chunk would not continue those that are kept or pending
-        elif is_elsewhere:
-            self._env._assert_idle("collect")  # else the pending chunk of another collector would be taken
-            if self._env.num_uses == self._env.fresh_at:
-                self._begin_episodes()
-            else:
-                self._skip_unfinished()
+        if self._uses_seen != self._env.num_uses:
+            self.reset()
         try:
             yield
         finally:
@@ -270,8 +242,8 @@ class Collector:
         check_count("n_episode", n_episode)
         if self._goes_ahead:
             raise ConfigError(
-                f"n_episode={n_episode} was passed to a collector with prefetch or max_staleness. Pass n_step, or call "
-                "drain() and use another Collector on these environments for episodes."
+                f"n_episode={n_episode} was passed to a collector with prefetch or max_staleness. Pass n_step. "
+                "For episodes, call collect(n_step, ahead=False), and use another Collector on these environments."
             )
 
     def _check_open(self) -> None:
@@ -305,7 +277,7 @@ class Collector:
         self, n_episode: int, max_len: int | None = None, *, keeps_chunks: bool = True
     ) -> tuple[list[Rollout], EpisodeStats]:
         """Takes chunks until every environment has ended its quota of episodes; `valid` says which steps belong."""
-        if self._tracker.unfinished.any() or not self._chunks.is_idle:
+        if self._tracker.lens.any() or not self._chunks.is_idle:
             self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
         quotas = EpisodeQuotas(n_episode, self._env.num_envs)
         rollouts, played = list[Rollout](), list[EpisodeStats]()
@@ -427,10 +399,9 @@ class Collector:
         if self._store is not None:
             self._store.drop()
             self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
-        if state.get("envs"):
+        if state.get("envs") and self._recording is None:  # which has no beginning of these episodes
             packed, *sums = zip(*state["envs"], strict=True)
             self._env.set_states([from_bytes(each) for each in packed])
-            self._skip_unfinished()
             self._tracker.load(sums)
             self._uses_seen = self._env.num_uses
 

@@ -49,7 +49,6 @@ class Recording(AbstractContextManager["Recording"]):
         self._dataset, self._episode = MinariDataset, EpisodeBuffer
         self._parts: dict[int, list[dict[str, Tree]]] = {}  # of each environment's unfinished episode
         self._next_obs: dict[int, Tree] = {}  # the observation after it, [1, ...]
-        self._begun: set[int] | None = None  # whose episode has begun within the recording; None: all
         self._finished: list[Any] = []
 
     def add(self, chunk: Chunk) -> None:
@@ -68,16 +67,10 @@ class Recording(AbstractContextManager["Recording"]):
             self._add_steps(chunk, column, begin, chunk.num_steps)
         self._write()
 
-    def skip_unfinished(self) -> None:
-        """Ends the unfinished episodes as truncated; the next chunk begins within others, which are left out."""
-        self.begin_episodes()
-        self._begun = set()
-
     def begin_episodes(self) -> None:
         """Ends the unfinished episodes as truncated: all environments were reset."""
         for env_id in [*self._parts]:
             self._end(env_id)
-        self._begun = None
         self._write()
 
     def close(self) -> Any:
@@ -88,7 +81,7 @@ class Recording(AbstractContextManager["Recording"]):
     def _add_steps(self, chunk: Chunk, column: int, begin: int, end: int) -> None:
         rows = begin + np.flatnonzero(chunk.valid[begin:end, column])
         env_id = int(chunk.env_ids[column])
-        if len(rows) and (self._begun is None or env_id in self._begun):
+        if len(rows):
             fields = "obs", "act", "rew", "terminated", "truncated"
             part = {name: tree_map(lambda leaf: leaf[rows, column], getattr(chunk, name)) for name in fields}
             self._parts.setdefault(env_id, []).append(part)
@@ -96,8 +89,6 @@ class Recording(AbstractContextManager["Recording"]):
 
     def _end(self, env_id: int) -> None:
         """Ends the episode of an environment, as truncated unless its last step has ended it."""
-        if self._begun is not None:
-            self._begun.add(env_id)
         if not (parts := self._parts.pop(env_id, [])):
             return
         episode: Any = tree_map(lambda *leaves: np.concatenate(leaves), *parts)

@@ -29,8 +29,6 @@ def _numbers_at(chunk: Chunk, at: NDArray[np.int64], names: Sequence[str]) -> di
 class EpisodeTracker:
     """Sums rewards and steps of episodes that may span several chunks.
 
-    An episode counts if all its steps were added: see :meth:`skip_unfinished`.
-
     Args:
         num_envs: How many environments.
         metrics: Names of numbers in the info of an episode's last step, of which statistics are kept.
@@ -43,7 +41,6 @@ class EpisodeTracker:
         self._metrics = metrics
         self._returns = np.zeros(num_envs)
         self.lens = np.zeros(num_envs, np.int64)
-        self._skipped = np.zeros(num_envs, bool)
 
     def add(
         self, chunk: Chunk, envs: NDArray[np.int64] | slice = slice(None)
@@ -58,16 +55,15 @@ class EpisodeTracker:
             The episodes that ended in it and count, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
         """
         ends, restarts = counted_ends(chunk), chunk.restarts
-        sums, nums, skipped = self._returns[envs], self.lens[envs], self._skipped[envs]
+        sums, nums = self._returns[envs], self.lens[envs]
 
         def forget(columns: NDArray[np.int64]) -> None:
             sums[columns] = nums[columns] = 0
-            skipped[columns] = False
 
         forget(restarts[restarts[:, 0] < 0, 1])
         rew, valid = np.where(chunk.valid, chunk.rew, 0.0), chunk.valid
         with_ends, with_restarts = set(np.nonzero(ends)[0].tolist()), set(restarts[:, 0].tolist())
-        parts: list[list[Any]] = [[np.zeros(0)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]]
+        parts: list[list[Any]] = [[np.zeros(0)], [np.zeros(0, np.int64)]]
         for t in range(chunk.num_steps):
             if t in with_restarts:
                 forget(restarts[restarts[:, 0] == t, 1])
@@ -75,14 +71,13 @@ class EpisodeTracker:
             nums += valid[t]
             if t in with_ends:
                 ended = np.flatnonzero(ends[t])
-                for part, values in zip(parts, (sums, nums, ~skipped), strict=True):
+                for part, values in zip(parts, (sums, nums), strict=True):
                     part.append(values[ended])
                 forget(ended)
-        self._returns[envs], self.lens[envs], self._skipped[envs] = sums, nums, skipped
-        (returns, lens, counted), at = map(np.concatenate, parts), np.argwhere(ends)
+        self._returns[envs], self.lens[envs] = sums, nums
+        (returns, lens), at = map(np.concatenate, parts), np.argwhere(ends)
         metrics = _numbers_at(chunk, at, self._metrics) if self._metrics else {}
-        stats = EpisodeStats(chunk.env_ids[at[:, 1]], returns, lens, metrics)
-        return stats.where(counted), at[counted]
+        return EpisodeStats(chunk.env_ids[at[:, 1]], returns, lens, metrics), at
 
     def cut(self, envs: NDArray[np.int64], env_ids: NDArray[np.int64]) -> EpisodeStats:
         """Returns the unfinished episodes of some environments as if they had ended, and drops them from the sums.
@@ -96,27 +91,15 @@ class EpisodeTracker:
         self._returns[envs] = self.lens[envs] = 0
         return stats
 
-    @property
-    def unfinished(self) -> NDArray[np.bool_]:
-        """Which environments are within an episode of which steps were added or skipped, ``bool [N]``."""
-        going_on: NDArray[np.bool_] = (self.lens > 0) | self._skipped
-        return going_on
-
     def clear(self) -> None:
         """Drops the unfinished episodes: every environment begins a new one."""
         self._returns[:] = 0.0
         self.lens[:] = 0
-        self._skipped[:] = False
 
     def state(self) -> tuple[list[Any], ...]:
         """Returns the sums of each environment's unfinished episode, for :meth:`load`."""
-        return tuple(sums.tolist() for sums in (self._returns, self.lens, self._skipped))
+        return tuple(sums.tolist() for sums in (self._returns, self.lens))
 
     def load(self, state: Sequence[Sequence[Any]]) -> None:
         """Continues with the sums that :meth:`state` has returned."""
-        self._returns[:], self.lens[:], self._skipped[:] = state
-
-    def skip_unfinished(self) -> None:
-        """Lets the present episode of every environment not count: some of its steps were not added."""
-        self.clear()
-        self._skipped[:] = True
+        self._returns[:], self.lens[:] = state

@@ -95,9 +95,6 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         Exception: What the constructor of an environment raised, its ``__cause__`` an ``EnvError``.
     """
 
-    fresh_at: int | None = None
-    """`num_uses` after the last reset of all environments; None before the first."""
-
     def __init__(
         self,
         env: str | EnvSpec | Callable[..., gymnasium.Env[Any, Any]] | Sequence[Callable[[], gymnasium.Env[Any, Any]]],
@@ -219,7 +216,6 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         if options and "reset_mask" in options:
             ids = np.flatnonzero(checked_mask(options.pop("reset_mask"), self.num_envs, is_first=not self.num_uses))
         self._start("reset", Command(Op.RESET, ids, rest=([seeds[i] for i in ids.tolist()], options)))
-        self.fresh_at = self.num_uses if len(ids) == self.num_envs else self.fresh_at
         if isinstance(seed, int | np.integer):
             self._chunk_steps, self._noise_seed = 0, int(seed)
 

@@ -132,40 +132,28 @@ OTHER_USES: dict[str, Any] = {
 
 @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
 @pytest.mark.parametrize("use", OTHER_USES)
-def test_episodes_count_whose_steps_are_all_in_the_chunks(use: str, inference: Any) -> None:
+def test_new_episodes_begin_after_other_uses(use: str, inference: Any) -> None:
     env = local([CountingEnv] * 5)
     collector = Collector(env, still, inference, seed=2)
     collector.collect(n_step=5 * 2)
-    OTHER_USES[use](env)
-    batch = collector.collect(n_step=5 * 30)
-    if use == "reset":
-        assert (batch.chunks[0].obs[0, :, 2] == 0).all()
-    elif use == "step":
-        assert batch.chunks[0].obs[0, :, 2].any(), "it continues from there"
-    assert_identical(*episodes_of(batch, skip_first=use != "reset"))
-    collector.reset()
-    OTHER_USES[use](env)
-    episodes = collector.collect(n_episode=10)
-    assert (episodes.chunks[0].obs[0, :, 2] == 0).all(), "new episodes begin"
-    assert_identical(*episodes_of(episodes))
+    for count in ({"n_step": 5 * 30}, {"n_episode": 10}):
+        OTHER_USES[use](env)
+        episodes = collector.collect(**count)
+        assert (episodes.chunks[0].obs[0, :, 2] == 0).all()
+        assert_identical(*episodes_of(episodes))
     assert (collector.collect(n_step=5 * 4).chunks[0].obs[0] == episodes.chunks[-1].last_obs).all(), "and continue"
 
 
-def episodes_of(batch: Batch, skip_first: bool = False) -> tuple[list[float], list[float]]:
-    """Returns, by hand: what the batch says, and what its valid steps add up to, in the order of their ends.
-
-    With `skip_first`, the first end of each environment does not count.
-    """
+def episodes_of(batch: Batch) -> tuple[list[float], list[float]]:
+    """Returns, by hand: what the batch says, and what its valid steps add up to, in the order of their ends."""
     sums = np.zeros(batch.chunks[0].num_envs)
-    skipped = np.full(len(sums), skip_first)
     found: list[float] = []
     for chunk in batch.chunks:
         for t in range(chunk.num_steps):
             sums += np.where(chunk.valid[t], chunk.rew[t], 0.0)
             for n in np.flatnonzero(chunk.done[t] & chunk.valid[t]):
-                if not skipped[n]:
-                    found.append(float(sums[n]))
-                sums[n], skipped[n] = 0.0, False
+                found.append(float(sums[n]))
+                sums[n] = 0.0
     return batch.stats.returns.tolist(), found
 
 

@@ -88,7 +88,7 @@ def test_publishing_does_not_wait_for_a_pending_chunk(gated: RayVecEnv, tmp_path
         assert_acted_with(batch.chunks[0], policies[version])
 
 
-def test_the_environments_are_busy_until_they_are_drained(counting: RayVecEnv, prefetching: Collector) -> None:
+def test_the_environments_are_busy_while_a_chunk_is_pending(counting: RayVecEnv, prefetching: Collector) -> None:
     first = prefetching.collect(n_step=50)
     for use in (
         lambda: counting.step(np.zeros(5, int)),
@@ -99,9 +99,8 @@ def test_the_environments_are_busy_until_they_are_drained(counting: RayVecEnv, p
     ):
         with pytest.raises(AlreadyPendingCallError, match="rollout"):
             use()
-    rest = prefetching.drain()
-    assert rest is not None and rest.stats.n_collected_steps == 50
-    assert prefetching.drain() is None
+    rest = prefetching.collect(n_step=50, ahead=False)
+    assert counting.call("unwrapped")  # the environments are free
     chunks = [*first.chunks, *rest.chunks, *prefetching.collect(n_step=50).chunks]
     assert counting_errors(chunks) == []
     assert [chunk.first_step for chunk in chunks] == [0, 10, 20]
@@ -152,9 +151,7 @@ def test_an_interrupted_wait_loses_nothing(
     interrupts.append(True)
     with pytest.raises(KeyboardInterrupt):
         prefetching.collect(n_step=50)
-    rest = prefetching.drain()
-    assert rest is not None and prefetching.drain() is None
-    chunks += rest.chunks
+    chunks += prefetching.collect(n_step=50, ahead=False).chunks
     assert [chunk.first_step for chunk in chunks] == list(range(0, 10 * len(chunks), 10))
     assert counting_errors(chunks) == []
     assert counting.call("unwrapped")  # the environments are free
@@ -207,7 +204,7 @@ def test_what_cannot_be_combined(counting: RayVecEnv, prefetching: Collector) ->
 
 def test_the_last_call_starts_no_chunk(counting: RayVecEnv, prefetching: Collector) -> None:
     batches = [prefetching.collect(n_step=50, ahead=ahead) for ahead in (True, False)]
-    assert counting.call("unwrapped") and prefetching.drain() is None  # the environments are free
+    assert counting.call("unwrapped")  # the environments are free
     batches.append(prefetching.collect(n_step=50))
     assert [batch.chunks[0].first_step for batch in batches] == [0, 10, 20]
     assert counting_errors([chunk for batch in batches for chunk in batch.chunks]) == []

@@ -90,11 +90,11 @@ def test_steps_that_are_in_no_batch_are_in_no_episode(tmp_path: Path) -> None:
         collector.collect(n_episode=3)
         env.reset()
         env.step(np.array([4, 4]))
-        collector.collect(n_step=14)  # begins amid episodes, which are left out
+        collector.collect(n_step=14)  # begins new episodes
         collector.play(2)
         collector.close()
     played = assert_played(minari.MinariDataset(tmp_path / "data"))
-    assert played == [(3, True), (3, True), (7, True), (3, True), (2, False), (1, False)]
+    assert played == [*[(3, True), (3, True), (7, True)] * 2, (1, False)]
 
 
 def test_chunks_are_recorded_by_hand(tmp_path: Path) -> None:
