@@ -34,6 +34,7 @@ from rayvec.config.schema import Count, Natural, Seed, require, suggested
 from rayvec.config.settings_yaml import read_yaml
 from rayvec.data.batch import metric_means
 from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError
+from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.training.stop_signals import Interrupts, Terminated
 
 __all__ = ["main"]
@@ -74,6 +75,7 @@ class Eval:
 
     def run(self) -> None:
         """Evaluates, and prints a line."""
+        _import_torch()
         from rayvec.training.evaluation import evaluate_run
 
         for path in ([self.video] if self.video else []) + ([None] if self.render else []):
@@ -108,6 +110,7 @@ class Plot:
 
     def run(self) -> None:
         """Draws the picture and prints a line for each group of runs."""
+        _import_torch()
         from rayvec.training.plots import plot_runs, read_runs
 
         groups = read_runs(self.run_dirs)
@@ -242,6 +245,7 @@ def _train(words: list[str], plugins: list[str]) -> int | None:
     algorithm = words.pop(0) if words and not words[0].startswith("-") else ""
     before = None if found.config is None else _read(found.config, algorithm)
     if found.resume is not None:
+        _import_torch()
         from rayvec.training.run_dir import load_config
 
         require(before is None, "--config and --resume were passed together. A resumed run has its own settings.")
@@ -252,6 +256,7 @@ def _train(words: list[str], plugins: list[str]) -> int | None:
     base = before.to_plain() if before else {}
     given = read_options(f"train {algorithm}", CONFIGS[algorithm], words, base, _FILES)
     given |= {"plugin": plugins} if plugins else {}
+    _import_torch()
     from rayvec.training.loop import resume, train
 
     if found.resume is None or before is None:
@@ -270,6 +275,12 @@ def _train(words: list[str], plugins: list[str]) -> int | None:
         f"and {result.wall_s:.1f} s; everything is in {result.run_dir}"
     )
     return None
+
+
+def _import_torch() -> None:
+    """Imports torch, which aborts the process if an exception ends its import. Ctrl-C is handled afterwards."""
+    with uninterrupted():
+        importlib.import_module("torch")
 
 
 def _read(config: Path, algorithm: str) -> TrainConfig:

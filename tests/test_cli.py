@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import AssertRefused
+from helpers.processes import DEADLINE_S, running
 from helpers.testing import CountingEnv
 from helpers.training_kit import HERE, SMALL, lengthen, options
 
@@ -220,6 +222,15 @@ def test_ctrl_c_while_a_run_starts(
     assert main(["train", "ppo", *TINY, "--wrappers", f"{name}:f", "--run-dir", str(run_dir)]) == 130
     said = capsys.readouterr().err.splitlines()
     assert said[-1] == "rayvec: interrupted" and len(said) <= 2 and not list(run_dir.glob("metrics.jsonl"))
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import completes: torch aborts the process otherwise."""
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nopen('imported', 'w')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with running(["train", "ppo", *TINY], tmp_path) as command:
+        assert command.process.wait(DEADLINE_S) == 130
+    assert command.stderr.read_text() == "rayvec: interrupted\n" and (tmp_path / "imported").exists()
 
 
 TERMINATED = """
