@@ -63,6 +63,8 @@ def _receive(pipe: Connection) -> Any:
 
 def _be_rank(connect: tuple[Any, ...], work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
+    for _ in range(1024):  # as where a rank has many workers
+        os.dup(0)
     ranks, pipe = _connect(*connect), connect[2]
     try:
         result = work(ranks, *args)
