@@ -130,7 +130,8 @@ class MachineBlock:
 
     def close(self) -> None:
         """Closes the file descriptor. The memory is freed once no array refers to it."""
-        os.close(self.fd)
+        fd, self.fd = self.fd, -1  # a thread that waits may still use it, and its number may soon be another file's
+        os.close(fd)
         self.arrays, self.by_worker, self._actions, self._slots = {}, {}, [], {}
 
 

@@ -53,6 +53,8 @@ PRELOAD = "RAYVEC_PRELOAD"
 """The environment variable that names to a fork server what it imports."""
 _SERVER_MODULE = "rayvec.node.server_imports"
 _END_S = 5.0
+_UNKNOWN = 255
+"""The exit code of a process whose fork server was killed: it may not have ended yet."""
 _MAX_TEMPORARY = 70
 """The longest path of a temporary folder: that of a socket may have 107 bytes, and multiprocessing adds 33."""
 _PR_SET_PDEATHSIG = 1
@@ -248,10 +250,11 @@ class OwnedProcess:
 
     def kill(self) -> None:
         """Kills the process and what it has started, and waits until it has ended."""
-        if self.exitcode is None:
+        if (code := self.exitcode) is None:
             _kill([*_started_by(self.pid), self.pid])
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        if code in (None, _UNKNOWN) or not os.path.exists(f"/proc/{self.pid}"):  # else it is another process's number
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
         self.wait(_END_S)
 
 

@@ -200,6 +200,30 @@ def test_the_fork_server_that_is_killed_is_replaced() -> None:
         assert not {*pids} & {*worker_pids(env)}
 
 
+def process_with(pid: int) -> subprocess.Popen[bytes]:
+    """Starts a process, leader of a session, that gets a number which is free."""
+    while True:
+        try:
+            Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        except OSError as error:
+            pytest.skip(f"this user can't choose the number of a process: {error}")
+        process = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        if process.pid == pid:
+            return process
+        process.kill()
+
+
+def test_the_process_that_has_got_the_number_of_a_dead_worker_lives() -> None:
+    env = make(CountingEnv)
+    [pid] = worker_pids(env)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(pid), "the worker has ended")
+    with process_with(pid) as other:
+        env.close()
+        assert alive(pid)
+        other.kill()
+
+
 FAILS_TO_CLOSE = """
 from rayvec import RayVecEnv
 from helpers.testing import CountingEnv
