@@ -6,40 +6,22 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 __all__ = ["number", "ratio", "show_table", "spread"]
 
-_WIDTH = 200
-
-
-class _Console(Console):
-    """A console whose reader may end: the command line then ends with its own exit code, not with rich's."""
-
-    def on_broken_pipe(self) -> None:
-        """Raises the error again."""
-        raise
-
-
-def _console() -> Console:
-    """Returns the terminal; output that is no terminal gets lines long enough for the tables."""
-    made = _Console(highlight=False, markup=False)
-    return made if made.is_terminal else _Console(highlight=False, markup=False, width=_WIDTH)
+_NUMERIC = "+-0123456789"
 
 
 def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Prints a Markdown table below a title, numbers to the right."""
-    table = Table(box=box.MARKDOWN)
-    for place, name in enumerate(header):
-        right = any(str(row[place])[:1] in "+-0123456789" for row in rows)
-        table.add_column(name, justify="right" if right else "left")
-    for row in rows:
-        table.add_row(*map(str, row))
-    terminal = _console()
-    terminal.print(f"\n{title}")
-    terminal.print(table)
+    columns = []
+    for name, *cells in zip(header, *rows, strict=True):
+        texts = list(map(str, cells))
+        width, is_number = max(map(len, [name, *texts])), any(text[:1] in _NUMERIC for text in texts if text)
+        rule = "-" * (width - is_number) + ":" * is_number
+        columns.append([f"{text:{'>' if is_number else '<'}{width}}" for text in (name, rule, *texts)])
+    print(f"\n{title}\n")
+    for line in zip(*columns, strict=True):
+        print(f"| {' | '.join(line)} |")
 
 
 def spread(values: Sequence[float], form: str = ",.0f") -> str:

@@ -99,11 +99,4 @@ class Held(Line):
 
 
 class WithoutSpaces(gymnasium.Env[Any, Any]):
-    """Observations are any objects."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed)
-        return {"first"}, {}
-
-    def step(self, action: Any) -> Any:
-        return {action}, 1.0, False, False, {}
+    """Lacks what tells its observations and actions."""
