@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.cluster.stream import Stream
+from rayvec.cluster.stream import Stream, memory_of_rows
 from rayvec.data.join_chunks import join_chunks
-from rayvec.data.trees import as_slice, tree_leaves
+from rayvec.data.trees import as_slice, object_leaves, tree_leaves
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.fleet.commands import IN_ARRAYS, Answer, Command, Op, Ticket
@@ -23,7 +22,7 @@ from rayvec.node.machine import Machine, MachineSpec
 from rayvec.rollout.loop import TakenChunk
 from rayvec.rollout.policy_host import PolicyHost
 
-__all__ = ["Node", "bytes_of", "result_leaves"]
+__all__ = ["Node", "result_leaves"]
 
 _POLL_S = 1e-3
 """How long a node waits for the first of several pending commands before it looks at the others."""
@@ -46,7 +45,8 @@ class Node:
     Attributes:
         name: What errors call it.
         machine: The machine; :meth:`start` starts it.
-        leaves: The arrays that hold its answers.
+        memory_of: Returns the memory of some rows of the arrays that hold its answers.
+        objects: The arrays of these that hold objects, and have no such memory.
         pending: The pending commands, and what to wait for.
         gpus: The GPUs that are claimed for its environments.
     """
@@ -75,13 +75,14 @@ class Node:
     def open(self, arrays: dict[str, Any], first_id: int, *spaces: Space[Any]) -> None:
         """Allocates shared memory for the workers. The answers are copied into `arrays`."""
         self.allocate(arrays, first_id, *spaces)
-        self._copies = list(zip(result_leaves(arrays), self.leaves, strict=True))
+        self._copies = list(zip(result_leaves(arrays), result_leaves(self.machine.arrays), strict=True))
 
     def allocate(self, state: dict[str, Any], first_id: int, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays of the machine; they begin with `state`, maybe the last answers of a lost node."""
         machine = self.machine
         machine.allocate(observation, action, first_id=first_id, state=state)
-        self.leaves = result_leaves(machine.arrays)
+        self.memory_of = memory_of_rows(result_leaves(machine.arrays))
+        self.objects = object_leaves(machine.arrays["obs"])
         self._host = PolicyHost(machine, machine.action_layout, first_id, machine.spaces.native_mode)
 
     def post(self, command: Command) -> None:
@@ -126,7 +127,7 @@ class Node:
 
     def wait_for_news(self, stream: Stream) -> bool:
         """Waits for a moment for a command, or for an answer. Returns whether a command has arrived."""
-        if stream.has_early():
+        if stream.has_begun():
             return True
         poll, timeout_s = select.poll(), _NEWS_S
         poll.register(stream, select.POLLIN)
@@ -182,8 +183,3 @@ def joined(taken: Sequence[TakenChunk]) -> TakenChunk:
 def result_leaves(arrays: dict[str, Any]) -> list[NDArray[Any]]:
     """Returns what an answer carries of the arrays of a fleet: results, states of episodes, and observations."""
     return [*(arrays[name] for name in _RESULTS), *tree_leaves(arrays["obs"])]
-
-
-def bytes_of(array: NDArray[Any]) -> memoryview:
-    """Returns the memory of a contiguous array."""
-    return array.reshape(-1).view(np.uint8).data

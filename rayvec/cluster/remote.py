@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 
-from rayvec.cluster.node import Node, bytes_of, result_leaves
-from rayvec.cluster.stream import Head, Stream
-from rayvec.data.trees import as_slice, object_leaves
+from rayvec.cluster.node import Node, result_leaves
+from rayvec.cluster.stream import Head, Stream, bytes_of, memory_of_rows
+from rayvec.data.trees import object_leaves
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.errors import NodeLostError, first_line
 from rayvec.fleet.commands import IN_ARRAYS, NO_NEWS, Answer, ChildLost, Command, Op, is_like
@@ -98,12 +98,9 @@ class RemoteNode:
         try:
             head = stream.read_head()
             if head.has_rows:
-                rows = as_slice(self._pending[head.place].rows)
-                parts = [leaf[rows] for leaf in self._leaves]
-                stream.read_into([bytes_of(part) for part in parts])
-                if not isinstance(rows, slice):  # the parts are copies
-                    for leaf, part in zip(self._leaves, parts, strict=True):
-                        leaf[rows] = part
+                memory = self._memory_of(self._pending[head.place].rows.tobytes())
+                stream.read_into(memory.bytes)
+                memory.scatter()
             message = stream.read_message(head) if head.size else None
         except (OSError, EOFError) as error:
             raise self._lost(error) from error
@@ -116,8 +113,7 @@ class RemoteNode:
 
     def open(self, arrays: dict[str, Any], first_id: int, *spaces: Space[Any]) -> None:
         """Attaches the arrays that hold the answers of its environments, and sends how these begin."""
-        self._leaves = [leaf for leaf in result_leaves(arrays) if not leaf.dtype.hasobject]
-        self._objects = object_leaves(arrays["obs"])
+        self._memory_of, self._objects = memory_of_rows(result_leaves(arrays)), object_leaves(arrays["obs"])
         self._send("allocate", arrays, first_id, *spaces)
         with suppress(ChildLost):  # wait() says it
             self._reply()
@@ -204,12 +200,12 @@ class NodeServer:
         head = self._stream.read_head()
         place = len(self._node.pending) if self._node else 0
         if head.has_rows:
-            request = [*self._last_step._replace(actions=np.empty_like(self._last_step.actions))]
-            self._stream.read_into([bytes_of(request[2])])
+            step = self._last_step._replace(actions=np.empty_like(self._last_step.actions))
+            self._stream.read_into([bytes_of(step.actions)])
         else:
             message = self._stream.read_message(head)
         try:
-            op, *rest = request if head.has_rows else message.load()
+            op, *rest = step if head.has_rows else message.load()
             if isinstance(op, str):
                 answer = Answer(value=self._called(op, rest))
             else:
@@ -240,12 +236,10 @@ class NodeServer:
 
     def _send(self, answer: Answer, command: Command | None = None) -> None:
         """Sends an answer, and the rows that the command has changed."""
-        arrays = []
+        arrays: Sequence[memoryview] = ()
         if self._node is not None and command is not None and command.op in IN_ARRAYS:
-            rows, leaves = as_slice(command.rows), self._node.leaves
-            arrays = [bytes_of(leaf[rows]) for leaf in leaves if not leaf.dtype.hasobject]
-            if len(arrays) < len(leaves):
-                answer = answer._replace(objects=[leaf[rows] for leaf in leaves if leaf.dtype.hasobject])
-        is_news = answer._replace(place=0) != NO_NEWS
-        message = packed_answer(answer, "a node", pack) if is_news else None
+            arrays = self._node.memory_of(command.rows.tobytes()).gather()
+            if self._node.objects:
+                answer = answer._replace(objects=[leaf[command.rows] for leaf in self._node.objects])
+        message = packed_answer(answer, "a node", pack) if answer.is_news else None
         self._stream.send(Head(answer.place, bool(arrays)), arrays, message)

@@ -14,15 +14,18 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rayvec.data.trees import as_slice
 from rayvec.node.messages import Message
 
-__all__ = ["Head", "Stream", "accept", "connect"]
+__all__ = ["Head", "RowMemory", "Stream", "accept", "bytes_of", "connect", "memory_of_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +35,12 @@ _STRANGER_S = 0.5
 """How long a node waits for the proof of whoever connects; others wait meanwhile."""
 _HEAD = struct.Struct("<HHIQ")
 _SIZE = struct.Struct("<Q")
-_EARLY_BYTES = 1 << 16
+_AHEAD_BYTES = 1 << 16
+"""How much is received at once: all of a small frame, and maybe the beginning of the next one."""
 _MAX_PARTS = 512
 """How many buffers one system call takes; the system allows 1,024."""
+_MAX_ROWS = 4
+"""For how many sets of rows their memory is remembered. It is a copy where the rows are not consecutive."""
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 3, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 """A machine that is gone is found after about ten seconds without traffic."""
 _UNANSWERED_MS = 10_000
@@ -72,7 +78,9 @@ class Stream:
         for option, value in _KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self._sock, self._key = sock, key
-        self._early = bytearray()
+        self._ahead = bytearray()
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
 
     def send(self, head: Head, arrays: Sequence[Any] = (), message: Message | None = None) -> None:
         """Sends a frame.
@@ -91,25 +99,29 @@ class Stream:
             head = head._replace(num_large=len(large), size=len(message.head))
             sizes = b"".join(_SIZE.pack(len(each)) for each in large)
             rest = [sizes, *large, hmac.digest(self._key, message.head, "sha256"), message.head]
-        parts = _unfinished([_HEAD.pack(*head), *arrays, *rest], 0)
+        parts = [_HEAD.pack(*head), *arrays, *rest]
         while parts:
             try:
                 parts = _unfinished(parts, self._sock.sendmsg(parts[:_MAX_PARTS], (), socket.MSG_DONTWAIT))
             except BlockingIOError:  # what the other end sends is read meanwhile: it may read nothing before
                 if self._ready(select.POLLIN | select.POLLOUT, None) & select.POLLIN:
-                    self._early += _some(self._sock.recv(_EARLY_BYTES))
+                    self._receive()
 
     def fileno(self) -> int:
         """Returns the descriptor of the socket."""
         return self._sock.fileno()
 
-    def has_early(self) -> bool:
-        """Whether a part of the next frame was read while another was sent."""
-        return bool(self._early)
+    def has_begun(self) -> bool:
+        """Whether a part of the next frame was received with an earlier one, or while one was sent."""
+        return bool(self._ahead)
 
     def poll(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s` for the beginning of a frame. Returns whether something has arrived."""
-        return bool(self._early or self._ready(select.POLLIN, timeout_s))
+        return bool(self._ahead or self._readable.poll(1000.0 * timeout_s))
+
+    def _receive(self) -> None:
+        """Waits for what the other end sends, and keeps it for the next reads."""
+        self._ahead += _some(self._sock.recv(_AHEAD_BYTES))
 
     def _ready(self, events: int, timeout_s: float | None) -> int:
         poll = select.poll()
@@ -124,23 +136,25 @@ class Stream:
         """
         return Head(*_HEAD.unpack(self.read(_HEAD.size)))
 
-    def read(self, size: int) -> memoryview:
-        """Reads so many bytes."""
-        data = memoryview(bytearray(size))
-        self.read_into([data])
+    def read(self, size: int) -> bytearray:
+        """Reads a few bytes."""
+        while len(self._ahead) < size:
+            self._receive()
+        data = self._ahead[:size]
+        del self._ahead[:size]
         return data
 
     def read_into(self, views: Sequence[memoryview]) -> None:
         """Fills memory with what arrives."""
-        parts = _unfinished(views, 0)
-        while parts:
-            if self._early:
-                count = min(len(parts[0]), len(self._early))
-                parts[0][:count] = self._early[:count]
-                del self._early[:count]
-            else:
-                count = _some(self._sock.recvmsg_into(parts[:_MAX_PARTS])[0])
-            parts = _unfinished(parts, count)
+        for number, view in enumerate(views):
+            count = min(len(view), len(self._ahead))
+            view[:count] = self._ahead[:count]
+            del self._ahead[:count]
+            if count < len(view):
+                parts = [view[count:], *views[number + 1 :]]
+                while parts:
+                    parts = _unfinished(parts, _some(self._sock.recvmsg_into(parts[:_MAX_PARTS])[0]))
+                return
 
     def read_message(self, head: Head) -> Message:
         """Reads the pickled value of a frame, and checks that it is from the other end.
@@ -160,7 +174,7 @@ class Stream:
         deadline = time.monotonic() + timeout_s
         with suppress(OSError, ValueError):  # the latter where it is closed already
             while self._ready(select.POLLIN, max(0.0, deadline - time.monotonic())):
-                if not self._sock.recv(_EARLY_BYTES):
+                if not self._sock.recv(_AHEAD_BYTES):
                     return True
         return False
 
@@ -188,6 +202,45 @@ def _unfinished(parts: Sequence[Any], count: int) -> list[Any]:
     if count:
         left[0] = memoryview(left[0])[count:]
     return left
+
+
+class RowMemory:
+    """Some rows of arrays, as a stream carries them.
+
+    Args:
+        leaves: The arrays.
+        rows: The bytes of the numbers of the rows, ``int64 [k]``.
+
+    Attributes:
+        bytes: The memory of the rows of each array: a view, or a copy where the rows are not consecutive.
+    """
+
+    def __init__(self, leaves: Sequence[NDArray[Any]], rows: bytes) -> None:
+        self._index = as_slice(np.frombuffer(rows, np.int64))
+        parts = [leaf[self._index] for leaf in leaves]
+        self.bytes = [bytes_of(part) for part in parts]
+        self._copies = [] if isinstance(self._index, slice) else list(zip(leaves, parts, strict=True))
+
+    def gather(self) -> Sequence[memoryview]:
+        """Returns the memory, which holds what the arrays hold now."""
+        for leaf, part in self._copies:
+            part[:] = leaf[self._index]
+        return self.bytes
+
+    def scatter(self) -> None:
+        """Lets the arrays hold what the memory holds."""
+        for leaf, part in self._copies:
+            leaf[self._index] = part
+
+
+def memory_of_rows(leaves: Sequence[NDArray[Any]]) -> Callable[[bytes], RowMemory]:
+    """Returns a function that remembers the memory of rows of `leaves`, but for those that hold objects."""
+    return lru_cache(_MAX_ROWS)(partial(RowMemory, [leaf for leaf in leaves if not leaf.dtype.hasobject]))
+
+
+def bytes_of(array: NDArray[Any]) -> memoryview:
+    """Returns the memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 def connect(address: str, port: int, key: bytes) -> Stream:

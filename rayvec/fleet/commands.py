@@ -172,6 +172,11 @@ class Answer(NamedTuple):
     place: int = 0
     objects: Sequence[NDArray[Any]] = ()
 
+    @property
+    def is_news(self) -> bool:
+        """Whether it holds anything."""
+        return bool(self.infos or self.notes or self.failure or self.objects) or self.value is not None
+
 
 NO_NEWS = Answer()
 """The answer to most steps: all results lie in the arrays."""
@@ -193,7 +198,10 @@ class Ticket:
 
     def missing(self) -> int | None:
         """Returns a child that has not answered, None if all have: the last to start, which usually ends last."""
-        return next((k for k in reversed(self.shares) if k not in self.answers), None)
+        for k in reversed(self.shares.keys()):
+            if k not in self.answers:
+                return k
+        return None
 
 
 class ChildLost(Exception):

@@ -19,7 +19,7 @@ from rayvec.data.columns import merge
 from rayvec.data.layouts import index_tree
 from rayvec.data.trees import as_slice, tree_leaves, tree_map
 from rayvec.errors import duration
-from rayvec.fleet.commands import IN_ARRAYS, Answer, ChildLost, Command, Note, Op, Share, Ticket
+from rayvec.fleet.commands import IN_ARRAYS, NO_NEWS, Answer, ChildLost, Command, Note, Op, Share, Ticket
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
 
@@ -88,8 +88,9 @@ class Fleet:
     def open(self, arrays: dict[str, Any], *shared: Any) -> None:
         """Attaches the children to arrays of N rows: ``obs``, and those of `ENV_ARRAYS`. They get `shared` besides."""
         self.arrays, self._shared = arrays, shared
-        self._last_obs = tree_map(np.copy, arrays["obs"]) if self._start is not None else None
-        self._last_episode = arrays["episode"].copy()
+        shown = {name: arrays[name] for name in ("obs", "episode")} if self._start is not None else {}
+        self._last: dict[str, Any] = tree_map(np.copy, shown)
+        self._kept = list(zip(tree_leaves(self._last), tree_leaves(shown), strict=True))
         for k, child in enumerate(self.children):
             self._open(k, child)
 
@@ -165,11 +166,12 @@ class Fleet:
             return
         op, rest, rows = ticket.command.op, ticket.command.rest, ticket.shares[k].of_all
         if op in IN_ARRAYS:
-            self._keep_obs(rows, index_tree(self.arrays["obs"], rows))
-            self._last_episode[rows] = self.arrays["episode"][rows]
+            for kept, array in self._kept:
+                kept[rows] = array[rows]
         elif op == Op.ROLLOUT and answer.failure is None:  # the child may have begun the next one
-            self._keep_obs(rows, answer.value.last_obs)
-            self._last_episode[rows] = EpisodeState.RUNNING
+            for kept, leaf in zip(tree_leaves(self._last["obs"]), tree_leaves(answer.value.last_obs), strict=True):
+                kept[rows] = leaf
+            self._last["episode"][rows] = EpisodeState.RUNNING
         elif answer.failure is None and (op in _OF_POLICIES or (op in _CALLS and rest[0] in self._replay_calls)):
             command = ticket.command.of_child(ticket.shares[k])
             key = rest[0] if op in _OF_POLICIES else (op, rest[0], command.rows.tobytes())
@@ -177,12 +179,10 @@ class Fleet:
             if op != Op.DROP:
                 self._loaded[k][key] = command
 
-    def _keep_obs(self, rows: Any, obs: Any) -> None:
-        for kept, leaf in zip(tree_leaves(self._last_obs), tree_leaves(obs), strict=True):
-            kept[rows] = leaf
-
     def take(self, ticket: Ticket) -> Answer:
         """Returns what a command has brought that all its children have answered."""
+        if ticket.command.op in IN_ARRAYS and not (self.notes or any(each.is_news for each in ticket.answers.values())):
+            return NO_NEWS
         answers = [(k, ticket.answers[k]) for k in ticket.shares]
         notes = (*self.notes, *(note for _, answer in answers for note in answer.notes))
         self.notes = []
@@ -246,9 +246,9 @@ class Fleet:
             states: States of the environments, so that their episodes continue; without them the episodes are cut.
         """
         rows, episode = self._rows[k], self.arrays["episode"]
-        tree_map(lambda array, kept: array.__setitem__(rows, kept[rows]), self.arrays["obs"], self._last_obs)
-        running = self._last_episode[rows] == EpisodeState.RUNNING
-        episode[rows] = np.where(running, EpisodeState.CUT, self._last_episode[rows])
+        tree_map(lambda array, kept: array.__setitem__(rows, kept[rows]), self.arrays["obs"], self._last["obs"])
+        running = self._last["episode"][rows] == EpisodeState.RUNNING
+        episode[rows] = np.where(running, EpisodeState.CUT, self._last["episode"][rows])
         again = [*self._loaded[k].values()]
         if states is None:
             self.arrays["restarts"][rows] += self._restarts

@@ -59,8 +59,8 @@ class LocalWorker:
         self._last_step: Command | None = None  # that the block holds
         self._num_posted = 0
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._readable = select.poll()
-        self._readable.register(self._channel, select.POLLIN)
+        self._events = select.poll()
+        self._events.register(self._channel, select.POLLIN)
         self._stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
         send_files(self._channel, factories, self._stack_fd)
         name, timeout_s = f"rayvec worker {index}", self._rules.start_timeout_s
@@ -73,6 +73,7 @@ class LocalWorker:
                 f"{self.name} could not be started: {type(error).__name__}: {error}. A preloaded module may be at "
                 f"fault, or take longer than start_timeout_s, {timeout_s:g} s. {LIMITS_REMEDY}"
             ) from error
+        self._events.register(self._process.sentinel, select.POLLIN)
         self.pid = self._process.pid
         self._is_starting, self._since = True, time.monotonic()
         self._progress = 0
@@ -84,9 +85,20 @@ class LocalWorker:
             ChildLost: It has died, or takes longer than ``start_timeout_s``.
             Exception: The exception that the constructor of an environment raised.
         """
-        while not self._readable.poll(1000 * _POLL_S):
+        while not self._has_answered(_POLL_S):
             self._check()
         return self._started()
+
+    def _has_answered(self, timeout_s: float) -> bool:
+        """Waits for a message, for up to `timeout_s`. Returns whether there is one.
+
+        Raises:
+            ChildLost: It has died without one. A child of its own may hold its socket open.
+        """
+        found = dict(self._events.poll(1000 * timeout_s))
+        if found and self._channel.fileno() not in found:
+            raise self._died()
+        return bool(found)
 
     def _started(self) -> PoolSpaces:
         """Reads the first message of the worker."""
@@ -146,8 +158,10 @@ class LocalWorker:
         while self._num_posted < min(len(self._pending), MAX_POSTED):
             if self._num_posted == 0:
                 self._since = time.monotonic()
-            with suppress(ConnectionError):  # it has died: wait() says so
+            try:
                 send(self._channel, self._pending[self._num_posted][1])
+            except ConnectionError:  # it has died: wait() says so
+                pass
             self._num_posted += 1
 
     def fileno(self) -> int:
@@ -156,7 +170,7 @@ class LocalWorker:
 
     def wait(self, timeout_s: float) -> Answer | None:
         """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`."""
-        if not self._readable.poll(1000 * timeout_s):
+        if not self._has_answered(timeout_s):
             if self._pending or self._is_starting:
                 self._check()
             return None
@@ -177,9 +191,7 @@ class LocalWorker:
         return answer
 
     def _check(self) -> None:
-        """Raises ``ChildLost`` if the worker has died, or takes longer than its limits allow."""
-        if self._process.exitcode is not None and not self._readable.poll(0):
-            raise self._died()  # it answered nothing before, and a child of its own may hold its socket open
+        """Raises ``ChildLost`` if the worker takes longer than its limits allow."""
         progress = int(self._block.by_worker["progress"][self._index]) if hasattr(self, "_block") else 0
         waited_s = time.monotonic() - self._since
         name, limit_s, times = self._limit()
