@@ -98,7 +98,7 @@ class RemoteNode:
         try:
             head = stream.read_head()
             if head.has_rows:
-                memory = self._memory_of(self._pending[head.place].rows.tobytes())
+                memory = self._memory_of(self._pending[head.place].rows)
                 stream.read_into(memory.bytes)
                 memory.scatter()
             message = stream.read_message(head) if head.size else None
@@ -238,7 +238,7 @@ class NodeServer:
         """Sends an answer, and the rows that the command has changed."""
         arrays: Sequence[memoryview] = ()
         if self._node is not None and command is not None and command.op in IN_ARRAYS:
-            arrays = self._node.memory_of(command.rows.tobytes()).gather()
+            arrays = self._node.memory_of(command.rows).gather()
             if self._node.objects:
                 answer = answer._replace(objects=[leaf[command.rows] for leaf in self._node.objects])
         message = packed_answer(answer, "a node", pack) if answer.is_news else None

@@ -14,15 +14,16 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.trees import as_slice
+from rayvec.fleet.commands import ByRows
 from rayvec.node.messages import Message
 
 __all__ = ["Head", "RowMemory", "Stream", "accept", "bytes_of", "connect", "memory_of_rows"]
@@ -233,9 +234,9 @@ class RowMemory:
             leaf[self._index] = part
 
 
-def memory_of_rows(leaves: Sequence[NDArray[Any]]) -> Callable[[bytes], RowMemory]:
+def memory_of_rows(leaves: Sequence[NDArray[Any]]) -> ByRows[RowMemory]:
     """Returns a function that remembers the memory of rows of `leaves`, but for those that hold objects."""
-    return lru_cache(_MAX_ROWS)(partial(RowMemory, [leaf for leaf in leaves if not leaf.dtype.hasobject]))
+    return ByRows(partial(RowMemory, [leaf for leaf in leaves if not leaf.dtype.hasobject]), _MAX_ROWS)
 
 
 def bytes_of(array: NDArray[Any]) -> memoryview:

@@ -52,7 +52,7 @@ class NativeSlice(Slice):
 
     def _divided(self, command: Command) -> Iterable[tuple[int, Any]]:
         """Returns the units of a command, each with the places of its environments among those of the command."""
-        if command.op == Op.STEP and np.array_equal(command.rows, np.arange(self.num_envs)):
+        if command.op == Op.STEP and len(command.rows) == self.num_envs:
             return enumerate(self._unit_rows)
         if command.op == Op.RESET:
             self._note_seeds(command.rows.tolist(), command.rest[0])

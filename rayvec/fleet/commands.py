@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ __all__ = [
     "STEPPING",
     "Answer",
     "Autoreset",
+    "ByRows",
     "ChildLost",
     "Command",
     "Note",
@@ -29,6 +31,9 @@ __all__ = [
     "Ticket",
     "is_like",
 ]
+
+
+_T = TypeVar("_T")
 
 
 class Op:
@@ -101,7 +106,7 @@ class Command(NamedTuple):
 
     Attributes:
         op: What to do.
-        rows: Which environments, ``int64 [k]``, without repetition.
+        rows: Which environments, ``int64 [k]``, without repetition. They are not written afterwards.
         actions: For a step, tree of ``[k, *act_shape]`` in the order of `rows`.
         mode: For a step, when environments are reset whose episode has ended.
         rest: What else the operation needs.
@@ -137,6 +142,27 @@ def is_like(command: Command, last: Command | None) -> bool:
     if type(new) is not np.ndarray or type(old) is not np.ndarray or new.dtype.hasobject:
         return False
     return bool(new.dtype == old.dtype and new.shape == old.shape)
+
+
+class ByRows(Generic[_T]):
+    """Computes something of the rows of commands, and remembers it: most commands have the same rows again.
+
+    Args:
+        function: Of the bytes of the rows.
+        size: For how many different rows it remembers.
+    """
+
+    def __init__(self, function: Callable[[bytes], _T], size: int) -> None:
+        self._function = lru_cache(size)(function)
+        self._last: tuple[Any, Any] = None, None
+
+    def __call__(self, rows: NDArray[np.int64]) -> _T:
+        """Returns it for the rows of a command."""
+        last = self._last  # another thread may call too
+        if rows is not last[0]:
+            last = self._last = rows, self._function(rows.tobytes())
+        found: _T = last[1]
+        return found
 
 
 class Note(NamedTuple):

@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ from rayvec.data.columns import merge
 from rayvec.data.layouts import index_tree
 from rayvec.data.trees import as_slice, tree_leaves, tree_map
 from rayvec.errors import duration
-from rayvec.fleet.commands import IN_ARRAYS, NO_NEWS, Answer, ChildLost, Command, Note, Op, Share, Ticket
+from rayvec.fleet.commands import IN_ARRAYS, NO_NEWS, Answer, ByRows, ChildLost, Command, Note, Op, Share, Ticket
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
 
@@ -82,7 +82,7 @@ class Fleet:
         self.parts = tuple(range(rows.start, rows.stop) for rows in self._rows)
         self._pending = [deque[Ticket]() for _ in self.children]
         self._loaded: list[dict[Any, Command]] = [{} for _ in self.children]
-        self._plan = lru_cache(_MAX_PLANS)(partial(_planned, self.bounds))
+        self._plan = ByRows(partial(_planned, self.bounds), _MAX_PLANS)
         self._budget = RestartBudget()
 
     def open(self, arrays: dict[str, Any], *shared: Any) -> None:
@@ -100,7 +100,7 @@ class Fleet:
 
     def post(self, command: Command) -> Ticket:
         """Starts a command."""
-        ticket = Ticket(command, self._plan(command.rows.tobytes()))
+        ticket = Ticket(command, self._plan(command.rows))
         for k, share in ticket.shares.items():
             self.children[k].post(command.of_child(share))
             self._pending[k].append(ticket)
