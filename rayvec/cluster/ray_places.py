@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -71,28 +72,23 @@ class RayPlaces:
             ConfigError: The cluster does not have the nodes, cores or resources.
         """
         found = self._found()
-        if isinstance(found, ConfigError):
+        if found is None:
             group = placement_group(*self.demand.request())
             try:
-                look_until(self._planned, lambda plan: isinstance(plan, Topology) or group.wait(0.1), self._wait_s)
+                look_until(self._planned, lambda plan: plan or group.wait(0.1), self._wait_s)
             finally:
                 remove_placement_group(group)
             found = self._found()
-        if isinstance(found, ConfigError):
-            raise found
-        return found
+        return found or self.plan(takes_busy=True)  # which raises
 
-    def _found(self) -> Topology | ConfigError:
+    def _found(self) -> Topology | None:
         """Returns a plan with free cores, if there are some soon, else one with what is there."""
-        look = partial(self._planned, takes_busy=False)
-        found = look_until(look, lambda plan: isinstance(plan, Topology), _FREED_S)
-        return found if isinstance(found, Topology) else self._planned()
+        return look_until(partial(self._planned, takes_busy=False), bool, _FREED_S) or self._planned()
 
-    def _planned(self, *, takes_busy: bool = True) -> Topology | ConfigError:
-        try:
+    def _planned(self, *, takes_busy: bool = True) -> Topology | None:
+        with suppress(ConfigError):
             return self.plan(takes_busy=takes_busy)
-        except ConfigError as error:
-            return error
+        return None
 
     def plan(self, *, takes_busy: bool) -> Topology:
         """Returns where all environments would begin now; the arguments are those of :func:`plan_topology`."""

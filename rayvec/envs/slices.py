@@ -225,25 +225,19 @@ class Slice:
                 "combine several, for example with mo_gymnasium.wrappers.LinearReward."
             ) from error
         self._terminated[row], self._truncated[row] = terminated, truncated
-        if terminated or truncated:
-            self._end(row, obs, info, command.mode)
-            return
-        self._write_obs(row, obs)
-        if info or type(info) is not dict:
-            self._infos.append((row, own_info(info)))
-
-    def _end(self, row: int, obs: Any, info: Any, mode: Autoreset) -> None:
-        """Ends an episode, and begins the next one if that belongs to the same step."""
-        if mode == Autoreset.SAME_STEP:
+        ends = terminated or truncated
+        resets = ends and command.mode == Autoreset.SAME_STEP
+        if resets:
             self._infos.append((row, {"final_obs": copied(obs), "final_info": own_info(info)}))
         else:
             self._write_obs(row, obs)
             if info or type(info) is not dict:
                 self._infos.append((row, own_info(info)))
-        self._episode[row] = ENDED
-        self._num_finished[row] += 1
-        if mode == Autoreset.SAME_STEP:
-            self._reset_unit(row)
+        if ends:
+            self._episode[row] = ENDED
+            self._num_finished[row] += 1
+            if resets:
+                self._reset_unit(row)
 
     def _step_is_replaced(self, unit: int, mode: Autoreset) -> bool:
         """Ends a cut episode, or begins the next one. Returns False if neither is due: the episode begins to run."""

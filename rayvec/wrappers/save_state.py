@@ -100,16 +100,15 @@ def _attributes_of(layers: Iterable[Any]) -> list[dict[str, Any]]:
     for layer in layers:
         found.append({})
         for name, value in vars(layer).items():
-            if _is_constant(layer, name, value):
-                continue
-            found[-1][name] = saved = _saved(value)
-            fault = _fault(value, saved, held)
-            if fault:
-                raise TypeError(
-                    f"The state of {type(layer).__name__} can't be saved: its attribute {name!r} {fault}. "
-                    "Let the environment have get_state() and set_state(state)."
-                )
-            held += [(name, part) for part in _parts(value, saved)]
+            if not _is_constant(layer, name, value):
+                found[-1][name], parts = _saved(value)
+                fault = _fault(value, found[-1][name], parts, held)
+                if fault:
+                    raise TypeError(
+                        f"The state of {type(layer).__name__} can't be saved: its attribute {name!r} {fault}. "
+                        "Let the environment have get_state() and set_state(state)."
+                    )
+                held += [(name, part) for part in parts]
     return found
 
 
@@ -127,25 +126,14 @@ def _is_mujoco_data(value: Any) -> bool:
     return type(value).__name__ == "MjData"
 
 
-def _fault(value: Any, saved: tuple[str, Any], held: list[tuple[str, Any]]) -> str:
+def _fault(value: Any, saved: tuple[str, Any], parts: list[Any], held: list[tuple[str, Any]]) -> str:
     """Returns why an attribute would not be restored as it was, beside those that others hold; "" if it would."""
     try:
         form_of(saved, [], operator.is_)
     except TypeError:
         return f"holds a {type(value).__name__}"
-    own = _parts(value, saved)
-    shared = [name for name, part in held if any(_is_shared(part, each) for each in own)]
+    shared = [name for name, part in held if any(_is_shared(part, each) for each in parts)]
     return f"shares data with {shared[0]!r}" if shared else ""
-
-
-def _parts(value: Any, saved: tuple[str, Any]) -> list[Any]:
-    """Returns the objects of an attribute that another could hold too, and change."""
-    kind, plain = saved
-    if kind == "generator":
-        return [value.bit_generator]
-    if kind == "mujoco":
-        return list(plain.values())
-    return [value] if isinstance(value, list | dict | deque | np.ndarray | RunningMeanStd) else []
 
 
 def _is_shared(one: Any, other: Any) -> bool:
@@ -153,39 +141,33 @@ def _is_shared(one: Any, other: Any) -> bool:
     return np.shares_memory(one, other) if are_arrays else one is other
 
 
-def _saved(value: Any) -> tuple[str, Any]:
-    """Returns what kind of object an attribute holds, and what it is saved as."""
+def _saved(value: Any) -> tuple[tuple[str, Any], list[Any]]:
+    """Returns what an attribute is saved as, by its kind, and the objects that another could hold too, and change."""
     if type(value) is np.random.Generator:
-        return "generator", value.bit_generator.state
+        return ("generator", value.bit_generator.state), [value.bit_generator]
     if type(value) is RunningMeanStd:
-        return "statistics", vars(value)
+        return ("statistics", vars(value)), [value]
     if type(value) is deque:
-        return "deque", (list(value), value.maxlen)
+        return ("deque", (list(value), value.maxlen)), [value]
     if _is_mujoco_data(value):
         parts = {name: getattr(value, name) for name in dir(value) if not name.startswith("_")}
-        return "mujoco", {name: part for name, part in parts.items() if isinstance(part, np.ndarray | float | bool)}
-    return "value", value
+        plain = {name: part for name, part in parts.items() if isinstance(part, np.ndarray | float | bool)}
+        return ("mujoco", plain), list(plain.values())
+    return ("value", value), [value] if isinstance(value, list | dict | deque | np.ndarray) else []
 
 
 def _set_attributes(layer: Any, attributes: dict[str, tuple[str, Any]]) -> None:
     for name, (kind, plain) in attributes.items():
         if kind == "mujoco":
             _set_mujoco_data(getattr(layer, name), plain)
+        elif kind == "statistics":
+            vars(getattr(layer, name)).update(plain)
+        elif kind == "generator":
+            generator = np.random.Generator(getattr(np.random, plain["bit_generator"])())
+            generator.bit_generator.state = plain
+            setattr(layer, name, generator)
         else:
-            setattr(layer, name, _restored(kind, plain))
-
-
-def _restored(kind: str, plain: Any) -> Any:
-    """Returns an object like that of which :func:`_saved` has returned this."""
-    if kind == "generator":
-        generator = np.random.Generator(getattr(np.random, plain["bit_generator"])())
-        generator.bit_generator.state = plain
-        return generator
-    if kind == "statistics":
-        statistics = RunningMeanStd()  # type: ignore[no-untyped-call]
-        vars(statistics).update(plain)
-        return statistics
-    return deque(*plain) if kind == "deque" else plain
+            setattr(layer, name, deque(*plain) if kind == "deque" else plain)
 
 
 def _set_mujoco_data(data: Any, parts: dict[str, Any]) -> None:

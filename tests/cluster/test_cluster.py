@@ -113,7 +113,7 @@ def test_after_a_sigkill_the_cluster_ends_and_the_next_start_removes_its_directo
     names = shm_names()
     driver = run(STEPPING)
     driver.wait_for_output("stepping")
-    (directory,) = driver.tmp.glob("rayvec-*")
+    (directory,) = driver.tmp.glob("rayvec_*")
     driver.process.kill()
     driver.process.wait(DEADLINE_S)
     driver.wait_until_true(lambda: all("Agent" in left for left in driver.left()), "only agents are left")
