@@ -170,6 +170,7 @@ class _Worker:
         slice_.open(arrays)
         of_worker = {name: array[index : index + 1] for name, array in block.by_worker.items()}
         slice_.progress = of_worker["progress"].data
+        slice_.progress[0] = 0  # a worker that this one replaces may have died within a command
         self._chunk_step, self._cut_chunk = of_worker["chunk_step"], of_worker["cut_chunk"]
         _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id, 2)
         self._all_rows = np.arange(slice_.num_envs)

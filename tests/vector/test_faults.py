@@ -167,8 +167,10 @@ def test_an_end_is_told_from_a_cut_where_observations_are_equal(
 
 
 def test_a_worker_that_hangs_in_a_long_chunk_is_restarted_after_one_steps_time(make_vec: Any) -> None:
-    """The others take several times as long for the whole, and are left alone."""
+    """The others take several times as long for the whole, and are left alone. It had died in a step before."""
     env = make_vec([partial(EndlessEnv, step_s=0.02)] * 3, workers=3, on_env_error="restart", step_timeout_s=1.0)
+    env.reset(seed=1)
+    env.step(told(3, e1=DIE))
     policy = lambda obs: np.where((obs[:, TOTAL] == 3) & (obs[:, SEED] == 2), HANG, GO)  # noqa: E731
     chunk = within(DEADLINE_S, partial(env.rollout, policy, 100, seed=1))
     assert chunk.restarts.tolist() == [[-1, 1]] and chunk.valid.all()
