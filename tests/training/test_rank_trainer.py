@@ -40,7 +40,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "impala with memory": (rayvec.IMPALAConfig, {**IMPALA, **MEMORY, "recurrent": "lstm"}, {}),
     "native ppo": (rayvec.PPOConfig, {**PPO, **NATIVE}, {}),
     "native sac": (rayvec.SACConfig, {**SAC, "native": "helpers.native_envs:pendulums", "num_steps": 10}, {}),
-    "masks": (rayvec.PPOConfig, {**PPO, "normalize_obs": False}, {"env": lambda: Masked("info")}),
+    "masks": (rayvec.PPOConfig, {**PPO, "normalize_obs": False}, {"env": lambda: Masked("obs")}),
     "own parts": (rayvec.PPOConfig, {**PPO, "normalize_obs": False}, {"env": Line, "network": two_heads}),
 }
 
