@@ -30,10 +30,10 @@ from rayvec.config import ADJUSTABLE, CONFIGS, TrainConfig, dataclass
 from rayvec.config.command_line import OptionParser, read_options, row
 from rayvec.config.presets import changed
 from rayvec.config.references import import_plugins
-from rayvec.config.schema import Count, Natural, Seed, require, suggested
+from rayvec.config.schema import Count, Natural, Seed, suggested
 from rayvec.config.settings_yaml import read_yaml
 from rayvec.data.batch import metric_means
-from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError
+from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError, WorkerLostError, require
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.training.stop_signals import Interrupts, Terminated
 

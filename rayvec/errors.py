@@ -47,6 +47,7 @@ __all__ = [
     "counted",
     "duration",
     "first_line",
+    "require",
 ]
 
 
@@ -94,6 +95,12 @@ class RankLostError(LearnerError):
 
 class CheckpointError(RayvecError, RuntimeError):
     """A checkpoint is missing, truncated, or of another kind."""
+
+
+def require(holds: object, otherwise: str) -> None:
+    """Raises a `ConfigError` with the text `otherwise` unless the condition holds."""
+    if not holds:
+        raise ConfigError(otherwise)
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from rayvec.bench.results import Results, read_rows
 from rayvec.bench.settings import Model
 from rayvec.bench.terminal import number, show_table
-from rayvec.errors import ConfigError
+from rayvec.errors import require
 
 __all__ = ["fit", "predict", "run"]
 
@@ -71,11 +71,11 @@ def run(settings: Model) -> int:
     """Fits, predicts, prints both, and writes the files."""
     rows = read_rows(settings.scaling)
     few = [row for row in rows if row["nodes"] <= settings.fit_nodes]
-    if len({row["nodes"] for row in few}) < 2:
-        raise ConfigError(
-            f"{settings.scaling} has no rows of two numbers of nodes up to {settings.fit_nodes}, to which costs are "
-            "fitted. Measure them: rayvec bench scaling --nodes 1 2."
-        )
+    require(
+        len({row["nodes"] for row in few}) >= 2,
+        f"{settings.scaling} has no rows of two numbers of nodes up to {settings.fit_nodes}, to which costs are "
+        "fitted. Measure them: rayvec bench scaling --nodes 1 2.",
+    )
     results = Results("model", settings)
     with results.shown(_show):
         for way in dict.fromkeys(row["way"] for row in few):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-from rayvec.errors import ConfigError
+from rayvec.errors import require
 
 __all__ = ["check_memory", "cluster_at", "simulated_nodes"]
 
@@ -80,8 +80,8 @@ def check_memory(num_nodes: int, cores_per_node: int) -> None:
     """
     needed = num_nodes * (_NODE_MIB + cores_per_node * _ENV_MIB) / 1024
     available = psutil.virtual_memory().available / 2**30
-    if needed > available:
-        raise ConfigError(
-            f"{num_nodes} simulated nodes of {cores_per_node} cores need about {needed:.1f} GiB of memory, and "
-            f"{available:.1f} GiB are available. Lower --nodes or --cores-per-node."
-        )
+    require(
+        needed <= available,
+        f"{num_nodes} simulated nodes of {cores_per_node} cores need about {needed:.1f} GiB of memory, and "
+        f"{available:.1f} GiB are available. Lower --nodes or --cores-per-node.",
+    )

@@ -19,7 +19,7 @@ from rayvec.bench.settings import Scaling
 from rayvec.bench.terminal import number, show_table
 from rayvec.bench.upper_bound import UpperBound
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError, counted, first_line
+from rayvec.errors import counted, first_line, require
 
 if TYPE_CHECKING:
     from rayvec.bench.ways import Env, Way
@@ -35,8 +35,10 @@ _CHUNK_S, _MAX_CHUNK_STEPS = 2.0, 128
 def run(given: Scaling) -> int:
     """Measures, prints the table, and writes JSON, CSV and a plot; returns 1 if no row could be measured."""
     settings = given.narrowed()
-    if not (settings.nodes and settings.step_duration and settings.way):
-        raise ConfigError("--nodes, --step-duration or --way has no value. Pass at least one value of each.")
+    require(
+        settings.nodes and settings.step_duration and settings.way,
+        "--nodes, --step-duration or --way has no value. Pass at least one value of each.",
+    )
     if settings.address is None:
         check_memory(max(settings.nodes), settings.cores_per_node)
     env, factory = _environment(settings)

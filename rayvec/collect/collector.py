@@ -27,7 +27,7 @@ from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite_checks import find_bad_obs
 from rayvec.data.join_chunks import counted_ends
 from rayvec.data.plain_bytes import from_bytes, to_bytes
-from rayvec.errors import ConfigError, EnvError, check_choice, check_count, check_flag
+from rayvec.errors import ConfigError, EnvError, check_choice, check_count, check_flag, require
 from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.chunks import WeightStore
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -88,12 +88,12 @@ class Collector:
         episode_metrics: Sequence[str] = (),
         record: str | Path | None = None,
     ) -> None:
-        if not isinstance(env, RayVecEnv):
-            raise ConfigError(
-                f"{type(env).__module__}.{type(env).__qualname__} is not a rayvec.RayVecEnv, which rayvec.Collector "
-                "requires. In place of a wrapper around all environments, pass RayVecEnv(..., wrappers=[...]). For "
-                "other environments, use the collector of their library."
-            )
+        require(
+            isinstance(env, RayVecEnv),
+            f"{type(env).__module__}.{type(env).__qualname__} is not a rayvec.RayVecEnv, which rayvec.Collector "
+            "requires. In place of a wrapper around all environments, pass RayVecEnv(..., wrappers=[...]). For "
+            "other environments, use the collector of their library.",
+        )
         self._seed = None if seed is None else check_count("seed", seed, 0)
         _check_settings(inference, on_bad_obs, max_staleness, prefetch)
         self._env, self._policy = env, as_policy(policy)
@@ -178,11 +178,11 @@ class Collector:
             EnvError: An observation or a reward is not finite; the next call begins new episodes.
             Exception: What an environment or a policy raised, also in a pending chunk.
         """
-        if (n_step is None) == (n_episode is None):
-            raise ConfigError(
-                f"collect was called with n_step={n_step} and n_episode={n_episode}. Pass one of them, for example "
-                "n_step=4096 or n_episode=20."
-            )
+        require(
+            (n_step is None) != (n_episode is None),
+            f"collect was called with n_step={n_step} and n_episode={n_episode}. Pass one of them, for example "
+            "n_step=4096 or n_episode=20.",
+        )
         self._check_episodes(n_episode) if n_step is None else check_count("n_step", n_step)
         begin = time.monotonic()
         with self._taking_steps():
@@ -240,17 +240,17 @@ class Collector:
 
     def _check_episodes(self, n_episode: Any) -> None:
         check_count("n_episode", n_episode)
-        if self._goes_ahead:
-            raise ConfigError(
-                f"n_episode={n_episode} was passed to a collector with prefetch or max_staleness. Pass n_step. "
-                "For episodes, call collect(n_step, ahead=False), and use another Collector on these environments."
-            )
+        require(
+            not self._goes_ahead,
+            f"n_episode={n_episode} was passed to a collector with prefetch or max_staleness. Pass n_step. "
+            "For episodes, call collect(n_step, ahead=False), and use another Collector on these environments.",
+        )
 
     def _check_open(self) -> None:
-        if self._closed:  # the workers do not have the policy and its weights
-            raise ConfigError(
-                "collect was called after close(). Make another Collector of the same environments and policy."
-            )
+        require(  # the workers do not have the policy and its weights
+            not self._closed,
+            "collect was called after close(). Make another Collector of the same environments and policy.",
+        )
 
     def _take(self, num_steps: int, num_ahead: int = 0, cut: StopEarly | None = None) -> list[ScheduledChunk]:
         """Takes the chunks of a batch, and applies `on_bad_obs` to them."""
@@ -414,8 +414,10 @@ def _check_settings(inference: str, on_bad_obs: str, max_staleness: int | None, 
     if max_staleness is not None:
         check_count("max_staleness", max_staleness)
     for name, value in {"prefetch": prefetch, "max_staleness": max_staleness}.items():
-        if value and inference != "worker":
-            raise ConfigError(f"{name}={value!r} was passed with inference={inference!r}. It requires 'worker'.")
+        require(
+            not value or inference == "worker",
+            f"{name}={value!r} was passed with inference={inference!r}. It requires 'worker'.",
+        )
 
 
 def _time_split_s(rollouts: Sequence[Rollout], elapsed_s: float, *, side_by_side: bool) -> dict[str, float]:

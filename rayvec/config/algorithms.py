@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from rayvec.config.base import TrainConfig
-from rayvec.config.schema import Count, Fraction, Name, Natural, NonNegative, Positive, dataclass, require
+from rayvec.config.schema import Count, Fraction, Name, Natural, NonNegative, Positive, dataclass
+from rayvec.errors import require
 
 __all__ = ["ActorCriticConfig", "IMPALAConfig", "NetworkConfig", "PPOConfig", "SACConfig"]
 

@@ -14,19 +14,8 @@ from pydantic_core import ArgsKwargs
 
 from rayvec.config.presets import PRESETS, by_preset, with_preset
 from rayvec.config.references import import_plugins
-from rayvec.config.schema import (
-    Count,
-    Name,
-    Natural,
-    NonNegative,
-    Positive,
-    Seed,
-    dataclass,
-    docs_of,
-    field_names,
-    require,
-)
-from rayvec.errors import check_node_range
+from rayvec.config.schema import Count, Name, Natural, NonNegative, Positive, Seed, dataclass, docs_of, field_names
+from rayvec.errors import check_node_range, require
 
 __all__ = ["ADJUSTABLE", "CONFIGS", "TrainConfig"]
 

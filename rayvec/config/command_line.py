@@ -11,9 +11,9 @@ from typing import Any, NoReturn, get_args, get_origin
 
 from rayvec.config.base import TrainConfig
 from rayvec.config.presets import starting_values
-from rayvec.config.schema import docs_of, fields_of, require, suggested
+from rayvec.config.schema import docs_of, fields_of, suggested
 from rayvec.config.settings_yaml import read_yaml
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, require
 
 __all__ = ["OptionParser", "read_options", "row"]
 

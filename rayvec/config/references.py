@@ -7,8 +7,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from rayvec.config.schema import require
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, require
 
 __all__ = ["Reference", "import_plugins", "is_unnamed", "refer", "resolve"]
 

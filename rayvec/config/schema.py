@@ -25,7 +25,6 @@ __all__ = [
     "docs_of",
     "field_names",
     "fields_of",
-    "require",
     "suggested",
 ]
 
@@ -110,12 +109,6 @@ def _refusal(cls: type, given: Mapping[str, Any], error: ValidationError) -> Exc
     objects = name in ("env_id", "env_kwargs", "network", "wrappers")
     advice = " Pass objects to rayvec.train(config, env=..., network=...)." if objects else ""
     return ConfigError(f"{name} is {given[name]}. {rules}.{advice}")
-
-
-def require(holds: object, otherwise: str) -> None:
-    """Raises a `ConfigError` with the text `otherwise` unless the condition holds."""
-    if not holds:
-        raise ConfigError(otherwise)
 
 
 def fields_of(cls: Any) -> dict[str, FieldInfo]:

@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 
 from rayvec.data.columns import whole
-from rayvec.errors import ConfigError
+from rayvec.errors import require
 
 __all__ = ["WorkerEnv"]
 
@@ -23,11 +23,11 @@ class WorkerEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
-        if not isinstance(env, gymnasium.Env):
-            raise ConfigError(
-                f"A callable returned {type(env).__module__}.{type(env).__qualname__}. It must return a "
-                "gymnasium.Env; convert older environments with shimmy."
-            )
+        require(
+            isinstance(env, gymnasium.Env),
+            f"A callable returned {type(env).__module__}.{type(env).__qualname__}. It must return a "
+            "gymnasium.Env; convert older environments with shimmy.",
+        )
         super().__init__(env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:

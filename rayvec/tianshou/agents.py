@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from rayvec.data import Tree
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, require
 from rayvec.learners.sac_networks import SACActor
 from rayvec.policies.distributions import Gaussian, TanhGaussian, mean_and_log_std
 from rayvec.policies.networks import ActorCritic, flat_weights
@@ -81,13 +81,13 @@ def load_policy(
     is_sac = type(module) is SACActor
     is_discrete = isinstance(action_space, spaces.Discrete) and not (is_sac and action_space.start)
     is_known = (is_sac or type(module) is ActorCritic) and not getattr(module, "is_masked", False)
-    if not is_known or not (is_discrete or isinstance(action_space, spaces.Box)):
-        raise ConfigError(
-            f"The run's network is a {type(module).__name__}, and its actions are {action_space}. load_policy takes a "
-            "run of PPO, IMPALA or SAC with a default network, without memory and without action masks, whose actions "
-            "are a Box or a Discrete (of SAC one that starts at 0): act with rayvec.load, or build the policy of "
-            "Tianshou from agent.module yourself."
-        )
+    require(
+        is_known and (is_discrete or isinstance(action_space, spaces.Box)),
+        f"The run's network is a {type(module).__name__}, and its actions are {action_space}. load_policy takes a "
+        "run of PPO, IMPALA or SAC with a default network, without memory and without action masks, whose actions "
+        "are a Box or a Discrete (of SAC one that starts at 0): act with rayvec.load, or build the policy of "
+        "Tianshou from agent.module yourself.",
+    )
     options: Any = {
         "actor": _Actor(module),
         "deterministic_eval": True,

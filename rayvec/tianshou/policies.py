@@ -20,7 +20,7 @@ from tianshou.data.collector import get_stddev_from_dist
 from torch.nn.parameter import is_lazy
 
 from rayvec.data import Tree
-from rayvec.errors import ConfigError
+from rayvec.errors import require
 from rayvec.policies.noise import NoiseSpec
 
 __all__ = ["TianshouPolicy", "joint_logp", "policy_entry", "record_logp", "records_logp"]
@@ -98,11 +98,11 @@ class TianshouPolicy:
             ConfigError: A lazy layer has not run yet.
         """
         tensors = [*self.policy.parameters(), *self.policy.buffers()]
-        if any(map(is_lazy, tensors)):
-            raise ConfigError(
-                "A lazy layer of the policy has no shapes yet: it gets them when it first runs. Call the policy once "
-                "before: policy(Batch(obs=obs, info=Batch())), with obs of env.reset()."
-            )
+        require(
+            not any(map(is_lazy, tensors)),
+            "A lazy layer of the policy has no shapes yet: it gets them when it first runs. Call the policy once "
+            "before: policy(Batch(obs=obs, info=Batch())), with obs of env.reset().",
+        )
         file = io.BytesIO()
         _Pickler(file, tensors).dump((self.policy, self._exploration_noise))
         data = [_bytes_of(each.detach().cpu()) for each in tensors]

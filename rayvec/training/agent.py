@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rayvec.config import TrainConfig
 from rayvec.data import Tree, tree_leaves, tree_map
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, require
 from rayvec.policies.distributions import Categorical, Gaussian, TanhGaussian
 from rayvec.policies.encoders import assembled, leaf_spaces
 from rayvec.policies.networks import load_flat_weights
@@ -151,8 +151,10 @@ class Agent:
             ImportError: ONNX is not installed: ``pip install onnx onnxruntime onnxscript``.
         """
         path = local_path(path)
-        if path.suffix != ".onnx":
-            raise ConfigError(f"The path {path} does not end with .onnx. Policies are exported to ONNX.")
+        require(
+            path.suffix == ".onnx",
+            f"The path {path} does not end with .onnx. Policies are exported to ONNX.",
+        )
         greedy = GreedyModule(self.module, self.observation_space).eval().requires_grad_(False)
         inputs, outputs, examples = [], ["action"], []
         for keys, space in leaf_spaces(self.observation_space):
@@ -230,11 +232,11 @@ class GreedyModule(nn.Module):
     def __init__(self, module: Any, observation_space: spaces.Space[Any]) -> None:
         super().__init__()
         distribution: Any = getattr(module, "distribution", None)
-        if not isinstance(distribution, Categorical | Gaussian | TanhGaussian):
-            raise ConfigError(
-                f"{type(module).__name__} can't be exported. That is for networks of PPO, IMPALA and SAC whose actions "
-                "are one array: export the torch module itself, agent.module."
-            )
+        require(
+            isinstance(distribution, Categorical | Gaussian | TanhGaussian),
+            f"{type(module).__name__} can't be exported. That is for networks of PPO, IMPALA and SAC whose actions "
+            "are one array: export the torch module itself, agent.module.",
+        )
         self.module, self._space, self._distribution = module, observation_space, distribution
         if not isinstance(distribution, Categorical):
             arrays = (distribution.low, distribution.high, *distribution.units)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from rayvec.errors import ConfigError
+from rayvec.errors import require
 
 __all__ = ["installed_versions", "local_path", "written_whole"]
 
@@ -32,8 +32,10 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         OSError: No file can be made there, or the disk is full. It names the file.
     """
     path = local_path(path)
-    if path.exists() and not path.is_file():  # renaming would replace a pipe or a device
-        raise ConfigError(f"{path} can't be written: it is no file. Pass the path of a file.")
+    require(  # renaming would replace a pipe or a device
+        path.is_file() or not path.exists(),
+        f"{path} can't be written: it is no file. Pass the path of a file.",
+    )
     partial = path.with_name(path.name + ".tmp")
     try:
         with partial.open("wb") as file:
@@ -54,11 +56,11 @@ def local_path(path: Path | str) -> Path:
     Raises:
         ConfigError: It is a URI.
     """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
-        raise ConfigError(
-            f"The path {os.fspath(path)!r} is a URI. Files are written to and read from mounted file systems only: "
-            "pass a path of this machine, and copy the directory of the run afterwards."
-        )
+    require(
+        not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)),
+        f"The path {os.fspath(path)!r} is a URI. Files are written to and read from mounted file systems only: "
+        "pass a path of this machine, and copy the directory of the run afterwards.",
+    )
     return Path(path).expanduser()
 
 

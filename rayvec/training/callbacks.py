@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rayvec.config import TrainConfig
 from rayvec.data import EpisodeStats
 from rayvec.data.batch import metric_means
-from rayvec.errors import ConfigError, RayvecError, check_count
+from rayvec.errors import ConfigError, RayvecError, check_count, require
 from rayvec.training import checkpoint
 from rayvec.training.evaluation import eval_metrics
 from rayvec.training.trainer import WINDOW, Iteration, Progress, RunEnvs
@@ -177,11 +177,11 @@ class RunContext:
         self.progress.learning_rate = value
 
     def _running(self, name: str) -> Any:
-        if self.trainer is None:
-            raise ConfigError(
-                f"context.{name} was used while the run has no environments. Use it from on_start to on_checkpoint, "
-                "not in on_end or on_close."
-            )
+        require(
+            self.trainer is not None,
+            f"context.{name} was used while the run has no environments. Use it from on_start to on_checkpoint, "
+            "not in on_end or on_close.",
+        )
         return self.trainer
 
     def add_evaluation(self, evaluation: EpisodeStats, weights: NDArray[np.float32], seconds: float) -> None:

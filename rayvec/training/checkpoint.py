@@ -20,7 +20,7 @@ from rayvec.config import TrainConfig
 from rayvec.config.algorithms import NetworkConfig
 from rayvec.data.plain_bytes import from_bytes, to_bytes
 from rayvec.env_server import space_message
-from rayvec.errors import CheckpointError, ConfigError, RayvecError
+from rayvec.errors import CheckpointError, ConfigError, RayvecError, require
 from rayvec.policies.encoders import leaf_spaces
 from rayvec.servers.server_env import space_of
 from rayvec.training.atomic_files import written_whole
@@ -176,11 +176,11 @@ def check_kept_spaces(found: Sequence[spaces.Space[Any]], state: Mapping[str, An
     described = state.get("spaces")
     kept = () if described is None else map(space_from_bytes, described)
     for name, ours, theirs in zip(("observations", "actions"), found, kept, strict=False):
-        if _parts_of(ours) != _parts_of(theirs):
-            raise ConfigError(
-                f"The environments have {name} of {ours}, and the run began with {theirs}. Use an environment with the "
-                "same spaces, or start a new run."
-            )
+        require(
+            _parts_of(ours) == _parts_of(theirs),
+            f"The environments have {name} of {ours}, and the run began with {theirs}. Use an environment with the "
+            "same spaces, or start a new run.",
+        )
 
 
 def _parts_of(space: spaces.Space[Any]) -> list[Any]:

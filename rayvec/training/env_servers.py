@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rayvec.config.references import is_unnamed
-from rayvec.config.schema import require
-from rayvec.errors import counted
+from rayvec.errors import counted, require
 from rayvec.servers.env_servers import EnvServers
 
 __all__ = ["served"]

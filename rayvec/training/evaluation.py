@@ -15,7 +15,7 @@ from rayvec.collect.collector import Collector
 from rayvec.config import TrainConfig
 from rayvec.data import EpisodeStats
 from rayvec.data.batch import metric_means
-from rayvec.errors import ConfigError
+from rayvec.errors import require
 from rayvec.policies.policy import Policy
 from rayvec.training.agent import load
 from rayvec.training.atomic_files import local_path
@@ -188,8 +188,10 @@ def render_episode(
     config = config if seed is None else replace(config, seed=seed)
     episode_return, is_done, state = 0.0, False, None
     with make_one_env(config, render_mode=mode) as env, _writer(video, env.metadata) as frames:
-        if mode not in (env.metadata.get("render_modes") or ()):
-            raise ConfigError(f"{config.env_id} has no render mode {mode!r}. Leave --video and --render out.")
+        require(
+            mode in (env.metadata.get("render_modes") or ()),
+            f"{config.env_id} has no render mode {mode!r}. Leave --video and --render out.",
+        )
         obs, _ = env.reset(seed=config.eval_seed())
         while True:
             if frames is not None:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.config import ADJUSTABLE, TrainConfig
-from rayvec.config.schema import field_names, require
-from rayvec.errors import ConfigError
+from rayvec.config.schema import field_names
+from rayvec.errors import ConfigError, require
 from rayvec.training.atomic_files import local_path, written_whole
 from rayvec.training.run_dir import load_config, load_result, read_metrics
 

@@ -25,10 +25,10 @@ from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConf
 from rayvec.config.algorithms import NetworkConfig
 from rayvec.config.presets import changed
 from rayvec.config.references import Reference, import_plugins, is_unnamed, refer, resolve
-from rayvec.config.schema import field_names, require
+from rayvec.config.schema import field_names
 from rayvec.data.global_random import seed_globals
 from rayvec.envs.factory import EnvFactory
-from rayvec.errors import ConfigError, counted
+from rayvec.errors import ConfigError, counted, require
 from rayvec.fleet.restarts import EnvRules
 from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import compile_s, compiles, decided
@@ -193,11 +193,11 @@ def make_eval_env(config: TrainConfig, *, is_final: bool) -> RayVecEnv:
     here = replace(eval_settings(config), **changes)
     # a sub-batch of games takes certain numbers of environments only: that of the run fits
     num_envs = config.num_envs if config.native is not None else min(config.num_envs, config.eval_episodes)
-    if isinstance(environment_of(here), list | tuple) and config.eval_env is None:
-        raise ConfigError(
-            "eval_interval_steps was passed with a list of environments, or with servers, which are those of the "
-            "training. Pass eval_env=, a class or function that makes environments for evaluations."
-        )
+    require(
+        config.eval_env is not None or not isinstance(environment_of(here), list | tuple),
+        "eval_interval_steps was passed with a list of environments, or with servers, which are those of the "
+        "training. Pass eval_env=, a class or function that makes environments for evaluations.",
+    )
     return make_env(here, num_envs, config.num_envs, seed=config.eval_seed(is_final=is_final))
 
 

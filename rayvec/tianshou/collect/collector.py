@@ -21,7 +21,7 @@ from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.scheduler import ChunkScheduler
 from rayvec.data import Chunk
 from rayvec.data.join_chunks import counted_ends
-from rayvec.errors import ConfigError, check_choice, check_count
+from rayvec.errors import ConfigError, check_choice, check_count, require
 from rayvec.tianshou.collect.buffers import add_chunk, truncate_open_episode
 from rayvec.tianshou.collect.schedules import StepCount, TianshouEpisodes
 from rayvec.tianshou.env.assembly import assembled_chunk
@@ -237,27 +237,27 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
 def _check_policy_and_env(policy: Any, env: Any) -> None:
     """Raises ``ConfigError`` if a policy or environments are of another library."""
-    if not isinstance(policy, Policy | Algorithm):
-        raise ConfigError(
-            f"{type(policy).__name__} is not a Tianshou 2 policy or algorithm. Put a network into a policy, for "
-            "example DiscreteActorPolicy(actor=net, action_space=space)."
-        )
-    if env is None or (isinstance(env, gymnasium.vector.VectorEnv) and not hasattr(type(env), "__len__")):
-        raise ConfigError(
-            f"{type(env).__name__} is not a vector environment of Tianshou. Pass rayvec.tianshou.RayVectorEnv("
-            "env_fns), another tianshou.env.BaseVectorEnv or one gymnasium.Env; rayvec.Collector takes a RayVecEnv."
-        )
+    require(
+        isinstance(policy, Policy | Algorithm),
+        f"{type(policy).__name__} is not a Tianshou 2 policy or algorithm. Put a network into a policy, for "
+        "example DiscreteActorPolicy(actor=net, action_space=space).",
+    )
+    require(
+        env is not None and (not isinstance(env, gymnasium.vector.VectorEnv) or hasattr(type(env), "__len__")),
+        f"{type(env).__name__} is not a vector environment of Tianshou. Pass rayvec.tianshou.RayVectorEnv("
+        "env_fns), another tianshou.env.BaseVectorEnv or one gymnasium.Env; rayvec.Collector takes a RayVecEnv.",
+    )
 
 
 def _check_learns_off_policy(policy: Policy | Algorithm[Any, Any]) -> None:
     """Raises ``ConfigError`` if `policy` learns only from steps of its present policy, which are not taken ahead."""
     acting = policy.policy if isinstance(policy, Algorithm) else policy
     on_policy = isinstance(policy, OnPolicyAlgorithm) or isinstance(acting, ProbabilisticActorPolicy)
-    if on_policy and not records_logp(acting):
-        raise ConfigError(
-            f"{type(policy).__name__} learns from steps of its present policy. prefetch takes steps with an "
-            "earlier one: use an off-policy algorithm or rayvec.tianshou.IMPALA, or leave it out."
-        )
+    require(
+        not on_policy or records_logp(acting),
+        f"{type(policy).__name__} learns from steps of its present policy. prefetch takes steps with an "
+        "earlier one: use an off-policy algorithm or rayvec.tianshou.IMPALA, or leave it out.",
+    )
 
 
 def _single_steps_error(setting: str) -> ConfigError:

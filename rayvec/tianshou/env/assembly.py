@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rayvec.data import Chunk, ChunkInfo, Tree, objects, tree_map
 from rayvec.data.columns import unwrapped
 from rayvec.data.layouts import index_tree
-from rayvec.errors import ConfigError
+from rayvec.errors import require
 from rayvec.fleet.restarts import RESTARTED
 from rayvec.tianshou.env.pool_env import REWARD
 
@@ -88,11 +88,11 @@ def assembled_chunk(chunk: Chunk) -> tuple[Chunk, list[ChunkInfo]]:
     rewards = {(item.t, item.n): item.info.pop(REWARD) for item in infos if REWARD in item.info}
     if rewards:
         shapes = {reward.shape for reward in rewards.values()} | ({()} if len(rewards) < chunk.valid.sum() else set())
-        if len(shapes) > 1:
-            raise ConfigError(
-                f"The rewards of a chunk have the shapes {sorted(shapes)}. Let all environments return rewards of one "
-                "shape at every step."
-            )
+        require(
+            len(shapes) == 1,
+            f"The rewards of a chunk have the shapes {sorted(shapes)}. Let all environments return rewards of one "
+            "shape at every step.",
+        )
         rew = np.zeros((*chunk.rew.shape, *shapes.pop()))
         rew[tuple(np.array(list(rewards)).T)] = list(rewards.values())
         chunk = replace(chunk, rew=rew)

@@ -24,7 +24,7 @@ from tianshou.algorithm.modelfree.ppo import PPO
 from rayvec.data.topology import even_bounds
 from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.envs.pickled_parts import pickled_for_workers
-from rayvec.errors import ConfigError, check_count
+from rayvec.errors import check_count, require
 from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank, Shard
 from rayvec.tianshou.learn.algorithm_state import AlgorithmState
 
@@ -81,18 +81,20 @@ def data_parallel(
         ConfigError: `algorithm` is not one that can be computed on several ranks, or the ranks can't be placed.
     """
     check_count("num_learners", num_learners)
-    if isinstance(algorithm, DataParallel):
-        raise ConfigError("The algorithm is data-parallel already. Pass algorithm.plain() to make another of it.")
+    require(
+        not isinstance(algorithm, DataParallel),
+        "The algorithm is data-parallel already. Pass algorithm.plain() to make another of it.",
+    )
     is_known = isinstance(algorithm, OnPolicyAlgorithm | OffPolicyAlgorithm | OfflineAlgorithm)
-    if not is_known or isinstance(algorithm, NPG):
-        raise ConfigError(
-            f"{type(algorithm).__qualname__} can't be computed on several ranks. Pass an on-policy, off-policy or "
-            "offline algorithm of Tianshou 2 that gets its gradients by backward(), and not its policy."
-        )
-    if isinstance(algorithm, PPO) and algorithm.recompute_adv:
-        raise ConfigError(
-            "recompute_advantage=True can't be computed on several ranks, which have no buffer. Leave it out."
-        )
+    require(
+        is_known and not isinstance(algorithm, NPG),
+        f"{type(algorithm).__qualname__} can't be computed on several ranks. Pass an on-policy, off-policy or "
+        "offline algorithm of Tianshou 2 that gets its gradients by backward(), and not its policy.",
+    )
+    require(
+        not isinstance(algorithm, PPO) or not algorithm.recompute_adv,
+        "recompute_advantage=True can't be computed on several ranks, which have no buffer. Leave it out.",
+    )
     num_cpus = learner_threads if num_cpus is None else num_cpus
 
     def open_ranks(plain: Any) -> RankGroup:
