@@ -14,7 +14,7 @@ from pydantic_core import ArgsKwargs
 
 from rayvec.config.presets import PRESETS, by_preset, with_preset
 from rayvec.config.references import import_plugins
-from rayvec.config.schema import Count, Name, Natural, NonNegative, Positive, Seed, dataclass, docs_of, field_names
+from rayvec.config.schema import Count, Name, Natural, NonNegative, Positive, Seed, dataclass, docs_of, fields_of
 from rayvec.errors import check_node_range, require
 
 __all__ = ["ADJUSTABLE", "CONFIGS", "TrainConfig"]
@@ -48,7 +48,6 @@ ADJUSTABLE = (
     "learner_threads",
     "checkpoint_interval_s",
     "eval_episodes",
-    "eval_steps",
     "eval_interval_steps",
     "eval_max_episode_steps",
     "eval_deterministic",
@@ -192,11 +191,8 @@ class TrainConfig:
 
     eval_episodes: Natural = 100
     """Episodes of one greedy evaluation; 0: no evaluation. There is one after training and, with eval_interval_steps,
-    also during it."""
-
-    eval_steps: Count | None = None
-    """Environment steps that one evaluation may take: it plays no more episodes than fit into them if each lasts for
-    the environment's time limit, but at least one. Unset: a tenth of total_steps, at least 50,000."""
+    also during it. There are fewer if as many of the environment's time limit would take more steps than a tenth of
+    total_steps and 50,000, but at least one."""
 
     eval_max_episode_steps: Count | None = None
     """Environment steps after which an episode of an evaluation is cut. It counts with the rewards so far. Unset: the
@@ -366,7 +362,7 @@ class TrainConfig:
         Raises:
             ConfigError: A change is of a setting that decides what is learned.
         """
-        adjustable = [name for name in ADJUSTABLE if name in field_names(type(self))]
+        adjustable = [name for name in ADJUSTABLE if name in fields_of(type(self))]
         for name in sorted(changes.keys() - adjustable):
             before = getattr(self, name, "no such setting")
             require(

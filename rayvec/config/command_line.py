@@ -28,7 +28,7 @@ _GROUPS = {
     "cores_per_env gpus_per_env resources_per_env",
     "faults": "on_env_error step_timeout_s start_timeout_s restart_env_every replay_calls spare_envs on_bad_obs "
     "on_node_loss",
-    "expert": "native probe preload groups learner_threads precision compile plugin eval_steps eval_max_episode_steps "
+    "expert": "native probe preload groups learner_threads precision compile plugin eval_max_episode_steps "
     "eval_deterministic eval_env eval_env_kwargs entropy_coef_schedule clip_coef_schedule policy_lr_schedule "
     "q_lr_schedule shared_trunk layer_norm "
     "log_std_init recurrent_size sequence_length replay_on_device checkpoint_replay clip_value_loss "

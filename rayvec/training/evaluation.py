@@ -26,14 +26,12 @@ from rayvec.training.runs import eval_settings, make_one_env, network_of, open_e
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = [
+    "eval_limits",
     "eval_metrics",
     "evaluate",
     "evaluate_run",
     "greedy_policy",
-    "longest_eval_episode",
-    "num_eval_episodes",
     "render_episode",
-    "time_limit",
 ]
 
 _EVAL_STEPS, _EVAL_EPISODE_STEPS = 50_000, 10_000
@@ -59,24 +57,18 @@ def greedy_policy(module: Any, weights: NDArray[np.float32], *, deterministic: b
     return policy
 
 
-def time_limit(config: TrainConfig, env: Any) -> int | None:
-    """Returns the steps after which an environment truncates an episode, as registered or by its arguments; or None."""
-    registered: int | None = None if env.spec is None else env.spec.max_episode_steps
-    limit: Any = config.env_kwargs.get("max_episode_steps")  # to Gymnasium None is the registered one, and -1 is none
-    return None if limit == -1 else registered if limit is None else limit
+def eval_limits(config: TrainConfig, env: Any) -> tuple[int, int]:
+    """Returns how many episodes an evaluation plays, and the number of steps after which it cuts one.
 
-
-def num_eval_episodes(config: TrainConfig, limit: int | None) -> int:
-    """Returns how many episodes of at most `limit` steps one evaluation plays; see `eval_episodes` and `eval_steps`."""
-    if limit is None:
-        return config.eval_episodes
-    eval_steps = max(_EVAL_STEPS, config.total_steps // 10) if config.eval_steps is None else config.eval_steps
-    return min(config.eval_episodes, max(1, eval_steps // limit))
-
-
-def longest_eval_episode(config: TrainConfig, limit: int | None) -> int:
-    """Returns the steps after which an episode of an evaluation is cut, where environments have such a time limit."""
-    return config.eval_max_episode_steps or max(_EVAL_EPISODE_STEPS, limit or 0)
+    There are `eval_episodes`, or fewer if as many of the environment's time limit are more than a tenth of the run and
+    50,000 steps.
+    """
+    registered = None if env.spec is None else env.spec.max_episode_steps
+    limit: Any = config.env_kwargs.get("max_episode_steps") or registered or 0  # to Gymnasium -1 is none
+    most_steps = max(_EVAL_STEPS, config.total_steps // 10)
+    most_episodes = max(1, most_steps // limit) if limit > 0 else config.eval_episodes
+    max_len = config.eval_max_episode_steps or max(_EVAL_EPISODE_STEPS, limit)
+    return min(config.eval_episodes, most_episodes), max_len
 
 
 def evaluate(
@@ -92,9 +84,8 @@ def evaluate(
     """Plays episodes in `env`, greedily unless the settings say otherwise.
 
     Each environment gets its quota of episodes beforehand, so that short episodes do not crowd out long ones. All
-    environments are reset first. An episode that does not end is cut after
-    `longest_eval_episode` steps. A Ctrl-C closes the environments, and ends their
-    workers at once.
+    environments are reset first. An episode that does not end is cut: see `eval_limits`. A Ctrl-C closes the
+    environments, and ends their workers at once.
 
     Args:
         config: Settings of the run, which say where the policy acts and how long an episode may be.
@@ -106,9 +97,8 @@ def evaluate(
             training never uses.
         first_id: Global index of the first environment, where a rank plays its share.
     """
-    limit = time_limit(config, env)
-    if num_episodes is None:
-        num_episodes = num_eval_episodes(config, limit)
+    usual, max_len = eval_limits(config, env)
+    num_episodes = usual if num_episodes is None else num_episodes
     if num_episodes == 0:
         nothing = {name: np.zeros(0) for name in config.episode_metrics}
         return EpisodeStats(np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64), nothing)
@@ -117,7 +107,7 @@ def evaluate(
     collector = Collector(env, policy, config.inference, seed=seed, **rest)
     try:
         collector.reset(seed=seed + first_id)
-        return collector.play(num_episodes, max_len=longest_eval_episode(config, limit))
+        return collector.play(num_episodes, max_len=max_len)
     except KeyboardInterrupt:
         env.close(terminate=True)  # else the collector would wait for its pending chunks
         raise

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.config import ADJUSTABLE, TrainConfig
-from rayvec.config.schema import field_names
+from rayvec.config.schema import fields_of
 from rayvec.errors import ConfigError, require
 from rayvec.training.atomic_files import local_path, written_whole
 from rayvec.training.run_dir import load_config, load_result, read_metrics
@@ -103,7 +103,7 @@ def _read(run_dir: Path) -> _Run:
 def _label(config: TrainConfig, others: Sequence[TrainConfig]) -> str:
     """Returns the algorithm, and the settings in which runs of the same algorithm and environment differ."""
     related = [each for each in others if type(each) is type(config) and each.env_id == config.env_id]
-    names = [name for name in field_names(type(config)) if name not in _IGNORED_IN_GROUPS]
+    names = [name for name in fields_of(type(config)) if name not in _IGNORED_IN_GROUPS]
     differing = [name for name in names if len({str(getattr(each, name)) for each in related}) > 1]
     return ", ".join([config.algorithm.upper(), *(f"{name}={getattr(config, name)}" for name in differing)])
 

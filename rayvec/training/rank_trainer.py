@@ -14,13 +14,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
-from rayvec.collect.episode_quotas import episode_quotas
 from rayvec.config import TrainConfig
 from rayvec.data import EpisodeStats
 from rayvec.data.batch import join_episodes, join_stats
@@ -39,7 +37,6 @@ from rayvec.learners.compile_decision import decided
 from rayvec.learners.ranks import Ranks
 from rayvec.node.log_lines import LogLines
 from rayvec.training.checkpoint import check_kept_spaces, restore, warn_of_wide_ranges
-from rayvec.training.evaluation import num_eval_episodes, time_limit
 from rayvec.training.runs import LEARNERS, choose_engine, make_env, open_env, open_learner, probed_workers, wait_limit_s
 from rayvec.training.trainer import Iteration, Progress, Trainer, initial_state
 
@@ -91,18 +88,16 @@ class RankTrainer(Trainer):
         self.learner = make_learner(*spaces, decided(config, spaces[0]))
         give_ranks(self.learner, ranks)
 
-    def describe(self) -> tuple[tuple[Any, Any], int, tuple[str, ...], Any]:
+    def describe(self) -> tuple[tuple[Any, Any], tuple[str, ...], Any]:
         """Returns what the driver needs to begin.
 
         Returns:
-            The observation space and the action space of this rank's environments; how many episodes all ranks play in
-            an evaluation; the names of the rank-local parts of the learner's state; and on rank 0, packed, what all
-            ranks share of it.
+            The observation space and the action space of this rank's environments; the names of the rank-local parts of
+            the learner's state; and on rank 0, packed, what all ranks share of it.
         """
         shared = pack(shared_state(self.learner)) if self._ranks.rank == 0 else None
         spaces = self._env.single_observation_space, self._env.single_action_space
-        num_episodes = num_eval_episodes(self._config, time_limit(self._config, self._env))
-        return spaces, num_episodes, tuple(rank_local_state(self.learner)), shared
+        return spaces, tuple(rank_local_state(self.learner)), shared
 
     def begin(self, progress: Progress, learner_state: Any, collector_state: Mapping[str, Any] | None) -> None:
         """Continues from a state.
@@ -167,7 +162,7 @@ class DecentralizedTrainer:
         self._config, self._group, self._has_changed = config, group, has_changed
         self._pending: deque[list[Any]] = deque()
         self._has_iterated = False
-        spaces, self._num_eval_episodes, names, own = group.run("describe")[0]
+        spaces, names, own = group.run("describe")[0]
         if state:
             check_kept_spaces(spaces, state)
         warn_of_wide_ranges(spaces[0], config)
@@ -227,10 +222,7 @@ class DecentralizedTrainer:
 
     def evaluate(self) -> EpisodeStats:
         """Plays the episodes at the end of the run; each environment plays what it would with one process."""
-        quotas = episode_quotas(self._num_eval_episodes, self._config.num_envs)
-        bounds = even_bounds(self._config.num_envs, self._group.num_ranks)
-        shares = [(int(quotas[low:high].sum()),) for low, high in pairwise(bounds)]
-        return join_episodes(self._group.run("evaluate", shares))
+        return join_episodes(self._on_all("evaluate"))
 
 
 def _joined(packed: list[Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConf
 from rayvec.config.algorithms import NetworkConfig
 from rayvec.config.presets import changed
 from rayvec.config.references import Reference, import_plugins, is_unnamed, refer, resolve
-from rayvec.config.schema import field_names
+from rayvec.config.schema import fields_of
 from rayvec.data.global_random import seed_globals
 from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, counted, require
@@ -399,7 +399,7 @@ def with_own_parts(
             "(observation space, action space, settings); a name, 'module:name', belongs in the settings.",
         )
         require(
-            "network" in field_names(type(config)),
+            "network" in fields_of(type(config)),
             f"{type(config).__name__} has no setting `network`: its learner makes its own network. Leave network out.",
         )
         parts["network"] = refer(network)

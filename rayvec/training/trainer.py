@@ -15,6 +15,7 @@ import torch
 from gymnasium import Space
 
 from rayvec.collect.collector import Collector
+from rayvec.collect.episode_quotas import episode_quotas
 from rayvec.config import TrainConfig
 from rayvec.data import Batch, CollectStats, EpisodeStats
 from rayvec.distributed.stragglers import Stragglers
@@ -23,7 +24,7 @@ from rayvec.learners.base import Learner, set_learning_rate
 from rayvec.policies.policy import Policy
 from rayvec.training.atomic_files import local_path
 from rayvec.training.checkpoint import check_kept_spaces, restore, space_to_bytes
-from rayvec.training.evaluation import evaluate
+from rayvec.training.evaluation import eval_limits, evaluate
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -255,17 +256,15 @@ class Trainer:
             "spaces": None if None in described else described,
         }
 
-    def evaluate(self, num_episodes: int | None = None) -> EpisodeStats:
-        """Plays the greedy episodes at the end of the run; no iteration may follow.
-
-        Args:
-            num_episodes: How many episodes; by default as the settings say.
-        """
+    def evaluate(self) -> EpisodeStats:
+        """Plays the greedy episodes of these environments at the end of the run; no iteration may follow."""
         self.collector.drop_pending()  # an error in one of them ends the run, and close() would only log it
         self.collector.close()
-        seed, weights = self._config.eval_seed(), self.learner.weights()
-        module, first_id = self.learner.module, self._first_id
-        return evaluate(self._config, self._env, module, weights, num_episodes, seed=seed, first_id=first_id)
+        config, env, first_id = self._config, self._env, self._first_id
+        quotas = episode_quotas(eval_limits(config, env)[0], config.num_envs)
+        own = int(quotas[first_id : first_id + env.num_envs].sum())
+        learner, seed = self.learner, config.eval_seed()
+        return evaluate(config, env, learner.module, learner.weights(), own, seed=seed, first_id=first_id)
 
 
 def _collector(config: TrainConfig, env: RayVecEnv, policy: Policy) -> Collector:

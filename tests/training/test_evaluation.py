@@ -16,7 +16,7 @@ import rayvec
 from rayvec import PPOConfig
 from rayvec.cli import main
 from rayvec.errors import ConfigError
-from rayvec.training.evaluation import evaluate_run, longest_eval_episode, num_eval_episodes, time_limit
+from rayvec.training.evaluation import eval_limits, evaluate_run
 from rayvec.training.run_dir import load_run, read_metrics
 from rayvec.wrappers import StaggeredStart
 
@@ -61,13 +61,13 @@ def test_a_resumed_run_evaluates_at_the_same_steps(tmp_path: Path) -> None:
 
 
 def test_how_many_episodes_an_evaluation_has_and_how_long_they_are() -> None:
-    config, env = PPOConfig(total_steps=200_000), gymnasium.make("CartPole-v1")
-    assert [num_eval_episodes(config, limit) for limit in (500, 1000, None, 10**9)] == [100, 50, 100, 1]
-    assert num_eval_episodes(PPOConfig(total_steps=10**6), 1000) == 100
-    assert [longest_eval_episode(config, limit) for limit in (None, 500, 70_000)] == [10_000, 10_000, 70_000]
-    assert longest_eval_episode(PPOConfig(eval_max_episode_steps=10), 500) == 10
-    for steps, limit in ((60_000, 60_000), (-1, None), (None, 500)):
-        assert time_limit(PPOConfig(env_kwargs={"max_episode_steps": steps}), env) == limit
+    env, found = gymnasium.make("CartPole-v1"), {}
+    for limit in (None, -1, 1000, 70_000):
+        found[limit] = eval_limits(PPOConfig(total_steps=200_000, env_kwargs={"max_episode_steps": limit}), env)
+    assert found == {None: (100, 10_000), -1: (100, 10_000), 1000: (50, 10_000), 70_000: (1, 70_000)}
+    longer = PPOConfig(total_steps=10**6, env_kwargs={"max_episode_steps": 1000}, eval_max_episode_steps=10)
+    assert eval_limits(longer, env) == (100, 10)
+    assert eval_limits(longer, Counts())[0] == 100
 
 
 def test_an_evaluation_is_not_staggered() -> None:
