@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-GREETING = b"rayvec environment server 4\n"
+GREETING = b"rayvec environment server 5\n"
 """Ends with the version of the protocol, which both sides must share."""
 _LENGTHS = struct.Struct("!IQ")
 _NONCE = 32
@@ -202,7 +202,7 @@ def space_message(space: Any) -> Any:
     return {"space": name, **message}
 
 
-# The key: each side signs the other's nonce.
+# The key: each side signs the nonces of both.
 
 
 def dial(address: tuple[str, int], key: bytes) -> socket.socket:
@@ -214,24 +214,21 @@ def dial(address: tuple[str, int], key: bytes) -> socket.socket:
     """
     connection = socket.create_connection(address, timeout=10)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        own = os.urandom(_NONCE)
-        connection.sendall(GREETING + own)
-        if _receive_exactly(connection, len(GREETING)) != GREETING:
-            raise Refused("rayvec there has another version: copy its env_server.py")
-        other = _receive_exactly(connection, _NONCE)
-        if not hmac.compare_digest(_receive_exactly(connection, 32), signature(key, b"rayvec", own + other)):
-            raise Refused("rayvec there has another key")
-        connection.sendall(signature(key, b"server", own + other))
-        watch_silence(connection)
+        prove(connection, key, b"server", b"rayvec")
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def admit(connection: socket.socket, key: bytes) -> None:
-    """Does rayvec's part of :func:`dial` on an accepted connection.
+def prove(connection: socket.socket, key: bytes, own: bytes, other: bytes) -> None:
+    """Proves to the other side of a connection that this one has the key, and checks the proof of the other.
+
+    Args:
+        connection: The connection.
+        key: The key.
+        own: The name of this side, ``b"rayvec"`` or ``b"server"``.
+        other: The name of the other side.
 
     Raises:
         Refused: The other side has another key or version.
@@ -239,22 +236,19 @@ def admit(connection: socket.socket, key: bytes) -> None:
     """
     connection.settimeout(10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    greeting = _receive_exactly(connection, len(GREETING))
-    other = _receive_exactly(connection, _NONCE) if greeting == GREETING else b""
-    own = os.urandom(_NONCE)
-    connection.sendall(GREETING + own + signature(key, b"rayvec", other + own))
-    if greeting != GREETING:
-        raise Refused("it speaks another protocol, or another version of it")
-    try:
-        proof = _receive_exactly(connection, 32)
-    except ConnectionError:
-        raise Refused("it has another key") from None
-    if not hmac.compare_digest(proof, signature(key, b"server", other + own)):
+    nonces = {own: os.urandom(_NONCE)}
+    connection.sendall(GREETING + nonces[own])
+    if _receive_exactly(connection, len(GREETING)) != GREETING:
+        raise Refused("it speaks another protocol, or has another version: both sides need the same env_server.py")
+    nonces[other] = bytes(_receive_exactly(connection, _NONCE))
+    both = nonces[b"rayvec"] + nonces[b"server"]
+    connection.sendall(signature(key, own, both))
+    if not hmac.compare_digest(_receive_exactly(connection, 32), signature(key, other, both)):
         raise Refused("it has another key")
     watch_silence(connection)
 
 
-def signature(key: bytes, side: bytes, nonces: bytes | bytearray) -> bytes:
+def signature(key: bytes, side: bytes, nonces: bytes) -> bytes:
     """Returns what proves that `side` has the key."""
     return hmac.new(key, side + nonces, hashlib.sha256).digest()
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from itertools import product
 from pathlib import Path
 
 __all__ = ["quota_cores", "usable_cores"]
+
+_QUOTA_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+"""The files of version 2 and of version 1 that have a quota and its period."""
 
 
 def usable_cores() -> int:
@@ -31,17 +35,9 @@ def quota_cores(root: Path = Path("/")) -> float | None:
             if controllers:  # version 1 has a tree for each controller
                 top /= "cpu" if "cpu" in controllers.split(",") else "none"
             inner = top / group.lstrip("/")
-            quotas += [_quota(folder) for folder in (inner, *inner.parents) if folder.is_relative_to(top)]
+            folders = [folder for folder in (inner, *inner.parents) if folder.is_relative_to(top)]
+            for folder, names in product(folders, _QUOTA_FILES):
+                with contextlib.suppress(OSError, ValueError):  # "max" is no quota
+                    quota, period = (int(word) for name in names for word in (folder / name).read_text().split())
+                    quotas.append(quota / period)
     return min((quota for quota in quotas if quota > 0), default=None)
-
-
-def _quota(group: Path) -> float:
-    """Returns the cores of a control group; not a positive number if it has no quota."""
-    with contextlib.suppress(OSError, ValueError):  # "max" is no quota
-        quota, period = map(int, (group / "cpu.max").read_text().split())
-        return quota / period
-    with contextlib.suppress(OSError, ValueError):
-        names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
-        quota, period = (int((group / name).read_text()) for name in names)
-        return quota / period
-    return 0.0

@@ -77,10 +77,7 @@ class EnvResources:
         >>> EnvResources(gpus=0.4).fitting({"CPU": 8, "GPU": 2}, num_envs=16)
         4
         """
-        count = 0
-        while count < num_envs and self._fits(free, count + 1):
-            count += 1
-        return count
+        return next((count for count in range(num_envs) if not self._fits(free, count + 1)), num_envs)
 
     def _fits(self, free: Mapping[str, float], num_envs: int) -> bool:
         return all(amount <= free.get(name, 0.0) + _ROUNDING for name, amount in self.claim(num_envs).items())

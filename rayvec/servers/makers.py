@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from rayvec.env_server import Refused, admit, read_key
+from rayvec.env_server import Refused, prove, read_key
 from rayvec.errors import ConfigError
 from rayvec.servers.server_env import ServerEnv
 
@@ -40,7 +40,7 @@ def dialling_in(listener: socket.socket, key: bytes, wait_s: float) -> Iterator[
             connection, (address, port) = listener.accept()
             name = f"environment server {address}:{port}"
             try:
-                admit(connection, key)
+                prove(connection, key, b"rayvec", b"server")
                 found = connection, name
             except (Refused, OSError) as error:
                 logger.warning("%s was refused: %s", name, error)

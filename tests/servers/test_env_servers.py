@@ -242,7 +242,7 @@ def test_strangers_and_other_keys_and_versions_are_refused(
 ) -> None:
     other_key, newer = tmp_path / "other", tmp_path / "env_server.py"
     other_key.write_text("another key of some length")
-    newer.write_text(SERVER.read_text().replace("environment server 4", "environment server 5"))
+    newer.write_text(SERVER.read_text().replace("environment server 5", "environment server 6"))
     codes: list[int] = []
 
     def visit(port: int) -> None:
@@ -267,7 +267,7 @@ def test_strangers_and_other_keys_and_versions_are_refused(
     assert "it has another key" in refusals[0] and all("another protocol, or" in each for each in refusals[1:])
     assert len(refusals) == 3 and KEY not in caplog.text
     errors = dial_in.errors.read_text()
-    assert "rayvec there has another key\n" in errors and "another version: copy its env_server.py" in errors
+    assert "it has another key\n" in errors and "another version: both sides need the same" in errors
 
 
 STRANGER = """
