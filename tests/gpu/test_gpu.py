@@ -104,7 +104,7 @@ def test_other_precisions_stay_near_float32(case: Case, device: str, precision: 
     (exact, expected), (rough, got) = learn(case, device, 5), learn(case, device, 5, precision=precision)
     first = case.learner("cpu").weights()
     way, off = (np.linalg.norm(each - exact.weights()) for each in (first, rough.weights()))
-    assert off < (0.7 if case.obs == "dict" else 0.4) * way
+    assert off < (1.0 if case.obs == "dict" else 0.4) * way  # Adam moves weights of tiny gradients as far as others
     value = "critic_loss" if case.algorithm == "sac" else "value_loss"
     assert got[-1][value] == pytest.approx(expected[-1][value], rel=0.3)
 
