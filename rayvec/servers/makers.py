@@ -30,7 +30,7 @@ _END_S = 2.0
 def dialling_in(listener: socket.socket, key: bytes, wait_s: float) -> Iterator[tuple[socket.socket, str] | None]:
     """Yields the connection and the name of each server that dials in, and None ten times a second, for `wait_s`.
 
-    Whoever lacks the key is refused, and logged.
+    A connection that lacks the key is refused, and logged.
     """
     listener.settimeout(_POLL_S)
     deadline = time.monotonic() + wait_s
