@@ -28,6 +28,7 @@ from rayvec.data.finite_checks import find_bad_obs
 from rayvec.data.join_chunks import counted_ends
 from rayvec.data.plain_bytes import from_bytes, to_bytes
 from rayvec.errors import ConfigError, EnvError, check_choice, check_count, check_flag, require
+from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.rollout.loop import CallablePolicy, as_policy
 from rayvec.vector.chunks import WeightStore
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -189,7 +190,10 @@ class Collector:
             if n_step is None:
                 return self._batch(*self._play(n_episode or 0), begin)
             num_steps = -(-n_step // self._env.num_envs)
-            return self._joined(self._take(num_steps, num_steps if ahead and self._goes_ahead else 0, cut), begin)
+            self._wait_for(num_steps, num_steps if ahead and self._goes_ahead else 0, cut)
+            with uninterrupted():  # Ctrl-C loses no half of a batch
+                self._uses_seen = self._env.num_uses
+                return self._joined(self._chunks.take(), begin)
 
     def play(self, n_episode: int, *, max_len: int | None = None) -> EpisodeStats:
         """Plays whole episodes as ``collect(n_episode=...)`` does, and keeps only their returns and lengths.
@@ -252,26 +256,25 @@ class Collector:
             "collect was called after close(). Make another Collector of the same environments and policy.",
         )
 
-    def _take(self, num_steps: int, num_ahead: int = 0, cut: StopEarly | None = None) -> list[ScheduledChunk]:
-        """Takes the chunks of a batch, and applies `on_bad_obs` to them."""
+    def _wait_for(self, num_steps: int, num_ahead: int = 0, cut: StopEarly | None = None) -> None:
+        """Waits for the chunks of a batch, and applies `on_bad_obs` to them."""
         chunks = self._chunks
         if self._store is not None:
-            finished = chunks.collect(self._store, num_steps, num_ahead=num_ahead, stop_early=cut)
+            chunks.collect(self._store, num_steps, num_ahead=num_ahead, stop_early=cut)
         else:
             noise = chunks.first_step, chunks.noise_seed
             taken = self._env.rollout_driver(self._policy, num_steps, *noise, self._version, cut)
-            finished = chunks.taken(taken, num_steps)
-        for chunk in (each.rollout.chunk for each in finished):
-            self._counts.update(restarts=len(chunk.restarts))
+            chunks.add(taken, num_steps)
+        for chunk in (each.rollout.chunk for each in chunks.finished):
             bad = find_bad_obs(chunk) if self._on_bad_obs == "raise" else None
             if bad is not None:
                 self._uses_seen = None  # the unfinished episodes lose a part
+                chunks.take()
                 self.drop_pending()
                 raise EnvError(
                     f"{bad}. Observations and rewards must be finite. Correct the environment, or let it raise with "
                     "on_env_error='restart' to leave such episodes out."
                 )
-        return finished
 
     def _play(
         self, n_episode: int, max_len: int | None = None, *, keeps_chunks: bool = True
@@ -284,7 +287,8 @@ class Collector:
         while num_steps := quotas.next_steps():
             if max_len is not None:
                 num_steps = min(num_steps, max_len - int(self._tracker.lens[quotas.unfinished].max()))
-            [rollout] = [chunk.rollout for chunk in self._take(num_steps)]
+            self._wait_for(num_steps)
+            [rollout] = [chunk.rollout for chunk in self._chunks.take()]
             stats, places = self._tracker.add(rollout.chunk)
             valid = quotas.take(rollout.chunk.valid, counted_ends(rollout.chunk))
             played.append(stats.where(valid[tuple(places.T)]))
@@ -328,7 +332,7 @@ class Collector:
             time_split_s=_time_split_s(rollouts, elapsed_s, side_by_side=self._is_asynchronous),
             weights_versions=(min(versions), max(versions)),
             staleness=self._version - min(versions),
-            n_restarts=counts["restarts"],
+            n_restarts=counts["restarts"] + sum(len(rollout.chunk.restarts) for rollout in rollouts),
             n_replaced=self._env.take_replaced(),
             metrics=episodes.metrics,
         )

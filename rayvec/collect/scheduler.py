@@ -15,6 +15,7 @@ from rayvec.data.batch import join_episodes
 from rayvec.data.chunk import StopEarly
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.join_chunks import join_chunks
+from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.vector.chunks import ChunkAdapter, WeightStore
 
 __all__ = ["ChunkScheduler", "ScheduledChunk", "join_lanes"]
@@ -80,6 +81,7 @@ class ChunkScheduler:
     Attributes:
         env: As given.
         noise_seed: As given.
+        finished: The chunks that wait for a batch, in the order in which they finished.
     """
 
     def __init__(self, env: ChunkAdapter, noise_seed: int, *, max_staleness: int | None = None) -> None:
@@ -91,7 +93,7 @@ class ChunkScheduler:
         together = [_Lane(None, range(self._num_envs))]
         self._lanes = together if max_staleness is None else [_Lane(*each) for each in enumerate(parts)]
         self._num_requests = 0
-        self._finished: list[ScheduledChunk] = []
+        self.finished: list[ScheduledChunk] = []
 
     @property
     def first_step(self) -> int:
@@ -106,7 +108,7 @@ class ChunkScheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no chunk is pending, and no finished one waits for a batch."""
-        return not self._finished and not any(lane.pending for lane in self._lanes)
+        return not self.finished and not any(lane.pending for lane in self._lanes)
 
     def collect(
         self,
@@ -115,8 +117,8 @@ class ChunkScheduler:
         *,
         num_ahead: int = 0,
         stop_early: StopEarly | None = None,
-    ) -> list[ScheduledChunk]:
-        """Waits for the chunks of a batch, and returns them in the order in which they finished.
+    ) -> None:
+        """Waits for the chunks of a batch, which :meth:`take` returns.
 
         The batch is complete when it has a column for each environment and as many steps as `num_steps` for each, and
         no pending chunk is due.
@@ -133,16 +135,15 @@ class ChunkScheduler:
             self._request(lane, store, num_steps, num_ahead, max_pending)
         while lanes := self._wanted(store.version, num_steps, num_ahead):
             lane = self._wait(lanes, stop_early)
-            lane.is_prompt = store.version - self._finished[-1].rollout.chunk.weights_version <= _PROMPT
+            lane.is_prompt = store.version - self.finished[-1].rollout.chunk.weights_version <= _PROMPT
             self._request(lane, store, num_steps, num_ahead)
-        return self._take()
 
-    def taken(self, rollout: Rollout, num_steps: int) -> list[ScheduledChunk]:
-        """Returns a chunk of `num_steps` steps that a policy in this process has taken, and counts its steps."""
+    def add(self, rollout: Rollout, num_steps: int) -> None:
+        """Adds a chunk of `num_steps` steps that a policy in this process has taken, and counts its steps."""
         chunk = ScheduledChunk(self._lanes[0].envs, num_steps, math.inf, 0)
         chunk.rollout = rollout
         self.first_step += num_steps
-        return [chunk]
+        self.finished.append(chunk)
 
     def wait(self) -> None:
         """Waits for all pending chunks; the next batch has them.
@@ -157,38 +158,39 @@ class ChunkScheduler:
     def drop(self) -> list[ScheduledChunk]:
         """Waits for all pending chunks, and returns all that no batch has: the next one will not follow them."""
         self.wait()
-        return self._take()
+        return self.take()
 
-    def _take(self) -> list[ScheduledChunk]:
-        taken, self._finished = self._finished, []
+    def take(self) -> list[ScheduledChunk]:
+        """Returns the chunks that have finished, in their order."""
+        taken, self.finished = self.finished, []
         return taken
 
     def _request(self, lane: _Lane, store: WeightStore, num_steps: int, num_ahead: int, max_pending: int = 1) -> None:
         """Requests the steps that a batch lacks of a lane, or else a chunk ahead, if fewer than so many are pending."""
         pending_steps = sum(chunk.num_steps for chunk in lane.pending)
-        missing = num_steps - pending_steps - sum(each.num_steps for each in self._finished if each.envs == lane.envs)
+        missing = num_steps - pending_steps - sum(each.num_steps for each in self.finished if each.envs == lane.envs)
         count = missing if missing > 0 else num_ahead
         if len(lane.pending) >= max_pending or not count:
             return
         first_step = lane.first_step + pending_steps
-        self.env.rollout_async(store, count, first_step, self.noise_seed, part=lane.part)
         due = store.version + self._max_staleness - (missing > 0)  # what this batch lacks counts from the one before
-        lane.pending.append(ScheduledChunk(lane.envs, count, due, self._num_requests))
-        self._num_requests += 1
+        with uninterrupted():
+            self.env.rollout_async(store, count, first_step, self.noise_seed, part=lane.part)
+            lane.pending.append(ScheduledChunk(lane.envs, count, due, self._num_requests))
+            self._num_requests += 1
 
     def _wait(self, lanes: Sequence[_Lane], stop_early: StopEarly | None = None) -> _Lane:
         """Waits until one of some lanes has finished its oldest chunk, in the order of preference; returns the lane."""
-        lane = lanes[0]
-        if lane.part is None:
-            rollout = self.env.rollout_wait(cut=stop_early)
-        else:
-            part, rollout = self.env.part_wait([lane.part for lane in lanes if lane.part is not None])
-            lane = self._lanes[part]
-        chunk = lane.pending.popleft()  # after the wait: an interrupted one leaves it pending
-        chunk.rollout = rollout
-        lane.first_step += chunk.num_steps
-        self._finished.append(chunk)
-        return lane
+
+        def accept(index: int, rollout: Rollout) -> None:
+            lane = lanes[index]
+            chunk = lane.pending.popleft()
+            chunk.rollout = rollout
+            lane.first_step += chunk.num_steps
+            self.finished.append(chunk)
+
+        index, _ = self.env.receive([lane.part for lane in lanes], accept, cut=stop_early)
+        return lanes[index]
 
     def _wanted(self, version: int, num_steps: int, num_ahead: int) -> list[_Lane]:
         """Returns the lanes whose oldest chunk may come next into the batch; none at its end.
@@ -198,7 +200,7 @@ class ChunkScheduler:
         waiting = [lane for lane in self._lanes if lane.pending]
         waiting.sort(key=lambda lane: (lane.pending[0].due, lane.pending[0].number))
         due = [lane for lane in waiting if lane.pending[0].due <= version]
-        sizes = [(chunk.num_steps, len(chunk.envs)) for chunk in self._finished]
+        sizes = [(chunk.num_steps, len(chunk.envs)) for chunk in self.finished]
         sizes += [(lane.pending[0].num_steps, len(lane.envs)) for lane in due]
         has_columns = sum(width for _, width in sizes) >= self._num_envs
         has_steps = sum(length * width for length, width in sizes) >= num_steps * self._num_envs

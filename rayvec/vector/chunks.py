@@ -140,7 +140,7 @@ class ChunkAdapter(Adapter):
     ) -> None:
         """Starts a chunk of steps that the workers take with a published policy.
 
-        :meth:`rollout_wait` returns it, and :meth:`part_wait` the chunk of a part.
+        :meth:`rollout_wait` returns it, and :meth:`receive` the chunk of a part.
 
         Environments are reset within the step that ends their episode. Until the wait they are busy. Weights may be
         published meanwhile: the next chunk starts with them. Another chunk may be started before the wait; the workers
@@ -169,10 +169,9 @@ class ChunkAdapter(Adapter):
         self._guarded(self._begin_chunk, order, rows, weights.on_node, part)
 
     def _begin_chunk(self, order: ChunkOrder, rows: NDArray[np.int64], on_node: bool, part: int | None) -> None:
-        with uninterrupted():
-            ticket = None if self._acts_here(on_node) else self._post(Command(Op.ROLLOUT, rows, rest=order))
-            self._chunks.append(_Pending(order, on_node, ticket, part))
-            self._pending = "rollout"
+        ticket = None if self._acts_here(on_node) else self._post(Command(Op.ROLLOUT, rows, rest=order))
+        self._chunks.append(_Pending(order, on_node, ticket, part))
+        self._pending = "rollout"
 
     def _chunks_of(self, part: int | None) -> list[_Pending]:
         return [chunk for chunk in self._chunks if part is None or chunk.part in (part, None)]
@@ -189,40 +188,40 @@ class ChunkAdapter(Adapter):
             NoAsyncCallError: Nothing was started.
             multiprocessing.TimeoutError: It takes longer; it stays pending.
         """
-        return self._finish([None], timeout, cut)[1]
+        return self.receive([None], timeout_s=timeout, cut=cut)[1]
 
-    def part_wait(self, parts: Sequence[int]) -> tuple[int, Rollout]:
-        """Waits until one of some parts has finished its oldest pending chunk.
+    def receive(
+        self,
+        parts: Sequence[int | None],
+        accept: Callable[[int, Rollout], None] = lambda index, rollout: None,
+        timeout_s: float | None = None,
+        cut: StopEarly | None = None,
+    ) -> tuple[int, Rollout]:
+        """Waits until one of some parts has finished its oldest pending chunk; see :meth:`rollout_wait`.
 
         Args:
-            parts: The parts, in the order of preference if several have finished.
+            parts: The parts, in the order of preference if several have finished; None for all together.
+            accept: Called with what is returned. After Ctrl-C the chunk is still pending, or it was accepted.
+            timeout_s: The longest wait.
+            cut: As of :meth:`rollout_wait`.
 
         Returns:
-            The part, and its chunk.
-
-        Raises:
-            NoAsyncCallError: Nothing was started.
+            The index of the part, and its chunk.
         """
-        index, rollout = self._finish(parts)
-        return parts[index], rollout
-
-    def _finish(
-        self, parts: Sequence[int | None], timeout_s: float | None = None, cut: StopEarly | None = None
-    ) -> tuple[int, Rollout]:
-        """Waits for the oldest chunk of one of some parts. Ctrl-C leaves pending what is not received."""
         self._assert_pending("rollout")
         if cut is not None and self._envs.has_nodes:
             raise ConfigError("`cut` was passed with environments on Ray. Leave it out, or pass num_nodes=0.")
         chunks = [self._chunks_of(part)[0] for part in parts]
         if chunks[0].ticket is None:
-            return 0, self._guarded(self._taken_here, chunks[0], cut)
-        index, rollout = self._guarded(self._received, chunks, timeout_s, cut, stays_open=(KeyboardInterrupt,))
-        self._forget(chunks[index])  # after Ctrl-C in the wait it is received again
+            take = partial(self._host.take, chunks[0].order, cut=cut or (lambda taken: False))
+            index, rollout = 0, self._guarded(self._take_here, self._host, take)
+        else:
+            index, rollout = self._guarded(self._received, chunks, timeout_s, cut, stays_open=(KeyboardInterrupt,))
+        with uninterrupted():
+            self._chunks.remove(chunks[index])
+            self._pending = "rollout" if self._chunks else ""
+            accept(index, rollout)
         return index, rollout
-
-    def _taken_here(self, chunk: _Pending, cut: StopEarly | None) -> Rollout:
-        self._forget(chunk)
-        return self._take_here(self._host, partial(self._host.take, chunk.order, cut=cut or (lambda taken: False)))
 
     def _received(
         self, chunks: Sequence[_Pending], timeout_s: float | None, cut: StopEarly | None
@@ -237,11 +236,6 @@ class ChunkAdapter(Adapter):
             raise NotReady("the chunk has not been taken in time")
         rollout = _joined(self._accepted(self._envs.take(chunk.ticket)).value, time.monotonic() - began_s)
         return index, rollout
-
-    def _forget(self, chunk: _Pending) -> None:
-        """Removes a chunk from those that are pending."""
-        self._chunks.remove(chunk)
-        self._pending = "rollout" if self._chunks else ""
 
     def rollout_driver(
         self,

@@ -108,15 +108,15 @@ def test_updates_do_not_wait_for_a_slow_worker(tmp_path: Path) -> None:
 
 def test_a_chunk_that_would_become_too_old_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gated(tmp_path / "gate") as env:
-        wait, alone = env.part_wait, []
+        wait, alone = env.receive, []
 
-        def opening(parts: Sequence[int]) -> Any:
+        def opening(parts: Sequence[int], *args: Any, **kwargs: Any) -> Any:
             if list(parts) == [0] and not alone:
                 alone.append(collector.state_dict()["version"])
                 (tmp_path / "gate").touch()
-            return wait(parts)
+            return wait(parts, *args, **kwargs)
 
-        monkeypatch.setattr(env, "part_wait", opening)
+        monkeypatch.setattr(env, "receive", opening)
         collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
         batches = [*collect(collector, 6), *collect(collector, 1, ahead=False)]
         assert alone == [2]  # the first chunk is for the first of three batches

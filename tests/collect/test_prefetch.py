@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
+import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -130,31 +134,45 @@ def test_a_reset_drops_the_pending_chunk_and_says_so(prefetching: Collector) -> 
     assert batch.stats.n_collected_episodes == len(ends)
 
 
-def test_an_interrupted_wait_loses_nothing(
-    counting: RayVecEnv, prefetching: Collector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C while a chunk is waited for, as in a notebook; also where the next call drains."""
-    wait, interrupts = counting.rollout_wait, [True, True]
+def interrupted_at(number: int, function: Callable[[], Any]) -> Any:
+    """Calls a function with Ctrl-C at that line of the package that it runs; returns None if it came so far."""
+    lines = itertools.count()
 
-    def interrupted(cut: Any) -> Any:
-        if interrupts and interrupts.pop():
-            raise KeyboardInterrupt
-        return wait(cut=cut)
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if "/rayvec/collect/" not in frame.f_code.co_filename and "/rayvec/vector/" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and next(lines) == number:
+            signal.raise_signal(signal.SIGINT)
+        return trace
 
-    chunks = [*prefetching.collect(n_step=50).chunks]
-    monkeypatch.setattr(counting, "rollout_wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        prefetching.collect(n_step=50)
-    with pytest.raises(KeyboardInterrupt):
-        prefetching.collect(n_step=50)
-    chunks += [chunk for _ in range(3) for chunk in prefetching.collect(n_step=50).chunks]
-    interrupts.append(True)
-    with pytest.raises(KeyboardInterrupt):
-        prefetching.collect(n_step=50)
-    chunks += prefetching.collect(n_step=50, ahead=False).chunks
-    assert [chunk.first_step for chunk in chunks] == list(range(0, 10 * len(chunks), 10))
-    assert counting_errors(chunks) == []
-    assert counting.call("unwrapped")  # the environments are free
+    sys.settrace(trace)
+    try:
+        return function()
+    except KeyboardInterrupt:
+        return None
+    finally:
+        sys.settrace(None)
+
+
+def test_ctrl_c_loses_no_steps_but_those_of_a_whole_batch(counting: RayVecEnv) -> None:
+    """The next batch is the interrupted one, or follows it where that was complete; the environments stay open."""
+    plain = Collector(counting, TablePolicy(), seed=1)
+    expected = [plain.collect(n_step=5 * 2) for _ in range(300)]
+    plain.close()
+    collector, last = Collector(counting, TablePolicy(), seed=1, prefetch=True), -1
+    take = partial(collector.collect, n_step=5 * 2)
+    for number in itertools.count(step=3):
+        uninterrupted = interrupted_at(number, take)
+        batch = uninterrupted or take()
+        at = batch.chunks[0].first_step // 2
+        assert at - last in (1, 2)
+        assert_same_chunk(batch.chunks[0], expected[at].chunks[0])
+        assert_identical(batch.stats.returns, expected[at].stats.returns)
+        last = at
+        if uninterrupted:
+            break
+    assert number > 60
+    collector.close()
 
 
 def test_a_fault_in_a_pending_chunk_surfaces_at_the_next_collect(make_vec: MakeVec) -> None:

@@ -194,9 +194,9 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         self._way = self._way or "chunks"
         while num_steps := schedule.next_steps():
             num_ahead = num_next if steps.left <= num_steps else 0
-            finished = chunks.collect(store, num_steps, num_ahead=num_ahead)
+            chunks.collect(store, num_steps, num_ahead=num_ahead)
             self._way = "lost"
-            for chunk in (each.rollout.chunk for each in finished):
+            for chunk in (each.rollout.chunk for each in chunks.take()):
                 valid = schedule.take(chunk.valid, counted_ends(chunk))
                 self._insert(replace(chunk, valid=valid), stats)
                 if goes_ahead:
