@@ -88,9 +88,10 @@ class Faults:
         worker: tuple[int, range] | None = self._one_of(found)
         return worker
 
-    def _node(self, transports: tuple[str, ...] = ("tcp",)) -> Any:
+    def _node(self) -> Any:
+        """Returns a node of another process."""
         nodes = zip(self._env.topology.nodes, self._env.transports, strict=True)
-        return self._one_of({str(node.env_range): node for node, transport in nodes if transport in transports})
+        return self._one_of({str(node.env_range): node for node, transport in nodes if transport == "tcp"})
 
     def _ask(self, act: Act) -> Actions:
         worker = self._worker()
@@ -116,7 +117,8 @@ class Faults:
         return {}
 
     def _kill_fork_server(self) -> Actions:
-        if (node := self._node(("shm", "tcp"))) is not None:
+        by_server = {node.name: node for node in self._env.topology.nodes}  # which nodes of one machine share
+        if (node := self._one_of(by_server)) is not None:
             worker = self._env.worker_pids()[node.name][1]
             os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
         return {}
