@@ -7,6 +7,7 @@ import pickle
 import random
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -52,11 +53,15 @@ class TianshouPolicy:
     noise = NoiseSpec("uniform", 1)
 
     def __init__(self, policy: Policy | Algorithm[Any, Any], *, exploration_noise: bool = False) -> None:
-        self.policy: Policy = policy.policy if isinstance(policy, Algorithm) else policy
+        self._use(policy.policy if isinstance(policy, Algorithm) else policy)
         self._exploration_noise = exploration_noise
         self._state: Any = None
         self._loaded = b""  # the policy without its tensors, where that came from another process
         self._must_seed = False
+
+    def _use(self, policy: Policy) -> None:
+        self.policy = policy
+        self._is_recurrent = any(isinstance(module, torch.nn.RNNBase) for module in policy.modules())
 
     def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
         """Chooses actions for k environments; see :class:`rayvec.rollout.loop.ActingPolicy`."""
@@ -68,7 +73,7 @@ class TianshouPolicy:
             random.seed(seed)
         batch: Any = Batch(obs=obs, info=Batch())
         # Without autograd torch evaluates an LSTM by another kernel, which differs in the last bits.
-        with torch.set_grad_enabled(any(isinstance(module, torch.nn.RNNBase) for module in self.policy.modules())):
+        with torch.set_grad_enabled(self._is_recurrent):
             result = self.policy(batch, self._state)
         act = to_numpy(result.act)
         if self._exploration_noise:
@@ -103,10 +108,9 @@ class TianshouPolicy:
             "A lazy layer of the policy has no shapes yet: it gets them when it first runs. Call the policy once "
             "before: policy(Batch(obs=obs, info=Batch())), with obs of env.reset().",
         )
-        file = io.BytesIO()
-        _Pickler(file, tensors).dump((self.policy, self._exploration_noise))
+        structure = _pickled((self.policy, self._exploration_noise), tensors)
         data = [_bytes_of(each.detach().cpu()) for each in tensors]
-        content = pickle.dumps((_PROCESS, file.getvalue(), np.concatenate([np.zeros(0, np.uint8), *data])))
+        content = pickle.dumps((_PROCESS, structure, np.concatenate([np.zeros(0, np.uint8), *data])))
         return np.frombuffer(content + bytes(-len(content) % 4), np.float32)
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
@@ -117,8 +121,8 @@ class TianshouPolicy:
         process, structure, data = pickle.loads(np.ascontiguousarray(weights).tobytes())
         if structure != self._loaded:
             self._loaded = structure
-            self.policy, self._exploration_noise = _Unpickler(io.BytesIO(structure)).load()
-            self.policy.eval()
+            policy, self._exploration_noise = _Unpickler(io.BytesIO(structure)).load()
+            self._use(policy.eval())
             self._must_seed = process != _PROCESS  # the driver's generators are the caller's
         for own in map(_bytes_of, chain(self.policy.parameters(), self.policy.buffers())):
             own[:], data = data[: own.size], data[own.size :]
@@ -131,17 +135,25 @@ class TianshouPolicy:
         self.load_weights(state["weights"])
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves out tensors, for each of which its number and its form stand."""
+def _pickled(value: Any, tensors: list[torch.Tensor]) -> bytes:
+    """Pickles a value without its tensors, for each of which its number and its form stand.
 
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
-        super().__init__(file)
-        forms = [(k, type(each), each.requires_grad, each.dtype, each.shape) for k, each in enumerate(tensors)]
-        self._forms = dict(zip(map(id, tensors), forms, strict=True))
+    Functions and classes of the script are pickled by value, which takes five times as long.
+    """
+    forms = [(k, type(each), each.requires_grad, each.dtype, each.shape) for k, each in enumerate(tensors)]
+    form_of = dict(zip(map(id, tensors), forms, strict=True))
 
-    def persistent_id(self, value: Any) -> Any:
-        """Returns what stands for an object; None for one that is pickled as usual."""
-        return self._forms.get(id(value))
+    def pickled(kind: type[pickle.Pickler]) -> bytes:
+        pickler = kind(file := io.BytesIO(), 5)
+        pickler.persistent_id = lambda each: form_of.get(id(each))  # type: ignore[method-assign]
+        pickler.dump(value)
+        return file.getvalue()
+
+    with suppress(Exception):  # such as a local class
+        data = pickled(pickle.Pickler)
+        if b"_main__" not in data:
+            return data
+    return pickled(cloudpickle.Pickler)
 
 
 class _Unpickler(pickle.Unpickler):
