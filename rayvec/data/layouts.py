@@ -85,7 +85,12 @@ class ArrayLayout:
 
     def empty(self, leading: tuple[int, ...]) -> Tree:
         """Allocates and returns a tree of zeros with these leading axes."""
-        return tree_map(lambda leaf: np.full(leading, None if leaf.hasobject else 0, leaf), self.form)
+        return self.tree(
+            [
+                np.full((*leading, *shape), None if np.dtype(dtype).hasobject else 0, dtype)
+                for dtype, shape in self.leaves
+            ]
+        )
 
 
 def _form(space: Space[Any]) -> Tree:

@@ -174,8 +174,8 @@ class RayVecEnv(Adapter, VecEnv):
         infos = infos_of(self._wait("step").infos, range(self.num_envs))
         arrays = self._envs.arrays
         terminated, truncated = arrays["terminated"], arrays["truncated"]
-        for env_id, (info, cut) in enumerate(zip(infos, (truncated & ~terminated).tolist(), strict=True)):
-            has_ended = "final_info" in info
+        done, cuts = terminated | truncated, (truncated & ~terminated).tolist()
+        for env_id, (info, has_ended, cut) in enumerate(zip(infos, done.tolist(), cuts, strict=True)):
             if has_ended:
                 final_obs, final_info = info.pop("final_obs"), info.pop("final_info")
                 self.reset_infos[env_id] = {key: each for key, each in info.items() if (key, each) != (RESTARTED, True)}
@@ -184,7 +184,7 @@ class RayVecEnv(Adapter, VecEnv):
             if has_ended:
                 info["terminal_observation"] = final_obs
         obs = tree_map(np.copy, arrays["obs"])
-        return obs, arrays["rew"].astype(np.float32), terminated | truncated, infos
+        return obs, arrays["rew"].astype(np.float32), done, infos
 
     def close(self) -> None:
         """Closes the environments, ends the workers and actors, and the Ray that was started for them."""

@@ -21,6 +21,7 @@ ARRAY_SPACES: dict[str, spaces.Space[Any]] = {
     "box64": spaces.Box(-np.inf, np.inf, (2, 2), np.float64),
     "image": spaces.Box(0, 255, (8, 6, 3), np.uint8),
     "zero_d": spaces.Box(-1.0, 1.0, (), np.float32),
+    "no_numbers": spaces.Box(-1.0, 1.0, (0,), np.float32),
     "int8": spaces.Box(-5, 5, (2,), np.int8),
     "discrete": spaces.Discrete(5, start=-2),
     "multidiscrete": spaces.MultiDiscrete([3, 4]),

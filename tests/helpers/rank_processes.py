@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -63,6 +64,8 @@ def _receive(pipe: Connection) -> Any:
 
 def _be_rank(connect: tuple[Any, ...], work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     for _ in range(1024):  # as where a rank has many workers
         os.dup(0)
     ranks, pipe = _connect(*connect), connect[2]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers.kinds import ARRAY_SPACES, env_fns
+from helpers.odd_values import OddValues
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
@@ -47,6 +48,7 @@ class Outer(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 COUNTING = [CountingEnv] * 5
+OWN_FINALS = [partial(OddValues, info=lambda env: {"final_info": env.t} if env.t else {})] * 3
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +81,11 @@ def in_lockstep(ours: VecEnv, theirs: VecEnv, num_steps: int) -> None:
 
 class TestEquality:
     @pytest.mark.parametrize("workers", [0, 2])
-    def test_steps_infos_and_resets(self, workers: int) -> None:
+    @pytest.mark.parametrize("fns", [COUNTING, OWN_FINALS], ids=["counting", "own finals"])
+    def test_steps_infos_and_resets(self, fns: Any, workers: int) -> None:
         with (
-            closing(RayVecEnv(COUNTING, num_nodes=0, workers_per_node=workers)) as ours,
-            closing(DummyVecEnv(list(COUNTING))) as theirs,
+            closing(RayVecEnv(fns, num_nodes=0, workers_per_node=workers)) as ours,
+            closing(DummyVecEnv(list(fns))) as theirs,
         ):
             in_lockstep(ours, theirs, 40)
 
