@@ -16,7 +16,7 @@ from rayvec.data import objects, tree_map
 from rayvec.data.columns import infos_of, unwrapped
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
 from rayvec.envs.spaces import PoolSpaces
-from rayvec.errors import ConfigError, check_flag
+from rayvec.errors import ConfigError, check_flag, require
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RESTARTED, EnvRules
 from rayvec.stable_baselines3.worker_env import WorkerEnv
@@ -109,11 +109,11 @@ class RayVecEnv(Adapter, VecEnv):
         """Checks the environments and allocates the arrays."""
         check_spaces(found, "different", found.observation)
         self._allocate(found.observation, found.action)
-        if self._envs.layout.objects:
-            raise ConfigError(
-                f"The observation space is {found.observation}. Stable-Baselines3 accepts Box, Discrete, "
-                "MultiDiscrete and MultiBinary, and a Dict or Tuple of them: convert observations by a wrapper."
-            )
+        require(
+            not self._envs.layout.objects,
+            f"The observation space is {found.observation}. Stable-Baselines3 accepts Box, Discrete, "
+            "MultiDiscrete and MultiBinary, and a Dict or Tuple of them: convert observations by a wrapper.",
+        )
 
     def reset(self) -> Any:
         """Resets all environments, with the seeds and options that were set since the last reset.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from rayvec.data import Tree
-from rayvec.errors import ConfigError, require
+from rayvec.errors import require
 from rayvec.learners.sac_networks import SACActor
 from rayvec.policies.distributions import Gaussian, TanhGaussian, mean_and_log_std
 from rayvec.policies.networks import ActorCritic, flat_weights
@@ -110,19 +110,15 @@ def save_policy(policy: Any, path: Path | str) -> None:
     Raises:
         ConfigError: The policy does not come from `load_policy`.
     """
-    weights = torch.from_numpy(flat_weights(_module(policy)))
+    actor: Any = getattr(policy, "actor", None)
+    require(
+        isinstance(actor, _Actor),
+        f"{type(policy).__name__} does not come from load_policy. Let other policies act by "
+        "rayvec.tianshou.TianshouPolicy.",
+    )
+    weights = torch.from_numpy(flat_weights(actor.module))
     described = [space_to_bytes(space) for space in (policy.observation_space, policy.action_space)]
     checkpoints.save(Path(path), {"weights": weights, "spaces": None if None in described else described})
-
-
-def _module(policy: Any) -> Any:
-    actor = getattr(policy, "actor", None)
-    if isinstance(actor, _Actor):
-        return actor.module
-    raise ConfigError(
-        f"{type(policy).__name__} does not come from load_policy. Let other policies act by "
-        "rayvec.tianshou.TianshouPolicy."
-    )
 
 
 def _distribution(params: Any) -> Distribution:

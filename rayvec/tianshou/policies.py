@@ -67,7 +67,7 @@ class TianshouPolicy:
         """Chooses actions for k environments; see :class:`rayvec.rollout.loop.ActingPolicy`."""
         if self._must_seed:
             self._must_seed = False
-            seed = _whole(noise[0, 0])
+            seed = int(noise[0, 0] * 2**53)
             torch.manual_seed(seed)
             np.random.seed(seed % 2**32)
             random.seed(seed)
@@ -232,7 +232,3 @@ def _detached(state: Any) -> Any:
     if isinstance(state, dict | Batch):
         return Batch({key: _detached(part) for key, part in state.items()})
     return state.detach() if isinstance(state, torch.Tensor) else state
-
-
-def _whole(number: float) -> int:
-    return int(number * 2**53)

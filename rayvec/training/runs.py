@@ -49,7 +49,6 @@ __all__ = [
     "eval_settings",
     "make_env",
     "make_eval_env",
-    "make_learner",
     "make_one_env",
     "network_of",
     "open_env",
@@ -278,11 +277,6 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
             raise
 
 
-def make_learner(config: TrainConfig, env: RayVecEnv) -> Learner:
-    """Returns the learner of a run with its initial weights, in this process."""
-    return _learner_builder(config, env)()
-
-
 def network_of(
     config: TrainConfig, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]
 ) -> torch.nn.Module:
@@ -306,7 +300,8 @@ def open_learner(config: TrainConfig, env: RayVecEnv, steps: int, *, fewer: bool
         steps: Steps that the run has taken, on which the ranks' global random generators depend.
         fewer: Whether ranks may be fewer, where there is no room for all of them.
     """
-    build = _learner_builder(config, env)
+    spaces_of_one = env.single_observation_space, env.single_action_space
+    build = functools.partial(LEARNERS[type(config)], *spaces_of_one, decided(config, spaces_of_one[0]))
     with torch_threads(config.learner_threads):
         if config.learner_mode == "driver":
             yield build()
@@ -342,11 +337,6 @@ def wait_limit_s(config: TrainConfig) -> float:
     image = spaces.Box(0, 255, (84, 84, 1), np.uint8)
     may_compile = hasattr(config, "compile") and compiles(config, image)
     return max(_COMPILING_S, 4 * compile_s(config)) if may_compile else _WAIT_S
-
-
-def _learner_builder(config: TrainConfig, env: RayVecEnv) -> Callable[[], Learner]:
-    settings = decided(config, env.single_observation_space)
-    return functools.partial(LEARNERS[type(config)], env.single_observation_space, env.single_action_space, settings)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from rayvec.training.agent import Agent
 from rayvec.training.checkpoint import space_from_bytes, space_to_bytes
 from rayvec.training.evaluation import greedy_policy
 from rayvec.training.run_dir import load_run
-from rayvec.training.runs import LEARNERS, make_env, make_learner
+from rayvec.training.runs import LEARNERS, make_env, network_of
 
 HAS_DTYPE = "dtype" in inspect.signature(spaces.Discrete).parameters  # newer versions of Gymnasium
 VECTOR = spaces.Box(-3, 3, (5,))
@@ -162,7 +162,8 @@ def test_a_loaded_agent_is_the_policy_that_was_evaluated(tmp_path: Path) -> None
     agent = rayvec.load(tmp_path / "a")
     obs = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
     with make_env(config) as env:
-        policy = greedy_policy(make_learner(config, env).module, load_run(tmp_path / "a")[1]["weights"].numpy())
+        module = network_of(config, env.single_observation_space, env.single_action_space)
+    policy = greedy_policy(module, load_run(tmp_path / "a")[1]["weights"].numpy())
     np.testing.assert_array_equal(agent.predict(obs), policy.act(obs, np.zeros((50, 0)))[0])
     np.testing.assert_array_equal(agent.predict(obs.tolist()), agent.predict(obs))
     assert agent.observation_space == gymnasium.make("CartPole-v1").observation_space
