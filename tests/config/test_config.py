@@ -259,23 +259,6 @@ def test_an_option_without_a_module(args: list[str], capsys: pytest.CaptureFixtu
     assert "plugin" in capsys.readouterr().err
 
 
-CLEANRL = {
-    "num_steps": 128,
-    "learning_rate": 2.5e-4,
-    "gamma": 0.99,
-    "gae_lambda": 0.95,
-    "num_epochs": 4,
-    "minibatch_size": 256,
-    "clip_coef": 0.2,
-    "clip_value_loss": True,
-    "entropy_coef": 0.01,
-    "value_coef": 0.5,
-    "max_grad_norm": 0.5,
-    "learning_rate_schedule": "linear",
-    "normalize_advantage": True,
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "env_id", "preset"),
     [
@@ -297,11 +280,6 @@ def test_the_preset_of_an_environment_applies_by_itself(kind: Any, env_id: str, 
     assert config.preset == preset
     for name, value in PRESETS[kind.algorithm].get(preset, {}).items():
         assert getattr(config, name) == value
-
-
-def test_settings_for_atari_are_those_of_cleanrl() -> None:
-    config = PPOConfig(env_id="ale_py:ALE/Breakout-v5", clip_coef=0.2)
-    assert {name: getattr(config, name) for name in CLEANRL} == CLEANRL
 
 
 def test_what_is_passed_counts_before_a_preset_and_an_environment_before_its_kind() -> None:

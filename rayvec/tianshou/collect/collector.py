@@ -159,19 +159,21 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             raise _single_steps_error("prefetch=True" if self._prefetch else "unbiased=True")
         if self._pre_collect_obs_RO is None:
             return super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)  # raises
+        way: Literal["chunks", "steps"] = "steps" if chunks is None else "chunks"
         if (
-            self._way not in (None, "steps" if chunks is None else "chunks")
+            self._way not in (None, way)
             or self._num_uses != getattr(self.env, "num_uses", 0)  # something else has reset or stepped them
             or (n_episode and self._unbiased and self._way)
             or (chunks and not chunks.is_idle and n_episode)
         ):
             self.reset_env(gym_reset_kwargs)
+        self._way = "lost"  # what an exception leaves
         try:
             if chunks is not None:
-                return self._collect_chunks(chunks, n_step, n_episode)
-            self._way = "lost"
-            stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
-            self._way = self._way and "steps"  # after whole episodes Tianshou resets
+                stats = self._collect_chunks(chunks, n_step, n_episode)
+            else:
+                stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
+            self._way = self._way and way  # None after whole episodes, which end with a reset
             return stats
         finally:
             self._num_uses = getattr(self.env, "num_uses", 0)
@@ -182,7 +184,7 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         is_own = any(getattr(stats, name) is not getattr(CollectStats, name) for name in names)
         return is_own or bool(self.get_on_step_hook() or self.get_on_episode_done_hook())
 
-    def _collect_chunks(self, chunks: ChunkScheduler, n_step: int | None, n_episode: int | None) -> CollectStats:
+    def _collect_chunks(self, chunks: ChunkScheduler, n_step: int | None, n_episode: int | None) -> Any:
         """Collects chunks until there are as many steps or episodes as requested, and stores them."""
         stats: Any = self.collect_stats_class()
         store, goes_ahead = self._published(), self._prefetch and not n_episode
@@ -191,22 +193,19 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         if n_episode:
             schedule = (EpisodeQuotas if self._unbiased else TianshouEpisodes)(n_episode, self.env_num)
         num_next = steps.next_steps() if goes_ahead else 0
-        self._way = self._way or "chunks"
         while num_steps := schedule.next_steps():
             num_ahead = num_next if steps.left <= num_steps else 0
             chunks.collect(store, num_steps, num_ahead=num_ahead)
-            self._way = "lost"
             for chunk in (each.rollout.chunk for each in chunks.take()):
                 valid = schedule.take(chunk.valid, counted_ends(chunk))
                 self._insert(replace(chunk, valid=valid), stats)
                 if goes_ahead:
                     stats.staleness = max(getattr(stats, "staleness", 0), store.version - chunk.weights_version)
-            self._way = "chunks"
         self.collect_step += stats.n_collected_steps
         self.collect_episode += stats.n_collected_episodes
         if n_episode:
             self.reset_env()
-        return cast(CollectStats, stats)
+        return stats
 
     def _published(self) -> WeightStore:
         """Returns what acts in the workers: the policy as it is now."""
