@@ -188,7 +188,9 @@ class Collector:
         begin = time.monotonic()
         with self._taking_steps():
             if n_step is None:
-                return self._batch(*self._play(n_episode or 0), begin)
+                played = self._play(n_episode or 0)
+                self._uses_seen = self._env.num_uses  # all their steps are in the batch
+                return self._batch(*played, begin)
             num_steps = -(-n_step // self._env.num_envs)
             self._wait_for(num_steps, num_steps if ahead and self._goes_ahead else 0, cut)
             with uninterrupted():  # Ctrl-C loses no half of a batch
@@ -209,7 +211,6 @@ class Collector:
         self._check_episodes(n_episode)
         with self._taking_steps():
             _, episodes = self._play(n_episode, max_len, keeps_chunks=False)
-        self._uses_seen = None  # these steps are in no batch
         self._counts.clear()
         return episodes
 
@@ -282,6 +283,7 @@ class Collector:
         """Takes chunks until every environment has ended its quota of episodes; `valid` says which steps belong."""
         if self._tracker.lens.any() or not self._chunks.is_idle:
             self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
+        self._uses_seen = None  # an interrupt leaves steps that are in no batch
         quotas = EpisodeQuotas(n_episode, self._env.num_envs)
         rollouts, played = list[Rollout](), list[EpisodeStats]()
         while num_steps := quotas.next_steps():

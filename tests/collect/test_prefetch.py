@@ -175,6 +175,23 @@ def test_ctrl_c_loses_no_steps_but_those_of_a_whole_batch(counting: RayVecEnv) -
     collector.close()
 
 
+def test_new_episodes_follow_interrupted_ones(counting: RayVecEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first steps are in no batch."""
+    collector, wait, interrupts = Collector(counting, TablePolicy(), seed=1), counting.rollout_wait, [True, False]
+
+    def interrupted(cut: Any) -> Any:
+        if interrupts and interrupts.pop():
+            raise KeyboardInterrupt
+        return wait(cut=cut)
+
+    monkeypatch.setattr(counting, "rollout_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        collector.collect(n_episode=200)
+    batch = collector.collect(n_step=50)
+    assert (batch.chunks[0].obs[0, :, 2] == 0).all() and not interrupts
+    collector.close()
+
+
 def test_a_fault_in_a_pending_chunk_surfaces_at_the_next_collect(make_vec: MakeVec) -> None:
     env = make_vec([FailingEnv] * 3, workers=2)
     collector = Collector(env, TablePolicy(), seed=0, prefetch=True)
