@@ -61,9 +61,7 @@ def run(given: Scaling) -> int:
 
 def _environment(settings: Scaling) -> tuple[Env, bytes]:
     """Returns what makes an environment, and the same pickled for independent processes."""
-    env: Any = settings.env_id or functools.partial(
-        EmulatedEnv, busy=settings.work == "busy", sigma=settings.jitter, obs_size=settings.obs_size
-    )
+    env: Any = settings.env_id or functools.partial(EmulatedEnv, busy=settings.work == "busy")
     return env, EnvFactory.build(env, 1).to_bytes()
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from typing import ClassVar, Literal
 
 from rayvec.config.schema import Count, NonNegative, Positive, dataclass
 
 __all__ = ["Model", "Scaling"]
-
-Sigma = Annotated[float, Field(ge=0, le=3)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +30,8 @@ class Scaling:
     step_duration: tuple[Positive, ...] = (1.0, 0.1, 0.01, 0.001)
     """Seconds that an emulated environment takes for a step."""
 
-    jitter: Sigma = 0.0
-    """How durations vary around their mean: standard deviation of their logarithm."""
-
     work: Literal["sleep", "busy"] = "sleep"
     """Whether an emulated step sleeps, like a core of its own, or uses that much CPU time."""
-
-    obs_size: Count = 4
-    """Numbers in an observation of an emulated environment, float32."""
 
     way: tuple[Literal["driver", "worker", "decentralized"], ...] = ("driver", "worker")
     """driver: env.step; worker: chunks in which the policy acts in the workers, prefetched by a Collector;

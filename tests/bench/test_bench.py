@@ -83,7 +83,6 @@ def test_a_cluster_and_an_environment_of_its_own(
         ("scaling --step-duration 0", ["step_duration", "greater than 0"]),
         ("scaling --nodes 0", ["nodes", "equal to 1"]),
         ("scaling --nodes", ["--nodes", "at least one value"]),
-        ("scaling --jitter 9", ["jitter", "equal to 3"]),
         ("scaling --nodes 100000 --cores-per-node 1000", ["GiB of memory"]),
         ("scaling --env-id NoSuch-v0", ["NoSuch-v0"]),
         ("scaling --out /proc/nowhere", ["/proc/nowhere", "--out"]),

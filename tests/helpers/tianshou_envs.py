@@ -55,17 +55,6 @@ class Told(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.action_space = spaces.Discrete(7)
 
 
-class Agents(Line):
-    """Rewards two agents, by a list or by an array."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__(size=9)
-        self._kind = kind
-
-    def _reward(self) -> Any:
-        return self._kind([self._x / 3, 1.0])
-
-
 class Ragged(Line):
     """Observations whose length is its size."""
 

@@ -1,25 +1,16 @@
-"""An environment as Tianshou steps it: the worker's half of the Tianshou adapter.
-
-Tianshou takes rewards of several agents, and any arguments for ``reset``. A pool has one ``float64`` reward for each
-step. Rewards that are arrays are sent in the info, and :mod:`rayvec.tianshou.env.assembly` takes them out again.
-"""
+"""An environment as Tianshou steps it, the worker's half of the adapter: ``reset`` takes any arguments."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import gymnasium
-import numpy as np
 
 from rayvec.data.columns import whole
 from rayvec.envs.factory import check_env
 
-__all__ = ["REWARD", "PoolEnv"]
+__all__ = ["PoolEnv"]
 
-REWARD = "rayvec_reward"
-"""Key of the info of a step: its reward, if that is an array."""
-
-_FLOATS = (float, np.float64)
 _RESERVED = ("metadata", "reward_range", "spec")
 """Attributes that are None where an environment lacks them."""
 
@@ -54,13 +45,9 @@ class PoolEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         return (result[0], whole(result[1])) if isinstance(result, tuple) and len(result) == 2 else result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Steps; a reward that is an array goes into the info."""
+        """Steps."""
         obs, rew, terminated, truncated, info = self.env.step(action)
-        reward: Any = rew
-        info = whole(info)
-        if type(reward) not in _FLOATS and np.ndim(reward):
-            return obs, 0.0, terminated, truncated, {**info, REWARD: np.asarray(reward, np.float64)}
-        return obs, reward, terminated, truncated, info
+        return obs, rew, terminated, truncated, whole(info)
 
     def get_env_attr(self, name: str) -> Any:
         """Returns an attribute of the outermost wrapper that has it."""
