@@ -177,14 +177,14 @@ def test_ctrl_c_loses_no_steps_but_those_of_a_whole_batch(counting: RayVecEnv) -
 
 def test_new_episodes_follow_interrupted_ones(counting: RayVecEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their first steps are in no batch."""
-    collector, wait, interrupts = Collector(counting, TablePolicy(), seed=1), counting.rollout_wait, [True, False]
+    collector, wait, interrupts = Collector(counting, TablePolicy(), seed=1), counting.receive, [True, False]
 
-    def interrupted(cut: Any) -> Any:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
         if interrupts and interrupts.pop():
             raise KeyboardInterrupt
-        return wait(cut=cut)
+        return wait(*args, **kwargs)
 
-    monkeypatch.setattr(counting, "rollout_wait", interrupted)
+    monkeypatch.setattr(counting, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         collector.collect(n_episode=200)
     batch = collector.collect(n_step=50)
