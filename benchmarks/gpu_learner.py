@@ -28,8 +28,6 @@ from cleanrl_style import ppo_loss
 from learner_task import LearnerTask
 from torch import Tensor, nn
 
-from rayvec.policies.precision import autocast
-
 D, A = 17, 6
 CHOICES = 2
 """Actions where observations are images."""
@@ -94,7 +92,7 @@ def plain(task: LearnerTask, precision: str, *, lean: bool) -> Updates:
 
     def step(obs: Tensor, act: Tensor, logp: Tensor, adv: Tensor, target: Tensor, old: Tensor) -> Tensor:
         adam.zero_grad()
-        with autocast(precision, obs.device):  # type: ignore[arg-type]
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
             new, entropy, value = agent.evaluate(obs, act)
         ratio = (new.float() - logp).exp()
         loss = ppo_loss(ratio, adv, value, old, target, entropy)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from rayvec.data import Batch, Chunk, Tree
 from rayvec.errors import ConfigError, LearnerError
@@ -26,7 +26,7 @@ from rayvec.learners.sequences import OverSequences
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.policies.networks import ActorCriticModule, flat_weights
 from rayvec.policies.own_network import make_module
-from rayvec.policies.precision import prepare
+from rayvec.policies.precision import in_precision
 from rayvec.policies.recurrent import RecurrentActorCritic
 
 __all__ = ["ActorCriticLearner"]
@@ -83,13 +83,12 @@ class ActorCriticLearner:
             )
         self._device = torch_device(device or config.learner_device)
         self.module.to(self._device)
-        self.module.precision = config.precision
-        prepare(config.precision, self._device)
         self._obs_moments = ObsMoments(self.module)
         self._return_scale = ReturnScale(config.gamma) if config.scales_reward else None
         self._coefficients = {name: torch.zeros((), device=self._device) for name in self._may_change}
         self._is_compiled = config.compile is True
-        network = self.module if self._recurrent is None else OverSequences(self._recurrent)
+        own: nn.Module = self.module if self._recurrent is None else OverSequences(self._recurrent)
+        network = in_precision(own, config.precision, self._device)
         self._gradient = Gradient(network, self._loss, self._is_compiled, varies=True, **_CHEAP_TANH)
         self._optimizer = Adam(self._gradient.flat, eps=1e-5)
         self._learning_rate = 0.0

@@ -91,9 +91,10 @@ class PPOLearner(ActorCriticLearner):
         (_, target_mean), (error_variance, target_variance) = torch.stack(
             global_moments(self.ranks, errors_and_targets, [len(local)] * 2)
         ).tolist()
+        fields = samples.obs, samples.sample, torch.stack([samples.logp, samples.value, samples.target], 1)
         stats: list[Tensor] = []
         for rows in self._passes(samples, batch.chunks, local, total):
-            stats += self._learn(tuple(samples), rows)
+            stats += self._learn(fields, rows)
             if config.target_kl is not None and self._metrics(stats[-len(rows) :])["approx_kl"] > config.target_kl:
                 break
         self._num_updates += 1
@@ -213,18 +214,14 @@ class PPOLearner(ActorCriticLearner):
 
     def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
         """Returns the rows of a minibatch: what the network reads, `advantage`, and four attributes of `Samples`."""
-        samples = Samples(*fields)  # `tree_map` makes plain tuples
+        obs, sample, recorded = fields
         index, advantage, *sequences = rows
-
-        def take(leaf: Tensor) -> Tensor:
-            return leaf.index_select(0, index)
-
         if sequences:
             numbers, slots = sequences
-            inputs: Tree = (Sequences(*samples.obs).at(numbers), slots)
+            inputs: Tree = (Sequences(*obs).at(numbers), slots)
         else:
-            inputs = (tree_map(take, samples.obs),)
-        return inputs, advantage, *map(take, (samples.sample, samples.logp, samples.value, samples.target))
+            inputs = (tree_map(lambda leaf: leaf.index_select(0, index), obs),)
+        return inputs, advantage, sample.index_select(0, index), *recorded.index_select(0, index).unbind(1)
 
     def _loss(
         self,

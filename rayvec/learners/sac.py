@@ -33,7 +33,7 @@ from rayvec.learners.sac_networks import make_networks
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.policies.distributions import Categorical
 from rayvec.policies.networks import flat_weights, to_device
-from rayvec.policies.precision import autocast, prepare
+from rayvec.policies.precision import in_precision
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -115,15 +115,14 @@ class SACLearner:
         self.config = config
         self.ranks: Ranks = ALONE
         self._dtype, self._device = dtype, torch_device(device or config.learner_device)
-        prepare(config.precision, self._device)
         self.module, critics = make_networks(observation_space, action_space, config)
-        self.module.precision = config.precision
         self._distribution: Any = self.module.distribution
         self._is_discrete = isinstance(self._distribution, Categorical)
         self._num_act = self._distribution.num_params // (1 if self._is_discrete else 2)
 
         def place(module: nn.Module) -> nn.Module:
-            return (module.double() if dtype == torch.float64 else module).to(self._device)
+            module = (module.double() if dtype == torch.float64 else module).to(self._device)
+            return in_precision(module, config.precision, self._device)
 
         self._policy, self._critics = place(_Policy(self.module, config.alpha)), place(critics)
         self._targets = copy.deepcopy(self._critics).requires_grad_(False)
@@ -259,8 +258,7 @@ class SACLearner:
     def _q(self, critics: Callable[..., Tensor], obs: Tensor, act: Tensor | None = None) -> Tensor:
         """Returns the values of an action ``[E, B]``, or of all choices ``[E, B, C]``."""
         numbers, _ = self.module.split(obs)
-        with autocast(self.config.precision, numbers.device):
-            values = critics(numbers) if self._is_discrete or act is None else critics(numbers, act)
+        values = critics(numbers) if self._is_discrete or act is None else critics(numbers, act)
         values = values.to(self._dtype)  # your own critics may compute in another dtype
         if act is None:
             return values

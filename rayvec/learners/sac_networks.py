@@ -25,7 +25,6 @@ from rayvec.policies.encoders import Encoder, join, make_encoder, normalized, pl
 from rayvec.policies.masks import allowed, has_mask, without_mask
 from rayvec.policies.networks import ActorCriticModule, ModuleActor, numpy_actor, to_device
 from rayvec.policies.own_network import build_network, check_output, sample_batch, seeded
-from rayvec.policies.precision import autocast
 
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
@@ -87,8 +86,7 @@ class SACActor(ActorCriticModule):
 
     def _features(self, rows: Tensor) -> tuple[Tensor]:
         count = rows.shape[0]
-        with autocast(self.precision, rows.device):
-            params: Tensor = self.net(rows if count else rows.new_zeros(1, *rows.shape[1:]))
+        params: Tensor = self.net(rows if count else rows.new_zeros(1, *rows.shape[1:]))
         return (params[:count].to(rows.dtype),)
 
     def make_actor(self) -> MLPActor | ModuleActor:

@@ -6,8 +6,8 @@ has these members:
 
 *   `noise`, the noise that a sample takes; `num_params`, P; and `num_constants`: how many of the parameters, the last
     ones, need not depend on the observation;
-*   `sample`, `uniform` (over the space) and `mode` return samples ``[k, C]`` and their log-probabilities ``[k]``, from
-    parameters ``[k, P]`` and noise ``[k, lanes]``;
+*   `sample` and `mode` return samples ``[k, C]`` and their log-probabilities ``[k]``, from parameters ``[k, P]`` and
+    noise ``[k, lanes]``; those that SAC uses have `uniform`, which samples evenly over the space;
 *   `action` returns what the environments get, `extras` what a chunk must record besides, and `recorded` the samples
     ``[..., C]`` behind both;
 *   `logp_entropy` returns log-probabilities and entropies, ``[B]`` each, of tensors ``[B, P]`` and ``[B, C]``. In its
@@ -234,19 +234,6 @@ class Gaussian(_Normal):
         logp = np.add.reduce(-0.5 * np.square(noise) - log_std - _HALF_LOG_TAU, -1)
         return sample, logp.astype(np.float32)
 
-    def uniform(self, noise: NDArray[np.float64]) -> tuple[Float, Float]:
-        """Maps the normal noise to the bounds by its distribution function."""
-        if not (np.isfinite(self.low).all() and np.isfinite(self.high).all()):
-            raise ConfigError(
-                f"The bounds of actions are {self.low.min()} and {self.high.max()}. Uniform actions need a Box "
-                "with finite bounds: bound it with gymnasium.wrappers.RescaleAction."
-            )
-        centre, unit = self.units
-        low, width = ((self.low - centre) / unit).ravel(), ((self.high - self.low) / unit).ravel()
-        share = np.array([0.5 + 0.5 * math.erf(z / math.sqrt(2)) for z in noise.flat]).reshape(noise.shape)
-        logp = np.full(len(noise), -np.log(width).sum(), np.float32)
-        return (low + share * width).astype(np.float32), logp
-
     def mode(self, params: Float) -> tuple[Float, Float]:
         """The means."""
         mean, log_std = np.split(params, 2, axis=-1)
@@ -264,8 +251,8 @@ class Gaussian(_Normal):
         """Sums over the components, which are independent."""
         mean, log_std = params.chunk(2, -1)
         deviation = (sample - mean) * (-log_std).exp()
-        logp = (-0.5 * deviation.square() - log_std - _HALF_LOG_TAU).sum(-1)
-        return logp, (log_std + (0.5 + _HALF_LOG_TAU)).sum(-1)
+        volume = log_std.sum(-1) + log_std.shape[-1] * _HALF_LOG_TAU
+        return -0.5 * deviation.square().sum(-1) - volume, volume + 0.5 * log_std.shape[-1]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from rayvec.policies.cnns import SQRT2, initialised, make_cnn
 from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, at, make_encoder, normalized
 from rayvec.policies.masks import allowed, masked
-from rayvec.policies.precision import Precision, autocast, float32
 
 __all__ = [
     "ActorCritic",
@@ -58,10 +57,8 @@ class ActorCriticModule(nn.Module):
         cnns: Networks that may read images: where there are some, values are computed for few observations at once.
         obs_mean: Mean of the numbers, ``float64 [D]``, which the learner sets; None leaves the numbers as they are.
         obs_scale: By what the numbers less their mean are multiplied, ``[D]``.
-        precision: In which it computes; weights and results are float32.
     """
 
-    precision: Precision = "float32"
     is_masked = False
     encoder: Encoder
     distribution: Any
@@ -216,22 +213,20 @@ class ActorCritic(ActorCriticModule):
     def _features(self, rows: Tree) -> Tensor:
         """Returns what actor and critic share, ``[..., F]``."""
         parts = [*rows] if isinstance(rows, tuple) else [rows]
-        with autocast(self.precision, parts[0].device):
-            for k, cnn in enumerate(self.cnns, len(parts) - len(self.cnns)):
-                parts[k] = cnn(parts[k])
-            features: Tensor = self.trunk(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
-        return float32(features)
+        for k, cnn in enumerate(self.cnns, len(parts) - len(self.cnns)):
+            parts[k] = cnn(parts[k])
+        features: Tensor = self.trunk(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+        return features
 
     def _params_of(self, features: Tensor) -> Tensor:
-        with autocast(self.precision, features.device):
-            outputs = float32(self.actor(features))
+        outputs: Tensor = self.actor(features)
         if self.log_std is None:
             return outputs
         return torch.cat([outputs, self.log_std.expand(*outputs.shape[:-1], len(self.log_std))], -1)
 
     def _value_of(self, features: Tensor) -> Tensor:
-        with autocast(self.precision, features.device):
-            return float32(self.critic(features)).squeeze(-1)
+        values: Tensor = self.critic(features)
+        return values.squeeze(-1)
 
     def make_actor(self) -> MLPActor | ModuleActor:
         """Returns the actor with the present weights: without torch for numbers, tanh or ReLU, and no layer norms."""
@@ -267,8 +262,6 @@ class ModuleActor:
         self._device = device
         self._is_placed = device == "cpu"
         self._module = copy_to_cpu(module).requires_grad_(False).eval()
-        if isinstance(self._module, ActorCriticModule):
-            self._module.precision = "float32"  # as actors without torch compute
 
     def __call__(self, obs: Tree) -> NDArray[np.float32]:
         """Returns parameters ``float32 [k, P]``."""

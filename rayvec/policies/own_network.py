@@ -21,7 +21,6 @@ from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, at, float_encoder, leaf_spaces, replaced
 from rayvec.policies.masks import has_mask, seen, without_mask
 from rayvec.policies.networks import ActorCritic, ActorCriticModule, to_device, to_tensor
-from rayvec.policies.precision import autocast
 from rayvec.policies.recurrent import RecurrentActorCritic
 
 if TYPE_CHECKING:
@@ -105,8 +104,7 @@ class OwnActorCritic(ActorCriticModule):
     def _features(self, rows: Tree) -> tuple[Tensor, Tensor]:
         leaf = at(rows, self._path)
         lead = leaf.shape[: leaf.ndim - at(self._num_axes, self._path)]
-        with autocast(self.precision, leaf.device):
-            params, value = self.net(self._flat(rows, lead))
+        params, value = self.net(self._flat(rows, lead))
         if not math.prod(lead):
             params, value = params[:0], value[:0]
         return params.reshape(*lead, self.distribution.num_params).float(), value.reshape(lead).float()

@@ -43,7 +43,8 @@ class Policy:
             deviations, for Box.
         action_space: Of one environment; needed by a module without ``make_actor``.
         deterministic: Take the most probable action instead of drawing one.
-        random_start: Draw every action with the same probability until weights are loaded for the first time.
+        random_start: Draw every action with the same probability until weights are loaded for the first time; only for
+            the actor of SAC, and for choices alone.
         device: Where the module computes, ``"cpu"`` or ``"cuda"``. The policy moves there when it first acts, in the
             process where it acts. Images are uploaded as bytes.
 
@@ -53,7 +54,7 @@ class Policy:
 
     Raises:
         ConfigError: The module has no ``make_actor`` and there is no action space, or none that has a distribution; or
-            it can act only on the CPU.
+            it can act only on the CPU; or its distribution can't draw evenly.
     """
 
     noise: NoiseSpec
@@ -70,6 +71,11 @@ class Policy:
     ) -> None:
         self._actor: Any = _make_actor(module, action_space, device)
         self._is_masked: bool = getattr(module, "is_masked", False)
+        if random_start and not hasattr(self._actor.distribution, "uniform"):
+            raise ConfigError(
+                f"random_start=True with a {type(self._actor.distribution).__name__}. Random starts are for the actor "
+                "of SAC and for choices: leave random_start out."
+            )
         self._random = random_start
         self._deterministic = deterministic
         self.noise = NO_NOISE if deterministic else self._actor.distribution.noise

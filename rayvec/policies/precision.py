@@ -1,39 +1,43 @@
-"""In which precision networks compute: weights, losses and optimizers stay in float32."""
+"""In which precision networks compute while they learn: weights, outputs, losses and optimizers stay in float32."""
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import nn
 
-__all__ = ["Precision", "autocast", "float32", "prepare"]
+from rayvec.data import tree_map
+
+__all__ = ["Precision", "in_precision"]
 
 Precision = Literal["float32", "tf32", "bf16"]
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
-    """Returns what a network computes within: products of matrices and convolutions in bfloat16, or as they are.
+class _InBfloat16(nn.Module):
+    """Calls a network whose products of matrices and convolutions are then computed in bfloat16.
 
     Nothing is kept between two calls, so that a graph that is captured reads the current weights.
     """
-    if precision != "bf16":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *inputs: Any) -> Any:
+        """Returns the outputs of the network, those in bfloat16 as float32."""
+        device = next(self.parameters()).device
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            outputs = self.network(*inputs)
+        return tree_map(lambda leaf: leaf.float() if leaf.dtype == torch.bfloat16 else leaf, outputs)
 
 
-def float32(tensor: Tensor) -> Tensor:
-    """Returns what was computed within `autocast`, in float32 if that made it bfloat16."""
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-
-
-def prepare(precision: Precision, device: torch.device) -> None:
-    """Lets a device compute in a precision.
+def in_precision(network: nn.Module, precision: Precision, device: torch.device) -> nn.Module:
+    """Returns a network that computes in a precision on a device, with the parameters of `network`.
 
     TF32 is a format of NVIDIA's GPUs; elsewhere it is float32. It is switched on or off for the whole process, by the
     learner that was made last. So "float32" is float32 in convolutions, too, for which torch's own default is TF32.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    return _InBfloat16(network) if precision == "bf16" else network

@@ -66,10 +66,6 @@ class Product:
         drawn = [part.sample(own, next(numbers)) for part, own in zip(self.parts, self._params(params), strict=True)]
         return _joined(drawn)
 
-    def uniform(self, noise: NDArray[np.float64]) -> tuple[Float, Float]:
-        """Draws each part."""
-        return _joined([part.uniform(numbers) for part, numbers in zip(self.parts, self._noise(noise), strict=True)])
-
     def mode(self, params: Float) -> tuple[Float, Float]:
         """The most probable sample of each part."""
         return _joined([part.mode(own) for part, own in zip(self.parts, self._params(params), strict=True)])

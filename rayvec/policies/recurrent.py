@@ -53,7 +53,8 @@ class RecurrentCell(nn.Module):
             reset: Where the state is set to 0 before a step, ``bool [L, S]``.
         """
         states = []
-        inputs = self.inputs(features.flatten(0, 1)).unflatten(0, reset.shape)  # of all steps at once
+        inputs = self.inputs(features.flatten(0, 1)).to(state.dtype)  # of all steps at once; states are not bfloat16
+        inputs = inputs.unflatten(0, reset.shape)
         # from a GPU it would be read after all that was launched before, and a compiled graph can't read it
         is_here = reset.device.type == "cpu" and not torch.compiler.is_compiling()
         any_begin = reset.any(1).tolist() if is_here else [True] * len(reset)
@@ -66,7 +67,7 @@ class RecurrentCell(nn.Module):
 
     def step(self, features: Tensor, state: Tensor) -> Tensor:
         """Returns the states after one step, ``[S, D]``, for inputs ``[S, F]`` and states ``[S, D]``."""
-        return self._after(self.inputs(features), state)
+        return self._after(self.inputs(features).to(state.dtype), state)
 
     def _after(self, inputs: Tensor, state: Tensor) -> Tensor:
         return self._gru(inputs, state) if self.kind == "gru" else self._lstm(inputs, state)
