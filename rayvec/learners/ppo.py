@@ -107,9 +107,7 @@ class PPOLearner(ActorCriticLearner):
     def _samples(self, chunks: Sequence[Chunk]) -> Samples:
         """Joins the chunks in time, computes advantages and targets, and keeps the steps that happened."""
         obs, *arrays = zip(*map(self._evaluated, chunks), strict=True)
-        sample, value, next_value = map(np.concatenate, arrays)
-        recorded = ((each.extras["logp"], each.rew, each.terminated, each.truncated, each.valid) for each in chunks)
-        logp, rew, terminated, truncated, valid = map(np.concatenate, zip(*recorded, strict=True))
+        sample, value, next_value, logp, rew, terminated, truncated, valid = map(np.concatenate, arrays)
         first = 0
         for chunk in chunks:  # an environment that restarted between two chunks has begun another episode in the second
             truncated[first - 1, chunk.restarted_before] |= first > 0
@@ -127,8 +125,9 @@ class PPOLearner(ActorCriticLearner):
         return Samples(observed, *map(by_environment, map(torch.from_numpy, (sample, logp, value, advantage, target))))
 
     def _evaluated(self, chunk: Chunk) -> tuple[Any, ...]:
-        """Returns encoded observations, samples, values and values of the observations after, ``[T, N, ...]`` each.
+        """Returns what an update reads of a chunk, ``[T, N, ...]`` each.
 
+        Encoded observations, samples, values, values of the observations after, and five arrays of the chunk.
         A recurrent network gets its sequences in place of the observations. The observation after a step is what the
         policy saw next, except where an episode ended: each observation is evaluated once.
         """
@@ -144,7 +143,8 @@ class PPOLearner(ActorCriticLearner):
             final = self._in_slices(self.module.value, encode(chunk.final_obs))
             next_value[tuple(chunk.final_index.T)] = final.cpu().numpy()
         sample = self.module.distribution.recorded(chunk.act, chunk.extras)
-        return obs, sample, value, next_value
+        recorded = chunk.extras["logp"], chunk.rew, chunk.terminated, chunk.truncated, chunk.valid
+        return obs, sample, value, next_value, *recorded
 
     @torch.no_grad()
     def _in_slices(self, function: Callable[[Tree], Tensor], obs: Tree, width: int = 1) -> Tensor:
@@ -220,7 +220,7 @@ class PPOLearner(ActorCriticLearner):
             numbers, slots = sequences
             inputs: Tree = (Sequences(*obs).at(numbers), slots)
         else:
-            inputs = (tree_map(lambda leaf: leaf.index_select(0, index), obs),)
+            inputs = (tree_map(functools.partial(torch.index_select, dim=0, index=index), obs),)
         return inputs, advantage, sample.index_select(0, index), *recorded.index_select(0, index).unbind(1)
 
     def _loss(
