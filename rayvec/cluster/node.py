@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -127,18 +126,15 @@ class Node:
 
     def wait_for_news(self, stream: Stream) -> bool:
         """Waits for a moment for a command, or for an answer. Returns whether a command has arrived."""
-        if stream.has_begun():
-            return True
-        poll, timeout_s = select.poll(), _NEWS_S
-        poll.register(stream, select.POLLIN)
+        timeout_s, workers = _NEWS_S, []
         for _, ticket in self.pending:
             if isinstance(ticket, Future):
                 timeout_s = min(timeout_s, _POLL_S)
             elif (missing := ticket.missing()) is not None:
-                poll.register(self.machine.children[missing], select.POLLIN)
+                workers.append(self.machine.children[missing])
             else:
                 timeout_s = 0.0
-        return stream.fileno() in dict(poll.poll(1000 * timeout_s))
+        return stream.poll(timeout_s, workers)
 
     def _answer(self, command: Command, ticket: Ticket | Future[Answer], timeout_s: float) -> Answer | None:
         if isinstance(ticket, Future):

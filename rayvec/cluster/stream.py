@@ -80,8 +80,6 @@ class Stream:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self._sock, self._key = sock, key
         self._ahead = bytearray()
-        self._readable = select.poll()
-        self._readable.register(sock, select.POLLIN)
 
     def send(self, head: Head, arrays: Sequence[Any] = (), message: Message | None = None) -> None:
         """Sends a frame.
@@ -108,26 +106,25 @@ class Stream:
                 if self._ready(select.POLLIN | select.POLLOUT, None) & select.POLLIN:
                     self._receive()
 
-    def fileno(self) -> int:
-        """Returns the descriptor of the socket."""
-        return self._sock.fileno()
+    def poll(self, timeout_s: float, others: Sequence[Any] = ()) -> bool:
+        """Waits up to `timeout_s` for the beginning of a frame, or until one of `others` is readable.
 
-    def has_begun(self) -> bool:
-        """Whether a part of the next frame was received with an earlier one, or while one was sent."""
-        return bool(self._ahead)
-
-    def poll(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` for the beginning of a frame. Returns whether something has arrived."""
-        return bool(self._ahead or self._readable.poll(1000.0 * timeout_s))
+        Returns:
+            Whether a part of a frame has arrived, maybe together with an earlier one.
+        """
+        return bool(self._ahead or self._ready(select.POLLIN, timeout_s, others))
 
     def _receive(self) -> None:
         """Waits for what the other end sends, and keeps it for the next reads."""
         self._ahead += _some(self._sock.recv(_AHEAD_BYTES))
 
-    def _ready(self, events: int, timeout_s: float | None) -> int:
+    def _ready(self, events: int, timeout_s: float | None, others: Sequence[Any] = ()) -> int:
+        """Returns what the socket is ready for, once it or one of `others` is."""
         poll = select.poll()
         poll.register(self._sock, events)
-        return sum(found for _, found in poll.poll(timeout_s and 1000.0 * timeout_s))
+        for other in others:
+            poll.register(other, select.POLLIN)
+        return dict(poll.poll(timeout_s and 1000.0 * timeout_s)).get(self._sock.fileno(), 0)
 
     def read_head(self) -> Head:
         """Reads the beginning of the next frame.
