@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import pickle
-import random
 import subprocess
 import sys
 from contextlib import closing
@@ -24,7 +23,7 @@ from tianshou.algorithm.modelfree.ddpg import ContinuousDeterministicPolicy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.data import Batch, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
-from tianshou.exploration import GaussianNoise, OUNoise
+from tianshou.exploration import GaussianNoise
 from tianshou.utils.net.common import Recurrent
 from tianshou.utils.net.continuous import ContinuousActorDeterministic
 
@@ -94,21 +93,6 @@ def test_weights_travel_bit_for_bit(kind: str) -> None:
     for mine, theirs in zip(copy.policy.state_dict().values(), policy.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
     assert not copy.policy.training and policy.training
-
-
-class Holds(DiscreteQLearningPolicy[Any]):
-    """Holds attributes of all kinds."""
-
-    def __init__(self) -> None:
-        super().__init__(model=kit.body(2, action_shape=2), action_space=DISCRETE)
-        self.scale = 3.0
-        self.table, self.tensor, self.nested = np.zeros(3), torch.zeros(2), {"deep": [np.zeros(2)]}
-        self.net, self.other_net, self.memory = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.GRU(2, 2)
-        self.active, self.not_registered = self.net, [torch.nn.Linear(2, 2)]
-        self.function = lambda: 0
-        self.rng, self.old_rng, self.dice = np.random.default_rng(0), np.random.RandomState(0), random.Random(0)
-        self.action_space.seed(0)
-        self.noise = OUNoise()
 
 
 @pytest.mark.parametrize("workers_per_node", [0, 2])
