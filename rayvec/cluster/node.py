@@ -130,10 +130,10 @@ class Node:
         for _, ticket in self.pending:
             if isinstance(ticket, Future):
                 timeout_s = min(timeout_s, _POLL_S)
-            elif (missing := ticket.missing()) is not None:
-                workers.append(self.machine.children[missing])
+            elif (missing := ticket.missing()) is None or (worker := self.machine.children[missing]).fileno() < 0:
+                timeout_s = 0.0  # it is answered, or its worker was lost and not replaced
             else:
-                timeout_s = 0.0
+                workers.append(worker)
         return stream.poll(timeout_s, workers)
 
     def _answer(self, command: Command, ticket: Ticket | Future[Answer], timeout_s: float) -> Answer | None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from helpers.waiting import alive, wait_until
 
 from rayvec.collect.collector import Collector
 from rayvec.data import Chunk
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, WorkerLostError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 TOTAL = 3
@@ -224,6 +225,21 @@ def test_a_worker_lost_between_its_part_and_new_weights(make_vec: MakeVec) -> No
     assert following.obs[0][:, TOTAL].tolist() == [24, 24, 0, 0]
     assert_acted_with(done, policies[0])
     assert_acted_with(following, policies[1])
+
+
+def test_a_worker_that_is_lost_with_two_pending_chunks_is_no_lost_node(make_vec: MakeVec, tmp_path: Path) -> None:
+    env = make_vec([partial(GatedEnv, tmp_path / "gate")] * 4, nodes=2, on_node_loss="raise")
+    env.reset(seed=0)
+    worker = env.worker_pids()[env.topology.nodes[env.transports.index("tcp")].name][1]
+    store = env.publish(TablePolicy())
+    for first_step in (0, 5):
+        env.rollout_async(store, 5, first_step, 1)
+    os.kill(worker, signal.SIGKILL)
+    opens = threading.Timer(1.0, (tmp_path / "gate").touch)  # until then, the other node does not answer
+    opens.start()
+    with pytest.raises(WorkerLostError, match="killed by signal 9"):
+        env.rollout_wait()
+    opens.join()
 
 
 def test_what_cannot_be_combined(counting: RayVecEnv, prefetching: Collector) -> None:
