@@ -35,6 +35,7 @@ from ray.exceptions import RpcError
 
 from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError, NodeLostError, first_line
+from rayvec.fleet.deferred_signals import uninterrupted
 
 __all__ = ["Address", "can_call_ray", "check_connected", "check_head", "put", "ray_session", "room_for", "unreachable"]
 
@@ -141,13 +142,14 @@ def _end_private_cluster() -> None:
 
 def _end() -> None:
     """Closes the connection, if a session has opened it: else it is that of the program."""
-    if _Connection.ours and ray.is_initialized() and _connection() == _Connection.ours:
-        if can_call_ray():
-            ray.shutdown()
-        else:  # it would wait without end, also when this process exits
-            atexit.register(_exit_without_head)
-    _Connection.ours = None
-    _end_private()
+    with uninterrupted():  # processes that half a shutdown leaves write into the directory again
+        if _Connection.ours and ray.is_initialized() and _connection() == _Connection.ours:
+            if can_call_ray():
+                ray.shutdown()
+            else:  # it would wait without end, also when this process exits
+                atexit.register(_exit_without_head)
+        _Connection.ours = None
+        _end_private()
 
 
 def _exit_without_head() -> None:
@@ -224,7 +226,8 @@ def _start_private() -> None:
         os.environ.update(_SETTINGS)
         _forget_token()
         cores = usable_cores()
-        ray.init(address="local", num_cpus=cores, include_dashboard=False, _temp_dir=directory, **_QUIET)
+        with uninterrupted():  # Ray ends the processes of a start that completes
+            ray.init(address="local", num_cpus=cores, include_dashboard=False, _temp_dir=directory, **_QUIET)
     except BaseException as error:
         ray.shutdown()
         _end_private()

@@ -108,6 +108,24 @@ def test_nothing_is_left_after_a_signal(run: MakeDriver, number: signal.Signals)
         assert "KeyboardInterrupt" in driver.stderr.read_text()
 
 
+CTRL_C_WHILE_RAY_ENDS = """
+import signal
+import ray
+import rayvec
+
+shutdown = ray.shutdown
+ray.shutdown = lambda: (signal.raise_signal(signal.SIGINT), shutdown())
+env = rayvec.RayVecEnv("CartPole-v1", 2, num_nodes=1, workers_per_node=1)
+env.close()
+"""
+
+
+def test_ctrl_c_while_the_private_cluster_ends_leaves_nothing(run: MakeDriver) -> None:
+    driver = run(CTRL_C_WHILE_RAY_ENDS)
+    assert driver.process.wait(DEADLINE_S) == -signal.SIGINT
+    driver.assert_nothing_left()
+
+
 def test_after_a_sigkill_the_cluster_ends_and_the_next_start_removes_its_directory(run: MakeDriver) -> None:
     """Ray's two agents live for up to two minutes; nothing else does."""
     names = shm_names()
