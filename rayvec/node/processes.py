@@ -24,6 +24,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing import Process, context, forkserver, reduction, resource_tracker, spawn, util
@@ -53,6 +54,7 @@ PRELOAD = "RAYVEC_PRELOAD"
 """The environment variable that names to a fork server what it imports."""
 _SERVER_MODULE = "rayvec.node.server_imports"
 _END_S = 5.0
+_POLL_S = 0.01
 _UNKNOWN = 255
 """The exit code of a process whose fork server was killed: it may not have ended yet."""
 _MAX_TEMPORARY = 70
@@ -231,7 +233,16 @@ class OwnedProcess:
         server = _server(preload, share.threads)  # first: the process gets the folder of its socket
         variables = _environment(share.threads) | share.variables()
         process = Process(target=_main, args=(variables, os.getpid(), target, args), name=name)
-        self._popen = _Popen(process, server, timeout_s)
+        deadline = time.monotonic() + _END_S
+        while True:
+            try:
+                self._popen = _Popen(process, server, timeout_s)
+                break
+            except ConnectionRefusedError:  # the server was killed: it listens no more, and has not quite ended
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL_S)
+                server = _server(preload, share.threads)
         self.pid, self.sentinel = self._popen.pid, self._popen.sentinel
 
     @property

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from functools import partial
+from multiprocessing.forkserver import ForkServer
 from pathlib import Path
 from typing import Any
 
@@ -189,12 +190,21 @@ def test_a_child_of_the_driver_leaves_its_environments_alone(end: str) -> None:
     assert done.stdout.split("\n")[:3] == ["refused", "child ended with 0", "the parent's environments live"]
 
 
-def test_the_fork_server_that_is_killed_is_replaced() -> None:
+def test_the_fork_server_that_is_killed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it listens no more and has not quite ended, so that the first connection is refused."""
+    connect, refusals = ForkServer.connect_to_new_process, [ConnectionRefusedError(), None, None]
+
+    def refused_once(self: ForkServer, files: Any) -> Any:
+        if (error := refusals.pop(0)) is not None:
+            raise error
+        return connect(self, files)
+
     with closing(make(CountingEnv, 2, on_env_error="restart")) as env:
         env.reset(seed=0)
         pids = worker_pids(env)
         os.kill(server_of(env), signal.SIGKILL)
         wait_until(lambda: not any(map(alive, pids)), "workers end with their fork server")
+        monkeypatch.setattr(ForkServer, "connect_to_new_process", refused_once)
         *_, info = within(DEADLINE_S, partial(env.step, np.zeros(2, int)))
         assert info["env_restarted"].tolist() == [True, True]
         assert not {*pids} & {*worker_pids(env)}
