@@ -61,8 +61,8 @@ class LocalWorker:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._events = select.poll()
         self._events.register(self._channel, select.POLLIN)
-        self._stack_fd = os.memfd_create("rayvec-stack", os.MFD_CLOEXEC)
-        send_files(self._channel, factories, self._stack_fd)
+        self._stack_file = open(os.memfd_create("rayvec-stack", os.MFD_CLOEXEC), "rb+", 0)
+        send_files(self._channel, factories, self._stack_file.fileno())
         name, timeout_s = f"rayvec worker {index}", self._rules.start_timeout_s
         try:
             with theirs:
@@ -123,7 +123,7 @@ class LocalWorker:
         self._held = f" It held environments {first_id} to {first_id + len(self._all_rows) - 1}."
         with suppress(OSError):  # it has died: wait() says so
             send(self._channel, dumps(Attachment(block.spec, self._index, first_id, self._objects)))
-            send_files(self._channel, block.fd)
+            send_files(self._channel, block.file.fileno())
 
     def post(self, command: Command) -> None:
         """Starts a command."""
@@ -227,16 +227,16 @@ class LocalWorker:
 
     def _stack(self) -> str:
         """Returns the stack of the worker, as it is now; an empty text if the worker does not write it."""
-        os.ftruncate(self._stack_fd, 0)
+        self._stack_file.truncate(0)
         with suppress(ProcessLookupError):
             os.kill(self.pid, STACK_SIGNAL)
         deadline, size = time.monotonic() + _STACK_S, 0
         while time.monotonic() < deadline:
             time.sleep(_STACK_POLL_S)
-            before, size = size, os.fstat(self._stack_fd).st_size
+            before, size = size, os.fstat(self._stack_file.fileno()).st_size
             if size and size == before:
                 break
-        return os.pread(self._stack_fd, _STACK_BYTES, 0).lstrip(b"\0").decode(errors="replace")
+        return os.pread(self._stack_file.fileno(), _STACK_BYTES, 0).lstrip(b"\0").decode(errors="replace")
 
     def kill(self) -> None:
         """Kills the worker, and what its environments have started."""
@@ -245,9 +245,7 @@ class LocalWorker:
 
     def _close_files(self) -> None:
         self._channel.close()
-        stack_fd, self._stack_fd = self._stack_fd, -1  # two threads may do this: one waits, another closes
-        if stack_fd >= 0:
-            os.close(stack_fd)
+        self._stack_file.close()
 
     def close(self, timeout_s: float) -> None:
         """Asks the worker to close its environments once it has executed the pending commands."""

@@ -76,6 +76,7 @@ class MachineBlock:
         fd: File descriptor of an existing block, which this object owns; None creates a new one.
 
     Attributes:
+        file: The block.
         arrays: ``obs`` and those of `ENV_ARRAYS`. Leaves of the observations that are objects belong to this process.
         by_worker: ``progress``, ``chunk_step`` and ``cut_chunk``, with one number for each worker.
         row_bytes: What one step of one environment takes in a chunk.
@@ -97,8 +98,8 @@ class MachineBlock:
         sizes = {name: aligned(math.prod(shape) * np.dtype(dtype).itemsize) for name, (dtype, shape) in fields.items()}
         total = sum(sizes.values())
         self.row_bytes = _EXTRA_BYTES + sum(act_bytes) + sum(sizes[name] for name in of_obs) // num_envs
-        self.fd = anonymous_file("rayvec", total) if fd is None else fd
-        memory, start = mmap.mmap(self.fd, total), 0
+        self.file = open(anonymous_file("rayvec", total) if fd is None else fd, "rb+", 0)
+        memory, start = mmap.mmap(self.file.fileno(), total), 0
         found: dict[str, NDArray[Any]] = {}
         for name, (dtype, shape) in fields.items():
             found[name] = np.ndarray(shape, dtype, memory, start)
@@ -123,15 +124,14 @@ class MachineBlock:
         if found is None or len(found) < place.num_bytes:
             start = (place.slot + 1) << _SLOT_BITS
             # Lengthens the file. Unlike a truncation it can't cut a slot that another process adds meanwhile.
-            os.posix_fallocate(self.fd, start + place.num_bytes - 1, 1)
-            found = np.frombuffer(mmap.mmap(self.fd, place.num_bytes, offset=start), np.uint8)
+            os.posix_fallocate(self.file.fileno(), start + place.num_bytes - 1, 1)
+            found = np.frombuffer(mmap.mmap(self.file.fileno(), place.num_bytes, offset=start), np.uint8)
             self._slots[place.slot] = found
         return found
 
     def close(self) -> None:
-        """Closes the file descriptor. The memory is freed once no array refers to it."""
-        fd, self.fd = self.fd, -1  # a thread that waits may still use it, and its number may soon be another file's
-        os.close(fd)
+        """Closes the file. The memory is freed once no array refers to it."""
+        self.file.close()
         self.arrays, self.by_worker, self._actions, self._slots = {}, {}, [], {}
 
 

@@ -36,6 +36,7 @@ from typing import Any
 
 from rayvec.envs.owner_signals import LEFT_TO_OWNER, leave_to_owner, restore_in_children
 from rayvec.errors import ConfigError
+from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.node.worker_share import WorkerShare
 
 __all__ = [
@@ -191,11 +192,12 @@ class _Popen(Popen):
             reduction.dump(process_obj, buffer)
         finally:
             context.set_spawning_popen(None)
-        self.sentinel, to_child = self._server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
-        files = os.dup(to_child), self.sentinel
-        self.finalizer = util.Finalize(self, util.close_fds, files)  # type: ignore[attr-defined]
-        with open(to_child, "wb") as stream:
-            stream.write(buffer.getbuffer())
+        with uninterrupted():  # a process that gets nothing to run would wait as long as this one lives
+            self.sentinel, to_child = self._server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+            files = os.dup(to_child), self.sentinel
+            self.finalizer = util.Finalize(self, util.close_fds, files)  # type: ignore[attr-defined]
+            with open(to_child, "wb") as stream:
+                stream.write(buffer.getbuffer())
         if not wait([self.sentinel], self._timeout_s):
             os.kill(self._server._forkserver_pid, signal.SIGKILL)  # so that later processes get another one
             raise TimeoutError(f"the fork server has not imported its modules within {self._timeout_s:g} s")

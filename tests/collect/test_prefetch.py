@@ -6,12 +6,9 @@ import itertools
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,6 +17,7 @@ from conftest import MakeVec
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from helpers.chunks import assert_same_chunk, wait_for_parts
 from helpers.exact import TablePolicy
+from helpers.interrupts import interrupted_at
 from helpers.obedient_envs import FailingEnv, GatedEnv
 from helpers.testing import CountingEnv, assert_identical, counting_errors
 from helpers.waiting import alive, wait_until
@@ -135,26 +133,6 @@ def test_a_reset_drops_the_pending_chunk_and_says_so(prefetching: Collector) -> 
     assert batch.stats.n_collected_episodes == len(ends)
 
 
-def interrupted_at(number: int, function: Callable[[], Any]) -> Any:
-    """Calls a function with Ctrl-C at that line of the package that it runs; returns None if it came so far."""
-    lines = itertools.count()
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if "/rayvec/collect/" not in frame.f_code.co_filename and "/rayvec/vector/" not in frame.f_code.co_filename:
-            return None
-        if event == "line" and next(lines) == number:
-            signal.raise_signal(signal.SIGINT)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        return function()
-    except KeyboardInterrupt:
-        return None
-    finally:
-        sys.settrace(None)
-
-
 def test_ctrl_c_loses_no_steps_but_those_of_a_whole_batch(counting: RayVecEnv) -> None:
     """The next batch is the interrupted one, or follows it where that was complete; the environments stay open."""
     plain = Collector(counting, TablePolicy(), seed=1)
@@ -163,7 +141,7 @@ def test_ctrl_c_loses_no_steps_but_those_of_a_whole_batch(counting: RayVecEnv) -
     collector, last = Collector(counting, TablePolicy(), seed=1, prefetch=True), -1
     take = partial(collector.collect, n_step=5 * 2)
     for number in itertools.count(step=3):
-        uninterrupted = interrupted_at(number, take)
+        uninterrupted = interrupted_at(number, take, "/rayvec/collect/", "/rayvec/vector/")
         batch = uninterrupted or take()
         at = batch.chunks[0].first_step // 2
         assert at - last in (1, 2)

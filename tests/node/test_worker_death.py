@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -18,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 from gymnasium.error import ClosedEnvironmentError
+from helpers.interrupts import interrupted_at
 from helpers.kinds import within
 from helpers.processes import assert_nothing_left, running
 from helpers.testing import CountingEnv
@@ -232,6 +235,25 @@ def test_the_process_that_has_got_the_number_of_a_dead_worker_lives() -> None:
         env.close()
         assert alive(pid)
         other.kill()
+
+
+FILES = "/node/local_worker.py", "/node/machine.py", "/node/memory.py", "/node/processes.py"
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_while_workers_start_leaves_no_process_and_no_file() -> None:
+    make(CountingEnv, 2).close()  # starts the fork server
+    gc.collect()  # what earlier tests have left
+    me = psutil.Process()
+    before, others = me.num_fds(), {*me.children(recursive=True)}
+    for number in itertools.count(step=11):
+        if env := interrupted_at(number, partial(make, CountingEnv, 2), *FILES):
+            break
+        gc.collect()
+        wait_until(lambda: {*me.children(recursive=True)} <= others, "no worker is left")
+        assert me.num_fds() <= before
+    env.close()
+    assert number > 100
 
 
 FAILS_TO_CLOSE = """
