@@ -33,7 +33,7 @@ class Gradient:
 
     Args:
         module: What the loss calls; its parameters become views of `flat`.
-        loss: See `Loss`.
+        loss: See `Loss`. It reads no other tensor that requires a gradient.
         compiled: Whether one graph computes the gradient.
         options: Further arguments of :class:`~rayvec.learners.compiling.Compiled`.
 
@@ -55,7 +55,6 @@ class Gradient:
                 "one dtype and device: convert the module with module.to(device, dtype)."
             )
         self._sizes = [leaf.numel() for leaf in leaves]
-        self._trained = [leaf for leaf in leaves if leaf.requires_grad]
         self.flat = flat_parameters(leaves)
         self.grad = self._flat_grad = torch.zeros_like(self.flat)
         vector_to_parameters(self.flat, leaves)
@@ -76,7 +75,7 @@ class Gradient:
             return statistics  # type: ignore[no-any-return]
         self.grad = self._flat_grad.zero_()
         loss, statistics = self._loss(self._module, weight, *args)
-        torch.autograd.backward(loss, inputs=self._trained)
+        torch.autograd.backward(loss)
         return statistics
 
     def compute(self, flat: Tensor, *args: Any) -> tuple[Tensor, Tensor]:

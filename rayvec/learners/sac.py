@@ -125,11 +125,12 @@ class SACLearner:
             return in_precision(module, config.precision, self._device)
 
         self._policy, self._critics = place(_Policy(self.module, config.alpha)), place(critics)
-        self._targets = copy.deepcopy(self._critics).requires_grad_(False)
+        self._targets, self._fixed = (copy.deepcopy(self._critics).requires_grad_(False) for _ in range(2))
         self._target_flat = flat_parameters(self._targets.parameters())
         vector_to_parameters(self._target_flat, self._targets.parameters())
         compiled = config.compile is True
         self._critic_gradient = Gradient(self._critics, self._critic_loss, compiled, **_OPTIONS)
+        vector_to_parameters(self._critic_gradient.flat, self._fixed.parameters())  # the critics, for the actor's loss
         self._policy_gradient = Gradient(self._policy, self._policy_loss, compiled, **_OPTIONS)
         parts = {"critic": self._critic_gradient.flat, "actor": self._policy_gradient.flat[:-1]}
         parts["alpha"] = self._policy_gradient.flat[-1:]
@@ -232,7 +233,7 @@ class SACLearner:
         The actor minimises the expected ``alpha * log pi - min Q`` (arXiv:1812.05905, equation 9; arXiv:1910.07207,
         equation 12), the temperature ``alpha * (entropy - target_entropy)`` (equation 18; 11).
         """
-        q, logp, alpha = self._min_q_and_logp(self._critics, policy, obs, noise)
+        q, logp, alpha = self._min_q_and_logp(self._fixed, policy, obs, noise)
         actor_loss = (alpha.detach() * logp - q) @ weight
         entropy = -(logp @ weight)
         surplus = entropy.detach() - self._target_entropy(obs, weight)
@@ -357,7 +358,8 @@ class SACLearner:
 
     @property
     def _with_buffers(self) -> nn.Module:
-        return nn.ModuleDict({"actor": self.module, "critics": self._critics, "targets": self._targets})
+        critics = {"critics": self._critics, "fixed": self._fixed, "targets": self._targets}
+        return nn.ModuleDict({"actor": self.module, **critics})
 
     @property
     def _flat(self) -> dict[str, Tensor]:
