@@ -85,7 +85,7 @@ class ActorCriticLearner:
         self.module.to(self._device)
         self._obs_moments = ObsMoments(self.module)
         self._return_scale = ReturnScale(config.gamma) if config.scales_reward else None
-        self._coefficients = {name: torch.zeros((), device=self._device) for name in self._may_change}
+        self._coefficients: dict[str, Any] = {name: torch.zeros((), device=self._device) for name in self._may_change}
         self._is_compiled = config.compile is True
         own: nn.Module = self.module if self._recurrent is None else OverSequences(self._recurrent)
         network = in_precision(own, config.precision, self._device)
@@ -113,8 +113,12 @@ class ActorCriticLearner:
                 )
         self._optimizer.failed.zero_()
         progress = min(1.0, self._num_steps / self.config.total_steps)
-        for name, value in self._coefficients.items():
-            value.fill_(scheduled(self.config, name, progress))
+        for name in self._may_change:
+            value = scheduled(self.config, name, progress)
+            if self._is_compiled:  # a graph reads the same tensor at each call
+                self._coefficients[name].fill_(value)
+            else:
+                self._coefficients[name] = value
         manual = self._manual_learning_rate
         self._learning_rate = scheduled(self.config, "learning_rate", progress) if manual is None else manual
 

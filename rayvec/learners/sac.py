@@ -125,12 +125,15 @@ class SACLearner:
             return in_precision(module, config.precision, self._device)
 
         self._policy, self._critics = place(_Policy(self.module, config.alpha)), place(critics)
-        self._targets, self._fixed = (copy.deepcopy(self._critics).requires_grad_(False) for _ in range(2))
+        self._targets = copy.deepcopy(self._critics).requires_grad_(False)
+        buffers = {id(each): each for each in self._critics.buffers()}
+        # the critics again, in the same memory: through these, no gradient flows to the weights
+        self._fixed = copy.deepcopy(self._critics, buffers).requires_grad_(False)
         self._target_flat = flat_parameters(self._targets.parameters())
         vector_to_parameters(self._target_flat, self._targets.parameters())
         compiled = config.compile is True
         self._critic_gradient = Gradient(self._critics, self._critic_loss, compiled, **_OPTIONS)
-        vector_to_parameters(self._critic_gradient.flat, self._fixed.parameters())  # the critics, for the actor's loss
+        vector_to_parameters(self._critic_gradient.flat, self._fixed.parameters())
         self._policy_gradient = Gradient(self._policy, self._policy_loss, compiled, **_OPTIONS)
         parts = {"critic": self._critic_gradient.flat, "actor": self._policy_gradient.flat[:-1]}
         parts["alpha"] = self._policy_gradient.flat[-1:]
@@ -358,8 +361,7 @@ class SACLearner:
 
     @property
     def _with_buffers(self) -> nn.Module:
-        critics = {"critics": self._critics, "fixed": self._fixed, "targets": self._targets}
-        return nn.ModuleDict({"actor": self.module, **critics})
+        return nn.ModuleDict({"actor": self.module, "critics": self._critics, "targets": self._targets})
 
     @property
     def _flat(self) -> dict[str, Tensor]:
