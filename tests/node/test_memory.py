@@ -20,6 +20,7 @@ PLACE = ChunkPlace(number=1, slot=0, num_bytes=1 << 16, first_row=0, num_envs=SL
 
 
 def write_slots_at_once() -> None:
+    threading.excepthook = lambda failed: os._exit(1)
     together = threading.Barrier(SLOTS)
 
     def write(fd: int, slot: int) -> None:
