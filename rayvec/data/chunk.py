@@ -35,7 +35,7 @@ class Chunk:
         env_ids: Global index of the environment in each column, ``int64 [N]``.
         obs: What the policy saw, tree of ``[T, N, *obs_shape]``.
         act: What it did, tree of ``[T, N, *act_shape]``.
-        rew: ``float64 [T, N]``.
+        rew: ``float64 [T, N]``; in a chunk of Tianshou's several agents ``[T, N, *rew_shape]``.
         terminated: The episode ended by the environment's own rules, ``bool [T, N]``.
         truncated: The episode was cut, by a time limit or by a fault, ``bool [T, N]``.
         valid: False where no step happened (the environment was being restarted), and for steps that were

@@ -55,6 +55,17 @@ class Told(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.action_space = spaces.Discrete(7)
 
 
+class Agents(Line):
+    """Rewards two agents, by a list or by an array."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__(size=9)
+        self._kind = kind
+
+    def _reward(self) -> Any:
+        return self._kind([self._x / 3, 1.0])
+
+
 class Ragged(Line):
     """Observations whose length is its size."""
 
@@ -88,4 +99,11 @@ class Held(Line):
 
 
 class WithoutSpaces(gymnasium.Env[Any, Any]):
-    """Lacks what tells its observations and actions."""
+    """Observations are any objects."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return {"first"}, {}
+
+    def step(self, action: Any) -> Any:
+        return {action}, 1.0, False, False, {}

@@ -52,16 +52,16 @@ class Remembers(Policy):
         return Batch(act=value % 2, state=Batch(hidden=count + 1.0, other=Batch(cell=count * 2.0)))
 
 
-class Fails(DriftEnv):
-    """Says the step of the episode in infos; a test may set one in which it raises."""
+class Agents(DriftEnv):
+    """Rewards three agents at once; a test may set a step of the episode in which it raises."""
 
     raise_at: int | None = None
 
     def step(self, action: Any) -> Any:
-        *result, info = super().step(action)
+        obs, rew, terminated, truncated, info = super().step(action)
         if self._t == self.raise_at:
             raise ValueError("it fails once: the environment that replaces it has no such step")
-        return *result, {**info, "t": self._t}
+        return obs, np.array([rew, -rew, self._t]), terminated, truncated, {**info, "t": self._t}
 
 
 class Pointed(DriftEnv):

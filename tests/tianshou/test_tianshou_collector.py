@@ -19,7 +19,7 @@ from helpers import tianshou_algorithms as kit
 from helpers.exact import DriftEnv
 from helpers.testing import FaultyEnv
 from helpers.tianshou_buffers import assert_same_buffer
-from helpers.tianshou_kit import Exact, Fails, Pointed, Remembers
+from helpers.tianshou_kit import Agents, Exact, Pointed, Remembers
 from tianshou.algorithm import PPO
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.data import (
@@ -35,7 +35,7 @@ from tianshou.env import DummyVectorEnv
 from rayvec.errors import ConfigError
 from rayvec.tianshou import Collector, RayVectorEnv
 
-ENVS: dict[str, Callable[[], Any]] = {"drift": DriftEnv, "pointed": Pointed, "fails": Fails}
+ENVS: dict[str, Callable[[], Any]] = {"drift": DriftEnv, "pointed": Pointed, "agents": Agents}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def venvs(ray_cluster: object) -> Iterator[dict[str, RayVectorEnv]]:
     settings = {"preload": ("helpers.tianshou_kit",), "on_env_error": "restart"}
     made = {
         name: RayVectorEnv([ENVS[name]] * 5, num_nodes=nodes, workers_per_node=workers, **settings)
-        for name, nodes, workers in (("drift", 2, 1), ("pointed", 0, 2), ("fails", 0, 0))
+        for name, nodes, workers in (("drift", 2, 1), ("pointed", 0, 2), ("agents", 0, 0))
     }
     yield made
     for venv in made.values():
@@ -104,7 +104,7 @@ FILLED: dict[str, dict[str, Any]] = {
         **{"make_policy": box_policy, "exploration_noise": True},
         "make_buffer": lambda: VectorReplayBuffer(500, 5),
     },
-    "fails": {},
+    "agents": {},
     "prioritized": {"make_buffer": lambda: PrioritizedVectorReplayBuffer(220, 5, alpha=0.6, beta=0.4)},
     "cached": {"make_buffer": lambda: CachedReplayBuffer(ReplayBuffer(60), 5, 40)},
     "stacked": {"make_buffer": lambda: VectorReplayBuffer(264, 6, ignore_obs_next=True, stack_num=2)},
@@ -203,18 +203,26 @@ class TestEpisodes:
         assert_joins_no_episodes(mine.buffer)
 
 
-def test_a_failed_step_is_not_stored(venvs: dict[str, RayVectorEnv]) -> None:
-    env = venvs["fails"]
-    collector = Collector(Exact(), env, VectorReplayBuffer(500, 5))
-    collector.reset()
-    env.set_env_attr("raise_at", 3, 0)
-    stats = collector.collect(n_step=100)
-    buffer = collector.buffer
-    assert stats.n_collected_steps == len(buffer) == 99
-    first = buffer[buffer.sample_indices(0)]
-    first = first[first.info.env_id == 0]
-    assert first.info.t[:3].tolist() == [1, 2, 1]  # the third step failed, and the episode before it was cut
-    assert first.truncated[:3].tolist() == [False, True, False]
+class TestAgents:
+    """Rewards of several agents."""
+
+    def test_episodes_have_a_return_for_each(self, venvs: dict[str, RayVectorEnv]) -> None:
+        mine, other = pair(venvs, "agents", make_buffer=lambda: VectorReplayBuffer(1000, 5))
+        collect_both(mine, other, n_episode=9)
+        assert mine.collect(n_episode=6).returns.shape == (6, 3)
+
+    def test_a_failed_step_leaves_no_reward(self, venvs: dict[str, RayVectorEnv]) -> None:
+        env = venvs["agents"]
+        collector = Collector(Exact(), env, VectorReplayBuffer(500, 5))
+        collector.reset()
+        env.set_env_attr("raise_at", 3, 0)
+        stats = collector.collect(n_step=100)
+        buffer = collector.buffer
+        assert stats.n_collected_steps == len(buffer) == 99 and buffer.rew.shape == (500, 3)
+        first = buffer[buffer.sample_indices(0)]
+        first = first[first.info.env_id == 0]
+        assert first.rew[:3, 2].tolist() == [1, 2, 1]  # the third step failed, and the episode before it was cut
+        assert first.truncated[:3].tolist() == [False, True, False]
 
 
 def test_step_hook_changes_what_is_stored(venvs: dict[str, RayVectorEnv]) -> None:

@@ -20,7 +20,7 @@ from helpers.kinds import ARRAY_SPACES, OBJECT_SPACES, env_fns, within
 from helpers.obedient_envs import PressesCtrlC
 from helpers.testing import CountingEnv, FaultyEnv
 from helpers.tianshou_buffers import assert_same_buffer
-from helpers.tianshou_envs import Held, Line, Ragged, Told, WithoutSpaces
+from helpers.tianshou_envs import Agents, Held, Line, Ragged, Told, WithoutSpaces
 from helpers.tianshou_kit import Exact, Remembers
 from helpers.tianshou_lockstep import assert_same, both, in_lockstep
 from helpers.waiting import DEADLINE_S
@@ -82,6 +82,14 @@ class TestEquality:
         space = spaces.Dict(ARRAY_SPACES if kind == "arrays" else OBJECT_SPACES)
         fns = env_fns(4, space, ARRAY_SPACES["box32"])
         assert in_lockstep(make(fns, nodes=1 + (kind == "arrays")), DummyVectorEnv(fns), 25) > 10
+
+    def test_rewards_of_several_agents(self, make: MakeVenv) -> None:
+        fns = [partial(Agents, kind) for kind in (list, np.array) for _ in range(2)]
+        ours, theirs = make(fns, nodes=2), DummyVectorEnv(fns)
+        both(ours, theirs, lambda v: v.reset(seed=1))
+        for ids in ([2, 3], [3, 2], [0, 2], [1, 3, 0]):
+            rew = theirs.step(np.zeros(len(ids), int), ids)[1]
+            assert_same(ours.step(np.zeros(len(ids), int), ids)[1], rew.astype(np.float64))
 
     def test_observations_of_different_lengths(self, make: MakeVenv) -> None:
         fns = [partial(Ragged, size) for size in (2, 3, 3, 5)]
@@ -395,6 +403,9 @@ def test_ctrl_c_while_a_step_is_waited_for_closes_everything(make: MakeVenv, wai
         venv.reset()
 
 
-def test_environments_without_spaces_are_refused() -> None:
-    with pytest.raises(ConfigError, match="WithoutSpaces without"):
-        RayVectorEnv([WithoutSpaces] * 2, num_nodes=0, workers_per_node=0)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_environments_without_spaces(workers: int) -> None:
+    with closing(RayVectorEnv([WithoutSpaces] * 2, num_nodes=0, workers_per_node=workers)) as venv:
+        assert venv.reset()[0].tolist() == [{"first"}, {"first"}]
+        assert venv.step(np.array([3, 4]))[0].tolist() == [{3}, {4}]
+        assert venv.get_env_attr("observation_space") == [None, None]

@@ -34,7 +34,7 @@ _IN_BULK = {
 }
 """The ``add`` methods whose effect is known here; a buffer with another one gets its steps one by one."""
 Ended = tuple[NDArray[np.float64], NDArray[np.int64]]
-"""For each step the return and the length of the episode that ended in it, ``[T, N]`` each."""
+"""For each step the return and the length of the episode that ended in it, ``[T, N, ...]`` and ``[T, N]``."""
 
 
 def truncate_open_episode(buffer: ReplayBuffer, buffer_id: int) -> None:
@@ -71,7 +71,7 @@ def add_chunk(
 
     Args:
         buffer: A VectorReplayBuffer or any other of Tianshou's; for one environment also a ReplayBuffer.
-        chunk: What to add.
+        chunk: What to add; rewards of several agents, ``rew [T, N, *rew_shape]``, step by step.
         infos: The infos of its steps that are not empty.
         act: Actions to store instead of those of the chunk, tree of ``[T, N, ...]``.
         policy: The policy's entry, arrays or tensors ``[T, N, ...]``; empty by default.
@@ -94,7 +94,7 @@ def add_chunk(
     if buffer._save_obs_next:
         fields["obs_next"] = chunk.next_obs()
     infos = [item for item in infos if chunk.valid[item.t, item.n]]
-    in_bulk = type(buffer).add in _IN_BULK
+    in_bulk = type(buffer).add in _IN_BULK and chunk.rew.ndim == 2
     columns = None
     if in_bulk and all(leaf.dtype != object for leaf in tree_leaves(chunk.obs)):
         rows = ((t * chunk.num_envs + n, info) for t, n, info in infos)

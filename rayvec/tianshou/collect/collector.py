@@ -24,7 +24,7 @@ from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import ConfigError, check_choice, check_count, require
 from rayvec.tianshou.collect.buffers import add_chunk, truncate_open_episode
 from rayvec.tianshou.collect.schedules import StepCount, TianshouEpisodes
-from rayvec.tianshou.env.assembly import chunk_infos
+from rayvec.tianshou.env.assembly import assembled_chunk
 from rayvec.tianshou.env.vector_env import RayVectorEnv
 from rayvec.tianshou.policies import TianshouPolicy, policy_entry, records_logp
 from rayvec.vector.chunks import WeightStore
@@ -222,9 +222,10 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
 
     def _insert(self, chunk: Chunk, stats: CollectStats) -> None:
         act: Any = chunk.extras.get("act", chunk.act)
-        infos, policy = chunk_infos(chunk), policy_entry(chunk.extras)
-        returns, lens = add_chunk(self.buffer, chunk, infos, act=act, policy=policy)
-        stats.returns = np.concatenate([stats.returns, returns])
+        assembled, infos = assembled_chunk(chunk)
+        returns, lens = add_chunk(self.buffer, assembled, infos, act=act, policy=policy_entry(chunk.extras))
+        if len(returns):
+            stats.returns = np.concatenate([stats.returns, returns]) if len(stats.returns) else returns
         stats.lens = np.concatenate([stats.lens, lens])
         stats.n_collected_episodes += len(lens)
         stats.n_collected_steps += int(chunk.valid.sum())
