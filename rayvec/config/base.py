@@ -14,7 +14,7 @@ from pydantic_core import ArgsKwargs
 
 from rayvec.config.presets import PRESETS, by_preset, with_preset
 from rayvec.config.references import import_plugins
-from rayvec.config.schema import Count, Name, Natural, NonNegative, Positive, Seed, dataclass, docs_of, fields_of
+from rayvec.config.schema import Count, Name, Natural, NonNegative, Positive, Seed, dataclass, docs_of, field_names
 from rayvec.errors import check_node_range, require
 
 __all__ = ["ADJUSTABLE", "CONFIGS", "TrainConfig"]
@@ -362,7 +362,7 @@ class TrainConfig:
         Raises:
             ConfigError: A change is of a setting that decides what is learned.
         """
-        adjustable = [name for name in ADJUSTABLE if name in fields_of(type(self))]
+        adjustable = [name for name in ADJUSTABLE if name in field_names(type(self))]
         for name in sorted(changes.keys() - adjustable):
             before = getattr(self, name, "no such setting")
             require(

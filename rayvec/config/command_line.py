@@ -11,7 +11,7 @@ from typing import Any, NoReturn, get_args, get_origin
 
 from rayvec.config.base import TrainConfig
 from rayvec.config.presets import starting_values
-from rayvec.config.schema import docs_of, fields_of, suggested
+from rayvec.config.schema import docs_of, field_names, fields_of, suggested
 from rayvec.config.settings_yaml import read_yaml
 from rayvec.errors import ConfigError, require
 
@@ -71,7 +71,7 @@ def read_options(
         ConfigError: An option is unknown, or lacks its value.
     """
     parser, others = OptionParser(f"rayvec {command}"), others or {}
-    for name in fields_of(cls):
+    for name in field_names(cls):
         _add(parser, cls, name)
     parser.add_argument("-h", "--help", action="store_const", const="help")
     parser.add_argument("--help-all", dest="help", action="store_const", const="help-all")
@@ -83,7 +83,7 @@ def read_options(
     if unknown:
         option = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
         name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
-        near = suggested(name, [*fields_of(cls), *others])
+        near = suggested(name, [*field_names(cls), *others])
         advice = f"Did you mean --{near.replace('_', '-')}?" if near else f"`rayvec {command} --help-all` lists them."
         raise ConfigError(f"{option} is no option of `rayvec {command}`. {advice}")
     kinds = {name: get_origin(each.annotation) for name, each in fields_of(cls).items()}
@@ -130,7 +130,7 @@ def _help(command: str, cls: Any, given: Mapping[str, Any], others: Mapping[str,
     docs, positional = {**docs_of(cls), **others}, getattr(cls, "positional", None)
     places = {name: title for title, names in _GROUPS.items() for name in names.split() if trains}
     rows: dict[str, list[str]] = {title: [] for title in _GROUPS}
-    for name in sorted({*fields_of(cls), *others}, key=[*places, *fields_of(cls)].index):
+    for name in sorted({*field_names(cls), *others}, key=[*places, *field_names(cls)].index):
         mark = "*" if trains and name not in {*given, *others} and values[name] != defaults[name] else ""
         value = "PATH" if name in others else _shown(values.get(name)) + mark
         head = f"  {name.upper()}" if name == positional else f"  --{name.replace('_', '-')} {value}"

@@ -23,6 +23,7 @@ __all__ = [
     "Seed",
     "dataclass",
     "docs_of",
+    "field_names",
     "fields_of",
     "suggested",
 ]
@@ -114,6 +115,11 @@ def fields_of(cls: Any) -> dict[str, FieldInfo]:
     """Returns pydantic's descriptions of the fields of a class of settings, in the order of declaration."""
     fields: dict[str, FieldInfo] = cls.__pydantic_fields__
     return fields
+
+
+def field_names(cls: Any) -> list[str]:
+    """Returns the names of the fields of a class of settings, in the order of declaration."""
+    return list(fields_of(cls))
 
 
 def docs_of(cls: Any) -> dict[str, str]:

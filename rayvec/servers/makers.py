@@ -23,6 +23,8 @@ __all__ = ["DialledServer", "StartedServer", "dialling_in"]
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_NOTICE_S = 10.0
+"""The interval at which an environment says that it waits for a server."""
 _END_S = 2.0
 """How long a server gets to end."""
 
@@ -73,14 +75,17 @@ class DialledServer:
         Raises:
             ConfigError: No server dials in.
         """
+        where, notice_at = f"port {self.address[1]} of {socket.gethostname()}", time.monotonic() + _NOTICE_S
         with socket.create_server(self.address, reuse_port=True) as listener:
             for found in dialling_in(listener, read_key(self.key_file), self.start_timeout_s):
                 if found is not None:
                     return ServerEnv(*found)
+                if time.monotonic() > notice_at:
+                    logger.warning("an environment waits for an environment server, which dials in at %s", where)
+                    notice_at += _NOTICE_S
         raise ConfigError(
-            f"An environment has waited {self.start_timeout_s:g} s for an environment server at port "
-            f"{self.address[1]} of {socket.gethostname()}. Start one for each environment, which connects to there, or "
-            "pass a larger start_timeout_s."
+            f"An environment has waited {self.start_timeout_s:g} s for an environment server at {where}. Start one for "
+            "each environment, which connects to there, or pass a larger start_timeout_s."
         )
 
 

@@ -177,6 +177,8 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
             spaces, observation_mode, self.num_envs
         )
         self.groups = split_groups(self.topology, groups, spaces.unit_bounds)
+        for ids in self.groups:
+            ids.flags.writeable = False  # what follows from the rows of a command is remembered by their array
         action = in_batch_order(spaces.action, self.action_space)
         self._allocate(self.single_observation_space, action, self.groups)
         self._action_shape = None if self._envs.action_layout.objects else spaces.action.shape
