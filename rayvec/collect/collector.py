@@ -189,7 +189,8 @@ class Collector:
         with self._taking_steps():
             if n_step is None:
                 played = self._play(n_episode or 0)
-                self._uses_seen = self._env.num_uses  # all their steps are in the batch
+                if self._recording is None:  # which lacks the surplus steps: its next episodes begin with a reset
+                    self._uses_seen = self._env.num_uses  # all their steps are in the batch
                 return self._batch(*played, begin)
             num_steps = -(-n_step // self._env.num_envs)
             self._wait_for(num_steps, num_steps if ahead and self._goes_ahead else 0, cut)
@@ -264,8 +265,10 @@ class Collector:
             chunks.collect(self._store, num_steps, num_ahead=num_ahead, stop_early=cut)
         else:
             noise = chunks.first_step, chunks.noise_seed
+            continues, self._uses_seen = self._uses_seen is not None, None  # an interrupt may lose the chunk
             taken = self._env.rollout_driver(self._policy, num_steps, *noise, self._version, cut)
             chunks.add(taken, num_steps)
+            self._uses_seen = self._env.num_uses if continues else None
         for chunk in (each.rollout.chunk for each in chunks.finished):
             bad = find_bad_obs(chunk) if self._on_bad_obs == "raise" else None
             if bad is not None:
@@ -405,7 +408,9 @@ class Collector:
         if self._store is not None:
             self._store.drop()
             self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
-        if state.get("envs") and self._recording is None:  # which has no beginning of these episodes
+        if self._recording is not None:
+            self._uses_seen = None  # the recording lacks the first steps of these episodes: new ones begin
+        elif state.get("envs"):
             packed, *sums = zip(*state["envs"], strict=True)
             self._env.set_states([from_bytes(each) for each in packed])
             self._tracker.load(sums)

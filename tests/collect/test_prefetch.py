@@ -154,6 +154,23 @@ def test_ctrl_c_loses_no_steps_but_those_of_a_whole_batch(counting: RayVecEnv) -
     collector.close()
 
 
+def test_ctrl_c_where_the_driver_acts_joins_no_episodes() -> None:
+    """It closes the environments, or the next batch continues whole episodes or begins new ones."""
+    for number in itertools.count():
+        with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0) as env:
+            collector = Collector(env, TablePolicy(), "driver", seed=1)
+            take = partial(collector.collect, n_step=2 * 5)
+            take()
+            uninterrupted = interrupted_at(number, take, "/rayvec/collect/")
+            if not env.closed:
+                batch = take()
+                lens = [chunk.obs[..., 2][chunk.done] + 1 for chunk in batch.chunks]
+                assert_identical(batch.stats.lens, np.concatenate(lens))
+        if uninterrupted:
+            break
+    assert number > 30
+
+
 def test_new_episodes_follow_interrupted_ones(counting: RayVecEnv, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their first steps are in no batch."""
     collector, wait, interrupts = Collector(counting, TablePolicy(), seed=1), counting.receive, [True, False]

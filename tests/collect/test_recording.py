@@ -88,13 +88,13 @@ def test_steps_that_are_in_no_batch_are_in_no_episode(tmp_path: Path) -> None:
     with rayvec.RayVecEnv(diaries, num_nodes=0, workers_per_node=0, first_id=5) as env:
         collector = rayvec.Collector(env, acts, record=tmp_path / "data")
         collector.collect(n_episode=3)
-        env.reset()
-        env.step(np.array([4, 4]))
         collector.collect(n_step=14)  # begins new episodes
+        collector.load_state_dict(collector.state_dict())
+        collector.collect(n_step=2)  # begins new episodes
         collector.play(2)
         collector.close()
     played = assert_played(minari.MinariDataset(tmp_path / "data"))
-    assert played == [*[(3, True), (3, True), (7, True)] * 2, (1, False)]
+    assert played == [*[(3, True), (3, True), (7, True)] * 2, *[(1, False)] * 3]
 
 
 def test_chunks_are_recorded_by_hand(tmp_path: Path) -> None:
