@@ -121,19 +121,23 @@ class SACLearner:
         self._num_act = self._distribution.num_params // (1 if self._is_discrete else 2)
 
         def place(module: nn.Module) -> nn.Module:
-            module = (module.double() if dtype == torch.float64 else module).to(self._device)
-            return in_precision(module, config.precision, self._device)
+            return (module.double() if dtype == torch.float64 else module).to(self._device)
 
-        self._policy, self._critics = place(_Policy(self.module, config.alpha)), place(critics)
-        self._targets = copy.deepcopy(self._critics).requires_grad_(False)
-        buffers = {id(each): each for each in self._critics.buffers()}
+        policy, critics = place(_Policy(self.module, config.alpha)), place(critics)
+        targets = copy.deepcopy(critics).requires_grad_(False)
+        # its names do not depend on the precision, which wraps modules
+        self._with_buffers = nn.ModuleDict({"actor": self.module, "critics": critics, "targets": targets})
+        buffers = {id(each): each for each in critics.buffers()}
         # the critics again, in the same memory: through these, no gradient flows to the weights
-        self._fixed = copy.deepcopy(self._critics, buffers).requires_grad_(False)
+        without_grad = copy.deepcopy(critics, buffers).requires_grad_(False)
+        self._policy, self._critics, self._targets, self._critics_without_grad = (
+            in_precision(each, config.precision, self._device) for each in (policy, critics, targets, without_grad)
+        )
         self._target_flat = flat_parameters(self._targets.parameters())
         vector_to_parameters(self._target_flat, self._targets.parameters())
         compiled = config.compile is True
         self._critic_gradient = Gradient(self._critics, self._critic_loss, compiled, **_OPTIONS)
-        vector_to_parameters(self._critic_gradient.flat, self._fixed.parameters())
+        vector_to_parameters(self._critic_gradient.flat, self._critics_without_grad.parameters())
         self._policy_gradient = Gradient(self._policy, self._policy_loss, compiled, **_OPTIONS)
         parts = {"critic": self._critic_gradient.flat, "actor": self._policy_gradient.flat[:-1]}
         parts["alpha"] = self._policy_gradient.flat[-1:]
@@ -236,7 +240,7 @@ class SACLearner:
         The actor minimises the expected ``alpha * log pi - min Q`` (arXiv:1812.05905, equation 9; arXiv:1910.07207,
         equation 12), the temperature ``alpha * (entropy - target_entropy)`` (equation 18; 11).
         """
-        q, logp, alpha = self._min_q_and_logp(self._fixed, policy, obs, noise)
+        q, logp, alpha = self._min_q_and_logp(self._critics_without_grad, policy, obs, noise)
         actor_loss = (alpha.detach() * logp - q) @ weight
         entropy = -(logp @ weight)
         surplus = entropy.detach() - self._target_entropy(obs, weight)
@@ -358,10 +362,6 @@ class SACLearner:
     def weights(self) -> NDArray[np.float32]:
         """Returns a copy of the actor's parameters, flat: what ``Policy.load_weights`` takes."""
         return flat_weights(self.module)
-
-    @property
-    def _with_buffers(self) -> nn.Module:
-        return nn.ModuleDict({"actor": self.module, "critics": self._critics, "targets": self._targets})
 
     @property
     def _flat(self) -> dict[str, Tensor]:

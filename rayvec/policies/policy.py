@@ -73,8 +73,8 @@ class Policy:
         self._is_masked: bool = getattr(module, "is_masked", False)
         if random_start and not hasattr(self._actor.distribution, "uniform"):
             raise ConfigError(
-                f"random_start=True with a {type(self._actor.distribution).__name__}. Random starts are for the actor "
-                "of SAC and for choices: leave random_start out."
+                f"random_start=True, or random_steps above 0, with a {type(self._actor.distribution).__name__}. Random "
+                "starts are for the actor of SAC and for choices: leave random_start or random_steps out."
             )
         self._random = random_start
         self._deterministic = deterministic

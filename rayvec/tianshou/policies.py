@@ -138,7 +138,8 @@ class TianshouPolicy:
 def _pickled(value: Any, tensors: list[torch.Tensor]) -> bytes:
     """Pickles a value without its tensors, for each of which its number and its form stand.
 
-    Functions and classes of the script are pickled by value, which takes five times as long.
+    Functions and classes of the script, and of modules that `cloudpickle` is to pickle by value, are pickled by value,
+    which takes five times as long.
     """
     forms = [(k, type(each), each.requires_grad, each.dtype, each.shape) for k, each in enumerate(tensors)]
     form_of = dict(zip(map(id, tensors), forms, strict=True))
@@ -149,10 +150,11 @@ def _pickled(value: Any, tensors: list[torch.Tensor]) -> bytes:
         pickler.dump(value)
         return file.getvalue()
 
-    with suppress(Exception):  # such as a local class
-        data = pickled(pickle.Pickler)
-        if b"_main__" not in data:
-            return data
+    if not cloudpickle.list_registry_pickle_by_value():
+        with suppress(Exception):  # such as a local class
+            data = pickled(pickle.Pickler)
+            if b"_main__" not in data:
+                return data
     return pickled(cloudpickle.Pickler)
 
 

@@ -26,7 +26,7 @@ from rayvec.training.callbacks import BestModel, RunContext
 from rayvec.training.evaluation import eval_metrics, evaluate
 from rayvec.training.plots import draw_learning_curve
 from rayvec.training.run_dir import read_metrics
-from rayvec.training.runs import make_eval_env, network_of
+from rayvec.training.runs import eval_settings, make_eval_env, network_of
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = [
@@ -105,7 +105,7 @@ class Evaluator:
         if self._is_due and self._env is not None and iteration is not None and iteration.state is not None:
             self._num_done, began_s = self._number(context, 0), time.monotonic()
             weights, seed = iteration.state["weights"].numpy(), config.eval_seed(is_final=False)
-            iteration.evaluation = evaluate(config, self._env, self._module, weights, seed=seed)
+            iteration.evaluation = evaluate(eval_settings(config), self._env, self._module, weights, seed=seed)
             iteration.times_s["evaluate"] = time.monotonic() - began_s
             context.add_evaluation(iteration.evaluation, weights, iteration.times_s["evaluate"])
         self._request(context)

@@ -41,7 +41,7 @@ def eval_metrics(evaluation: EpisodeStats) -> dict[str, float]:
     """Returns what a line of metrics says of an evaluation."""
     cut = {"eval/episodes_cut": evaluation.num_cut} if evaluation.num_cut else {}
     own = {f"eval/{name}": mean for name, mean in metric_means(evaluation.metrics).items()}
-    return {"eval/return_mean": evaluation.return_mean, "eval/return_std": evaluation.return_std, **cut, **own}
+    return {**own, "eval/return_mean": evaluation.return_mean, "eval/return_std": evaluation.return_std, **cut}
 
 
 def greedy_policy(module: Any, weights: NDArray[np.float32], *, deterministic: bool = True) -> Policy:
@@ -60,8 +60,8 @@ def greedy_policy(module: Any, weights: NDArray[np.float32], *, deterministic: b
 def eval_limits(config: TrainConfig, env: Any) -> tuple[int, int]:
     """Returns how many episodes an evaluation plays, and the number of steps after which it cuts one.
 
-    There are `eval_episodes`, or fewer if as many of the environment's time limit are more than a tenth of the run and
-    50,000 steps.
+    An evaluation takes at most max(50,000, total_steps / 10) steps: if eval_episodes x time limit is more, it plays
+    fewer episodes, at least one.
     """
     registered = None if env.spec is None else env.spec.max_episode_steps
     limit: Any = config.env_kwargs.get("max_episode_steps") or registered or 0  # to Gymnasium -1 is none
@@ -88,7 +88,7 @@ def evaluate(
     environments, and ends their workers at once.
 
     Args:
-        config: Settings of the run, which say where the policy acts and how long an episode may be.
+        config: Settings of the run, as of `eval_settings`: where the policy acts, and how long an episode may be.
         env: The environments.
         module: The network, as :class:`rayvec.Policy` takes it.
         weights: Its acting weights, ``float32 [P]``.

@@ -39,7 +39,14 @@ from rayvec.training.run_dir import (
     save_config,
     save_result,
 )
-from rayvec.training.runs import environment_of, make_eval_env, network_of, with_own_parts, wrapper_statistics
+from rayvec.training.runs import (
+    environment_of,
+    eval_settings,
+    make_eval_env,
+    network_of,
+    with_own_parts,
+    wrapper_statistics,
+)
 from rayvec.training.stop_signals import Interrupts
 from rayvec.training.trainer import Iteration, Progress
 
@@ -336,7 +343,7 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
             return found
         with make_eval_env(config, is_final=True) as env:
             module = network_of(config, env.single_observation_space, env.single_action_space)
-            return evaluate(config, env, module, self._weights, seed=config.eval_seed())
+            return evaluate(eval_settings(config), env, module, self._weights, seed=config.eval_seed())
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Closes the callbacks, all of them; what they raise is logged. A run that did not start has no directory."""

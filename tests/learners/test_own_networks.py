@@ -67,9 +67,10 @@ def with_buffers(observation_space: Any, action_space: Any, config: Any) -> nn.M
 @pytest.mark.parametrize("kind", ["ppo", "sac"])
 def test_buffers_are_a_part_of_the_state_and_of_an_initial_network(kind: str) -> None:
     def make(seed: int) -> Any:
+        settings: Any = {"network": refer(with_buffers), "seed": seed, "precision": "bf16" if seed == 2 else "float32"}
         if kind == "ppo":
-            return PPOLearner(kit.OBS, kit.DISCRETE, kit.ppo_config(network=refer(with_buffers), seed=seed))
-        return SACLearner(sac_kit.OBS, sac_kit.BOX, sac_kit.make_config(network=refer(with_buffers), seed=seed))
+            return PPOLearner(kit.OBS, kit.DISCRETE, kit.ppo_config(**settings))
+        return SACLearner(sac_kit.OBS, sac_kit.BOX, sac_kit.make_config(**settings))
 
     first, second, third = map(make, (1, 2, 3))
     buffers = first.state_dict()["buffers"]

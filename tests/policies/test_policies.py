@@ -400,7 +400,7 @@ def test_scaled_actions_reach_their_finite_bounds(dtype: Any) -> None:
         (lambda: make_encoder(spaces.Box(0, 255, (84, 84, 3), np.uint8)), "below 36 pixels.*use PPO"),
         (lambda: make_encoder(spaces.Dict(a=spaces.Box(-1, 1, (2, 0)))), "has no numbers"),
         (lambda: ActorCritic(BOX, spaces.Box(0, 9, (2,), np.int64)), "The action space is .*Discrete, MultiDiscrete"),
-        (lambda: Policy(ActorCritic(BOX, BOX), random_start=True), "random_start=True with a Gaussian"),
+        (lambda: Policy(ActorCritic(BOX, BOX), random_start=True), "random_steps above 0, with a Gaussian"),
         (lambda: Policy(Mine()), r"Mine has no .*Pass action_space"),
     ],
 )

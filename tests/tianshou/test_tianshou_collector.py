@@ -321,10 +321,11 @@ def test_what_cannot_work_is_refused(venvs: dict[str, RayVectorEnv]) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             Collector(policy, env, **settings)  # type: ignore[arg-type]
-    collector = Collector(Exact(), drift, inference="driver", unbiased=True)
-    collector.reset()
-    with pytest.raises(ConfigError, match="unbiased=True requires chunks"):
-        collector.collect(n_episode=5)
+    for settings, is_random in (({"inference": "driver"}, False), ({"prefetch": True}, True)):
+        collector = Collector(Exact(), drift, unbiased=True, **settings)  # type: ignore[arg-type]
+        collector.reset()
+        with pytest.raises(ConfigError, match="unbiased=True requires chunks"):
+            collector.collect(n_episode=5, random=is_random)
 
 
 class Gives(Policy):

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from contextlib import closing
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -93,6 +94,19 @@ def test_weights_travel_bit_for_bit(kind: str) -> None:
     for mine, theirs in zip(copy.policy.state_dict().values(), policy.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
     assert not copy.policy.training and policy.training
+
+
+def test_classes_of_a_module_that_is_registered_for_it_travel_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("only_here")
+    module.Mine = type("Mine", (Exact,), {"__module__": "only_here"})
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        data = pickle.dumps(TianshouPolicy(module.Mine()))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    monkeypatch.delitem(sys.modules, "only_here")
+    assert type(pickle.loads(data).policy).__name__ == "Mine"
 
 
 @pytest.mark.parametrize("workers_per_node", [0, 2])

@@ -15,8 +15,9 @@ from helpers.training_kit import HERE, tiny
 import rayvec
 from rayvec import PPOConfig
 from rayvec.cli import main
+from rayvec.data import EpisodeStats
 from rayvec.errors import ConfigError
-from rayvec.training.evaluation import eval_limits, evaluate_run
+from rayvec.training.evaluation import eval_limits, eval_metrics, evaluate_run
 from rayvec.training.run_dir import load_run, read_metrics
 from rayvec.wrappers import StaggeredStart
 
@@ -68,6 +69,18 @@ def test_how_many_episodes_an_evaluation_has_and_how_long_they_are() -> None:
     longer = PPOConfig(total_steps=10**6, env_kwargs={"max_episode_steps": 1000}, eval_max_episode_steps=10)
     assert eval_limits(longer, env) == (100, 10)
     assert eval_limits(longer, Counts())[0] == 100
+
+
+def test_limits_are_those_of_the_evaluations_environment(tmp_path: Path) -> None:
+    limits = {"env_kwargs": {"max_episode_steps": 10}, "eval_env_kwargs": {"max_episode_steps": 20_000}}
+    run = rayvec.train(tiny(tmp_path / "a", **EVALUATED, **limits, total_steps=256))
+    assert len(json.loads((run.run_dir / "result.json").read_text())["eval_returns"]) == 50_000 // 20_000
+
+
+def test_a_metric_of_your_own_does_not_replace_the_return() -> None:
+    one = np.ones(1, np.int64)
+    found = eval_metrics(EpisodeStats(one, np.ones(1), one, {"return_mean": np.full(1, 5.0)}))
+    assert found["eval/return_mean"] == 1.0
 
 
 def test_an_evaluation_is_not_staggered() -> None:

@@ -155,8 +155,10 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 check_count(name, count)
         needs_steps = bool(random or render or gym_reset_kwargs or (n_step and n_episode)) or self._has_hooks()
         chunks = None if needs_steps else self._chunks
-        if chunks is None and ((self._prefetch and not random) or (n_episode and self._unbiased)):
-            raise _single_steps_error("prefetch=True" if self._prefetch else "unbiased=True")
+        if chunks is None and self._prefetch and not random:
+            raise _single_steps_error("prefetch=True")
+        if chunks is None and self._unbiased and n_episode:
+            raise _single_steps_error("unbiased=True")
         if self._pre_collect_obs_RO is None:
             return super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)  # raises
         way: Literal["chunks", "steps"] = "steps" if chunks is None else "chunks"
@@ -173,7 +175,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
                 stats = self._collect_chunks(chunks, n_step, n_episode)
             else:
                 stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
-            self._way = self._way and way  # None after whole episodes, which end with a reset
+            if self._way is not None:  # it is None after whole episodes, which end with a reset
+                self._way = way
             return stats
         finally:
             self._num_uses = getattr(self.env, "num_uses", 0)
