@@ -1,4 +1,4 @@
-"""What a GPU makes of updates: eager and compiled, beside plain PyTorch. Needs no Ray, no Tianshou and no rich.
+"""What a GPU makes of updates: eager and compiled, beside plain PyTorch. Needs no Ray and no Tianshou.
 
     PYTHONPATH=. python benchmarks/gpu_learner.py
 

@@ -191,8 +191,8 @@ class TrainConfig:
 
     eval_episodes: Natural = 100
     """Episodes of one greedy evaluation; 0: no evaluation. There is one after training and, with eval_interval_steps,
-    also during it. There are fewer if as many of the environment's time limit would take more steps than a tenth of
-    total_steps and 50,000, but at least one."""
+    also during it. It takes at most max(50,000, total_steps / 10) steps: if eval_episodes x time limit is more, it
+    plays fewer episodes, at least one."""
 
     eval_max_episode_steps: Count | None = None
     """Environment steps after which an episode of an evaluation is cut. It counts with the rewards so far. Unset: the

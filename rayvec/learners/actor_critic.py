@@ -87,8 +87,8 @@ class ActorCriticLearner:
         self._return_scale = ReturnScale(config.gamma) if config.scales_reward else None
         self._coefficients: dict[str, Any] = {name: torch.zeros((), device=self._device) for name in self._may_change}
         self._is_compiled = config.compile is True
-        own: nn.Module = self.module if self._recurrent is None else OverSequences(self._recurrent)
-        network = in_precision(own, config.precision, self._device)
+        called: nn.Module = self.module if self._recurrent is None else OverSequences(self._recurrent)
+        network = in_precision(called, config.precision, self._device)
         self._gradient = Gradient(network, self._loss, self._is_compiled, varies=True, **_CHEAP_TANH)
         self._optimizer = Adam(self._gradient.flat, eps=1e-5)
         self._learning_rate = 0.0

@@ -143,8 +143,8 @@ class PPOLearner(ActorCriticLearner):
             final = self._in_slices(self.module.value, encode(chunk.final_obs))
             next_value[tuple(chunk.final_index.T)] = final.cpu().numpy()
         sample = self.module.distribution.recorded(chunk.act, chunk.extras)
-        recorded = chunk.extras["logp"], chunk.rew, chunk.terminated, chunk.truncated, chunk.valid
-        return obs, sample, value, next_value, *recorded
+        arrays = chunk.extras["logp"], chunk.rew, chunk.terminated, chunk.truncated, chunk.valid
+        return obs, sample, value, next_value, *arrays
 
     @torch.no_grad()
     def _in_slices(self, function: Callable[[Tree], Tensor], obs: Tree, width: int = 1) -> Tensor:
@@ -213,15 +213,15 @@ class PPOLearner(ActorCriticLearner):
             yield minibatches[first:last]
 
     def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
-        """Returns the rows of a minibatch: what the network reads, `advantage`, and four attributes of `Samples`."""
-        obs, sample, recorded = fields
+        """Returns the arguments of `_loss` for a minibatch, from `inputs` on."""
+        obs, sample, logp_value_target = fields
         index, advantage, *sequences = rows
         if sequences:
             numbers, slots = sequences
             inputs: Tree = (Sequences(*obs).at(numbers), slots)
         else:
             inputs = (tree_map(functools.partial(torch.index_select, dim=0, index=index), obs),)
-        return inputs, advantage, sample.index_select(0, index), *recorded.index_select(0, index).unbind(1)
+        return inputs, advantage, sample.index_select(0, index), *logp_value_target.index_select(0, index).unbind(1)
 
     def _loss(
         self,

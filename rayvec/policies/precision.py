@@ -9,9 +9,7 @@ from torch import nn
 
 from rayvec.data import tree_map
 
-__all__ = ["Precision", "in_precision"]
-
-Precision = Literal["float32", "tf32", "bf16"]
+__all__ = ["in_precision"]
 
 
 class _InBfloat16(nn.Module):
@@ -32,11 +30,11 @@ class _InBfloat16(nn.Module):
         return tree_map(lambda leaf: leaf.float() if leaf.dtype == torch.bfloat16 else leaf, outputs)
 
 
-def in_precision(network: nn.Module, precision: Precision, device: torch.device) -> nn.Module:
+def in_precision(network: nn.Module, precision: Literal["float32", "tf32", "bf16"], device: torch.device) -> nn.Module:
     """Returns a network that computes in a precision on a device, with the parameters of `network`.
 
-    TF32 is a format of NVIDIA's GPUs; elsewhere it is float32. It is switched on or off for the whole process, by the
-    learner that was made last. So "float32" is float32 in convolutions, too, for which torch's own default is TF32.
+    On a GPU this function also switches TF32, NVIDIA's format, on or off for the whole process: the last call decides.
+    So "float32" is float32 in convolutions, too, for which torch's own default is TF32. Elsewhere "tf32" is float32.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"

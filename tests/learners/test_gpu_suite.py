@@ -18,7 +18,7 @@ sys.modules.update(dict.fromkeys({absent!r}))  # as if they were not installed
 import pytest
 sys.exit(pytest.main({arguments!r}))
 """
-_ABSENT = {"ray", "yaml", "tyro", "rich", "psutil", "tianshou", "hypothesis", "tensorboard", "scipy", "numba", "pandas"}
+_ABSENT = {"ray", "yaml", "tyro", "psutil", "tianshou", "hypothesis", "tensorboard", "scipy", "numba", "pandas"}
 
 
 def run(*arguments: str, **environment: str) -> str:
