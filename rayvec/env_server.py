@@ -221,7 +221,7 @@ def dial(address: tuple[str, int], key: bytes) -> socket.socket:
     return connection
 
 
-def prove(connection: socket.socket, key: bytes, own: bytes, other: bytes) -> None:
+def prove(connection: socket.socket, key: bytes, own: bytes, other: bytes, timeout_s: float = 10.0) -> None:
     """Proves to the other side of a connection that this one has the key, and checks the proof of the other.
 
     Args:
@@ -229,12 +229,13 @@ def prove(connection: socket.socket, key: bytes, own: bytes, other: bytes) -> No
         key: The key.
         own: The name of this side, ``b"rayvec"`` or ``b"server"``.
         other: The name of the other side.
+        timeout_s: How long the other side may say nothing.
 
     Raises:
         Refused: The other side has another key or version.
-        OSError: The connection has ended, or nothing came in 10 s.
+        OSError: The connection has ended, or nothing came in time.
     """
-    connection.settimeout(10)
+    connection.settimeout(timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     nonces = {own: os.urandom(_NONCE)}
     connection.sendall(GREETING + nonces[own])
@@ -396,7 +397,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("env", help='an id ("CartPole-v1"), or a class or function ("module:Class")')
     parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where rayvec waits for servers")
     parser.add_argument("--key-file", required=True, help="file with the key that rayvec has too")
-    parser.add_argument("--once", action="store_true", help="end with the connection, instead of dialling in again")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="end with the connection, and where there is none, instead of dialling in again",
+    )
     parser.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the environment, as JSON")
     args = parser.parse_args(arguments)
     host, _, port = args.connect.rpartition(":")

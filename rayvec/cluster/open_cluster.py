@@ -50,7 +50,7 @@ def open_cluster(
         claim_cpus: Whether to claim the workers' cores from Ray, so that Ray gives them to no other task.
         probe: Whether to measure steps of an environment where `workers_per_node` is None.
         preload: Modules that the workers of a node import once.
-        env_rules: Whether environments that raise, and workers that die or hang, are replaced.
+        env_rules: What happens to environments that raise, hang or have run for long, and their limits.
         rehost: Whether environments of a lost node resume on another.
         address: Of a running Ray cluster.
         resources: What is claimed for each environment, in place of cores for workers. Each environment then gets a

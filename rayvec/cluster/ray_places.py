@@ -39,7 +39,7 @@ class RayPlaces:
     Args:
         factory: Makes all environments.
         preload: Modules that the workers of a node import once.
-        env_rules: Whether environments that raise, and workers that die or hang, are replaced.
+        env_rules: What happens to environments that raise, hang or have run for long, and their limits.
         demand: What environments ask of the cluster.
 
     Attributes:

@@ -39,6 +39,8 @@ from rayvec.fleet.deferred_signals import uninterrupted
 
 __all__ = ["Address", "can_call_ray", "check_connected", "check_head", "put", "ray_session", "room_for", "unreachable"]
 
+_OWNER = "owner"
+"""File in the directory of a private cluster that the process which has started it holds locked."""
 _PROBE_S = 5.0
 _LONGEST_TEMP_DIR = 24
 """In bytes: Ray's socket paths begin with this directory, and the system limits them to 107 bytes."""
@@ -57,7 +59,7 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR
 
 
 class _Private(NamedTuple):
-    """A private cluster: its directory, which is locked, and the process that has started it."""
+    """A private cluster: its directory, the locked file in it, and the process that has started it."""
 
     directory: str
     lock_fd: int
@@ -220,9 +222,8 @@ def _start_private() -> None:
     _remove_leftovers(where)
     before = {name: os.environ.get(name) for name in (*_SETTINGS, "RAY_AUTH_MODE")}  # Ray sets the last one
     try:
-        directory = tempfile.mkdtemp(prefix="rayvec_", dir=where)
-        _Connection.private = _Private(directory, os.open(directory, os.O_RDONLY), os.getpid())
-        fcntl.flock(_Connection.private.lock_fd, fcntl.LOCK_EX)
+        directory = tempfile.mkdtemp(prefix="rayvec-", dir=where)
+        _Connection.private = _Private(directory, _lock(directory), os.getpid())
         os.environ.update(_SETTINGS)
         _forget_token()
         cores = usable_cores()
@@ -245,15 +246,20 @@ def _start_private() -> None:
                 os.environ[name] = value
 
 
+def _lock(directory: str) -> int:
+    """Locks a file in the directory until this process ends; returns its descriptor."""
+    lock_fd = os.open(f"{directory}/{_OWNER}.new", os.O_CREAT | os.O_WRONLY)
+    fcntl.flock(lock_fd, fcntl.LOCK_EX)
+    os.rename(f"{directory}/{_OWNER}.new", f"{directory}/{_OWNER}")
+    return lock_fd
+
+
 def _remove_leftovers(where: str) -> None:
-    """Removes directories of private clusters whose process has been killed. One that is not locked yet is empty."""
-    for directory in Path(where).glob("rayvec_*"):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            lock_fd = os.open(directory, os.O_RDONLY)
-            stack.callback(os.close, lock_fd)
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.listdir(lock_fd):
-                shutil.rmtree(directory, ignore_errors=True)
+    """Removes directories of private clusters whose process has been killed."""
+    for owner in Path(where).glob(f"rayvec-*/{_OWNER}"):
+        with contextlib.suppress(OSError), owner.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 def unreachable(addresses: Mapping[str, Address]) -> set[str]:

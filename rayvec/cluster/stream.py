@@ -26,7 +26,7 @@ from rayvec.data.trees import as_slice
 from rayvec.fleet.commands import ByRows
 from rayvec.node.messages import Message
 
-__all__ = ["Head", "RowMemory", "Stream", "accept", "bytes_of", "connect", "memory_of_rows"]
+__all__ = ["Head", "Stream", "accept", "bytes_of", "connect", "memory_of_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Stream:
         for option, value in _KEEPALIVE.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self._sock, self._key = sock, key
-        self._ahead = bytearray()
+        self._buffered = bytearray()
 
     def send(self, head: Head, arrays: Sequence[Any] = (), message: Message | None = None) -> None:
         """Sends a frame.
@@ -112,11 +112,11 @@ class Stream:
         Returns:
             Whether a part of a frame has arrived, maybe together with an earlier one.
         """
-        return bool(self._ahead or self._ready(select.POLLIN, timeout_s, others))
+        return bool(self._buffered or self._ready(select.POLLIN, timeout_s, others))
 
     def _receive(self) -> None:
         """Waits for what the other end sends, and keeps it for the next reads."""
-        self._ahead += _some(self._sock.recv(_AHEAD_BYTES))
+        self._buffered += _some(self._sock.recv(_AHEAD_BYTES))
 
     def _ready(self, events: int, timeout_s: float | None, others: Sequence[Any] = ()) -> int:
         """Returns what the socket is ready for, once it or one of `others` is."""
@@ -136,18 +136,18 @@ class Stream:
 
     def read(self, size: int) -> bytearray:
         """Reads a few bytes."""
-        while len(self._ahead) < size:
+        while len(self._buffered) < size:
             self._receive()
-        data = self._ahead[:size]
-        del self._ahead[:size]
+        data = self._buffered[:size]
+        del self._buffered[:size]
         return data
 
     def read_into(self, views: Sequence[memoryview]) -> None:
         """Fills memory with what arrives."""
         for number, view in enumerate(views):
-            count = min(len(view), len(self._ahead))
-            view[:count] = self._ahead[:count]
-            del self._ahead[:count]
+            count = min(len(view), len(self._buffered))
+            view[:count] = self._buffered[:count]
+            del self._buffered[:count]
             if count < len(view):
                 parts = [view[count:], *views[number + 1 :]]
                 while parts:

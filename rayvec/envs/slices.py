@@ -68,7 +68,7 @@ class Slice:
         factory: Makes exactly the units of this slice.
         first_id: Global index of the first environment, for errors and seeds.
         where: Name of this process, for errors.
-        env_rules: Whether units that raise are restarted, and how many episodes an environment is kept for.
+        env_rules: What happens to environments that raise, hang or have run for long, and their limits.
 
     Attributes:
         spaces: The spaces and metadata of the environments.
@@ -353,9 +353,11 @@ class Slice:
 
         If that raises too, it tries again until it succeeds or the restart budget is spent.
         """
+        is_restarted = (self._restart or op == Op.SET_STATE) and op not in _QUERIES
+        is_restarted &= not isinstance(error, ConfigError)
         while True:
             failure = captured(error, f"{self._where}, {self._name(unit)}")
-            if not (self._restart or op == Op.SET_STATE) or op in _QUERIES or isinstance(error, ConfigError):
+            if not is_restarted:
                 self._failure = self._failure or failure
                 return
             if not self._budget.spend(unit):

@@ -97,7 +97,9 @@ class LocalWorker:
         """
         found = dict(self._events.poll(1000 * timeout_s))
         if found and self._channel.fileno() not in found:
-            raise self._died()
+            found = dict(self._events.poll(0))  # it may have answered and ended while the first poll looked
+            if self._channel.fileno() not in found:
+                raise self._died()
         return bool(found)
 
     def _started(self) -> PoolSpaces:

@@ -39,7 +39,7 @@ class MachineSpec(NamedTuple):
         seed: As of :class:`~rayvec.envs.factory.EnvFactory`.
         name: Name of the machine, for errors.
         preload: Modules that the fork server imports once for all workers.
-        env_rules: Whether environments that raise, and workers that die or hang, are replaced; and their limits.
+        env_rules: What happens to environments that raise, hang or have run for long, and their limits.
         resources: What each environment needs; None for what its worker happens to have.
     """
 

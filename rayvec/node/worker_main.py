@@ -51,7 +51,7 @@ class WorkerSpec:
         factory: Where the pickled factory of its environments lies in the file of all factories.
         first_id: Global index of its first environment.
         name: What errors call it.
-        env_rules: Whether environments that raise are restarted.
+        env_rules: What happens to environments that raise, hang or have run for long, and their limits.
         seed: Seeds the global random generators before the environments are made; None takes the system's numbers.
         share: What the worker gets of the machine.
     """

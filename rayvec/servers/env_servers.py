@@ -18,7 +18,7 @@ from rayvec.servers.makers import DialledServer, StartedServer, dialling_in
 __all__ = ["EnvServers"]
 
 _END_S = 1.0
-"""How long servers get to dial in again, which then end."""
+"""How long the next server gets to dial in again, which then ends."""
 
 
 class EnvServers:
@@ -38,7 +38,7 @@ class EnvServers:
         key_file: A file with the key, at least 16 bytes, that the servers have too.
         command: Starts one server, as one string or as its words; ``--connect``, ``--key-file`` and ``--once`` are
             appended.
-        start_timeout_s: How long each environment waits for its server.
+        start_timeout_s: How long each environment waits until its server dials in.
 
     Attributes:
         port: The port at which servers dial in.
@@ -101,8 +101,8 @@ class EnvServers:
             return
         atexit.unregister(self.close)
         with self._socket, socket.create_server(self._make.address, reuse_port=True) as listener:
-            for connection, _ in filter(None, dialling_in(listener, self._key, _END_S)):
-                with suppress(OSError), connection:
+            while found := next(filter(None, dialling_in(listener, self._key, _END_S)), None):
+                with suppress(OSError), found[0] as connection:
                     connection.sendall(Messages(connection).pack({"op": "end"}))
 
     def __enter__(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import shlex
 import socket
@@ -23,14 +24,16 @@ __all__ = ["DialledServer", "StartedServer", "dialling_in"]
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_SILENT_S = 1.0
+"""How long a stranger may say nothing; nobody else is accepted meanwhile."""
 _NOTICE_S = 10.0
-"""The interval at which an environment says that it waits for a server."""
+"""After this time an environment says that it waits for a server."""
 _END_S = 2.0
 """How long a server gets to end."""
 
 
 def dialling_in(listener: socket.socket, key: bytes, wait_s: float) -> Iterator[tuple[socket.socket, str] | None]:
-    """Yields the connection and the name of each server that dials in, and None ten times a second, for `wait_s`.
+    """Yields the connection and the name of each server that dials in, and None about ten times a second, for `wait_s`.
 
     A connection that lacks the key is refused, and logged.
     """
@@ -42,7 +45,7 @@ def dialling_in(listener: socket.socket, key: bytes, wait_s: float) -> Iterator[
             connection, (address, port) = listener.accept()
             name = f"environment server {address}:{port}"
             try:
-                prove(connection, key, b"rayvec", b"server")
+                prove(connection, key, b"rayvec", b"server", _SILENT_S)
                 found = connection, name
             except (Refused, OSError) as error:
                 logger.warning("%s was refused: %s", name, error)
@@ -75,18 +78,21 @@ class DialledServer:
         Raises:
             ConfigError: No server dials in.
         """
-        where, notice_at = f"port {self.address[1]} of {socket.gethostname()}", time.monotonic() + _NOTICE_S
+        where = f"port {self.address[1]} of {socket.gethostname()}"
+        found, notice_at = None, time.monotonic() + _NOTICE_S
         with socket.create_server(self.address, reuse_port=True) as listener:
             for found in dialling_in(listener, read_key(self.key_file), self.start_timeout_s):
                 if found is not None:
-                    return ServerEnv(*found)
+                    break
                 if time.monotonic() > notice_at:
                     logger.warning("an environment waits for an environment server, which dials in at %s", where)
-                    notice_at += _NOTICE_S
-        raise ConfigError(
-            f"An environment has waited {self.start_timeout_s:g} s for an environment server at {where}. Start one for "
-            "each environment, which connects to there, or pass a larger start_timeout_s."
-        )
+                    notice_at = math.inf
+        if found is None:
+            raise ConfigError(
+                f"An environment has waited {self.start_timeout_s:g} s for an environment server at {where}. Start one "
+                "for each environment, which connects to there, or pass a larger start_timeout_s."
+            )
+        return ServerEnv(*found)  # which may take long: other servers reach those that still listen
 
 
 @dataclass(frozen=True, slots=True)

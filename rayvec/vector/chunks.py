@@ -227,9 +227,12 @@ class ChunkAdapter(Adapter):
         self, chunks: Sequence[_Pending], timeout_s: float | None, cut: StopEarly | None
     ) -> tuple[int, Rollout]:
         """Receives the first of some chunks that has been taken."""
-        began_s = time.monotonic()
-        index = 0 if len(chunks) == 1 else self._envs.wait_some([chunk.ticket for chunk in chunks])[0]
-        chunk, deadline = chunks[index], math.inf if timeout_s is None else began_s + timeout_s
+        began_s, timeout_s = time.monotonic(), math.inf if timeout_s is None else timeout_s
+        index, deadline = 0, began_s + timeout_s
+        if len(chunks) > 1:
+            answered = self._envs.wait_some([chunk.ticket for chunk in chunks], timeout_s=timeout_s)
+            index = answered[0] if answered else 0
+        chunk = chunks[index]
         if cut is not None:
             self._wait_or_cut(chunk, deadline, cut)
         if not self._envs.wait(chunk.ticket, max(0.0, deadline - time.monotonic())):

@@ -49,7 +49,7 @@ def open_environments(
         factory: Makes all environments.
         num_nodes: As of :class:`rayvec.RayVecEnv`, like the next six.
         workers_per_node: Worker processes on each node.
-        env_rules: Whether failed environments are restarted, limits of time, and others.
+        env_rules: What happens to environments that raise, hang or have run for long, and their limits.
         on_node_loss: ``"rehost"`` or ``"raise"``.
         preload: Modules that the workers import once for each node.
         address: Of a running Ray cluster.

@@ -131,7 +131,7 @@ def test_after_a_sigkill_the_cluster_ends_and_the_next_start_removes_its_directo
     names = shm_names()
     driver = run(STEPPING)
     driver.wait_for_output("stepping")
-    (directory,) = driver.tmp.glob("rayvec_*")
+    (directory,) = driver.tmp.glob("rayvec-*")
     driver.process.kill()
     driver.process.wait(DEADLINE_S)
     driver.wait_until_true(lambda: all("Agent" in left for left in driver.left()), "only agents are left")
@@ -140,8 +140,12 @@ def test_after_a_sigkill_the_cluster_ends_and_the_next_start_removes_its_directo
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert directory.exists()
+    of_the_user = driver.tmp / "rayvec-runs" / "session_1"
+    of_the_user.mkdir(parents=True)
     other = run(STEPPING.split("    while")[0] + "    env.close()\n", TMPDIR=str(driver.tmp))
     other.finish()
+    of_the_user.rmdir()
+    of_the_user.parent.rmdir()
     driver.assert_nothing_left()
 
 

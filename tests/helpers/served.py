@@ -27,7 +27,8 @@ class Plant:
 
     action_space = Discrete()
 
-    def __init__(self, fault="", size=2):
+    def __init__(self, fault="", size=2, opens_s=0):
+        time.sleep(opens_s)
         self.observation_space = Box(size)
         self.fault, self.difficulty, self.steps = fault, 1, 0
 

@@ -287,6 +287,27 @@ def test_a_stranger_does_not_stop_a_server_that_a_worker_starts(tmp_path: Path) 
         env.close()
 
 
+def test_neither_servers_that_open_slowly_nor_silent_strangers_keep_others_waiting(
+    key_file: Path, dial_in: Dialler
+) -> None:
+    strangers: list[socket.socket] = []
+
+    def connect() -> None:
+        while not strangers:
+            with contextlib.suppress(ConnectionRefusedError):
+                strangers.append(socket.create_connection(("127.0.0.1", servers.port)))
+
+    with rayvec.EnvServers(4, key_file=key_file, start_timeout_s=9) as servers:
+        stranger = Thread(target=connect)
+        stranger.start()
+        for _ in range(4):
+            dial_in(servers.port, key_file, kwargs='{"opens_s": 4}')
+        with rayvec.RayVecEnv(servers, num_nodes=0, workers_per_node=4) as env:
+            assert env.reset(seed=1)[0].shape == (4, 2)
+    stranger.join()
+    strangers[0].close()
+
+
 def test_servers_whose_spaces_differ_are_refused(key_file: Path, dial_in: Dialler) -> None:
     with rayvec.EnvServers(2, key_file=key_file) as servers:
         processes = [dial_in(servers.port, key_file, kwargs=f'{{"size": {size}}}') for size in (2, 3)]
@@ -321,7 +342,9 @@ def test_what_servers_need_is_checked(key_file: Path, tmp_path: Path) -> None:
 def test_a_run_says_where_it_waits_for_servers(
     key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = options({**SMALL, "start_timeout_s": 0.1, "workers_per_node": 0, "run_dir": tmp_path / "a"})
+    settings = options(
+        {**SMALL, "start_timeout_s": 0.1, "num_nodes": 0, "workers_per_node": 0, "run_dir": tmp_path / "a"}
+    )
     command_line = ["train", "ppo", *settings, "--env-servers", "key_file", str(key_file)]
     assert main(command_line) == 2
     expected = r"rayvec: waiting for 4 environment servers at port (\d+)\nrayvec: .* waited 0.09 s .* at port \1 of"
