@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.error import AlreadyPendingCallError
 
 from rayvec.config import CONFIGS, IMPALAConfig, PPOConfig, SACConfig, TrainConfig
 from rayvec.config.algorithms import NetworkConfig
@@ -271,7 +272,8 @@ def open_env(config: TrainConfig, *, trains: bool = False) -> Iterator[RayVecEnv
         try:
             yield env
             if trains and not env.closed:
-                logger.info(summary(env.env_stats()))
+                with contextlib.suppress(AlreadyPendingCallError):  # a run that was stopped collects ahead
+                    logger.info(summary(env.env_stats()))
         except KeyboardInterrupt:
             env.close(terminate=True)
             raise

@@ -14,7 +14,9 @@ import pytest
 from helpers.processes import assert_nothing_left, running
 from helpers.training_kit import SMALL, options
 
+import rayvec
 from rayvec.training.run_dir import load_run, read_metrics
+from rayvec.training.stop_signals import Terminated
 
 pytestmark = pytest.mark.timeout(600)  # commands in processes of their own, on a busy machine
 
@@ -51,6 +53,19 @@ def test_a_signal_saves_says_how_to_resume_and_leaves_nothing(tmp_path: Path, wh
     state = load_run(run_dir)[1]
     assert state["progress"]["steps"] == list(read_metrics(metrics))[-1]["steps"] >= 3 * 1024
     assert (run_dir / "learning_curve.png").stat().st_size > 0
+
+
+class Terminates:
+    def on_iteration(self, context: rayvec.RunContext) -> None:
+        if context.progress.iterations == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sac_stops_though_its_next_chunk_is_pending(tmp_path: Path) -> None:
+    here = {"num_envs": 2, "num_nodes": 0, "workers_per_node": 0, "eval_episodes": 0}
+    config = rayvec.SACConfig(env_id="Pendulum-v1", run_dir=tmp_path / "a", **here)  # type: ignore[arg-type]
+    with pytest.raises(Terminated, match="resume with: rayvec train sac --resume"):
+        rayvec.train(config, callbacks=[Terminates()])
 
 
 STUCK = """
