@@ -30,7 +30,6 @@ from rayvec.data.plain_bytes import from_bytes, to_bytes
 from rayvec.errors import ConfigError, EnvError, check_choice, check_count, check_flag, require
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.rollout.loop import CallablePolicy, as_policy
-from rayvec.vector.chunks import WeightStore
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Collector", "EpisodeTracker"]
@@ -99,16 +98,13 @@ class Collector:
         _check_settings(inference, on_bad_obs, max_staleness, prefetch)
         self._env, self._policy = env, as_policy(policy)
         self._recording = None if record is None else Recording(env, record)
-        self._on_node, self._on_bad_obs = inference == "node", on_bad_obs
+        self._on_bad_obs = on_bad_obs
         self._is_asynchronous = max_staleness is not None
         self._goes_ahead = prefetch or self._is_asynchronous
-        self._store: WeightStore | None = None
-        if inference != "driver":
-            self._store = env.publish(self._policy, on_node=self._on_node)
+        self._store = env.publish(self._policy, inference=inference)
         noise_seed = secrets.randbits(63) if self._seed is None else self._seed
         self._chunks = ChunkScheduler(env, noise_seed, max_staleness=max_staleness)
         self._counts: Counter[str] = Counter()  # dropped steps and restarts, for the statistics of the next batch
-        self._version = 0
         self._closed = False
         self._tracker = EpisodeTracker(env.num_envs, tuple(episode_metrics))
         self._uses_seen: int | None = None  # `env.num_uses` after the last call; None: the next one resets
@@ -141,12 +137,9 @@ class Collector:
             The version of the weights, which every chunk records that was taken with them.
         """
         self._check_open()
-        if self._store is None or isinstance(self._policy, CallablePolicy):  # which has no weights, and says so
+        if isinstance(self._policy, CallablePolicy):  # which has no weights, and says so
             self._policy.load_weights(weights)
-            self._version += 1
-        else:
-            self._version = self._store.publish(weights)
-        return self._version
+        return self._store.publish(weights)
 
     def collect(
         self,
@@ -261,14 +254,7 @@ class Collector:
     def _wait_for(self, num_steps: int, num_ahead: int = 0, cut: StopEarly | None = None) -> None:
         """Waits for the chunks of a batch, and applies `on_bad_obs` to them."""
         chunks = self._chunks
-        if self._store is not None:
-            chunks.collect(self._store, num_steps, num_ahead=num_ahead, stop_early=cut)
-        else:
-            noise = chunks.first_step, chunks.noise_seed
-            continues, self._uses_seen = self._uses_seen is not None, None  # an interrupt may lose the chunk
-            taken = self._env.rollout_driver(self._policy, num_steps, *noise, self._version, cut)
-            chunks.add(taken, num_steps)
-            self._uses_seen = self._env.num_uses if continues else None
+        chunks.collect(self._store, num_steps, num_ahead=num_ahead, stop_early=cut)
         for chunk in (each.rollout.chunk for each in chunks.finished):
             bad = find_bad_obs(chunk) if self._on_bad_obs == "raise" else None
             if bad is not None:
@@ -317,7 +303,7 @@ class Collector:
             return self._batch(rollouts, join_episodes([self._tracker.add(each.chunk)[0] for each in rollouts]), begin)
         chunk, episodes = join_lanes(finished, self._tracker)
         batch = self._batch(rollouts, episodes, begin)
-        ages = [self._version - each.rollout.chunk.weights_version for each in finished for _ in each.envs]
+        ages = [self._store.version - each.rollout.chunk.weights_version for each in finished for _ in each.envs]
         return Batch((chunk,), replace(batch.stats, staleness_counts=tuple(np.bincount(ages).tolist())))
 
     def _batch(self, rollouts: Sequence[Rollout], episodes: EpisodeStats, begin: float) -> Batch:
@@ -336,7 +322,7 @@ class Collector:
             steps_per_s=taken / elapsed_s,
             time_split_s=_time_split_s(rollouts, elapsed_s, side_by_side=self._is_asynchronous),
             weights_versions=(min(versions), max(versions)),
-            staleness=self._version - min(versions),
+            staleness=self._store.version - min(versions),
             n_restarts=counts["restarts"] + sum(len(rollout.chunk.restarts) for rollout in rollouts),
             n_replaced=self._env.take_replaced(),
             metrics=episodes.metrics,
@@ -352,17 +338,18 @@ class Collector:
 
         It waits for pending chunks and drops them. An error in one of them is logged.
         """
-        if self._store is not None and not self._env.closed:
+        if self._closed:
+            return
+        self._closed = True
+        if not self._env.closed:
             try:
                 self.drop_pending()
             except Exception:  # which has closed the environments
                 logger.exception("a pending chunk failed")
             else:
                 self._store.drop()
-        if self._recording is not None and not self._closed:
+        if self._recording is not None:
             self._recording.close()
-        self._store = None
-        self._closed = True
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a later run needs to resume: seeds, counters and, under ``"envs"``, unfinished episodes.
@@ -372,7 +359,7 @@ class Collector:
         what can't be saved.
         """
         chunks = self._chunks
-        counters = {"noise_seed": chunks.noise_seed, "first_step": chunks.first_step, "version": self._version}
+        counters = {"noise_seed": chunks.noise_seed, "first_step": chunks.first_step, "version": self._store.version}
         return {**counters, "envs": self._episodes()}
 
     def _episodes(self) -> list[tuple[Any, ...]] | None:
@@ -404,10 +391,9 @@ class Collector:
         except (KeyError, TypeError):
             raise ConfigError(f"The state is {repr(state)[:200]}. Pass what collector.state_dict() returned.") from None
         self.drop_pending()
-        self._chunks.noise_seed, self._chunks.first_step, self._version = noise_seed, first_step, version
-        if self._store is not None:
-            self._store.drop()
-            self._store = self._env.publish(self._policy, self._version, on_node=self._on_node)
+        self._chunks.noise_seed, self._chunks.first_step = noise_seed, first_step
+        self._store.drop()
+        self._store = self._env.publish(self._policy, version, inference=self._store.inference)
         if self._recording is not None:
             self._uses_seen = None  # the recording lacks the first steps of these episodes: new ones begin
         elif state.get("envs"):

@@ -138,13 +138,6 @@ class ChunkScheduler:
             lane.is_prompt = store.version - self.finished[-1].rollout.chunk.weights_version <= _PROMPT
             self._request(lane, store, num_steps, num_ahead)
 
-    def add(self, rollout: Rollout, num_steps: int) -> None:
-        """Adds a chunk of `num_steps` steps that a policy in this process has taken, and counts its steps."""
-        chunk = ScheduledChunk(self._lanes[0].envs, num_steps, math.inf, 0)
-        chunk.rollout = rollout
-        self.first_step += num_steps
-        self.finished.append(chunk)
-
     def wait(self) -> None:
         """Waits for all pending chunks; the next batch has them.
 

@@ -1,4 +1,4 @@
-"""How many cores this process may use."""
+"""How many cores this process may use: those of its machine, or its share of them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ import os
 from itertools import product
 from pathlib import Path
 
-__all__ = ["quota_cores", "usable_cores"]
+__all__ = ["limit_cores", "quota_cores", "usable_cores"]
 
 _QUOTA_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 """The files of version 2 and of version 1 that have a quota and its period."""
+_limits: list[int] = []
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use: its affinity, and at most its container's quota."""
-    cores = len(os.sched_getaffinity(0))
+    """Returns the number of cores that this process may use: its affinity, its container's quota, or its own limit."""
     quota = quota_cores()
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+    quotas = [] if quota is None else [max(1, math.ceil(quota))]
+    return min([len(os.sched_getaffinity(0)), *quotas, *_limits])
+
+
+def limit_cores(count: int) -> None:
+    """Lets this process use `count` cores at most, where it shares a machine with others of its kind."""
+    _limits.append(count)
 
 
 def quota_cores(root: Path = Path("/")) -> float | None:

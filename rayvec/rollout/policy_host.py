@@ -91,9 +91,10 @@ class PolicyHost:
         self._begun = np.zeros(target.num_envs, bool)
         self._acted: ActingPolicy | None = None
 
-    def load(self, key: int, policy: bytes) -> None:
-        """Loads a pickled policy."""
-        self._policies[key], self._versions[key] = as_policy(pickle.loads(policy)), 0
+    def load(self, key: int, policy: ActingPolicy | bytes) -> None:
+        """Takes a policy of this process, or loads a pickled one."""
+        self._policies[key] = as_policy(pickle.loads(policy)) if isinstance(policy, bytes) else policy
+        self._versions[key] = 0
 
     def answer(self, function: Callable[[], Any], where: str) -> Answer:
         """Returns what a function has returned for which policies act, or its failure, and what was restarted."""
@@ -144,19 +145,8 @@ class PolicyHost:
         if order.weights is not None and order.version != self._versions[order.key]:
             policy.load_weights(order.weights)
             self._versions[order.key] = order.version
-        return self.act(policy, order.request, order.version, cut, empty)
-
-    def act(
-        self,
-        policy: ActingPolicy,
-        request: ChunkRequest,
-        weights_version: int,
-        cut: StopEarly | None = None,
-        empty: Empty = np.empty,
-    ) -> TakenChunk:
-        """Takes a chunk with a policy of this process."""
         begun = np.flatnonzero(self._begun) if policy is self._acted else None
-        taken = rollout(self, policy, request, weights_version, begun, cut, empty)
+        taken = rollout(self, policy, order.request, order.version, begun, cut, empty)
         self._begun[:] = False
         restarts = taken.chunk.restarts
         at_end = restarts[:, 0] == taken.chunk.num_steps - 1  # the policy has not seen the episode that begins next

@@ -22,7 +22,7 @@ from gymnasium.envs.registration import EnvSpec
 from rayvec.config import TrainConfig
 from rayvec.data import EpisodeStats
 from rayvec.data.batch import join_episodes, join_stats
-from rayvec.data.cores import usable_cores
+from rayvec.data.cores import limit_cores, usable_cores
 from rayvec.data.global_random import seed_globals
 from rayvec.data.topology import even_bounds
 from rayvec.distributed.process_host import ProcessHost
@@ -37,7 +37,7 @@ from rayvec.learners.compile_decision import decided
 from rayvec.learners.ranks import Ranks
 from rayvec.node.log_lines import LogLines
 from rayvec.training.checkpoint import check_kept_spaces, restore, warn_of_wide_ranges
-from rayvec.training.runs import LEARNERS, choose_engine, make_env, open_env, open_learner, probed_workers, wait_limit_s
+from rayvec.training.runs import LEARNERS, choose_engine, make_env, open_env, open_learner, wait_limit_s
 from rayvec.training.trainer import Iteration, Progress, Trainer, initial_state
 
 __all__ = ["DecentralizedTrainer", "RankTrainer", "open_trainer"]
@@ -53,8 +53,7 @@ class RankTrainer(Trainer):
         make_learner: Makes the learner from the spaces of one environment and the settings.
         specs: Environments that the driver has registered.
         make_arrivals: Makes what says which ranks have taken their steps, given the number of this rank.
-        probe: Whether `config` has the number of cores in the place of the number of workers: environments that wait
-            get a worker each.
+        cores: This rank's share of its machine, by which the number of workers is chosen where it is not given.
         steps: Steps that the run has taken.
         ranks: The ranks.
     """
@@ -65,7 +64,7 @@ class RankTrainer(Trainer):
         make_learner: Callable[..., Learner],
         specs: Sequence[EnvSpec],
         make_arrivals: Callable[[int], Arrivals],
-        probe: bool,
+        cores: int,
         steps: int,
         ranks: Ranks,
     ) -> None:
@@ -74,9 +73,7 @@ class RankTrainer(Trainer):
         register_specs(specs)
         self._first_id, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
         num_envs = stop - self._first_id
-        if probe and config.workers_per_node:
-            workers = probed_workers(config, num_envs, self._first_id, config.workers_per_node)
-            config = replace(config, workers_per_node=workers)
+        limit_cores(cores)
         self._stragglers = Stragglers(
             make_arrivals(ranks.rank),
             ranks.size,
@@ -267,12 +264,13 @@ def open_trainer(
             yield Trainer(config, env, learner, progress, state["collector"] if state else None)
         return
     host, num_ranks, num_workers, has_changed = _places(config, fewer, cores)
-    probe = config.probe and config.workers_per_node is None
-    rank_config = replace(config, num_nodes=0, workers_per_node=num_workers, address=None)
+    rank_config = replace(config, num_nodes=0, address=None)
+    if config.workers_per_node is not None:
+        rank_config = replace(rank_config, workers_per_node=num_workers)
     arrivals = host.arrivals(num_ranks)
     make_learner, specs = LEARNERS[type(config)], registered_specs()
     group = RankGroup(
-        functools.partial(RankTrainer, rank_config, make_learner, specs, arrivals, probe, progress.steps),
+        functools.partial(RankTrainer, rank_config, make_learner, specs, arrivals, max(1, num_workers), progress.steps),
         num_ranks,
         host,
         fewer=fewer or has_changed is not None,

@@ -28,9 +28,7 @@ from rayvec.config.presets import changed
 from rayvec.config.references import Reference, import_plugins, is_unnamed, refer, resolve
 from rayvec.config.schema import fields_of
 from rayvec.data.global_random import seed_globals
-from rayvec.envs.factory import EnvFactory
 from rayvec.errors import ConfigError, counted, require
-from rayvec.fleet.restarts import EnvRules
 from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import compile_s, compiles, decided
 from rayvec.learners.impala import IMPALALearner
@@ -39,7 +37,6 @@ from rayvec.learners.sac import SACLearner
 from rayvec.servers.env_servers import EnvServers
 from rayvec.vector.env_stats import summary
 from rayvec.vector.make_vec import sub_batch_sizes
-from rayvec.vector.open_environments import local_workers
 from rayvec.vector.ray_vec_env import RayVecEnv
 from rayvec.wrappers import KeepInfos
 
@@ -54,7 +51,6 @@ __all__ = [
     "network_of",
     "open_env",
     "open_learner",
-    "probed_workers",
     "register",
     "torch_threads",
     "wait_limit_s",
@@ -207,19 +203,6 @@ def eval_settings(config: TrainConfig) -> TrainConfig:
         resolve("eval_env", config.eval_env)  # which says so if it was not passed again
     env_kwargs = {**config.env_kwargs, **config.eval_env_kwargs}
     return replace(config, env_id=config.eval_env or config.env_id, env_kwargs=env_kwargs)
-
-
-def probed_workers(config: TrainConfig, num_envs: int, first_id: int, cores: int) -> int:
-    """Returns the number of workers for `num_envs` environments: `cores`, or `num_envs` if their steps wait.
-
-    The environment that is tried is the one with the global index `first_id`.
-    """
-    if config.native is not None:
-        return cores
-    entry = _entry(config, num_envs, first_id)
-    factory = EnvFactory.build(entry, num_envs, config.env_kwargs, _wrappers(config), first_id=first_id)
-    rules = EnvRules.of(config.on_env_error, config.step_timeout_s, config.start_timeout_s)
-    return local_workers(factory, cores, preload=_preload(config), env_rules=rules)
 
 
 def _entry(config: TrainConfig, num_envs: int, first_id: int) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from gymnasium import Space
@@ -36,6 +36,7 @@ MAX_CHUNKS = 2
 _CUT_POLL_S = 1e-3
 
 _keys = itertools.count()
+Inference = Literal["worker", "node", "driver"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,13 +45,13 @@ class _Pending:
 
     Attributes:
         order: What was requested.
-        on_node: Whether the policy acts in the process that owns the workers.
+        inference: Where the policy acts.
         ticket: Of the command; None where the policy acts in this process, as soon as the chunk is waited for.
         part: Which part takes it; None for all.
     """
 
     order: ChunkOrder
-    on_node: bool
+    inference: Inference
     ticket: Any
     part: int | None
 
@@ -78,7 +79,7 @@ class ChunkAdapter(Adapter):
         self._everyone.setflags(write=False)
         self._done = np.zeros(envs.num_envs, bool)  # whose episode has ended, if the caller resets
         self._chunks: list[_Pending] = []
-        self._unused: list[tuple[int, bool]] = []  # policies that nobody refers to any more
+        self._unused: list[tuple[int, Inference]] = []  # policies that nobody refers to any more
         self._sizes = np.array([len(part) for part in envs.parts])
 
     def _post(self, command: Command) -> Any:
@@ -90,39 +91,45 @@ class ChunkAdapter(Adapter):
             self._done[command.rows] = False
         return super()._post(command)
 
-    def publish(self, policy: Any, first_version: int = 0, *, on_node: bool = False) -> WeightStore:
-        """Sends a policy to every worker; returns the store through which it gets its weights.
+    def publish(self, policy: Any, first_version: int = 0, *, inference: Inference = "worker") -> WeightStore:
+        """Sends a policy to where it acts; returns the store through which it gets its weights.
 
         The workers forget the policies of stores that were garbage-collected.
 
         Args:
-            policy: Pickled as it is now.
+            policy: Pickled as it is now, unless it acts in the driver.
             first_version: The version of the weights that the policy contains.
-            on_node: Whether it acts in the process that owns the workers of a node, in place of each worker.
+            inference: Where it acts: in each worker, in the process that owns the workers of a node, or in this process
+                as the object that it is.
         """
         self._assert_idle("publish")
-        remedy = "Make the object when the policy first acts, or let the policy act here: inference='driver'."
-        pickled = pickled_for_workers(as_policy(policy), "a policy", remedy)
+        acting: Any = as_policy(policy)
+        if inference != "driver":
+            remedy = "Make the object when the policy first acts, or let the policy act here: inference='driver'."
+            acting = pickled_for_workers(acting, "a policy", remedy)
         while self._unused and not self._chunks:
             self._drop(*self._unused.pop())
-        store = WeightStore(self, first_version, on_node=on_node)
-        if self._acts_here(on_node):
-            self._host.load(store.key, pickled)
+        store = WeightStore(self, first_version, inference)
+        if (host := self._host_here(inference)) is not None:
+            host.load(store.key, acting)
         else:
-            more = (on_node, first_version) if self._envs.has_nodes else ()
-            self._run(Command(Op.LOAD, self._everyone, rest=(store.key, pickled, *more)))
+            more = (inference == "node", first_version) if self._envs.has_nodes else ()
+            self._run(Command(Op.LOAD, self._everyone, rest=(store.key, acting, *more)))
         return store
 
-    def _drop(self, key: int, on_node: bool) -> None:
+    def _drop(self, key: int, inference: Inference) -> None:
         """Removes a policy."""
-        if self._acts_here(on_node):
-            self._host.drop(key)
+        if (host := self._host_here(inference)) is not None:
+            host.drop(key)
         else:
             self._run(Command(Op.DROP, self._everyone, rest=(key,)))
 
-    def _acts_here(self, on_node: bool) -> bool:
-        """Whether a policy acts in this process."""
-        return self.transports == ("local",) or (on_node and not self._envs.has_nodes)
+    def _host_here(self, inference: Inference) -> PolicyHost | None:
+        """Returns what lets a policy act in this process; None if it acts elsewhere."""
+        if inference == "driver":
+            return self._driver
+        is_here = self.transports == ("local",) or (inference == "node" and not self._envs.has_nodes)
+        return self._host if is_here else None
 
     @property
     def parts(self) -> tuple[range, ...]:
@@ -158,7 +165,7 @@ class ChunkAdapter(Adapter):
                 workers, or in the process that owns them.
         """
         self._assert_running()
-        in_order = all(chunk.on_node == weights.on_node for chunk in self._chunks)
+        in_order = all(chunk.inference == weights.inference for chunk in self._chunks)
         if self._pending != "rollout" or not in_order or len(self._chunks_of(part)) >= MAX_CHUNKS:
             self._assert_idle("rollout")
         check_count("num_steps", num_steps)
@@ -166,11 +173,12 @@ class ChunkAdapter(Adapter):
         order = ChunkOrder(weights.key, request, weights.version, weights.weights)
         rows = self._everyone if part is None else np.array(self.parts[part])
 
-        self._guarded(self._begin_chunk, order, rows, weights.on_node, part)
+        self._guarded(self._begin_chunk, order, rows, weights.inference, part)
 
-    def _begin_chunk(self, order: ChunkOrder, rows: NDArray[np.int64], on_node: bool, part: int | None) -> None:
-        ticket = None if self._acts_here(on_node) else self._post(Command(Op.ROLLOUT, rows, rest=order))
-        self._chunks.append(_Pending(order, on_node, ticket, part))
+    def _begin_chunk(self, order: ChunkOrder, rows: NDArray[np.int64], inference: Inference, part: int | None) -> None:
+        is_here = self._host_here(inference) is not None
+        ticket = None if is_here else self._post(Command(Op.ROLLOUT, rows, rest=order))
+        self._chunks.append(_Pending(order, inference, ticket, part))
         self._pending = "rollout"
 
     def _chunks_of(self, part: int | None) -> list[_Pending]:
@@ -212,19 +220,16 @@ class ChunkAdapter(Adapter):
         if cut is not None and self._envs.has_nodes:
             raise ConfigError("`cut` was passed with environments on Ray. Leave it out, or pass num_nodes=0.")
         chunks = [self._chunks_of(part)[0] for part in parts]
-        if chunks[0].ticket is None:
-            take = partial(self._host.take, chunks[0].order, cut=cut or (lambda taken: False))
-            index, rollout = 0, self._guarded(self._take_here, self._host, take)
-        else:
-            index, rollout = self._guarded(self._received, chunks, timeout_s, cut, stays_open=(KeyboardInterrupt,))
-        with uninterrupted():
-            self._chunks.remove(chunks[index])
-            self._pending = "rollout" if self._chunks else ""
-            accept(index, rollout)
-        return index, rollout
+        if (host := self._host_here(chunks[0].inference)) is not None:
+            return self._guarded(self._take_here, host, chunks[0], accept, cut)
+        return self._guarded(self._received, chunks, accept, timeout_s, cut, stays_open=(KeyboardInterrupt,))
 
     def _received(
-        self, chunks: Sequence[_Pending], timeout_s: float | None, cut: StopEarly | None
+        self,
+        chunks: Sequence[_Pending],
+        accept: Callable[[int, Rollout], None],
+        timeout_s: float | None,
+        cut: StopEarly | None,
     ) -> tuple[int, Rollout]:
         """Receives the first of some chunks that has been taken."""
         began_s, timeout_s = time.monotonic(), math.inf if timeout_s is None else timeout_s
@@ -238,36 +243,32 @@ class ChunkAdapter(Adapter):
         if not self._envs.wait(chunk.ticket, max(0.0, deadline - time.monotonic())):
             raise NotReady("the chunk has not been taken in time")
         rollout = _joined(self._accepted(self._envs.take(chunk.ticket)).value, time.monotonic() - began_s)
+        with uninterrupted():
+            self._remove(chunk)
+            accept(index, rollout)
         return index, rollout
 
-    def rollout_driver(
-        self,
-        policy: Any,
-        num_steps: int,
-        first_step: int,
-        noise_seed: int,
-        weights_version: int = 0,
-        cut: StopEarly | None = None,
-    ) -> Rollout:
-        """Acts in this process, for one group while the others step."""
-        self._assert_idle("rollout")
-        check_count("num_steps", num_steps)
-        request = ChunkRequest(num_steps, first_step, noise_seed)
-        take = partial(self._driver.act, as_policy(policy), request, weights_version, cut)
-        return self._guarded(self._take_here, self._driver, take)
+    def _remove(self, chunk: _Pending) -> None:
+        self._chunks.remove(chunk)
+        self._pending = "rollout" if self._chunks else ""
 
-    def _take_here(self, host: PolicyHost, take: Callable[[], TakenChunk]) -> Rollout:
-        """Returns a chunk for which a policy acts in this process."""
+    def _take_here(
+        self, host: PolicyHost, chunk: _Pending, accept: Callable[[int, Rollout], None], cut: StopEarly | None
+    ) -> tuple[int, Rollout]:
+        """Takes a chunk for which a policy acts in this process."""
+        self._remove(chunk)  # now: the policy may call the environments
         (self._driver if host is self._host else self._host).note(Op.ROLLOUT, self._everyone)
         self.num_uses += 1
         self._done[:] = False  # every environment whose episode has ended is reset first
         try:
-            taken = take()
+            taken = host.take(chunk.order, cut)
         finally:
             self._log(host.take_notes())
         if self._envs.layout.objects:  # else the caller could change them
             taken = taken._replace(chunk=replace(taken.chunk, last_obs=deepcopy(taken.chunk.last_obs)))
-        return Rollout(taken.chunk, taken.times, taken.times[0].whole_s)
+        rollout = Rollout(taken.chunk, taken.times, taken.times[0].whole_s)
+        accept(0, rollout)
+        return 0, rollout
 
     def _wait_or_cut(self, chunk: _Pending, deadline: float, cut: StopEarly) -> None:
         """Waits until all parts have taken a chunk, or `cut` returns True: then each ends it after its present step."""
@@ -285,21 +286,21 @@ class WeightStore:
     Args:
         env: The environments.
         first_version: The version of the weights that the policy contains.
-        on_node: Whether the policy acts in the processes that own the workers, and not in each worker.
+        inference: Where the policy acts.
 
     Attributes:
         key: The key of the policy.
-        on_node: As given.
+        inference: As given.
         version: The version of the newest weights.
         weights: The newest weights, ``float32 [P]``; None until some are published.
     """
 
-    def __init__(self, env: ChunkAdapter, first_version: int, *, on_node: bool) -> None:
-        self.key, self.version, self.on_node = next(_keys), first_version, on_node
+    def __init__(self, env: ChunkAdapter, first_version: int, inference: Inference) -> None:
+        self.key, self.version, self.inference = next(_keys), first_version, inference
         self.weights: NDArray[np.float32] | None = None
         self._env = env
         # The policy is dropped later, because a finalizer may run in the middle of another call.
-        self._end = weakref.finalize(self, env._unused.append, (self.key, on_node))
+        self._end = weakref.finalize(self, env._unused.append, (self.key, inference))
         self._end.atexit = False
 
     def publish(self, weights: NDArray[np.float32]) -> int:
@@ -325,7 +326,7 @@ class WeightStore:
     def drop(self) -> None:
         """Removes the policy and its weights from the workers. The store can't be used afterwards."""
         self._end.detach()
-        self._env._drop(self.key, self.on_node)
+        self._env._drop(self.key, self.inference)
 
 
 def _joined(taken: Sequence[TakenChunk], waited_s: float) -> Rollout:

@@ -307,34 +307,33 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         if seed is not None:
             self.reset_async(seed)
             self._wait("reset")
-        order = num_steps, self._chunk_steps, self._noise_seed
-        if inference == "driver":
-            taken = self.rollout_driver(policy, *order)
-        else:
-            self.rollout_async(self._store_of(policy, on_node=inference == "node"), *order)
-            taken = self.rollout_wait()
+        store = self._store_of(policy, inference)
+        self.rollout_async(store, num_steps, self._chunk_steps, self._noise_seed)
+        taken = self.rollout_wait()
         self._chunk_steps += num_steps
         return taken.chunk
 
-    def _store_of(self, policy: Any, *, on_node: bool) -> WeightStore:
+    def _store_of(self, policy: Any, inference: Literal["worker", "driver", "node"]) -> WeightStore:
         """Sends what the workers lack of a policy: all of it, or only the weights that it has loaded since.
 
         Hidden states stay in the workers where only weights are sent. A subclass of :class:`rayvec.Policy` that
         overrides `load_weights` is sent again as a whole: the workers' copy would change the weights a second time.
         """
+        if inference == "driver":
+            return self.publish(policy, inference=inference)
         loaded: Any = None
         may_load = getattr(type(policy), "load_weights", None) is Policy.load_weights
         if isinstance(policy, Policy):
             loaded = policy.loaded_weights
         sent, store, had_loaded = self._sent or (None, None, None)
-        is_known = sent is policy and store is not None and store.on_node == on_node
+        is_known = sent is policy and store is not None and store.inference == inference
         if store is not None and is_known and loaded is not had_loaded and may_load:
             store.publish(loaded)
         elif store is None or not is_known or loaded is not had_loaded:
             self._sent = None
             if store is not None:
                 store.drop()
-            store = self.publish(policy, on_node=on_node)
+            store = self.publish(policy, inference=inference)
         self._sent = policy, store, loaded
         return store
 

@@ -265,19 +265,22 @@ def test_it_can_not_be_copied(make_vec: MakeVec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("topology", "first_on_node"),
-    [("no Ray", True), ("no Ray", False), ("2x1", True), pytest.param("2x1", False, marks=pytest.mark.slow)],
+    ("topology", "places"),
+    [
+        ("no Ray", ("node", "worker")),
+        ("no Ray", ("worker", "node")),
+        ("no Ray", ("worker", "driver")),
+        ("2x1", ("node", "worker")),
+        pytest.param("2x1", ("worker", "node"), marks=pytest.mark.slow),
+    ],
 )
 def test_chunks_of_policies_that_act_in_different_processes_do_not_mix(
-    make_vec: MakeVec, topology: str, first_on_node: bool
+    make_vec: MakeVec, topology: str, places: tuple[Any, Any]
 ) -> None:
     """The second one's steps could come before the first one's."""
     with make_vec([CountingEnv] * 2, *TOPOLOGIES[topology]) as env:
         env.reset(seed=0)
-        first, second = (
-            env.publish(lambda obs: np.zeros(len(obs), np.int64), on_node=on_node)
-            for on_node in (first_on_node, not first_on_node)
-        )
+        first, second = (env.publish(lambda obs: np.zeros(len(obs), np.int64), inference=place) for place in places)
         env.rollout_async(first, 5, 0, 0)
         with pytest.raises(AlreadyPendingCallError, match="rollout"):
             env.rollout_async(second, 7, 5, 0)
