@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.recording import Recording
 from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, join_lanes
+from rayvec.collect.schedules import EpisodeQuotas
 from rayvec.data import Batch, Chunk, CollectStats, EpisodeStats, Rollout
 from rayvec.data.batch import join_episodes
 from rayvec.data.chunk import StopEarly

@@ -15,7 +15,7 @@ import psutil
 from gymnasium import spaces
 
 from rayvec.envs.failures import FAILURES
-from rayvec.wrappers.action_mask import MASK_KEY
+from rayvec.wrappers.infos import MASK_KEY
 
 __all__ = ["StepTime", "StepTimer", "measure_step"]
 

@@ -20,9 +20,8 @@ from rayvec.policies.policy import Policy
 from rayvec.training.agent import load
 from rayvec.training.atomic_files import local_path
 from rayvec.training.checkpoint import check_kept_spaces
-from rayvec.training.env_servers import served
 from rayvec.training.run_dir import load_checkpoint, load_config
-from rayvec.training.runs import eval_settings, make_one_env, network_of, open_env, with_own_parts
+from rayvec.training.runs import eval_settings, make_one_env, network_of, open_env, served, with_own_parts
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = [

@@ -24,7 +24,6 @@ from rayvec.learners.base import torch_device
 from rayvec.training.atomic_files import local_path
 from rayvec.training.callbacks import MetricsLine, RunContext, TrainResult, call, checked_callbacks, has_hooks
 from rayvec.training.default_callbacks import default_callbacks
-from rayvec.training.env_servers import served
 from rayvec.training.evaluation import evaluate
 from rayvec.training.rank_trainer import open_trainer
 from rayvec.training.run_dir import (
@@ -44,6 +43,7 @@ from rayvec.training.runs import (
     eval_settings,
     make_eval_env,
     network_of,
+    served,
     with_own_parts,
     wrapper_statistics,
 )

@@ -52,6 +52,7 @@ __all__ = [
     "open_env",
     "open_learner",
     "register",
+    "served",
     "torch_threads",
     "wait_limit_s",
     "with_own_parts",
@@ -233,6 +234,31 @@ def make_one_env(config: TrainConfig, **env_kwargs: Any) -> RayVecEnv:
     here: dict[str, Any] = {"num_nodes": 0, "workers_per_node": 0, "address": None, "step_timeout_s": None, "groups": 1}
     kwargs = {**config.env_kwargs, **env_kwargs}
     return make_env(replace(config, **here, **_NO_RESOURCES, env_kwargs=kwargs), 1)
+
+
+@contextlib.contextmanager
+def served(config: Any, env: Any, *, begun: bool = False) -> Iterator[Any]:
+    """Yields `env`, or what makes the environments of the servers that the settings of a run ask for.
+
+    Raises:
+        ConfigError: There is another environment too.
+    """
+    settings = getattr(config, "env_servers", None)
+    if not settings:
+        yield env
+        return
+    has_id = not is_unnamed(config.env_id) and (begun or config.env_id != type(config).env_id)
+    require(
+        env is None and not has_id and config.native is None and not config.env_kwargs,
+        "env_servers was passed to a run that has env, env_id, native or env_kwargs too. Servers take the place of all "
+        "of them. Leave these out, or pass env_servers={}.",
+    )
+    wait_s = 0.9 * config.start_timeout_s  # its error says more than that of a worker which takes too long
+    with EnvServers(config.num_envs, start_timeout_s=wait_s, **settings) as servers:
+        if servers.port:
+            waited = counted(config.num_envs, "environment server")
+            print(f"rayvec: waiting for {waited} at port {servers.port}", file=sys.stderr)
+        yield list(servers)
 
 
 @contextlib.contextmanager

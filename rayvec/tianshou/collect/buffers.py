@@ -6,7 +6,7 @@ steps: indices and data are computed for all of them at once. The result is the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -23,9 +23,8 @@ from tianshou.data import (
 from tianshou.data.batch import alloc_by_keys_diff, create_value
 from tianshou.data.buffer.manager import PrioritizedReplayBufferManager
 
-from rayvec.data import Chunk, ChunkInfo, Tree, tree_leaves, tree_map
+from rayvec.data import Chunk, ChunkInfo, Tree, objects, tree_leaves, tree_map
 from rayvec.data.join_chunks import counted_ends
-from rayvec.tianshou.collect.infos import info_columns, info_rows
 
 __all__ = ["add_chunk", "truncate_open_episode"]
 
@@ -33,6 +32,8 @@ _IN_BULK = {
     cls.add for cls in (ReplayBuffer, ReplayBufferManager, PrioritizedReplayBuffer, PrioritizedReplayBufferManager)
 }
 """The ``add`` methods whose effect is known here; a buffer with another one gets its steps one by one."""
+_REGULAR = (int, float, complex, np.number, np.bool_, np.ndarray, str)
+"""Of values of infos that are columns."""
 Ended = tuple[NDArray[np.float64], NDArray[np.int64]]
 """For each step the return and the length of the episode that ended in it, ``[T, N, ...]`` and ``[T, N]``."""
 
@@ -98,7 +99,7 @@ def add_chunk(
     columns = None
     if in_bulk and all(leaf.dtype != object for leaf in tree_leaves(chunk.obs)):
         rows = ((t * chunk.num_envs + n, info) for t, n, info in infos)
-        columns = info_columns(rows, chunk.valid.size, buffer._meta.get("info"))
+        columns = _info_columns(rows, chunk.valid.size, buffer._meta.get("info"))
     if columns is None:
         returns, lens = _add_in_order(buffer, chunk, fields, infos)
     else:
@@ -202,7 +203,7 @@ def _add_in_order(buffer: ReplayBuffer, chunk: Chunk, fields: dict[str, Any], in
         if len(columns):
             ids = chunk.env_ids[columns]
             batch = Batch(tree_map(lambda leaf: leaf[t][columns], fields))  # noqa: B023
-            batch.info = info_rows(by_step.get(t, ()), columns, ids)
+            batch.info = _info_rows(by_step.get(t, ()), columns, ids)
             _, returns[t, columns], lens[t, columns], _ = buffer.add(cast(Any, batch), buffer_ids=ids)
     return returns, lens
 
@@ -232,3 +233,63 @@ def _batch(tree: Any) -> Any:
     batch = Batch()
     batch.__dict__.update({key: _batch(part) for key, part in tree.items()})
     return batch
+
+
+def _info_columns(infos: Iterable[tuple[int, dict[Any, Any]]], size: int, held: Any) -> dict[str, Any] | None:
+    """Returns infos as columns ``[size, ...]``, nested as the infos are.
+
+    Tianshou turns the info dicts of every step into a Batch: one row for each environment, with 0 or None where it
+    lacks a key. As long as a key's values are of one type, that gives the same step by step as for all steps together.
+
+    Args:
+        infos: Infos with the row that each belongs to.
+        size: The number of rows.
+        held: The infos that the buffer holds already, a Batch, or None.
+
+    Returns:
+        Columns, with 0 or None where a row has no such key; None if they depend on the step that they are of.
+    """
+    gathered: dict[Any, tuple[list[int], list[Any]]] = {}
+    for row, info in infos:
+        for key, value in info.items():
+            rows, values = gathered.setdefault(key, ([], []))
+            rows.append(row)
+            values.append(value)
+    columns: dict[str, Any] = {}
+    for key, (rows, values) in gathered.items():
+        before = held.get(key) if isinstance(held, Batch) else None
+        if set(map(type, values)) == {dict} and all(values) and (before is None or isinstance(before, Batch)):
+            columns[key] = _info_columns(zip(rows, values, strict=True), size, before)
+        else:
+            columns[key] = _column(rows, values, size, before)
+        if columns[key] is None or not isinstance(key, str):
+            return None
+    return columns
+
+
+def _column(rows: list[int], values: list[Any], size: int, held: Any) -> NDArray[Any] | None:
+    """Returns one column; None unless all values, and what the buffer holds, are of one form."""
+    kind, *others = set(map(type, values))
+    forms = {(each.dtype, each.shape) for each in values} if kind is np.ndarray else ()
+    if others or len(forms) > 1 or not issubclass(kind, _REGULAR):
+        return None
+    array = objects(values) if kind is str else np.array(values)
+    fits = held is None or (isinstance(held, np.ndarray) and (held.dtype.kind == "O") == (kind is str))
+    if not fits or (kind is not str and array.dtype.kind not in "biufc"):
+        return None
+    column = np.full((size, *array.shape[1:]), None if kind is str else 0, array.dtype)
+    column[rows] = array
+    return column
+
+
+def _info_rows(infos: Sequence[ChunkInfo], columns: NDArray[np.intp], env_ids: NDArray[np.int64]) -> NDArray[Any]:
+    """Returns the infos of one step as Tianshou's vector environments do: dicts with ``env_id``, ``object [k]``.
+
+    Args:
+        infos: The infos of the step that are not empty.
+        columns: Columns of the environments that took the step, ``[k]``.
+        env_ids: Their indices, ``int64 [k]``.
+    """
+    by_column = {item.n: item.info for item in infos}
+    pairs = zip(columns.tolist(), env_ids.tolist(), strict=True)
+    return objects([{**by_column.get(column, {}), "env_id": env_id} for column, env_id in pairs])

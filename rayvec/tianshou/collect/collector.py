@@ -17,14 +17,13 @@ from tianshou.data import CollectStats, ReplayBuffer
 from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol, TCollectStats
 from tianshou.env import BaseVectorEnv
 
-from rayvec.collect.episode_quotas import EpisodeQuotas
 from rayvec.collect.scheduler import ChunkScheduler
+from rayvec.collect.schedules import EpisodeQuotas, StepCount, TianshouEpisodes
 from rayvec.data import Chunk
 from rayvec.data.join_chunks import counted_ends
 from rayvec.errors import ConfigError, check_choice, check_count, require
 from rayvec.tianshou.collect.buffers import add_chunk, truncate_open_episode
-from rayvec.tianshou.collect.schedules import StepCount, TianshouEpisodes
-from rayvec.tianshou.env.assembly import assembled_chunk
+from rayvec.tianshou.env.pool_env import assembled_chunk
 from rayvec.tianshou.env.vector_env import RayVectorEnv
 from rayvec.tianshou.policies import TianshouPolicy, policy_entry, records_logp
 from rayvec.vector.chunks import WeightStore

@@ -21,8 +21,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import EnvRules
-from rayvec.tianshou.env.assembly import StepResult, observations, step_result
-from rayvec.tianshou.env.pool_env import PoolEnv
+from rayvec.tianshou.env.pool_env import PoolEnv, StepResult, observations, step_result
 from rayvec.vector.chunks import ChunkAdapter
 
 __all__ = ["RayVectorEnv", "RayVectorEnvType"]

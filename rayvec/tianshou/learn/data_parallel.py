@@ -25,8 +25,7 @@ from rayvec.data.topology import even_bounds
 from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.envs.pickled_parts import pickled_for_workers
 from rayvec.errors import check_count, require
-from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank, Shard
-from rayvec.tianshou.learn.algorithm_state import AlgorithmState
+from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank, AlgorithmState, Shard
 
 __all__ = ["DataParallel", "data_parallel"]
 
