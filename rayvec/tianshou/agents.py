@@ -22,7 +22,6 @@ from rayvec.policies.distributions import Gaussian, TanhGaussian, mean_and_log_s
 from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.training import checkpoint as checkpoints
 from rayvec.training.agent import load
-from rayvec.training.checkpoint import space_to_bytes
 
 __all__ = ["load_policy", "save_policy"]
 
@@ -117,8 +116,8 @@ def save_policy(policy: Any, path: Path | str) -> None:
         "rayvec.tianshou.TianshouPolicy.",
     )
     weights = torch.from_numpy(flat_weights(actor.module))
-    described = [space_to_bytes(space) for space in (policy.observation_space, policy.action_space)]
-    checkpoints.save(Path(path), {"weights": weights, "spaces": None if None in described else described})
+    described = checkpoints.spaces_to_bytes(policy.observation_space, policy.action_space)
+    checkpoints.save(Path(path), {"weights": weights, "spaces": described})
 
 
 def _distribution(params: Any) -> Distribution:

@@ -25,7 +25,7 @@ from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic
 from rayvec.training.atomic_files import local_path, written_whole
-from rayvec.training.checkpoint import space_from_bytes
+from rayvec.training.checkpoint import spaces_from_bytes
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.runs import make_one_env, network_of, with_own_parts
 
@@ -58,8 +58,8 @@ def load(
     run_dir = local_path(run_dir)
     config = with_own_parts(load_config(run_dir), env, network, begun=True)
     state = load_checkpoint(run_dir, checkpoint)
-    if state["spaces"] is not None:
-        observation_space, action_space = map(space_from_bytes, state["spaces"])
+    if described := spaces_from_bytes(state["spaces"]):
+        observation_space, action_space = described
     else:
         with make_one_env(config) as made:
             observation_space, action_space = made.single_observation_space, made.single_action_space

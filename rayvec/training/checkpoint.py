@@ -33,8 +33,8 @@ __all__ = [
     "load",
     "restore",
     "save",
-    "space_from_bytes",
-    "space_to_bytes",
+    "spaces_from_bytes",
+    "spaces_to_bytes",
     "warn_of_wide_ranges",
 ]
 
@@ -136,17 +136,17 @@ def _refuse_objects(value: object, place: str) -> None:
         )
 
 
-def space_to_bytes(space: spaces.Space[Any]) -> bytes | None:
-    """Returns what `space_from_bytes` makes an equal space from; None for a space of another class than Gymnasium's."""
+def spaces_to_bytes(*described: spaces.Space[Any]) -> list[bytes] | None:
+    """Returns what `spaces_from_bytes` makes equal spaces from; None if one is of another class than Gymnasium's."""
     try:
-        return to_bytes(space_message(space))
+        return [to_bytes(space_message(space)) for space in described]
     except TypeError:
         return None
 
 
-def space_from_bytes(data: bytes) -> spaces.Space[Any]:
-    """Returns the space that `space_to_bytes` described."""
-    return space_of(from_bytes(data))
+def spaces_from_bytes(data: Sequence[bytes] | None) -> list[spaces.Space[Any]]:
+    """Returns the spaces that `spaces_to_bytes` described; none where it could not."""
+    return [space_of(from_bytes(each)) for each in data or ()]
 
 
 _WIDE, _UNBOUNDED = 100.0, 1e30
@@ -173,8 +173,7 @@ def warn_of_wide_ranges(observation_space: spaces.Space[Any], config: TrainConfi
 
 def check_kept_spaces(found: Sequence[spaces.Space[Any]], state: Mapping[str, Any]) -> None:
     """Raises a ConfigError where the environments have other spaces than the run whose state is given."""
-    described = state.get("spaces")
-    kept = () if described is None else map(space_from_bytes, described)
+    kept = spaces_from_bytes(state.get("spaces"))
     for name, ours, theirs in zip(("observations", "actions"), found, kept, strict=False):
         require(
             _parts_of(ours) == _parts_of(theirs),

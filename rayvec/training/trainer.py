@@ -23,7 +23,7 @@ from rayvec.errors import ConfigError
 from rayvec.learners.base import Learner, set_learning_rate
 from rayvec.policies.policy import Policy
 from rayvec.training.atomic_files import local_path
-from rayvec.training.checkpoint import check_kept_spaces, restore, space_to_bytes
+from rayvec.training.checkpoint import check_kept_spaces, restore, spaces_to_bytes
 from rayvec.training.evaluation import eval_limits, evaluate
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS
@@ -248,12 +248,11 @@ class Trainer:
             learner: The state of the learner, in place of its whole one.
         """
         env = self._env
-        described = [space_to_bytes(space) for space in (env.single_observation_space, env.single_action_space)]
         return {
             "weights": torch.from_numpy(self.learner.weights()),
             "learner": self.learner.state_dict() if learner is None else learner,
             "collector": self.collector.state_dict(),
-            "spaces": None if None in described else described,
+            "spaces": spaces_to_bytes(env.single_observation_space, env.single_action_space),
         }
 
     def evaluate(self) -> EpisodeStats:

@@ -19,7 +19,7 @@ import rayvec
 from rayvec.config.references import refer
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.agent import Agent
-from rayvec.training.checkpoint import space_from_bytes, space_to_bytes
+from rayvec.training.checkpoint import spaces_from_bytes, spaces_to_bytes
 from rayvec.training.evaluation import greedy_policy
 from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS, make_env, network_of
@@ -197,7 +197,7 @@ def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
     ids=lambda space: type(space).__name__,
 )
 def test_spaces_survive_a_checkpoint(space: Any) -> None:
-    again = space_from_bytes(space_to_bytes(space))
+    [again] = spaces_from_bytes(spaces_to_bytes(space))
     assert again == space and again.dtype == space.dtype
     assert str(again) == str(space)  # networks read the parts in this order, which == does not compare
-    assert space_to_bytes(spaces.Tuple((space, spaces.Sequence(space)))) is None
+    assert spaces_to_bytes(spaces.Tuple((space, spaces.Sequence(space)))) is None

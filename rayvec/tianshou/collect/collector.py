@@ -114,8 +114,8 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             raise_on_nan_in_buffer,
             cast(type[TCollectStats], collect_stats_class),
         )
-        self._way: Literal["chunks", "steps", "lost"] | None = None  # of the steps after the last reset
-        self._num_uses = 0  # of the environments up to now; other vector environments than rayvec's do not count
+        self._way: Literal["chunks", "steps"] | None = None  # of the steps after the last reset
+        self._num_uses = 0  # of the environments up to now; other vector environments than rayvec's do not count them
         self._acting: Policy | None = None  # the policy that `_store` was made of
         self._store: WeightStore | None = None
         self._weights = b""
@@ -168,17 +168,13 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
             or (chunks and not chunks.is_idle and n_episode)
         ):
             self.reset_env(gym_reset_kwargs)
-        self._way = "lost"  # what an exception leaves
-        try:
-            if chunks is not None:
-                stats = self._collect_chunks(chunks, n_step, n_episode)
-            else:
-                stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
-            if self._way is not None:  # it is None after whole episodes, which end with a reset
-                self._way = way
-            return stats
-        finally:
-            self._num_uses = getattr(self.env, "num_uses", 0)
+        self._way, self._num_uses = way, -1  # an exception loses steps: the next call resets
+        if chunks is not None:
+            stats = self._collect_chunks(chunks, n_step, n_episode)
+        else:
+            stats = super()._collect(n_step, n_episode, random, render, gym_reset_kwargs)
+        self._num_uses = getattr(self.env, "num_uses", 0)
+        return stats
 
     def _has_hooks(self) -> bool:
         """Whether a hook or the stats class is called with every step or every episode."""
