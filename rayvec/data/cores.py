@@ -8,23 +8,27 @@ import os
 from itertools import product
 from pathlib import Path
 
-__all__ = ["limit_cores", "quota_cores", "usable_cores"]
+__all__ = ["give_cores", "quota_cores", "usable_cores"]
 
 _QUOTA_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 """The files of version 2 and of version 1 that have a quota and its period."""
-_limits: list[int] = []
+_given: list[int] = []
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use: its affinity, its container's quota, or its own limit."""
-    quota = quota_cores()
-    quotas = [] if quota is None else [max(1, math.ceil(quota))]
-    return min([len(os.sched_getaffinity(0)), *quotas, *_limits])
+    """Returns the number of cores that this process may use: its affinity, and at most its container's quota.
+
+    Where it was given a share of a machine by :func:`give_cores`, it is that.
+    """
+    if _given:
+        return _given[-1]
+    cores, quota = len(os.sched_getaffinity(0)), quota_cores()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
-def limit_cores(count: int) -> None:
-    """Lets this process use `count` cores at most, where it shares a machine with others of its kind."""
-    _limits.append(count)
+def give_cores(count: int) -> None:
+    """Gives this process a number of cores of its machine, which it shares with others of its kind."""
+    _given.append(count)
 
 
 def quota_cores(root: Path = Path("/")) -> float | None:

@@ -22,7 +22,7 @@ from gymnasium.envs.registration import EnvSpec
 from rayvec.config import TrainConfig
 from rayvec.data import EpisodeStats
 from rayvec.data.batch import join_episodes, join_stats
-from rayvec.data.cores import limit_cores, usable_cores
+from rayvec.data.cores import give_cores, usable_cores
 from rayvec.data.global_random import seed_globals
 from rayvec.data.topology import even_bounds
 from rayvec.distributed.process_host import ProcessHost
@@ -73,7 +73,7 @@ class RankTrainer(Trainer):
         register_specs(specs)
         self._first_id, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
         num_envs = stop - self._first_id
-        limit_cores(cores)
+        give_cores(cores)
         self._stragglers = Stragglers(
             make_arrivals(ranks.rank),
             ranks.size,
