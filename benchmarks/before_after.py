@@ -45,17 +45,33 @@ def placed(remote: bool) -> Iterator[dict[str, Any]]:
         yield {"num_nodes": 1, "workers_per_node": 2}
 
 
-def steps(remote: bool = False) -> Iterator[Advance]:
-    """`env.step` of 64 CartPoles."""
+class Images(gymnasium.Env[Any, Any]):
+    """Images of 100 kB, all the same, in episodes without an end."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (320, 312), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+    _image = np.zeros((320, 312), np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begins an episode."""
+        return self._image, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Returns the image."""
+        return self._image, 0.0, False, False, {}
+
+
+def steps(make: Any, num_envs: int, remote: bool = False) -> Iterator[Advance]:
+    """`env.step` of some environments."""
     import rayvec
 
-    with placed(remote) as where, rayvec.RayVecEnv("CartPole-v1", 64, **where) as env:
+    with placed(remote) as where, rayvec.RayVecEnv(make, num_envs, **where) as env:
         env.reset(seed=0)
-        actions = np.arange(64) % 2
+        actions = np.arange(num_envs) % 2
 
         def advance() -> int:
             env.step(actions)
-            return 64
+            return num_envs
 
         yield advance
 
@@ -148,8 +164,10 @@ def update(algorithm: str, compile: bool = False, num_learners: int = 1) -> Iter
 
 
 PIECES: dict[str, tuple[Callable[..., Iterator[Advance]], dict[str, Any]]] = {
-    "env.step, shm": (steps, {}),
-    "env.step, tcp": (steps, {"remote": True}),
+    "env.step, shm": (steps, {"make": "CartPole-v1", "num_envs": 64}),
+    "env.step, tcp": (steps, {"make": "CartPole-v1", "num_envs": 64, "remote": True}),
+    "images, shm": (steps, {"make": Images, "num_envs": 16}),
+    "images, tcp": (steps, {"make": Images, "num_envs": 16, "remote": True}),
     "chunks, shm": (chunks, {}),
     "chunks, tcp": (chunks, {"remote": True}),
     "native, env.step": (native, {}),
