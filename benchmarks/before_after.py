@@ -139,8 +139,10 @@ def start() -> Iterator[Advance]:
     yield advance
 
 
-def update(algorithm: str, compile: bool = False, num_learners: int = 1) -> Iterator[Advance]:
-    """Updates on minibatches of 256 rows."""
+def update(
+    algorithm: str, compile: bool = False, num_learners: int = 1, rows: int = 256, images: bool = False
+) -> Iterator[Advance]:
+    """Updates on minibatches of some rows."""
     import torch
     from learner_task import LearnerTask
 
@@ -148,7 +150,9 @@ def update(algorithm: str, compile: bool = False, num_learners: int = 1) -> Iter
 
     torch.set_num_threads(1)
     sizes: dict[str, Any] = {"num_envs": 1, "num_steps": 16, "hidden_sizes": (256, 256)} if algorithm == "sac" else {}
-    task = LearnerTask(algorithm, minibatch_size=256, act_size=6, compile=compile, **sizes)
+    if num_learners > 1:
+        sizes = {"num_steps": rows // 16, "images": images}
+    task = LearnerTask(algorithm, minibatch_size=rows, act_size=6, compile=compile, **sizes)
     learner: Any = task.learner()
     batch = task.batch(learner)
     with contextlib.ExitStack() as stack:
@@ -176,7 +180,8 @@ PIECES: dict[str, tuple[Callable[..., Iterator[Advance]], dict[str, Any]]] = {
     "start of 96 environments": (start, {}),
     "PPO": (update, {"algorithm": "ppo"}),
     "PPO, compiled": (update, {"algorithm": "ppo", "compile": True}),
-    "PPO, two ranks": (update, {"algorithm": "ppo", "num_learners": 2}),
+    "PPO, two ranks": (update, {"algorithm": "ppo", "num_learners": 2, "rows": 4096}),
+    "PPO, two ranks, images": (update, {"algorithm": "ppo", "num_learners": 2, "images": True}),
     "SAC": (update, {"algorithm": "sac"}),
     "SAC, compiled": (update, {"algorithm": "sac", "compile": True}),
     "IMPALA": (update, {"algorithm": "impala"}),
