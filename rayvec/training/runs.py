@@ -136,13 +136,12 @@ def make_env(config: TrainConfig, num_envs: int | None = None, first_id: int = 0
         "replay_calls",
         "spare_envs",
     )
-
     masks = getattr(config, "action_masks", False)
     keep = () if reads_infos else (functools.partial(KeepInfos, names=config.episode_metrics, masks=masks),)
     env = RayVecEnv(
         num_envs=num_envs,
         **{name: getattr(config, name) for name in (*names, "on_env_error", "on_node_loss")} | makes,
-        wrappers=[*_wrappers(config), *keep],
+        wrappers=[*(resolve("wrappers", name) for name in config.wrappers), *keep],
         preload=_preload(config),
         address=config.address if config.num_nodes != 0 else None,  # then it is the address of the learner's ranks
         first_id=first_id,
@@ -212,10 +211,6 @@ def _entry(config: TrainConfig, num_envs: int, first_id: int) -> Any:
     if isinstance(entry, list | tuple) and len(entry) == config.num_envs:
         entry = entry[first_id % len(entry) :][:num_envs]  # of a rank; of an evaluation, the first ones
     return entry
-
-
-def _wrappers(config: TrainConfig) -> list[Any]:
-    return [resolve("wrappers", name) for name in config.wrappers]
 
 
 def _preload(config: TrainConfig) -> tuple[str, ...]:

@@ -321,10 +321,8 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         """
         if inference == "driver":
             return self.publish(policy, inference=inference)
-        loaded: Any = None
+        loaded: Any = policy.loaded_weights if isinstance(policy, Policy) else None
         may_load = getattr(type(policy), "load_weights", None) is Policy.load_weights
-        if isinstance(policy, Policy):
-            loaded = policy.loaded_weights
         sent, store, had_loaded = self._sent or (None, None, None)
         is_known = sent is policy and store is not None and store.inference == inference
         if store is not None and is_known and loaded is not had_loaded and may_load:
