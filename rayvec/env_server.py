@@ -9,8 +9,8 @@ It dials in, so that it works from a container and from behind a firewall, makes
 it, and dials in again when the connection ends. It ends when rayvec closes its servers. An environment is one of
 Gymnasium, of Gym, or any object with ``reset``, ``step``, ``observation_space`` and ``action_space``.
 
-Nothing is pickled. A message is a JSON text, which may be left out, and the bytes of its numbers and arrays. Both sides
-prove that they have the key, by HMAC-SHA256 of a fresh number of the other side; what follows is not encrypted.
+Nothing is pickled. A message is a JSON text and the bytes of its arrays. Both sides prove that they have the key, by
+HMAC-SHA256 of a fresh number of the other side; what follows is not encrypted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ import struct
 import sys
 import time
 import traceback
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-GREETING = b"rayvec environment server 5\n"
+GREETING = b"rayvec environment server 6\n"
 """Ends with the version of the protocol, which both sides must share."""
 _LENGTHS = struct.Struct("!IQ")
 _NONCE = 32
@@ -48,49 +47,32 @@ class EndOfService(Exception):
     """rayvec has told this server to end."""
 
 
-# Messages: a form, as JSON, and the bytes of numbers and arrays, whose types and shapes the form has.
+# Messages: a JSON text, and the bytes of arrays, whose types and shapes the text has.
 
 _ARRAY_KINDS = "biufcSUmM"
 """Of the types of arrays, as NumPy names them: no objects, which would be addresses."""
-_NUMBERS = {bool: struct.Struct("!?"), int: struct.Struct("!q"), float: struct.Struct("!d")}
-_NUMBER_NAMED = {kind.__name__: number for kind, number in _NUMBERS.items()}
 
 
-class Messages:
-    """The messages of a connection: dicts, tuples, lists, strings, numbers and NumPy arrays.
+def pack(message: Any) -> bytes:
+    """Returns the bytes of a message: dicts, tuples, lists, strings, numbers and NumPy arrays.
 
-    A message that has the form of the one before is sent without its form.
+    Raises:
+        TypeError: Something else is in the message.
     """
+    arrays: list[bytes] = []
+    text, data = json.dumps(encoded(message, arrays)).encode(), b"".join(arrays)
+    return b"".join((_LENGTHS.pack(len(text), len(data)), text, data))
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._sent: Any = None
-        self._read: Any = None
 
-    def pack(self, message: Any) -> bytes:
-        """Returns the bytes of the next message. Send them: the message after it may leave out its form.
+def receive(connection: socket.socket) -> Any:
+    """Receives a message.
 
-        Raises:
-            TypeError: Something else is in the message.
-        """
-        values: list[bytes] = []
-        form = form_of(message, values)
-        data = b"".join(values)
-        text = b"" if form == self._sent else json.dumps(form, default=attrgetter("str")).encode()
-        self._sent = form
-        return b"".join((_LENGTHS.pack(len(text), len(data)), text, data))
-
-    def receive(self) -> Any:
-        """Receives the next message.
-
-        Raises:
-            OSError: The connection has ended.
-        """
-        text_bytes, data_bytes = _LENGTHS.unpack(_receive_exactly(self._connection, _LENGTHS.size))
-        message = memoryview(_receive_exactly(self._connection, text_bytes + data_bytes))
-        if text_bytes:
-            self._read = reader_of(json.loads(bytes(message[:text_bytes]).decode()), [0])
-        return self._read(message[text_bytes:])
+    Raises:
+        OSError: The connection has ended.
+    """
+    text_bytes, data_bytes = _LENGTHS.unpack(_receive_exactly(connection, _LENGTHS.size))
+    message = _receive_exactly(connection, text_bytes + data_bytes)
+    return decoded(json.loads(message[:text_bytes].decode()), message, [text_bytes])
 
 
 def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
@@ -104,70 +86,60 @@ def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
     return received
 
 
-def form_of(value: Any, values: list[bytes], is_a: Any = issubclass) -> Any:
-    """Returns the form of a value, a tag and what belongs to it; the bytes that it lacks are appended to `values`.
+def encoded(value: Any, arrays: list[bytes], is_a: Any = issubclass) -> Any:
+    """Returns a value as JSON has it, all but strings and numbers as lists with a tag; adds the bytes of arrays.
 
-    Subclasses of containers and arrays count as these, unless `is_a` is ``operator.is_``.
+    Args:
+        value: The value.
+        arrays: Gets the bytes of each array.
+        is_a: By default subclasses of containers and arrays count as these; with ``operator.is_`` they don't.
     """
     kind = type(value)
-    if value is None or kind is str:
+    if value is None or kind in (str, bool, int, float):
         return value
-    if kind is int and value.bit_length() > 63:
-        return ("long", str(value))
-    if kind in _NUMBERS:
-        values.append(_NUMBERS[kind].pack(value))
-        return (kind.__name__,)
     if (is_a(kind, np.ndarray) or issubclass(kind, np.generic)) and value.dtype.kind in _ARRAY_KINDS:
-        values.append(value.tobytes())
-        return ("array" if isinstance(value, np.ndarray) else "scalar", value.dtype, value.shape)
+        arrays.append(value.tobytes())
+        return ("array" if isinstance(value, np.ndarray) else "scalar", value.dtype.str, value.shape)
     if is_a(kind, dict):
         pairs = value.items()
-        return ("dict", [(form_of(key, values, is_a), _form_within(key, each, values, is_a)) for key, each in pairs])
+        return ("dict", [(encoded(key, arrays, is_a), _encoded_at(key, each, arrays, is_a)) for key, each in pairs])
     if is_a(kind, list) or is_a(kind, tuple):
-        return ("list" if isinstance(value, list) else "tuple", [form_of(each, values, is_a) for each in value])
+        return ("list" if isinstance(value, list) else "tuple", [encoded(each, arrays, is_a) for each in value])
     name = f"array of {value.dtype}s" if kind is np.ndarray else kind.__name__
     raise TypeError(
         f" is a {name}, which can't be sent. Use numbers, strings, lists, tuples, dicts or arrays of numbers."
     )
 
 
-def _form_within(key: Any, value: Any, values: list[bytes], is_a: Any) -> Any:
+def _encoded_at(key: Any, value: Any, arrays: list[bytes], is_a: Any) -> Any:
     try:
-        return form_of(value, values, is_a)
+        return encoded(value, arrays, is_a)
     except TypeError as error:
         raise TypeError(f"[{key!r}]{error}") from None
 
 
-def reader_of(form: Any, place: list[int]) -> Any:
-    """Returns a function from the bytes of a message to the value that has this form.
+def decoded(form: Any, data: Any, place: list[int]) -> Any:
+    """Returns the value of which `encoded` has made a form.
 
     Args:
-        form: As `form_of` returned it.
-        place: Where the bytes of this value begin; it moves to where they end.
+        form: The form, from JSON.
+        data: The bytes of all arrays, which the value's own arrays are views of.
+        place: Where those of the next array begin; it moves to where they end.
     """
-    if form is None or isinstance(form, str):
-        return lambda data: form
-    tag, *rest = form
-    at = place[0]
-    if tag == "long":
-        return lambda data: int(rest[0])
-    if tag in _NUMBER_NAMED:
-        number = _NUMBER_NAMED[tag]
-        place[0] += number.size
-        return lambda data: number.unpack_from(data, at)[0]
-    if tag in ("array", "scalar"):
-        dtype, shape = np.dtype(rest[0]), tuple(rest[1])
-        if dtype.kind not in _ARRAY_KINDS:
-            raise ValueError(f"It has an array of {dtype}s. There must be arrays of numbers or strings only.")
-        place[0] += int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if tag == "array":
-            return lambda data: np.ndarray(shape, dtype, data, at)
-        return lambda data: np.ndarray((), dtype, data, at)[()]
+    if not isinstance(form, list):
+        return form
+    tag, content = form[:2]
     if tag == "dict":
-        pairs = [(reader_of(key, place), reader_of(each, place)) for key, each in rest[0]]
-        return lambda data: {key(data): each(data) for key, each in pairs}
-    parts = [reader_of(each, place) for each in rest[0]]
-    return lambda data: (list if tag == "list" else tuple)([part(data) for part in parts])
+        return {decoded(key, data, place): decoded(each, data, place) for key, each in content}
+    if tag in ("list", "tuple"):
+        parts = [decoded(each, data, place) for each in content]
+        return parts if tag == "list" else tuple(parts)
+    dtype = np.dtype(content)
+    if dtype.kind not in _ARRAY_KINDS:
+        raise ValueError(f"It has an array of {dtype}s. There must be arrays of numbers or strings only.")
+    array: Any = np.ndarray(form[2], dtype, data, place[0])
+    place[0] += array.nbytes
+    return array if tag == "array" else array[()]
 
 
 # Spaces, by the names of their classes, so that Gym's and Gymnasium's are understood alike.
@@ -374,15 +346,14 @@ def serve(connection: socket.socket, served: Served) -> None:
         EndOfService: rayvec asks this server to end.
         OSError: The connection has ended.
     """
-    messages = Messages(connection)
     while True:
-        request = messages.receive()
+        request = receive(connection)
         if request["op"] == "end":
             raise EndOfService
         try:
-            answer = messages.pack(getattr(served, request["op"])(request))
+            answer = pack(getattr(served, request["op"])(request))
         except Exception as error:
-            answer = messages.pack(_failure(error))
+            answer = pack(_failure(error))
         connection.sendall(answer)
 
 

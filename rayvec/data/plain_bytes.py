@@ -8,7 +8,7 @@ import struct
 from copy import deepcopy
 from typing import Any
 
-from rayvec.env_server import form_of, reader_of
+from rayvec.env_server import decoded, encoded
 
 __all__ = ["from_bytes", "to_bytes"]
 
@@ -24,13 +24,12 @@ def to_bytes(value: Any) -> bytes:
     >>> from_bytes(to_bytes({"t": (1, 2.5), 3: None}))
     {'t': (1, 2.5), 3: None}
     """
-    values: list[bytes] = []
-    form = json.dumps(form_of(value, values, operator.is_), default=operator.attrgetter("str")).encode()
-    return b"".join((_LENGTH.pack(len(form)), form, *values))
+    arrays: list[bytes] = []
+    text = json.dumps(encoded(value, arrays, operator.is_)).encode()
+    return b"".join((_LENGTH.pack(len(text)), text, *arrays))
 
 
 def from_bytes(data: bytes) -> Any:
     """Returns what :func:`to_bytes` was given."""
     start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    read = reader_of(json.loads(data[_LENGTH.size : start]), [0])
-    return deepcopy(read(bytearray(data[start:])))
+    return deepcopy(decoded(json.loads(data[_LENGTH.size : start]), bytearray(data[start:]), [0]))

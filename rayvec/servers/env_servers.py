@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rayvec.env_server import Messages, Refused, prove, read_key
+from rayvec.env_server import Refused, pack, prove, read_key
 from rayvec.errors import ConfigError, check_count
 from rayvec.servers.server_env import ServerEnv
 
@@ -120,7 +120,7 @@ class EnvServers:
         with self._socket, socket.create_server(self._make.address, reuse_port=True) as listener:
             while found := next(filter(None, dialling_in(listener, self._key, _LAST_S)), None):
                 with suppress(OSError), found[0] as connection:
-                    connection.sendall(Messages(connection).pack({"op": "end"}))
+                    connection.sendall(pack({"op": "end"}))
 
     def __enter__(self) -> Self:
         return self

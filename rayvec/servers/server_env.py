@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from rayvec.env_server import Messages
+from rayvec.env_server import pack, receive
 
 __all__ = ["ServerEnv"]
 
@@ -32,7 +32,6 @@ class ServerEnv(gymnasium.Env[Any, Any]):
 
     def __init__(self, connection: socket.socket, name: str, end: Callable[[], None] = lambda: None) -> None:
         self._connection, self._name, self._end = connection, name, end
-        self._messages = Messages(connection)
         made = self._ask("open")
         self.observation_space = space_of(made["observation_space"])
         self.action_space = space_of(made["action_space"])
@@ -85,10 +84,10 @@ class ServerEnv(gymnasium.Env[Any, Any]):
             ConnectionError: The server is lost.
             Exception: What the environment raised: of the same type if that is one of Python's own.
         """
-        message = self._messages.pack({"op": op, **request})
+        message = pack({"op": op, **request})
         try:
             self._connection.sendall(message)
-            answer: dict[str, Any] = self._messages.receive()
+            answer: dict[str, Any] = receive(self._connection)
         except OSError as error:
             raise ConnectionError(f"{self._name} was lost in {op}: {error}") from None
         if "error" in answer:

@@ -38,7 +38,7 @@ __all__ = [
     "warn_of_wide_ranges",
 ]
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _KIND = "rayvec checkpoint"
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.wrappers.utils import RunningMeanStd
 
-from rayvec.env_server import form_of
+from rayvec.env_server import encoded
 
 __all__ = ["SaveState", "set_state", "state_of"]
 
@@ -129,7 +129,7 @@ def _is_mujoco_data(value: Any) -> bool:
 def _fault(value: Any, saved: tuple[str, Any], parts: list[Any], held: list[tuple[str, Any]]) -> str:
     """Returns why an attribute would not be restored as it was, beside those that others hold; "" if it would."""
     try:
-        form_of(saved, [], operator.is_)
+        encoded(saved, [], operator.is_)
     except TypeError:
         return f"holds a {type(value).__name__}"
     shared = [name for name, part in held if any(_is_shared(part, each) for each in parts)]
