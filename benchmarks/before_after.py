@@ -22,9 +22,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 import tyro
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from measure import check_only, heading, interleaved, simulated_cluster
 from peer_process import HERE, Measured, PeerProcess
 
+import rayvec
 from rayvec.bench.terminal import ratio, show_table, spread
 
 Advance = Callable[[], int]
@@ -61,49 +63,28 @@ class Images(gymnasium.Env[Any, Any]):
         return self._image, 0.0, False, False, {}
 
 
-def steps(make: Any, num_envs: int, remote: bool = False) -> Iterator[Advance]:
-    """`env.step` of some environments."""
-    import rayvec
-
-    with placed(remote) as where, rayvec.RayVecEnv(make, num_envs, **where) as env:
+def stepping(
+    make: Any = "CartPole-v1", num_envs: int = 64, remote: bool = False, chunk_steps: int = 0
+) -> Iterator[Advance]:
+    """`env.step`, or chunks of so many steps with the policy in the workers and the next one prefetched."""
+    with placed(remote) as where:
+        env = (
+            rayvec.RayVecEnv([make] * 2, native=True, **where)
+            if isinstance(make, partial)
+            else rayvec.RayVecEnv(make, num_envs, **where)
+        )
         env.reset(seed=0)
-        actions = np.arange(num_envs) % 2
-
-        def advance() -> int:
-            env.step(actions)
-            return num_envs
-
-        yield advance
-
-
-def chunks(remote: bool = False) -> Iterator[Advance]:
-    """Chunks of 128 steps of 64 CartPoles, the policy in the workers, the next chunk prefetched."""
-    import rayvec
-
-    with placed(remote) as where, rayvec.RayVecEnv("CartPole-v1", 64, **where) as env:
-        collector = rayvec.Collector(env, alternating, prefetch=True)
-        yield lambda: int(collector.collect(n_step=64 * 128).stats.n_collected_steps)
-
-
-def native(in_chunks: bool = False) -> Iterator[Advance]:
-    """Two native sub-batches of 1,024 CartPoles."""
-    from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-
-    import rayvec
-
-    makers = [lambda: CartPoleVectorEnv(1024)] * 2
-    with rayvec.RayVecEnv(makers, native=True, num_nodes=0, workers_per_node=2) as env:
-        env.reset(seed=0)
-        collector = rayvec.Collector(env, alternating, prefetch=True) if in_chunks else None
-        actions = np.arange(2048) % 2
+        actions = np.arange(env.num_envs) % 2
+        collector = rayvec.Collector(env, alternating, prefetch=True) if chunk_steps else None
 
         def advance() -> int:
             if collector is not None:
-                return int(collector.collect(n_step=2048 * 32).stats.n_collected_steps)
+                return int(collector.collect(n_step=chunk_steps * env.num_envs).stats.n_collected_steps)
             env.step(actions)
-            return 2048
+            return int(env.num_envs)
 
         yield advance
+        env.close()
 
 
 def tianshou() -> Iterator[Advance]:
@@ -129,7 +110,6 @@ def tianshou() -> Iterator[Advance]:
 
 def start() -> Iterator[Advance]:
     """Starts, resets and ends 96 CartPoles in two workers."""
-    import rayvec
 
     def advance() -> int:
         with rayvec.RayVecEnv("CartPole-v1", 96, num_nodes=0, workers_per_node=2) as env:
@@ -146,19 +126,14 @@ def update(
     import torch
     from learner_task import LearnerTask
 
-    import rayvec
-
     torch.set_num_threads(1)
     sizes: dict[str, Any] = {"num_envs": 1, "num_steps": 16, "hidden_sizes": (256, 256)} if algorithm == "sac" else {}
     if num_learners > 1:
         sizes = {"num_steps": rows // 16, "images": images}
     task = LearnerTask(algorithm, minibatch_size=rows, act_size=6, compile=compile, **sizes)
-    learner: Any = task.learner()
-    batch = task.batch(learner)
-    with contextlib.ExitStack() as stack:
-        if num_learners > 1:
-            group = rayvec.LearnerGroup(task.learner, num_learners, num_nodes=0)
-            learner = stack.enter_context(contextlib.closing(group))
+    batch = task.batch(task.learner())
+    group: Any = rayvec.LearnerGroup(task.learner, num_learners, num_nodes=0) if num_learners > 1 else None
+    with group or contextlib.nullcontext(task.learner()) as learner:
 
         def advance() -> int:
             learner.update(batch)
@@ -167,15 +142,17 @@ def update(
         yield advance
 
 
+NATIVE = partial(CartPoleVectorEnv, 1024)
+"""One of two native sub-batches."""
 PIECES: dict[str, tuple[Callable[..., Iterator[Advance]], dict[str, Any]]] = {
-    "env.step, shm": (steps, {"make": "CartPole-v1", "num_envs": 64}),
-    "env.step, tcp": (steps, {"make": "CartPole-v1", "num_envs": 64, "remote": True}),
-    "images, shm": (steps, {"make": Images, "num_envs": 16}),
-    "images, tcp": (steps, {"make": Images, "num_envs": 16, "remote": True}),
-    "chunks, shm": (chunks, {}),
-    "chunks, tcp": (chunks, {"remote": True}),
-    "native, env.step": (native, {}),
-    "native, chunks": (native, {"in_chunks": True}),
+    "env.step, shm": (stepping, {}),
+    "env.step, tcp": (stepping, {"remote": True}),
+    "images, shm": (stepping, {"make": Images, "num_envs": 16}),
+    "images, tcp": (stepping, {"make": Images, "num_envs": 16, "remote": True}),
+    "chunks, shm": (stepping, {"chunk_steps": 128}),
+    "chunks, tcp": (stepping, {"chunk_steps": 128, "remote": True}),
+    "native, env.step": (stepping, {"make": NATIVE}),
+    "native, chunks": (stepping, {"make": NATIVE, "chunk_steps": 32}),
     "Tianshou's collector": (tianshou, {}),
     "start of 96 environments": (start, {}),
     "PPO": (update, {"algorithm": "ppo"}),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,17 +27,13 @@ from cleanrl_style import ppo_loss
 from learner_task import LearnerTask
 from torch import Tensor, nn
 
+from rayvec.bench.terminal import spread
+
 D, A = 17, 6
 CHOICES = 2
 """Actions where observations are images."""
 
 Updates = Callable[[], Any]
-
-
-def name_of(task: LearnerTask) -> str:
-    """Returns what the table calls a task."""
-    net = "Nature-CNN" if task.images else "x".join(map(str, task.hidden_sizes))
-    return f"{task.algorithm.upper()}, {net}, {task.minibatch_size}"
 
 
 def ours(task: LearnerTask, precision: str, kind: str) -> Updates:
@@ -141,12 +136,8 @@ def rows(options: argparse.Namespace) -> Iterator[list[str]]:
         for precision in options.precisions:
             names = [f"{kind} {precision}" for kind in COLUMNS]
             found = [[turn[name] for turn in turns if name in turn] for name in names]
-            yield [f"{name_of(task)}, {precision}", *map(spread, found)]
-
-
-def spread(values: list[float]) -> str:
-    """Returns the median, the smallest and the largest value; nothing for what was not measured."""
-    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})" if values else ""
+            net = "Nature-CNN" if task.images else "x".join(map(str, task.hidden_sizes))
+            yield [f"{task.algorithm.upper()}, {net}, {task.minibatch_size}, {precision}", *map(spread, found)]
 
 
 COLUMNS = ["eager", "compiled", "cleanrl", "leanrl"]

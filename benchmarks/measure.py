@@ -14,17 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peer_process import HERE, Measured, PeerProcess
+from peer_process import Measured, PeerProcess
 
 from rayvec.bench.results import machine
 from rayvec.bench.terminal import ratio, show_table, spread
 
 _T = TypeVar("_T")
-
-
-def share_modules() -> None:
-    """Lets processes that are started from here import the modules of this directory."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 
 
 def check_only(only: Collection[str], peers: Collection[str]) -> None:
@@ -90,8 +85,8 @@ def heading() -> str:
 
     at = machine()
     found = ", ".join(f"{name} {number}" for name, number in installed_versions().items())
-    load = f"load {os.getloadavg()[0]:.1f}"
-    return f"`python {shlex.join(sys.argv)}`, {date.today()}, {at['cores']} cores of {at['processor']}, {load}, {found}"
+    command, load = shlex.join(sys.argv), os.getloadavg()[0]
+    return f"`python {command}`, {date.today()}, {at['cores']} cores of {at['processor']}, load {load:.1f}, {found}"
 
 
 @contextlib.contextmanager

@@ -80,13 +80,11 @@ class PeerProcess:
 
     def measure(self, seconds: float) -> Measured:
         """Lets it work for at least so many seconds, at least once."""
-        assert self._process.stdin is not None
         self._process.stdin.write(f"{seconds}\n")
         self._process.stdin.flush()
         return Measured(**self._answer())
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             return json.loads(line)
         self._log.seek(0)
@@ -103,7 +101,6 @@ class PeerProcess:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(30.0)

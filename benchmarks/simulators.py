@@ -7,7 +7,6 @@ turn of each part.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import os
@@ -22,8 +21,9 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import tyro
 from gymnasium import spaces
-from measure import heading, interleaved, share_modules
+from measure import heading, interleaved
 
 import rayvec
 from rayvec.bench.emulated import EmulatedEnv
@@ -65,7 +65,6 @@ class Threaded(Echo):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Waits for one product."""
-        assert self._process.stdin and self._process.stdout
         self._process.stdin.write(b"\n")
         self._process.stdout.readline()
         return super().step(action)
@@ -144,24 +143,6 @@ def show(title: str, ways: Mapping[str, Callable[[], float]], unit: str, repeats
     show_table(title, ["", unit, "over the first"], rows)
 
 
-def main() -> None:
-    """Measures each part and prints its tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    repeats, seconds = (1, 0.3) if args.quick else (args.repeats, args.seconds)
-    share_modules()
-    os.environ["PYTHONPATH"] += os.pathsep + os.path.dirname(rayvec.__path__[0])
-    print(heading())
-    for name in args.parts:
-        with ExitStack() as stack:
-            for title, unit, ways in PARTS[name](stack, seconds):
-                show(title, ways, unit, repeats)
-
-
 Tables = Iterator[tuple[str, str, dict[str, Callable[[], float]]]]
 """Title, unit and ways of each table."""
 
@@ -222,5 +203,24 @@ PARTS: dict[str, Callable[[ExitStack, float], Tables]] = {
 }
 
 
+def main(parts: tuple[str, ...] = tuple(PARTS), repeats: int = 5, seconds: float = 3.0, quick: bool = False) -> None:
+    """Measures each part and prints its tables.
+
+    Args:
+        parts: Which parts.
+        repeats: Turns of each way.
+        seconds: Of a turn.
+        quick: One short turn of each part.
+    """
+    repeats, seconds = (1, 0.3) if quick else (repeats, seconds)
+    paths = [os.path.dirname(__file__), os.path.dirname(rayvec.__path__[0]), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # where servers find what they import
+    print(heading())
+    for name in parts:
+        with ExitStack() as stack:
+            for title, unit, ways in PARTS[name](stack, seconds):
+                show(title, ways, unit, repeats)
+
+
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

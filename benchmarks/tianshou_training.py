@@ -83,9 +83,7 @@ class Side:
             self.algorithm.close()
 
 
-def make_env() -> Any:
-    """Returns one environment."""
-    return gymnasium.make("HalfCheetah-v5")
+make_env = partial(gymnasium.make, "HalfCheetah-v5")
 
 
 def normal(parameters: tuple[torch.Tensor, torch.Tensor]) -> Independent:
@@ -119,16 +117,11 @@ def make_ppo() -> PPO:
     )
 
 
-def make_buffer(num_envs: int) -> VectorReplayBuffer:
-    """Returns a buffer with room for an iteration."""
-    return VectorReplayBuffer(2 * STEPS, num_envs)
-
-
 def make_tianshou(num_envs: int, tests: int, threads: int) -> Side:
     """Returns Tianshou's own parts."""
     algorithm = make_ppo()
     training, testing = (SubprocVectorEnv([make_env] * count) for count in (num_envs, tests))
-    collector = Collector(algorithm, training, make_buffer(num_envs))
+    collector = Collector(algorithm, training, VectorReplayBuffer(2 * STEPS, num_envs))
     return Side(f"Tianshou, torch threads {threads}", algorithm, collector, Collector(algorithm, testing), threads)
 
 
@@ -141,7 +134,7 @@ def make_rayvec(num_envs: int, tests: int, workers: int, num_learners: int) -> S
         rayvec.tianshou.RayVectorEnv([make_env] * count, num_nodes=1, workers_per_node=workers)
         for count in (num_envs, tests)
     )
-    collector = rayvec.tianshou.Collector(algorithm, training, make_buffer(num_envs))
+    collector = rayvec.tianshou.Collector(algorithm, training, VectorReplayBuffer(2 * STEPS, num_envs))
     name = f"rayvec, {num_learners} learners" if num_learners else "rayvec, Tianshou's update"
     return Side(name, algorithm, collector, rayvec.tianshou.Collector(algorithm, testing), 1)
 

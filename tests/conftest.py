@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -79,9 +80,14 @@ def pytest_pyfunc_call() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes what the test modules have imported from garbage collection, which would take 0.3 s each time."""
+    """Excludes what the test modules have imported from garbage collection, which would take 0.3 s each time.
+
+    And torch computes in one thread: what is computed here is small, and a second thread would wait for the first.
+    """
     gc.collect()
     gc.freeze()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +101,9 @@ def ray_cluster() -> Iterator[object]:
     os.environ["RAY_TMPDIR"] = directory  # so that no stray address file names our cluster to others
     head = {"num_cpus": 24, "include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
     cluster = _patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
-    _patiently(lambda: cluster.add_node(num_cpus=8))
+    add_node = cluster.add_node
+    cluster.add_node = lambda **node: _patiently(lambda: add_node(**node))  # tests add nodes, too
+    cluster.add_node(num_cpus=8)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     yield cluster
     ray.shutdown()

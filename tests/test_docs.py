@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 import rayvec
 from rayvec import cli
@@ -59,7 +58,6 @@ every_page_with_code = pytest.mark.parametrize("page", [page for page in PAGES i
 
 def run_blocks(page: Path, skip: tuple[str, ...] = ()) -> None:
     """Runs the blocks of a page one after another, as one script, but those that name something of `skip`."""
-    torch.set_num_threads(1)
     namespace: dict[str, Any] = {"__name__": f"page_{page.stem}"}
     for block in python_blocks(page):
         if not block.text.startswith(NOT_RUN) and not any(name in block.text for name in skip):
@@ -70,9 +68,7 @@ def run_blocks(page: Path, skip: tuple[str, ...] = ()) -> None:
 @every_page_with_code
 def test_python_blocks_run_without_ray(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("RayVecEnv", "make_vec"):
-        monkeypatch.setattr(rayvec, name, partial(getattr(rayvec, name), num_nodes=0, workers_per_node=0))
-    for name in ("PPOConfig", "SACConfig", "IMPALAConfig"):
+    for name in ("RayVecEnv", "make_vec", "PPOConfig", "SACConfig", "IMPALAConfig"):
         monkeypatch.setattr(rayvec, name, partial(getattr(rayvec, name), num_nodes=0, workers_per_node=0))
     run_blocks(page, skip=NEEDS_RAY)
 

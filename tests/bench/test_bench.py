@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import AssertRefused
 from helpers.processes import assert_nothing_left, running
 
 from rayvec.bench.model import COSTS, fit, predict
@@ -22,12 +23,6 @@ COLUMNS = ["nodes", "cores", "step_duration_s", "steps_per_s", "steps_per_s_per_
 
 def rows_in(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["rows"] if path.exists() else []
-
-
-def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Runs a command that can't work; returns its message."""
-    assert main(["bench", *arguments.split()]) == 2
-    return capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -90,13 +85,13 @@ def test_a_cluster_and_an_environment_of_its_own(
         ("model --fit-nodes 0", ["fit_nodes", "equal to 1"]),
     ],
 )
-def test_what_cannot_work(arguments: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    message = refused(arguments, capsys)
-    assert all(word in message for word in words), message
+def test_what_cannot_work(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:
+    assert_refused(["bench", *arguments.split()], *words)
 
 
 def test_an_address_where_nothing_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "127.0.0.1:1" in refused(f"scaling --address 127.0.0.1:1 --out {tmp_path}", capsys)
+    assert main(["bench", "scaling", "--address", "127.0.0.1:1", "--out", str(tmp_path)]) == 2
+    assert "127.0.0.1:1" in capsys.readouterr().err
 
 
 def row(nodes: int, step_s: float, costs: dict[str, float]) -> dict[str, Any]:
@@ -120,9 +115,9 @@ def test_costs_of_few_nodes_predict_many(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("content", ["[]", '{"schema": "other"}', '{"schema": "rayvec-bench-scaling", "rows": []}'])
-def test_files_without_rows_to_fit(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_without_rows_to_fit(content: str, tmp_path: Path, assert_refused: AssertRefused) -> None:
     (tmp_path / "scaling.json").write_text(content)
-    assert "rayvec bench scaling" in refused(f"model {tmp_path}/scaling.json --out {tmp_path}", capsys)
+    assert_refused(["bench", "model", "scaling.json", "--out", str(tmp_path)], "rayvec bench scaling")
 
 
 @pytest.fixture

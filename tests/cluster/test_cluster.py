@@ -9,14 +9,13 @@ import signal
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.processes import DEADLINE_S, Command
+from helpers.processes import Command
 from helpers.testing import CountingEnv
-from helpers.waiting import shm_names
+from helpers.waiting import DEADLINE_S, shm_names, wait_until
 
 from rayvec.errors import ConfigError
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -43,13 +42,6 @@ class Driver(Command):
         own = {"HOME": str(self.home), "TMPDIR": str(self.tmp)}
         super().__init__([str(path)], Path(directory), [sys.executable], **{**own, **environment})
 
-    def wait_until_true(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits, also for what comes true after its end."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, f"never came true: {what}\n{self.left()}\n{self.stderr.read_text()}"
-            time.sleep(0.05)
-
     def wait_for_output(self, text: str) -> None:
         self.wait_until(lambda: text in self.stdout.read_text())
 
@@ -60,8 +52,8 @@ class Driver(Command):
         return self.stdout.read_text()
 
     def assert_nothing_left(self) -> None:
-        self.wait_until_true(lambda: not self.left(), "no process is left")
-        self.wait_until_true(lambda: not [*self.tmp.iterdir()], f"no file is left of {[*self.tmp.iterdir()]}")
+        wait_until(lambda: not self.left(), lambda: [*self.left(), self.stderr.read_text()])
+        wait_until(lambda: not [*self.tmp.iterdir()], lambda: [*self.tmp.iterdir()])
         assert not [*self.home.iterdir()], "something was written to the home"
 
     def end(self) -> None:
@@ -103,7 +95,7 @@ def test_nothing_is_left_after_a_signal(run: MakeDriver, number: signal.Signals)
         driver.process.send_signal(number)
     driver.process.wait(DEADLINE_S)
     driver.assert_nothing_left()
-    driver.wait_until_true(lambda: shm_names() <= names, "no name in /dev/shm is left")
+    wait_until(lambda: shm_names() <= names, "no name in /dev/shm is left")
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in driver.stderr.read_text()
 
@@ -134,8 +126,8 @@ def test_after_a_sigkill_the_cluster_ends_and_the_next_start_removes_its_directo
     (directory,) = driver.tmp.glob("rayvec-*")
     driver.process.kill()
     driver.process.wait(DEADLINE_S)
-    driver.wait_until_true(lambda: all("Agent" in left for left in driver.left()), "only agents are left")
-    driver.wait_until_true(lambda: shm_names() <= names, "no name in /dev/shm is left")
+    wait_until(lambda: all("Agent" in left for left in driver.left()), "only agents are left")
+    wait_until(lambda: shm_names() <= names, "no name in /dev/shm is left")
     for pid in driver.pids():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -238,7 +230,7 @@ class TestSharedCluster:
             **authentication(),
         )
         assert driver.finish().strip() == "all is well"
-        driver.wait_until_true(lambda: not driver.left(), "no process is left")
+        wait_until(lambda: not driver.left(), "no process is left")
         assert sum(node["Alive"] for node in ray.nodes()) == 2
 
     def test_an_address_of_ray_client_is_refused(self, run: MakeDriver) -> None:
@@ -285,5 +277,5 @@ class TestSharedCluster:
         assert len(pids) == 4 and all(Path(f"/proc/{pid}").exists() for pid in pids)
         driver.process.kill()
         driver.process.wait(DEADLINE_S)
-        driver.wait_until_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "its workers have ended")
-        driver.wait_until_true(lambda: ray.available_resources().get("CPU", 0) >= free, "its cores are free")
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "its workers have ended")
+        wait_until(lambda: ray.available_resources().get("CPU", 0) >= free, "its cores are free")

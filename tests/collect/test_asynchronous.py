@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -63,9 +64,10 @@ def gated(gate: Path, **settings: Any) -> RayVecEnv:
 
 
 def collect(collector: Collector, count: int, num_steps: int = 4, *, ahead: bool = True) -> list[Batch]:
+    """Collects batches of so many steps of six environments."""
     batches = []
     for _ in range(count):
-        batches.append(collector.collect(n_step=num_steps * collector._env.num_envs, ahead=ahead))
+        batches.append(collector.collect(n_step=6 * num_steps, ahead=ahead))
         collector.set_weights(TablePolicy(seed=collector.state_dict()["version"] + 1).weights())
     return batches
 
@@ -106,20 +108,16 @@ def test_updates_do_not_wait_for_a_slow_worker(tmp_path: Path) -> None:
         assert_complete(batches, range(6))
 
 
-def test_a_chunk_that_would_become_too_old_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_would_become_too_old_is_waited_for(tmp_path: Path) -> None:
+    """The gate opens when two batches have come: one that did not wait then would have chunks of the others."""
     with gated(tmp_path / "gate") as env:
-        wait, alone = env.receive, []
-
-        def opening(parts: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-            if list(parts) == [0] and not alone:
-                alone.append(collector.state_dict()["version"])
-                (tmp_path / "gate").touch()
-            return wait(parts, *args, **kwargs)
-
-        monkeypatch.setattr(env, "receive", opening)
         collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
-        batches = [*collect(collector, 6), *collect(collector, 1, ahead=False)]
-        assert alone == [2]  # the first chunk is for the first of three batches
+        batches = collect(collector, 2)
+        opens = threading.Timer(0.5, (tmp_path / "gate").touch)
+        opens.start()
+        batches += [*collect(collector, 4), *collect(collector, 1, ahead=False)]
+        opens.join()
+        assert [set(columns_of([batch])) & set(SLOW) for batch in batches[:3]] == [set(), set(), set(SLOW)]
         assert all(batch.stats.staleness <= 3 for batch in batches)
         assert_complete(batches, range(6))
 
@@ -153,7 +151,7 @@ def test_a_reset_drops_what_is_pending_and_says_so() -> None:
         collect(collector, 3)
         collector.reset(seed=70)
         batches = [*collect(collector, 2), *collect(collector, 1, ahead=False)]
-        assert batches[0].stats.n_surplus_steps in {2 * 4 * count for count in (2, 3, 4)}  # one or two of each worker
+        assert batches[0].stats.n_surplus_steps in {2 * 6 * count for count in (2, 3, 4)}  # one or two of each worker
         assert batches[1].stats.n_surplus_steps == 0
         for env_id, chunks in columns_of(batches).items():
             assert chunks[0].obs[0].tolist() == [[70 + env_id, 0, 0, 0]]

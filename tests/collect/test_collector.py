@@ -157,36 +157,34 @@ def episodes_of(batch: Batch) -> tuple[list[float], list[float]]:
     return batch.stats.returns.tolist(), found
 
 
-class TestWeights:
-    @pytest.mark.parametrize("inference", ["worker", "driver", "node"])
-    def test_every_step_is_taken_with_the_newest_version(self, counting: RayVecEnv, inference: Any) -> None:
-        policies = [TablePolicy(seed=seed) for seed in range(4)]
-        collector = Collector(counting, TablePolicy(seed=0), inference, seed=0)
-        for version, policy in enumerate(policies):
-            if version:
-                assert collector.set_weights(policy.weights()) == version
-            batch = collector.collect(n_step=100)
-            chunk = batch.chunks[0]
-            assert chunk.weights_version == version
-            assert batch.stats.weights_versions == (version, version)
-            assert_identical(chunk.extras["logp"], policy.logp_table[chunk.extras["state"], chunk.act])
+@pytest.mark.parametrize("inference", ["worker", "driver", "node"])
+def test_every_step_is_taken_with_the_newest_version(counting: RayVecEnv, inference: Any) -> None:
+    policies = [TablePolicy(seed=seed) for seed in range(4)]
+    collector = Collector(counting, TablePolicy(seed=0), inference, seed=0)
+    for version, policy in enumerate(policies):
+        if version:
+            assert collector.set_weights(policy.weights()) == version
+        batch = collector.collect(n_step=100)
+        chunk = batch.chunks[0]
+        assert chunk.weights_version == version
+        assert batch.stats.weights_versions == (version, version)
+        assert_identical(chunk.extras["logp"], policy.logp_table[chunk.extras["state"], chunk.act])
 
 
-class TestState:
-    def test_noise_and_counters_continue_with_new_episodes(self, counting: RayVecEnv) -> None:
-        first = Collector(counting, TablePolicy(), seed=5)
-        first.collect(n_step=50)
-        first.set_weights(TablePolicy(seed=1).weights())
-        state = first.state_dict()
-        assert state["envs"] is None
-        second = Collector(counting, TablePolicy(), seed=5)
-        second.load_state_dict(state)
-        assert second.state_dict() == state
-        second.reset(seed=77)
-        assert second.set_weights(TablePolicy(seed=1).weights()) == first.state_dict()["version"] + 1
-        chunk = second.collect(n_step=20).chunks[0]
-        assert chunk.first_step == 10
-        assert chunk.obs[0].tolist() == [[77 + i, 0, 0, 0] for i in range(5)]
+def test_noise_and_counters_continue_with_new_episodes(counting: RayVecEnv) -> None:
+    first = Collector(counting, TablePolicy(), seed=5)
+    first.collect(n_step=50)
+    first.set_weights(TablePolicy(seed=1).weights())
+    state = first.state_dict()
+    assert state["envs"] is None
+    second = Collector(counting, TablePolicy(), seed=5)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    second.reset(seed=77)
+    assert second.set_weights(TablePolicy(seed=1).weights()) == first.state_dict()["version"] + 1
+    chunk = second.collect(n_step=20).chunks[0]
+    assert chunk.first_step == 10
+    assert chunk.obs[0].tolist() == [[77 + i, 0, 0, 0] for i in range(5)]
 
 
 class TestInput:

@@ -106,16 +106,11 @@ def test_a_policy_on_a_device(observation: spaces.Box) -> None:
 
 
 def test_what_cannot_work() -> None:
-    with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=0) as env:
-        one = [lambda obs: 0] * 4  # an object for each environment, and a function of one observation
-        for policy, words in (
-            (one, "It must be a rayvec.Policy, or a function"),
-            (lambda obs: 0, "must return one action"),
-        ):
+    one = [lambda obs: 0] * 4  # an object for each environment, and a function of one observation
+    for policy, words in ((one, "It must be a rayvec.Policy, or a function"), (one[0], "must return one action")):
+        with RayVecEnv([CountingEnv] * 4, num_nodes=0, workers_per_node=0) as env:
             with pytest.raises(ConfigError, match=words):
                 env.rollout(policy, 3, "node", seed=0)
-            if env.closed:
-                break
     with RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=0) as env:
         for settings in ({"prefetch": True}, {"max_staleness": 2}):
             with pytest.raises(ConfigError, match="inference='node'"):

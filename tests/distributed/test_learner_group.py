@@ -8,15 +8,16 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import sac_kit
-from helpers.actor_critic_kit import DISCRETE, distance
+from helpers.actor_critic_kit import distance
 from helpers.rank_objects import CountsColumns
-from helpers.ranks_kit import N, make_batches, make_impala, make_learner, make_lonely
+from helpers.ranks_kit import N, make_batches, make_learner, make_lonely
 
 import rayvec
 from rayvec.data import Batch
@@ -31,7 +32,7 @@ MakeGroup = Callable[..., rayvec.LearnerGroup]
 def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
     made: list[rayvec.LearnerGroup] = []
 
-    def make(num_learners: int, make: Any = lambda: make_learner(DISCRETE), **kwargs: Any) -> rayvec.LearnerGroup:
+    def make(num_learners: int, make: Any = make_learner, **kwargs: Any) -> rayvec.LearnerGroup:
         made.append(rayvec.LearnerGroup(make, num_learners, **kwargs))
         return made[-1]
 
@@ -43,20 +44,20 @@ def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
 @pytest.fixture(scope="module")
 def ppo_group(ray_cluster: object) -> Iterator[rayvec.LearnerGroup]:
     """Two ranks; every test begins with `new_learner`."""
-    with rayvec.LearnerGroup(lambda: make_learner(DISCRETE), 2) as group:
+    with rayvec.LearnerGroup(make_learner, 2) as group:
         yield group
 
 
 def new_learner(group: rayvec.LearnerGroup) -> Any:
     """Returns a learner, and sets the group back to its state."""
-    learner = make_learner(DISCRETE)
+    learner = make_learner()
     group.load_state_dict(learner.state_dict())
     return learner
 
 
 def check_equal(group: rayvec.LearnerGroup, learner: Any, num_updates: int = 4, num_envs: int = N) -> None:
     np.testing.assert_array_equal(group.weights(), learner.weights())
-    for batch in make_batches(DISCRETE, num_updates, num_envs):
+    for batch in make_batches(num_updates, num_envs):
         expected = learner.update(batch)
         assert group.update(batch) == pytest.approx(expected, rel=1e-3, abs=1e-5)
         assert distance(group.weights(), learner.weights()) < 1e-6
@@ -68,15 +69,15 @@ def test_two_ranks_of_ppo_equal_a_learner(ppo_group: rayvec.LearnerGroup) -> Non
 
 @pytest.mark.slow
 def test_two_ranks_of_impala_equal_a_learner(make_group: MakeGroup) -> None:
-    check_equal(make_group(2, lambda: make_impala(DISCRETE)), make_impala(DISCRETE))
+    check_equal(make_group(2, partial(make_learner, "impala")), make_learner("impala"))
 
 
 @pytest.mark.parametrize("where", [{"num_nodes": 0}, pytest.param({"num_cpus": 0}, marks=pytest.mark.slow)], ids=str)
 def test_after_a_lost_rank_the_weights_stay_and_the_next_update_has_new_ranks(
     make_group: MakeGroup, where: dict[str, Any]
 ) -> None:
-    first, lost, second = make_batches(DISCRETE, 3)
-    group, learner = make_group(2, **where), make_learner(DISCRETE)
+    first, lost, second = make_batches(3)
+    group, learner = make_group(2, **where), make_learner()
     learner.update(first)
     group.update(first)
     group.state_dict()  # else new ranks might continue from the state before `first`
@@ -91,7 +92,7 @@ def test_after_a_lost_rank_the_weights_stay_and_the_next_update_has_new_ranks(
 
 
 def test_one_rank_gets_chunks_of_different_environments_whole() -> None:
-    (batch,) = make_batches(DISCRETE, 1)
+    (batch,) = make_batches(1)
     chunks = [batch.chunks[0].columns(start, N) for start in (1, 0)]
     with rayvec.LearnerGroup(CountsColumns, num_nodes=0) as group:
         assert group.update(Batch(tuple(chunks), batch.stats)) == {"0": N - 1, "1": N}
@@ -102,7 +103,7 @@ def test_one_rank_gets_chunks_of_different_environments_whole() -> None:
     ("num_learners", "num_envs"), [(1, N), (3, 2)], ids=["one rank", "a rank without environments"]
 )
 def test_a_group_equals_a_learner(make_group: MakeGroup, num_learners: int, num_envs: int) -> None:
-    check_equal(make_group(num_learners), make_learner(DISCRETE), 10, num_envs)
+    check_equal(make_group(num_learners), make_learner(), 10, num_envs)
 
 
 def test_what_a_group_refuses(make_group: MakeGroup, ppo_group: rayvec.LearnerGroup) -> None:
@@ -111,7 +112,7 @@ def test_what_a_group_refuses(make_group: MakeGroup, ppo_group: rayvec.LearnerGr
         make_group(2, make_lonely, num_nodes=0)
     with pytest.raises(ConfigError, match=r"num_learners is .* whole number"):
         make_group(0)
-    (batch,) = make_batches(DISCRETE, 1)
+    (batch,) = make_batches(1)
     stats = dataclasses.replace(batch.stats, staleness_counts=(N,))
     with pytest.raises(LearnerError, match="with max_staleness"):
         ppo_group.update(dataclasses.replace(batch, stats=stats))

@@ -8,10 +8,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 
 from rayvec import RayVecEnv
-from rayvec.errors import ConfigError
 from rayvec.fleet.restarts import restart_seed
 
 
@@ -44,16 +43,18 @@ class Steps(gymnasium.Env[Any, Any]):
         ((np.zeros(3), 1.0, False, False, None), "info of a step or reset was NoneType"),
         ((np.zeros(3), 1.0, False, False, [1]), "info of a step or reset was list"),
         ((np.zeros(4), 1.0, False, False, {}), "Its shape must be"),
+        ((np.zeros(3, complex), 1.0, False, False, {}), "complex128"),
     ],
 )
-def test_results_that_are_none_of_a_step(result: Any, words: str) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_results_that_are_none_of_a_step(result: Any, words: str, workers: int) -> None:
     class Wrong(Steps):
         def step(self, action: Any) -> Any:
             return result
 
-    env = RayVecEnv([Steps, Wrong], num_nodes=0, workers_per_node=0)
+    env = RayVecEnv([Steps, Wrong], num_nodes=0, workers_per_node=workers)
     env.reset(seed=5)
-    with pytest.raises((RuntimeError, ValueError), match=words) as caught:
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=words) as caught:
         env.step([0, 0])
     assert "environment 1, seed 6" in str(caught.value.__cause__) and env.closed
 
@@ -89,11 +90,3 @@ def test_made_again_after_some_episodes_with_a_seed_of_its_own(
         for _ in range(4):
             env.step([0, 0])
         assert env.reset(seed=9)[0][:, 2].tolist() == [9, 10]
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"env": [Steps], "restart_env_every": 0}, {"env": [lambda: SyncVectorEnv([Steps])], "native": True}]
-)
-def test_restart_env_every_is_a_number_of_episodes_of_ordinary_environments(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="restart_env_every"):
-        RayVecEnv(**{"restart_env_every": 1, "num_nodes": 0, "workers_per_node": 0, **arguments})

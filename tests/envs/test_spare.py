@@ -11,10 +11,10 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 
 import rayvec.stable_baselines3
-from rayvec.errors import ConfigError, EnvError
+from rayvec.errors import EnvError
 from rayvec.tianshou import RayVectorEnv
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -135,13 +135,3 @@ def test_other_adapters_have_spare_environments_and_make_them_again(kind: Any) -
             env.reset([0])
     assert numbers >= {0, 1, 2}
     env.close()
-
-
-def test_it_is_one_of_ordinary_environments() -> None:
-    arguments: list[dict[str, Any]] = [
-        {"env": [Play], "spare_envs": 2},
-        {"env": [lambda: SyncVectorEnv([Play])], "native": True, "spare_envs": 1},
-    ]
-    for each in arguments:
-        with pytest.raises(ConfigError, match="spare_envs"):
-            RayVecEnv(**each, num_nodes=0, workers_per_node=0)

@@ -27,14 +27,8 @@ STATS = CollectStats(np.zeros(0), np.zeros(0, np.int64), T * N, 0, 0, 1.0, 1.0, 
 
 
 def ppo_config(**settings: Any) -> PPOConfig:
-    usual: dict[str, Any] = {
-        "total_steps": 10 * T * N,
-        "num_envs": N,
-        "num_steps": T,
-        "minibatch_size": 16,
-        "num_epochs": 3,
-    }
-    usual["normalize_reward"] = False
+    usual: dict[str, Any] = {"total_steps": 10 * T * N, "num_envs": N, "num_steps": T, "minibatch_size": 16}
+    usual |= {"num_epochs": 3, "normalize_reward": False}
     return PPOConfig(**{"hidden_sizes": (8,), "learning_rate": 0.01, **usual, **settings})
 
 

@@ -73,6 +73,25 @@ class Case:
         config = _CONFIGS[self.algorithm](**{**usual, **_USUAL[self.algorithm], **self.settings, **settings})
         return _LEARNERS[self.algorithm](_OBS[self.obs], _ACT[self.act], config, device=device)
 
+    def rounding(self, device: str, precision: str) -> tuple[float, float]:
+        """Returns how far an actor-critic's first gradient in a precision is from that in float32, as a share of it.
+
+        The second number is how far it is in float32 where the weights alone have been rounded to bfloat16.
+        """
+        steps = {"ppo": {"minibatch_size": T * N, "num_epochs": 1}, "impala": {"num_minibatches": 1}}[self.algorithm]
+
+        def gradient(rounded: bool = False, **settings: Any) -> Any:
+            learner = self.learner(device, **steps, max_grad_norm=1e9, **settings)
+            if rounded:
+                state = learner.state_dict()
+                learner.load_state_dict({**state, "parameters": state["parameters"].bfloat16().float()})
+            learner.update(self.batches(1)[0])
+            return learner.state_dict()["optimizer"]["exp_avg"].cpu()
+
+        exact = gradient()
+        shares = [(each - exact).norm() / exact.norm() for each in (gradient(precision=precision), gradient(True))]
+        return float(shares[0]), float(shares[1])
+
     def batches(self, count: int, num_steps: int = T) -> list[Batch]:
         """Returns batches of random observations and rewards, with actions of the policy and steps that failed."""
         policy = Policy(self.learner("cpu").module)

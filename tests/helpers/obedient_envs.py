@@ -34,31 +34,12 @@ class ObedientEnv(CountingEnv):
         return super().step(action)
 
 
-class RaisesOnReset(CountingEnv):
-    """Every second reset of an instance raises."""
-
-    resets = 0
-
-    def reset(self, **kwargs: Any) -> Any:
-        self.resets += 1
-        if self.resets % 2 == 0:
-            raise OSError("no more resets")
-        return super().reset(**kwargs)
-
-
 class TwoSteps(ObedientEnv):
     """Its episodes end with the second step."""
 
     def step(self, action: Any) -> Any:
         obs, rew, _, _, info = super().step(action)
         return obs, rew, obs[STEP] == 2, False, info
-
-
-class NeverSteps(ObedientEnv):
-    """Can't step at all."""
-
-    def step(self, action: Any) -> Any:
-        raise ArithmeticError("never")
 
 
 class EndlessEnv(ObedientEnv):
@@ -114,15 +95,6 @@ class GatedEnv(CountingEnv):
         if self._total >= self._free_steps:
             while not self._gate.exists():
                 time.sleep(0.002)
-        return super().step(action)
-
-
-class FailingEnv(CountingEnv):
-    """Raises in its sixth step."""
-
-    def step(self, action: Any) -> Any:
-        if self._total == 5:
-            raise ArithmeticError("the sixth step")
         return super().step(action)
 
 
@@ -200,18 +172,6 @@ class OddInfo(CountingEnv):
             deep = [deep]
         odd = (*self.ODD, deep)[self._total % 8]
         return obs, reward, terminated, truncated, {"odd": odd, f"at {self._total}": odd, "t": self._t}
-
-
-class TwoFaced(CountingEnv):
-    """Answers a step with another shape or data type than its space says."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self._what = what
-
-    def step(self, action: Any) -> Any:
-        obs, *rest = super().step(action)
-        return (obs[:1] if self._what == "shape" else obs + 0.5), *rest
 
 
 class PressesCtrlC(CountingEnv):

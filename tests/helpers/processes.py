@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from helpers.waiting import DEADLINE_S, wait_until
+
 RAYVEC = [sys.executable, "-m", "rayvec"]
-DEADLINE_S = 150.0  # a Ray that starts in 5 s needs a minute on a machine with ten times the work
 
 
 class Command:
@@ -91,7 +92,4 @@ def running(arguments: list[str], directory: Path, program: Sequence[str] = RAYV
 
 def assert_nothing_left(command: Command) -> None:
     """Waits until nothing lives that the command started, and fails if that does not come true."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while left := command.left():
-        assert time.monotonic() < deadline_s, f"left behind: {left}"
-        time.sleep(0.05)
+    wait_until(lambda: not command.left(), command.left)

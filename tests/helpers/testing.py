@@ -148,7 +148,7 @@ class FaultyEnv(CountingEnv):
     """A :class:`CountingEnv` that fails in its constructor, in a reset or in a step.
 
     Args:
-        fault: ``"raise"`` an error; ``"hang"`` for ever; ``"kill"`` its own process; ``"exit"`` from it.
+        fault: ``"raise"`` an error; ``"hang"`` for ever; ``"kill"`` its own process.
         when: The method that fails.
         at: The call of it that fails, from 0.
         error: Makes the error to raise.
@@ -156,7 +156,7 @@ class FaultyEnv(CountingEnv):
 
     def __init__(
         self,
-        fault: Literal["raise", "hang", "kill", "exit"],
+        fault: Literal["raise", "hang", "kill"],
         when: Literal["init", "reset", "step"] = "step",
         at: int = 0,
         error: Callable[[], BaseException] = lambda: ValueError("this environment is broken"),
@@ -184,6 +184,4 @@ class FaultyEnv(CountingEnv):
         if self._fault == "hang":
             while True:
                 time.sleep(3600)
-        if self._fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -22,8 +22,12 @@ def assert_same_values(got: Any, expected: Any, path: str) -> None:
         np.testing.assert_array_equal(got, expected, err_msg=path, strict=True)
 
 
-def assert_same_buffer(got: Any, expected: Any) -> None:
+def assert_same_rows(got: Any, expected: Any) -> None:
     assert_same_values(got._meta, expected._meta, "meta")
+
+
+def assert_same_buffer(got: Any, expected: Any) -> None:
+    assert_same_rows(got, expected)
     assert len(got) == len(expected)
     np.testing.assert_array_equal(got.last_index, expected.last_index)
     subs = zip(getattr(got, "buffers", [got]), getattr(expected, "buffers", [expected]), strict=True)

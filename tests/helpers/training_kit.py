@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rayvec.config import PPOConfig
+from rayvec import RunContext
+from rayvec.config import PPOConfig, SACConfig
 from rayvec.training.run_dir import read_metrics
 
 HERE = {"num_nodes": 0, "workers_per_node": 0}
@@ -19,6 +20,24 @@ SMALL = {"num_envs": 4, "num_steps": 16, "minibatch_size": 32, "num_epochs": 2}
 def tiny(run_dir: Path, **changes: Any) -> PPOConfig:
     """Settings of a small run of PPO, in this process unless `changes` say otherwise."""
     return PPOConfig(**{**SMALL, **HERE, "total_steps": 600, "eval_episodes": 6, "run_dir": run_dir, **changes})
+
+
+def sac(run_dir: Path, **changes: Any) -> SACConfig:
+    """Settings of a small run of SAC in iterations of 512 steps, with few updates."""
+    usual: dict[str, Any] = {"num_envs": 4, "num_steps": 128, "total_steps": 2560, "learning_starts": 2500}
+    usual |= {"batch_size": 16, "hidden_sizes": (8,), "env_id": "CartPole-v1", "eval_episodes": 0, "run_dir": run_dir}
+    return SACConfig(**{**usual, **HERE, **changes})
+
+
+class StopsAt:
+    """Ends a run after some iterations."""
+
+    def __init__(self, iterations: int) -> None:
+        self._iterations = iterations
+
+    def on_iteration(self, context: RunContext) -> None:
+        if context.progress.iterations == self._iterations:
+            context.stop("the test")
 
 
 def options(settings: dict[str, Any]) -> list[str]:

@@ -14,7 +14,6 @@ from rayvec.vector.ray_vec_env import RayVecEnv
 
 TOPOLOGIES = {"1x1": (1, 1), "1x2": (1, 2), "2x1": (2, 1), "1x3": (1, 3), "no Ray": (0, 2), "none": (0, 0)}
 """Nodes and workers on each; on none, this process steps the environments."""
-DEADLINE_S = 60.0
 
 
 def pids_of(env: RayVecEnv) -> list[list[int]]:

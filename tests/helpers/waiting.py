@@ -6,16 +6,17 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0  # a Ray that starts in 5 s needs a minute on a machine with ten times the work
 
 
-def wait_until(condition: Callable[[], bool], what: str = "the condition") -> None:
-    """Waits until `condition` is true; fails, with `what` it was, if it does not become so."""
+def wait_until(condition: Callable[[], bool], what: Any = "the condition") -> None:
+    """Waits until `condition` is true; fails, with `what` it was or what that returns, if it does not become so."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert time.monotonic() < deadline, f"never came true: {what}"
-        time.sleep(0.01)
+        assert time.monotonic() < deadline, f"never came true: {what() if callable(what) else what}"
+        time.sleep(0.02)
 
 
 def shm_names() -> set[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,15 +25,6 @@ def param(case: Case, slow: tuple[str, ...] = _SLOW) -> Any:
 
 
 EVERY = pytest.mark.parametrize("case", [*map(param, CASES)])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What is computed here is small: a second thread would wait for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_same(learner: Any, metrics: Any, other: Any, expected: Any) -> None:
@@ -82,20 +76,13 @@ def test_a_state_goes_to_a_replay_elsewhere_and_back() -> None:
         assert_same(learner, elsewhere, here, expected)
 
 
-FIRST = [next(each for each in CASES if each.algorithm == name) for name in ("ppo", "impala", "sac")]
-
-
-def cases(*names: str) -> list[Any]:
-    return [pytest.param(case, id=str(case)) for case in CASES if str(case) in names]
-
-
-def learned(case: Case, name: str, count: int, **settings: Any) -> tuple[Any, list[dict[str, float]]]:
-    learner = case.learner("cpu", precision=name, **settings)
-    batches = case.batches(min(count, 4))
+def learned(case: Case, precision: str, count: int) -> tuple[Any, list[dict[str, float]]]:
+    learner = case.learner("cpu", precision=precision)
+    batches = case.batches(4)
     return learner, [learner.update(batches[number % 4]) for number in range(count)]
 
 
-@pytest.mark.parametrize("case", cases("ppo-numbers-box", "impala-numbers-box", "sac-numbers-box"))
+@pytest.mark.parametrize("case", [each for each in CASES if str(each).endswith("-numbers-box")], ids=str)
 def test_updates_in_bfloat16_stay_near_those_in_float32(case: Case) -> None:
     first, _ = learned(case, "float32", 0)
     (exact, expected), (rough, got) = learned(case, "float32", 20), learned(case, "bf16", 20)
@@ -105,3 +92,46 @@ def test_updates_in_bfloat16_stay_near_those_in_float32(case: Case) -> None:
     value = "critic_loss" if case.algorithm == "sac" else "value_loss"
     assert got[-1][value] == pytest.approx(expected[-1][value], rel=0.2)
     assert all(each.dtype == torch.float32 for each in rough.module.parameters())
+
+
+DEEP = [each for each in CASES if each.obs in ("images", "dict") and "recurrent" not in each.settings]
+
+
+@pytest.mark.parametrize("case", DEEP, ids=str)
+def test_a_gradient_in_bfloat16_is_off_by_rounding(case: Case) -> None:
+    """Deep networks multiply it, and steps of Adam do, too: what counts is what rounded weights alone would do."""
+    got, by_weights = case.rounding("cpu", "bf16")
+    assert 0 < got < 4 * by_weights
+
+
+_GPU = Path(__file__).parents[1] / "gpu"
+_PROGRAM = """
+import sys
+
+sys.modules.update(dict.fromkeys({absent!r}))  # as if they were not installed
+import pytest
+sys.exit(pytest.main({arguments!r}))
+"""
+_ABSENT = {"ray", "yaml", "tyro", "psutil", "tianshou", "hypothesis", "tensorboard", "scipy", "numba", "pandas"}
+
+
+def run(*arguments: str, **environment: str) -> str:
+    """Runs tests/gpu where nothing but torch, NumPy, Gymnasium and pytest is installed."""
+    program = _PROGRAM.format(absent=_ABSENT, arguments=["-q", str(_GPU), *arguments])
+    variables = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_without_a_gpu_they_are_skipped_and_say_why() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert "this machine has no GPU that torch" in run("-k", "lost or (captured and sac-numbers-box)")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_on_a_cpu_they_pass() -> None:
+    assert " passed" in run(RAYVEC_GPU_TESTS_ON="cpu")

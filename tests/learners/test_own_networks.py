@@ -1,4 +1,4 @@
-"""Learners train your own networks exactly as they train the default ones."""
+"""Your own networks in learners: their buffers, frozen parameters, and what is refused (updates: test_papers)."""
 
 from __future__ import annotations
 
@@ -9,47 +9,14 @@ import pytest
 import torch
 from gymnasium import spaces
 from helpers import actor_critic_kit as kit, own_parts, sac_kit
-from torch import Tensor, nn
+from torch import nn
 
 from rayvec import SACConfig
 from rayvec.config.references import refer
 from rayvec.errors import CheckpointError, ConfigError
-from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
 from rayvec.learners.sac import SACLearner
-from rayvec.policies.networks import ActorCritic
 from rayvec.policies.policy import Policy
-
-
-class LikeTheDefault(nn.Module):
-    """The default network, as a user would write it: with its parameters in the same order."""
-
-    def __init__(self, observation_space: Any, action_space: Any, config: Any) -> None:
-        super().__init__()
-        default = ActorCritic(observation_space, action_space, config.hidden_sizes, seed=config.seed)
-        self.log_std, self.actor, self.critic = default.log_std, default.actor, default.critic
-
-    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = self.actor(obs)
-        if self.log_std is not None:
-            outputs = torch.cat([outputs, self.log_std.expand_as(outputs)], -1)
-        return outputs, self.critic(obs)
-
-
-@kit.SPACES
-@pytest.mark.parametrize("kind", ["ppo", "impala"])
-def test_the_same_network_learns_the_same(action_space: spaces.Space[Any], kind: str) -> None:
-    make: Any = PPOLearner if kind == "ppo" else IMPALALearner
-    settings = kit.ppo_config() if kind == "ppo" else kit.impala_config()
-    own = (kit.ppo_config if kind == "ppo" else kit.impala_config)(network=refer(LikeTheDefault))
-    ours, theirs = make(kit.OBS, action_space, settings), make(kit.OBS, action_space, own)
-    np.testing.assert_array_equal(ours.weights(), theirs.weights())
-    for seed in range(2):
-        batch = kit.make_batch(Policy(ours.module), seed, invalid=True)
-        ours.update(batch)
-        theirs.update(batch)
-    np.testing.assert_allclose(ours.weights(), theirs.weights(), atol=1e-6)
-    theirs.load_state_dict(theirs.state_dict())
 
 
 def with_buffers(observation_space: Any, action_space: Any, config: Any) -> nn.Module:

@@ -25,9 +25,11 @@ from helpers.actor_critic_kit import (
     perturb,
     ppo_config,
 )
+from helpers.own_parts import two_heads
 from helpers.paper_kit import PaperIMPALA, PaperPPO, PaperSAC
 from helpers.thread_ranks import ThreadRanks, on_ranks, shard
 
+from rayvec.config.references import refer
 from rayvec.data import Batch
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner
@@ -95,6 +97,14 @@ def learn(algorithm: str, names: str, settings: dict[str, Any], compiled: bool) 
 )
 def test_updates_are_those_of_the_paper(algorithm: str, settings: dict[str, Any], names: str) -> None:
     learn(algorithm, names, settings, compiled=False)
+
+
+@pytest.mark.parametrize("names", ["discrete", "box"])
+@pytest.mark.parametrize(("algorithm", "settings"), [("ppo", {"clip_coef": 0.5}), ("impala", {})])
+def test_updates_of_your_own_network_are_those_of_the_paper(
+    algorithm: str, settings: dict[str, Any], names: str
+) -> None:
+    learn(algorithm, names, {"network": refer(two_heads), **settings}, compiled=False)
 
 
 @pytest.mark.parametrize("names", ["discrete", "masked", slow("box"), slow("unequal choices")])

@@ -34,7 +34,8 @@ from torch import Tensor, nn
 import rayvec
 from rayvec.config.references import refer
 from rayvec.data import Batch, tree_leaves
-from rayvec.errors import LearnerError
+from rayvec.errors import ConfigError, LearnerError
+from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.sac import SACLearner
 from rayvec.policies.noise import keyed_noise
 from rayvec.policies.policy import Policy
@@ -224,6 +225,31 @@ def test_your_own_networks_learn_what_the_default_ones_do(
     if action_space is DISCRETE:
         actions = GreedyModule(own.module.float(), space)(*map(torch.as_tensor, tree_leaves(renamed(obs))))
         np.testing.assert_array_equal(actions, wanted.argmax(-1) + DISCRETE.start)
+
+
+@pytest.mark.parametrize(
+    ("space", "remedy"),
+    [
+        (spaces.Box(-np.inf, np.inf, (2,), np.float32), "finite bounds"),
+        (spaces.Box(0, 5, (2,), np.int64), "floating-point Box"),
+        (spaces.Box(0, 5, (0,), np.float32), "at least one number"),
+        (spaces.MultiDiscrete([2, 2]), r"gymnasium\.wrappers\.TransformAction"),
+        (spaces.MultiBinary(2), r"gymnasium\.wrappers\.TransformAction"),
+    ],
+    ids=["unbounded", "integers", "empty", "multi-discrete", "multi-binary"],
+)
+def test_action_spaces_of_sac(space: spaces.Space[Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        make_learner(space, dtype=torch.float32)
+
+
+def test_what_a_replay_refuses() -> None:
+    with pytest.raises(ConfigError, match=r"capacity_steps is 0.*at least 1"):
+        ReplayBuffer(0)
+    replay, chunk = ReplayBuffer(8), make_chunk(BOX, 0, 8)
+    replay.add(chunk)
+    with pytest.raises(ConfigError, match=r"environments \[1, 2, 3, 4\].*\[0, 1, 2, 3\]"):
+        replay.add(replace(chunk, env_ids=chunk.env_ids + 1))
 
 
 @pytest.mark.slow

@@ -93,17 +93,16 @@ def test_a_worker_that_is_killed_in_the_midst_of_a_reply(tmp_path: Path, with_ch
         assert obs[0, 3] == 0, "a new episode has begun"
 
 
-class TestConstructors:
-    def test_one_that_never_returns_shows_where(self) -> None:
-        def waits_for_a_licence() -> CountingEnv:
-            threading.Event().wait()
-            return CountingEnv()
+def test_one_that_never_returns_shows_where() -> None:
+    def waits_for_a_licence() -> CountingEnv:
+        threading.Event().wait()
+        return CountingEnv()
 
-        with closing(make(CountingEnv)):  # so that the fork server's imports take none of the time
-            with pytest.raises(WorkerLostError, match=r"start_timeout_s") as caught:
-                within(DEADLINE_S, partial(make, waits_for_a_licence, start_timeout_s=2.0))
-        assert_explained(caught.value)
-        assert "waits_for_a_licence" in str(caught.value)
+    with closing(make(CountingEnv)):  # so that the fork server's imports take none of the time
+        with pytest.raises(WorkerLostError, match=r"start_timeout_s") as caught:
+            within(DEADLINE_S, partial(make, waits_for_a_licence, start_timeout_s=2.0))
+    assert_explained(caught.value)
+    assert "waits_for_a_licence" in str(caught.value)
 
 
 @pytest.mark.parametrize(("action", "shown"), [(0, "wait_for_the_server"), (1, "the process is stopped")])

@@ -166,22 +166,21 @@ class TestSingleEnvironments:
             optional.step_wait()
 
 
-class TestFaults:
-    @pytest.mark.parametrize(("fault", "workers"), [("raise", 0), ("raise", 1), ("kill", 2)])
-    def test_a_restarted_environment_is_truncated_at_its_last_true_observation(self, fault: Any, workers: int) -> None:
-        fns = [partial(CountingEnv, 1000), partial(FaultyEnv, fault, at=2)]
-        with closing(RayVecEnv(fns, num_nodes=0, workers_per_node=workers, on_env_error="restart")) as env:
-            env.seed(5)
-            env.reset()
-            for _ in range(2):
-                obs, *_ = env.step(np.zeros(2, int))
-            last = obs[1].copy()
-            obs, rewards, dones, infos = env.step(np.zeros(2, int))
-            assert dones.tolist() == [False, True] and rewards[1] == 0.0
-            assert infos[1]["env_restarted"] and infos[1]["TimeLimit.truncated"]
-            np.testing.assert_array_equal(infos[1]["terminal_observation"], last)
-            assert obs[1][2] == 0 and obs[0][2] == 3  # the first of a new episode; the other continues
-            assert env.reset_infos[1] == {"began": 0}
+@pytest.mark.parametrize(("fault", "workers"), [("raise", 0), ("raise", 1), ("kill", 2)])
+def test_a_restarted_environment_is_truncated_at_its_last_true_observation(fault: Any, workers: int) -> None:
+    fns = [partial(CountingEnv, 1000), partial(FaultyEnv, fault, at=2)]
+    with closing(RayVecEnv(fns, num_nodes=0, workers_per_node=workers, on_env_error="restart")) as env:
+        env.seed(5)
+        env.reset()
+        for _ in range(2):
+            obs, *_ = env.step(np.zeros(2, int))
+        last = obs[1].copy()
+        obs, rewards, dones, infos = env.step(np.zeros(2, int))
+        assert dones.tolist() == [False, True] and rewards[1] == 0.0
+        assert infos[1]["env_restarted"] and infos[1]["TimeLimit.truncated"]
+        np.testing.assert_array_equal(infos[1]["terminal_observation"], last)
+        assert obs[1][2] == 0 and obs[0][2] == 3  # the first of a new episode; the other continues
+        assert env.reset_infos[1] == {"began": 0}
 
 
 class TestBadInput:

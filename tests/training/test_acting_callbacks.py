@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from helpers.training_kit import HERE, tiny
+from helpers.training_kit import HERE, StopsAt, tiny
 
 import rayvec
 from rayvec.cli import main
@@ -111,15 +111,10 @@ class SetsRate:
 
 @pytest.mark.parametrize("where", [HERE, RANKS, pytest.param({**HERE, "num_learners": 2}, marks=SLOW)], ids=str)
 def test_a_callback_sets_the_learning_rate(tmp_path: Path, where: dict[str, Any]) -> None:
-    class Stops:
-        def on_iteration(self, context: rayvec.RunContext) -> None:
-            if context.progress.iterations == 4:
-                context.stop("half")
-
     sets = SetsRate()
     rayvec.train(
         tiny(tmp_path / "a", **where, learning_rate=2.5e-4, learning_rate_schedule="constant"),
-        callbacks=[sets, Stops()],
+        callbacks=[sets, StopsAt(4)],
     )
     assert (sets.learners[0] is None) == (where is RANKS)
     rayvec.resume(tmp_path / "a", callbacks=sets)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.training_kit import HERE, tiny
+from helpers.training_kit import HERE, sac, tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rayvec
@@ -86,18 +86,17 @@ class Logs:
         context.log("checkpoint", context.progress.steps)
 
 
-def test_what_callbacks_log_is_in_the_line_of_its_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rayvec.PPOConfig, "log_interval_steps", 100)
-    settings = {**EVALUATED, "total_steps": 320, "checkpoint_interval_s": 1e9}
-    rayvec.train(tiny(tmp_path / "a", **settings), callbacks=[Logs()])
+def test_what_callbacks_log_is_in_the_line_of_its_iteration(tmp_path: Path) -> None:
+    settings = {"eval_interval_steps": 1024, "eval_episodes": 3, "checkpoint_interval_s": 1e9}
+    rayvec.train(sac(tmp_path / "a", **settings), callbacks=[Logs()])
     lines = list(read_metrics(tmp_path / "a" / "metrics.jsonl"))
     logged = [[line.get(f"callback/{name}") for name in ("iteration", "evaluation", "checkpoint")] for line in lines]
-    assert [line["steps"] for line in lines] == [128, 256, 320]
-    assert logged == [[128, 128, None], [256, 256, 128], [320, None, 256]]
+    assert [line["steps"] for line in lines] == [1024, 2048, 2560]
+    assert logged == [[1024, 1024, None], [2048, 2048, 1024], [2560, None, 2048]]
     assert [line["callback/array"] for line in lines] == [0.5] * 3
     assert [line["callback/tensor"] for line in lines] == [0.25] * 3
     events = EventAccumulator(str(tmp_path / "a")).Reload().Scalars("callback/evaluation")
-    assert [(event.step, event.value) for event in events] == [(128, 128.0), (256, 256.0), (320, 320.0)]
+    assert [(event.step, event.value) for event in events] == [(1024, 1024.0), (2048, 2048.0), (2560, 2560.0)]
     assert main(["plot", str(tmp_path / "a"), "--out", str(tmp_path / "a.png")]) == 0
 
 

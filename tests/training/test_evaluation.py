@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from helpers.training_kit import HERE, tiny
+from helpers.training_kit import HERE, StopsAt, tiny
 
 import rayvec
 from rayvec import PPOConfig
@@ -51,12 +51,7 @@ def test_what_is_learned_is_the_same(tmp_path: Path, name: str, where: dict[str,
 
 
 def test_a_resumed_run_evaluates_at_the_same_steps(tmp_path: Path) -> None:
-    class Stops:
-        def on_iteration(self, context: rayvec.RunContext) -> None:
-            if context.progress.steps == 192:
-                context.stop("for now")
-
-    rayvec.train(tiny(tmp_path / "a", **EVALUATED), callbacks=[Stops()])
+    rayvec.train(tiny(tmp_path / "a", **EVALUATED), callbacks=[StopsAt(3)])
     rayvec.resume(tmp_path / "a")
     assert list(evaluations(tmp_path / "a")) == [128, 256, 384, 512]
 

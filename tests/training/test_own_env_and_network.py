@@ -76,11 +76,13 @@ def test_what_has_no_name_is_passed_again(tmp_path: Path) -> None:
     "where",
     [{"workers_per_node": 2}, pytest.param({"workers_per_node": 2, "inference": "driver"}, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("kind", [PPOConfig, pytest.param(IMPALAConfig, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [PPOConfig, IMPALAConfig])
 def test_it_is_trained_alike_wherever_it_runs(tmp_path: Path, kind: type[TrainConfig], where: dict[str, Any]) -> None:
+    """Where workers act, the next chunk of IMPALA is taken ahead, also in this process."""
     usual: dict[str, Any] = {**SMALL, **HERE, "total_steps": 256, "eval_episodes": 4}
     if kind is IMPALAConfig:
-        usual = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, **HERE, "total_steps": 256, "prefetch": False}
+        usual = {"num_envs": 4, "num_steps": 16, "num_minibatches": 2, **HERE, "total_steps": 256}
+        usual |= {"prefetch": "inference" not in where}
     results = []
     for name, changes in (("here", {}), ("there", where)):
         config = kind(**{**usual, **changes, "run_dir": tmp_path / name})

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.processes import assert_nothing_left, running
-from helpers.training_kit import HERE, assert_same, lengthen, lines_of, options, tiny
+from helpers.training_kit import HERE, StopsAt, assert_same, lengthen, lines_of, options, tiny
 
 import rayvec
 from rayvec import PPOConfig, TrainConfig
@@ -167,13 +167,6 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-class First:
-    """Stops a run after its first iteration."""
-
-    def on_iteration(self, context: rayvec.RunContext) -> None:
-        context.stop("one is enough")
-
-
 @pytest.mark.parametrize("where", [{}, pytest.param(RANKS, marks=pytest.mark.slow)], ids=["one process", "ranks"])
 @pytest.mark.parametrize(("kind", "settings"), KINDS, ids=lambda value: getattr(value, "algorithm", ""))
 def test_a_run_begins_with_the_weights_of_another(
@@ -183,7 +176,7 @@ def test_a_run_begins_with_the_weights_of_another(
     first = rayvec.train(kind(run_dir=tmp_path / "a", **COMMON, **settings))
     changes = {"seed": 9, "init_from": first.run_dir, **where}
     changes |= {"learning_rate": 1e-12} if kind is not rayvec.SACConfig else {}
-    run = rayvec.train(kind(run_dir=tmp_path / "b", **COMMON, **{**settings, **changes}), callbacks=[First()])
+    run = rayvec.train(kind(run_dir=tmp_path / "b", **COMMON, **{**settings, **changes}), callbacks=[StopsAt(1)])
     source, state = (load_run(each.run_dir)[1] for each in (first, run))
     assert state["progress"]["steps"] < source["progress"]["steps"]
     for name in ("actor", "critic", "target") if kind is rayvec.SACConfig else ("parameters",):

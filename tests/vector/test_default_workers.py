@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from helpers.kinds import in_lockstep
 from helpers.waiting_envs import Noted, make_noted, make_sleeping, make_subprocess_env
 
 import rayvec
@@ -35,13 +38,8 @@ def test_environments_that_wait_have_a_worker_each(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.INFO, "rayvec")
     with rayvec.RayVecEnv(make_sleeping, MANY, num_nodes=0) as env:
         assert workers_of(env) == MANY
-        sync = gymnasium.vector.SyncVectorEnv([make_sleeping] * MANY)
-        np.testing.assert_array_equal(env.reset(seed=3)[0], sync.reset(seed=3)[0])
-        for _ in range(20):
-            actions = sync.action_space.sample()
-            for mine, other in zip(env.step(actions)[:4], sync.step(actions)[:4], strict=True):
-                np.testing.assert_array_equal(mine, other)
-        sync.close()
+        with closing(gymnasium.vector.SyncVectorEnv([make_sleeping] * MANY)) as sync:
+            in_lockstep(env, sync, 20)
     (line,) = [each.getMessage() for each in caplog.records if "one worker per" in each.getMessage()]
     assert "one worker per environment" in line and " ms, of which it computes " in line and " s)" in line
 
@@ -84,7 +82,7 @@ def test_an_environment_whose_first_step_fails_starts_as_if_it_computed(
     class Failing(gymnasium.Wrapper[Any, Any, Any, Any]):
         def step(self, action: Any) -> Any:
             if fails == "dies":
-                os._exit(3)
+                os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("not today")
 
     with rayvec.RayVecEnv(lambda: Failing(make_sleeping()), MANY, num_nodes=0) as env:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.vector import SyncVectorEnv
+from helpers.kinds import in_lockstep
 from helpers.native_envs import Fails, Odd, counting
 from helpers.simple_policies import still
-from helpers.testing import CountingEnv, assert_identical, counting_errors
+from helpers.testing import CountingEnv, counting_errors
 
 import rayvec
 from rayvec import RayVecEnv
@@ -25,21 +25,6 @@ MODES = ["NextStep", "SameStep", "Disabled"]
 FAULTS = [("raise", 0), pytest.param("raise", 1, marks=pytest.mark.slow), ("kill", 2)]
 ONE_MODE = ["NextStep", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])]
 local = partial(RayVecEnv, native=True, num_nodes=0)
-
-
-def in_lockstep(ours: RayVecEnv, theirs: SyncVectorEnv, num_steps: int) -> None:
-    """Steps both with random actions; everything must be the same, bit for bit."""
-    ours.action_space.seed(0)
-    assert_identical(ours.reset(seed=3), theirs.reset(seed=3))
-    for _ in range(num_steps):
-        actions = ours.action_space.sample()
-        got, expected = ours.step(actions), theirs.step(actions)
-        assert_identical(got, expected)
-        done = expected[2] | expected[3]
-        if theirs.autoreset_mode.value == "Disabled" and done.any():
-            assert_identical(
-                ours.reset(options={"reset_mask": done.copy()}), theirs.reset(options={"reset_mask": done.copy()})
-            )
 
 
 class TestEquality:
@@ -70,21 +55,20 @@ class TestEquality:
                     np.testing.assert_array_equal(got, np.concatenate(parts))
 
 
-class TestChunks:
-    @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize(
-        ("workers", "inference"),
-        [pytest.param(0, "worker", marks=SLOW), (2, "worker"), pytest.param(2, "driver", marks=SLOW)],
-    )
-    def test_no_transition_is_false(self, mode: str, workers: int, inference: Any) -> None:
-        with closing(local([partial(counting, 3, mode)] * 2, workers_per_node=workers)) as env:
-            chunks = [env.rollout(still, 9, inference, seed=5 if k == 0 else None) for k in range(4)]
-            assert counting_errors(chunks) == []
-            waits = np.concatenate([~chunk.valid for chunk in chunks])
-            done = np.concatenate([chunk.done for chunk in chunks])
-            expected = np.zeros_like(waits)
-            expected[1:] = done[:-1] & (mode == "NextStep")
-            np.testing.assert_array_equal(waits, expected)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("workers", "inference"),
+    [pytest.param(0, "worker", marks=SLOW), (2, "worker"), pytest.param(2, "driver", marks=SLOW)],
+)
+def test_no_transition_is_false(mode: str, workers: int, inference: Any) -> None:
+    with closing(local([partial(counting, 3, mode)] * 2, workers_per_node=workers)) as env:
+        chunks = [env.rollout(still, 9, inference, seed=5 if k == 0 else None) for k in range(4)]
+        assert counting_errors(chunks) == []
+        waits = np.concatenate([~chunk.valid for chunk in chunks])
+        done = np.concatenate([chunk.done for chunk in chunks])
+        expected = np.zeros_like(waits)
+        expected[1:] = done[:-1] & (mode == "NextStep")
+        np.testing.assert_array_equal(waits, expected)
 
 
 class TestFaults:
@@ -147,21 +131,18 @@ class TestCalls:
         assert env.get_attr("gravity") == (9.0, 9.0, 9.0, 8.0, 8.0)
 
 
-class TestSeeds:
+@pytest.mark.parametrize("seeds", [[5, None, 7, 8, None], [None, 8, None, None, 1], [None, None, 1, 2, 3]])
+def test_single_environments_get_each_its_own(seeds: list[int | None]) -> None:
     """A seed of None leaves an environment its generator."""
-
-    @pytest.mark.parametrize("seeds", [[5, None, 7, 8, None], [None, 8, None, None, 1], [None, None, 1, 2, 3]])
-    def test_single_environments_get_each_its_own(self, seeds: list[int | None]) -> None:
-        with closing(local([partial(counting, 3), partial(counting, 2)], workers_per_node=0)) as env:
-            assert env.reset(seed=seeds)[0][:, 0].tolist() == [-1 if seed is None else seed for seed in seeds]
+    with closing(local([partial(counting, 3), partial(counting, 2)], workers_per_node=0)) as env:
+        assert env.reset(seed=seeds)[0][:, 0].tolist() == [-1 if seed is None else seed for seed in seeds]
 
 
-class TestMakeVec:
-    def test_vector_entry_points(self) -> None:
-        settings = {"num_nodes": 0, "workers_per_node": 2}
-        env = rayvec.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point", **settings)
-        with closing(env):
-            assert env.topology.nodes[0].worker_bounds == (0, 3, 5) and env.get_attr("num_envs")[0] == 3
+def test_vector_entry_points() -> None:
+    settings = {"num_nodes": 0, "workers_per_node": 2}
+    env = rayvec.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point", **settings)
+    with closing(env):
+        assert env.topology.nodes[0].worker_bounds == (0, 3, 5) and env.get_attr("num_envs")[0] == 3
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -86,12 +86,11 @@ class TestEnvironments:
         assert not np.isin(after, before).any()
 
 
-class TestPolicies:
-    def test_a_policy_that_samples_explores_differently_in_each_worker(self) -> None:
-        with rayvec.RayVecEnv(Draws, 4, num_nodes=0, workers_per_node=2, preload=("torch",)) as env:
-            first, again = (env.rollout(explore, num_steps=64, seed=0).act for _ in range(2))
-        assert len(np.unique(first, axis=1).T) == 4
-        np.testing.assert_array_equal(first, again)
+def test_a_policy_that_samples_explores_differently_in_each_worker() -> None:
+    with rayvec.RayVecEnv(Draws, 4, num_nodes=0, workers_per_node=2, preload=("torch",)) as env:
+        first, again = (env.rollout(explore, num_steps=64, seed=0).act for _ in range(2))
+    assert len(np.unique(first, axis=1).T) == 4
+    np.testing.assert_array_equal(first, again)
 
 
 class Dropping(torch.nn.Module):

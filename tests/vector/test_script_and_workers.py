@@ -175,16 +175,15 @@ class TestSharedObjects:
             shown(lambda: made)
 
 
-class TestPreload:
-    def test_a_module_that_starts_a_thread_is_refused_with_its_name(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "starts_a_thread.py").write_text(
-            textwrap.dedent("""
-            import threading, time
-            threading.Thread(target=time.sleep, args=[3600], name="the poller", daemon=True).start()
-            """)
-        )
-        monkeypatch.syspath_prepend(tmp_path)
-        with pytest.raises(rayvec.errors.ConfigError, match=r"'starts_a_thread' starts a thread .*the poller"):
-            shown(os.getpid, preload=("threading", "starts_a_thread"))
+def test_a_module_that_starts_a_thread_is_refused_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "starts_a_thread.py").write_text(
+        textwrap.dedent("""
+        import threading, time
+        threading.Thread(target=time.sleep, args=[3600], name="the poller", daemon=True).start()
+        """)
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(rayvec.errors.ConfigError, match=r"'starts_a_thread' starts a thread .*the poller"):
+        shown(os.getpid, preload=("threading", "starts_a_thread"))

@@ -20,15 +20,17 @@ from conftest import MakeVec
 from gymnasium.vector import SyncVectorEnv, VectorEnv
 from gymnasium.wrappers import TimeLimit
 from helpers.kinds import in_lockstep, within
-from helpers.obedient_envs import PressesCtrlC, SlowCall, TwoFaced
+from helpers.obedient_envs import PressesCtrlC, SlowCall
 from helpers.testing import CountingEnv, FaultyEnv
-from helpers.vector_kit import DEADLINE_S, pids_of
-from helpers.waiting import alive, shm_names, wait_until
+from helpers.vector_kit import pids_of
+from helpers.waiting import DEADLINE_S, alive, shm_names, wait_until
 
 import rayvec
 from rayvec.errors import ConfigError, EnvError, WorkerLostError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
+HERE = {"num_nodes": 0, "workers_per_node": 0}
+counting_two = partial(SyncVectorEnv, [CountingEnv] * 2)
 ERRORS: dict[str, Callable[[], Exception]] = {
     "plain": partial(ValueError, "this environment is broken"),
     "timeout": partial(TimeoutError, "a server of the environment's own does not answer"),
@@ -41,38 +43,30 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 
 class TestErrors:
     @pytest.mark.parametrize(
-        ("kind", "nodes"),
+        ("when", "kind", "nodes"),
         [
-            *(("plain", 1), ("eof", 2)),
+            *(("step", "plain", 1), ("step", "eof", 2), ("reset", "plain", 1), ("reset", "plain", 2)),
             *(
-                pytest.param(kind, 2, marks=pytest.mark.slow)
+                pytest.param("step", kind, 2, marks=pytest.mark.slow)
                 for kind in ("plain", "two arguments", "timeout", "pipe", "key")
             ),
-            pytest.param("timeout", 1, marks=pytest.mark.slow),
+            pytest.param("step", "timeout", 1, marks=pytest.mark.slow),
         ],
     )
-    def test_an_error_in_a_step_keeps_its_type_and_message(self, make_vec: MakeVec, kind: str, nodes: int) -> None:
-        fns = [CountingEnv, CountingEnv, partial(FaultyEnv, "raise", "step", 1, ERRORS[kind])]
+    def test_an_error_keeps_its_type_and_message(self, make_vec: MakeVec, when: Any, kind: str, nodes: int) -> None:
+        fns = [CountingEnv, CountingEnv, partial(FaultyEnv, "raise", when, 1, ERRORS[kind])]
         env = make_vec(fns, nodes, 3 - nodes)
         env.reset(seed=100)
         env.step(np.zeros(3, int))
         expected = ERRORS[kind]()
+        calls = {"step": partial(env.step, np.zeros(3, int)), "reset": partial(env.reset, seed=100)}
         with pytest.raises(type(expected)) as caught:
-            within(DEADLINE_S, partial(env.step, np.zeros(3, int)))
+            within(DEADLINE_S, calls[when])
         assert type(caught.value) is type(expected) and str(caught.value) == str(expected)
         cause = caught.value.__cause__
         assert isinstance(cause, EnvError)
         for words in ("node ", "worker ", "environment 2", "seed 102", "Traceback", "_maybe"):
             assert words in str(cause)
-        assert env.closed
-
-    @pytest.mark.parametrize("nodes", [1, 2])
-    def test_an_error_in_a_reset(self, make_vec: MakeVec, nodes: int) -> None:
-        env = make_vec([CountingEnv, partial(FaultyEnv, "raise", "reset", 1)], nodes)
-        env.reset(seed=5)
-        with pytest.raises(ValueError, match="broken") as caught:
-            env.reset(seed=8)
-        assert "environment 1, seed 9" in str(caught.value.__cause__)
         assert env.closed
 
     @pytest.mark.parametrize("nodes", [1, 2])
@@ -86,9 +80,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="broken") as caught:
             make_vec([CountingEnv, partial(FaultyEnv, "raise", "init")], nodes)
         assert "environment 1" in str(caught.value.__cause__)
-        wait_until(
-            lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], "all cores are free again"
-        )
+        wait_until(all_free, "all cores are free again")
 
     @pytest.mark.parametrize(
         ("nodes", "when"),
@@ -98,49 +90,39 @@ class TestErrors:
         ],
     )
     def test_a_worker_that_ends(self, make_vec: MakeVec, nodes: int, when: str) -> None:
+        made, pids = [], []
+
         def play() -> None:
-            env = make_vec([CountingEnv, partial(FaultyEnv, "kill", when)], nodes, 3 - nodes)
+            made.append(env := make_vec([CountingEnv, partial(FaultyEnv, "kill", when)], nodes, 3 - nodes))
+            pids.extend(pid for node in pids_of(env) for pid in node)
             env.reset(seed=0)
             env.step(np.zeros(2, int))
 
         with pytest.raises(WorkerLostError) as caught:
             within(DEADLINE_S, play)
-        assert when == "init" or "environments 1 to 1" in str(caught.value)
-
-    def test_observations_that_do_not_fit_are_errors_of_the_environment(self, make_vec: MakeVec) -> None:
-        for kind, error in (("shape", ValueError), ("dtype", TypeError)):
-            env = make_vec([CountingEnv, partial(TwoFaced, kind)])
-            env.reset(seed=0)
-            with pytest.raises(error) as caught:
-                env.step(np.zeros(2, int))
-            assert "environment 1" in str(caught.value.__cause__)
-
-
-class TestCtrlC:
-    """What is under way is answered some time, so that later answers could be taken for those of other steps."""
-
-    @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
-    @pytest.mark.parametrize(
-        "how", ["step", *(pytest.param(how, marks=pytest.mark.slow) for how in ("group", "driver"))]
-    )
-    def test_a_thread_that_waits_for_a_step_loses_the_environments(
-        self, make_vec: MakeVec, nodes: int, how: str
-    ) -> None:
-        env = make_vec([partial(PressesCtrlC, os.getpid())] * 4, nodes, groups=2)
-        pids = [pid for node in pids_of(env) for pid in node]
-        env.reset(seed=0)
-        actions = np.array([0, 0, 0, 1])
-        with pytest.raises(KeyboardInterrupt):
-            if how == "step":
-                env.step(actions)
-            elif how == "driver":
-                env.rollout(lambda obs: (obs[:, 0] == 3).astype(int), 3, "driver")
-            else:
-                env.send(actions[env.groups[1]], group=1)
-                env.recv(1)
-        with pytest.raises(gymnasium.error.ClosedEnvironmentError, match="KeyboardInterrupt in an earlier call closed"):
-            env.reset(seed=0)
+        assert when == "init" or ("environments 1 to 1" in str(caught.value) and made[0].closed)
         wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
+
+
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("how", ["step", *(pytest.param(how, marks=pytest.mark.slow) for how in ("group", "driver"))])
+def test_a_thread_that_waits_for_a_step_loses_the_environments(make_vec: MakeVec, nodes: int, how: str) -> None:
+    """What is under way is answered some time, so that later answers could be taken for those of other steps."""
+    env = make_vec([partial(PressesCtrlC, os.getpid())] * 4, nodes, groups=2)
+    pids = [pid for node in pids_of(env) for pid in node]
+    env.reset(seed=0)
+    actions = np.array([0, 0, 0, 1])
+    with pytest.raises(KeyboardInterrupt):
+        if how == "step":
+            env.step(actions)
+        elif how == "driver":
+            env.rollout(lambda obs: (obs[:, 0] == 3).astype(int), 3, "driver")
+        else:
+            env.send(actions[env.groups[1]], group=1)
+            env.recv(1)
+    with pytest.raises(gymnasium.error.ClosedEnvironmentError, match="KeyboardInterrupt in an earlier call closed"):
+        env.reset(seed=0)
+    wait_until(lambda: not any(map(alive, pids)), "its processes have ended")
 
 
 @pytest.mark.filterwarnings("ignore:.*Calling `close`")
@@ -183,42 +165,53 @@ class TestEnd:
         assert "killed after" in caplog.text
 
 
-class TestInput:
-    @pytest.mark.parametrize(
-        "kwargs",
-        [
-            {"env": "NoSuchEnvironment-v0", "num_envs": 2},
-            {"env": "no_such_module:Env-v0", "num_envs": 2},
-            {"env": "CartPole-v1", "num_envs": 0},
-            {"env": "CartPole-v1", "num_envs": -1},
-            {"env": "CartPole-v1", "num_envs": 1.5},
-            {"env": "CartPole-v1", "num_envs": True},
-            {"env": "CartPole-v1", "num_envs": "four"},
-            {"env": "CartPole-v1", "num_envs": float("nan")},
-            {"env": []},
-            {"env": 5},
-            {"env": CountingEnv},
-            {"env": [CountingEnv(), CountingEnv()]},
-            {"env": [CountingEnv] * 2, "num_envs": 3},
-            {"env": [CountingEnv], "env_kwargs": {"a": 1}},
-            {"env": [CountingEnv], "num_nodes": False},
-            {"env": [CountingEnv], "num_nodes": -1},
-            {"env": [CountingEnv], "workers_per_node": 0},
-            {"env": [CountingEnv], "workers_per_node": 1.5},
-            {"env": [CountingEnv], "workers_per_node": "x"},
-            {"env": [CountingEnv], "groups": 3},
-            {"env": [CountingEnv], "groups": 0},
-            {"env": [CountingEnv], "autoreset_mode": "sometimes"},
-            {"env": [CountingEnv], "step_timeout_s": 0},
-            {"env": [CountingEnv], "step_timeout_s": float("nan")},
-            {"env": [CountingEnv], "on_env_error": "ignore"},
-            {"env": [CountingEnv], "on_node_loss": "restart"},
-        ],
-        ids=lambda kwargs: re.sub(r" at 0x\w+", "", repr(kwargs)),  # an address is another one in each process
-    )
-    def test_each_mistake_is_one_explained_error(self, ray_cluster: object, kwargs: dict[str, Any]) -> None:
-        with pytest.raises(ConfigError, match="|".join([*kwargs, "callable"])):
-            RayVecEnv(**kwargs)
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"num_envs": 2, "env": "NoSuchEnvironment-v0"},
+        {"num_envs": 2, "env": "no_such_module:Env-v0"},
+        {"env": "CartPole-v1", "num_envs": 0},
+        {"env": "CartPole-v1", "num_envs": -1},
+        {"env": "CartPole-v1", "num_envs": 1.5},
+        {"env": "CartPole-v1", "num_envs": True},
+        {"env": "CartPole-v1", "num_envs": "four"},
+        {"env": "CartPole-v1", "num_envs": float("nan")},
+        {"env": []},
+        {"env": 5},
+        {"env": CountingEnv},
+        {"env": [CountingEnv(), CountingEnv()]},
+        {"env": [CountingEnv] * 2, "num_envs": 3},
+        {"env": [CountingEnv], "env_kwargs": {"a": 1}},
+        {"env": [CountingEnv], "num_nodes": False},
+        {"env": [CountingEnv], "num_nodes": -1},
+        *({"env": [CountingEnv] * 4, "num_nodes": range_} for range_ in ((2, 1), (0, 2), (1, 2, 3), (1.0, 2), (1, 5))),
+        {"env": [CountingEnv] * 4, "num_nodes": (True, 2)},
+        {"env": [CountingEnv] * 4, "num_nodes": (1, 2), "workers_per_node": 0},
+        {"env": [CountingEnv], "num_nodes": 1, "workers_per_node": 0},
+        {"env": [CountingEnv], "workers_per_node": 1.5},
+        {"env": [CountingEnv], "workers_per_node": "x"},
+        {"env": [CountingEnv], "groups": 3},
+        {"env": [CountingEnv], "groups": 0},
+        {"env": [CountingEnv], "autoreset_mode": "sometimes"},
+        {"env": [CountingEnv], "step_timeout_s": 0},
+        {"env": [CountingEnv], "step_timeout_s": float("nan")},
+        {"env": [CountingEnv], "on_env_error": "ignore"},
+        {"env": [CountingEnv], "on_node_loss": "restart"},
+        {"env": [CountingEnv], **HERE, "step_timeout_s": 1.0},
+        {"env": [CountingEnv], **HERE, "address": "auto"},
+        {"env": [CountingEnv], "replay_calls": "set_difficulty"},
+        {"env": [CountingEnv], "replay_calls": [3]},
+        {"env": [CountingEnv], "restart_env_every": 0},
+        {"env": [CountingEnv], "spare_envs": 2},
+        {"env": [counting_two], "native": True, "restart_env_every": 1},
+        {"env": [counting_two], "native": True, "spare_envs": 1},
+    ],
+    ids=lambda kwargs: re.sub(r" at 0x\w+", "", repr(kwargs)),  # an address is another one in each process
+)
+def test_each_mistake_is_one_explained_error(ray_cluster: object, kwargs: dict[str, Any]) -> None:
+    """The last of them is what can't be."""
+    with pytest.raises(ConfigError, match=f"{[*kwargs][-1]}|callable"):
+        RayVecEnv(**{"num_nodes": 0, **kwargs})
 
 
 class TestConstruction:
@@ -288,11 +281,15 @@ def test_an_error_names_the_environment(make_vec: MakeVec, nodes: int, workers: 
     assert "environment 1" in str(caught.value.__cause__)
 
 
-def test_ctrl_c_is_no_failure_of_an_environment(make_vec: MakeVec) -> None:
-    env = make_vec([partial(FaultyEnv, "raise", "step", 0, KeyboardInterrupt)], 0, 0, on_env_error="restart")
+@pytest.mark.parametrize("in_chunk", [False, True])
+def test_ctrl_c_is_no_failure_of_an_environment(make_vec: MakeVec, in_chunk: bool) -> None:
+    """In a chunk it closes all, since half of the chunk is lost."""
+    env = make_vec([partial(FaultyEnv, "raise", "step", 2, KeyboardInterrupt)], 0, 0, on_env_error="restart")
     env.reset(seed=4)
     with pytest.raises(KeyboardInterrupt):
-        env.step(np.zeros(1, int))
+        for _ in range(3):
+            env.rollout(lambda obs: np.zeros(1, int), 5) if in_chunk else env.step(np.zeros(1, int))
+    assert env.closed or not in_chunk
 
 
 @pytest.mark.parametrize(("inference", "error"), [("worker", EnvError), ("node", SystemExit)])
