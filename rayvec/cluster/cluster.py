@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from rayvec.data.layouts import ArrayLayout
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.envs.slices import own_arrays
 from rayvec.envs.spaces import PoolSpaces
-from rayvec.errors import WorkerLostError
+from rayvec.errors import NodeLostError, WorkerLostError
 from rayvec.fleet.commands import STEPPING, ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import CLOSE_S, Fleet, is_here
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, restore_episode, store_seed
@@ -60,27 +60,21 @@ class Cluster(Fleet):
     ) -> None:
         self._places, self._slices = places, list(topology.nodes)
         self._rehost, self.session = rehost, ExitStack()
-        try:
-            nodes, sizes, self.spaces = self._started(self._slices)
-        except ChildLost as lost:
-            raise lost.error from lost
-        bounds = np.cumsum([0, *sizes]).tolist()
+        nodes, bounds, self.spaces = self._started(self._slices)
         super().__init__(nodes, bounds, self._replacement, restarts=RESTARTS_OF_A_NODE, replay_calls=replay_calls)
 
     def _started(self, places: Sequence[NodeSlice]) -> tuple[list[Any], list[int], PoolSpaces]:
-        """Starts nodes. Returns them, how many environments each has, and the spaces of these."""
-        nodes: list[Any] = []
-        try:
-            for place in places:
-                nodes.append(self._places.open(place))  # what has begun to start is killed if the next fails
-            for node in sorted(nodes, key=is_here):  # the driver's own comes last: the others start while it does
-                node.start()
-            return nodes, *PoolSpaces.of_children(nodes, [len(place.env_range) for place in places])
-        except BaseException:
-            for node in nodes:
-                with suppress(Exception):
-                    node.kill()
-            raise
+        """Starts nodes. Returns them, the bounds of their environments, and the spaces of these."""
+        return PoolSpaces.of_children(self._starting(places), [len(place.env_range) for place in places])
+
+    def _starting(self, places: Sequence[NodeSlice]) -> Iterator[Any]:
+        """Yields nodes, and then starts them: the driver's own comes last, so that others start meanwhile."""
+        nodes = []
+        for place in places:
+            nodes.append(self._places.open(place))
+            yield nodes[-1]
+        for node in sorted(nodes, key=is_here):
+            node.start()
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays of the driver and of all nodes for these spaces."""
@@ -99,9 +93,8 @@ class Cluster(Fleet):
         if command.op == Op.SET_STATE:
             for row, state in zip(command.rows.tolist(), command.rest[0], strict=True):
                 restore_episode(self.arrays, row, state["episode"])
-        if command.op in STEPPING and self._places.is_elastic:
-            leaving_only = command.op == Op.STEP
-            for k, place in self._places.moves(self._slices, leaving_only).items():
+        if command.op in STEPPING:
+            for k, place in self._places.moves(self._slices, command.op == Op.STEP).items():
                 if not self._pending[k] or self._places.leaves(self._slices[k]):
                     self._move(k, place)
         return super().post(command)
@@ -111,6 +104,7 @@ class Cluster(Fleet):
         old, before = self.children[k], self._slices[k]
         while self._pending[k]:
             self._receive(k, _POLL_S)
+        states = self._states_of(k)
         if self._slices[k] is not before:  # it was lost meanwhile
             return
         envs = f"environments {self.bounds[k]} to {self.bounds[k + 1] - 1}"
@@ -119,14 +113,6 @@ class Cluster(Fleet):
         except Exception as error:
             self._places.distrust(place)
             logger.warning("%s can't move to node %s: %s", envs, place.name, error)
-            return
-        try:
-            states = self._states_of(k)
-        except BaseException:
-            node.kill()
-            raise
-        if self._slices[k] is not before:
-            node.kill()
             return
         leaves = " (it leaves)" if self._places.leaves(before) else ""
         logger.warning("%s moved from node %s%s to node %s", envs, before.name, leaves, place.name)
@@ -146,27 +132,21 @@ class Cluster(Fleet):
             logger.warning("the episodes of %s are cut: %s: %s", failure.where, failure.type_name, failure.text)
         return None if states is None or any(state is None for state in states) else states
 
-    def replace(self, k: int, lost: ChildLost) -> None:
-        """Starts a node in place of one that is lost. Its environments resume from their last answers.
+    def _replacement(self, k: int, lost: ChildLost) -> Any:
+        """Starts a node in place of one that is lost.
 
         Raises:
             NodeLostError: Lost nodes are not replaced, or there is no place.
+            ChildLost: This one was lost while it started.
         """
         if not self._rehost:
-            self.children[k].kill()
             raise lost.error
+        place = self._slices[k] = self._places.another(k, self._slices, lost.error)
+        note = self.notes[-1]
+        self.notes[-1] = note._replace(text=f"{note.text} They resume on node {place.name}.")
         try:
-            super().replace(k, lost)
-            note = self.notes[-1]
-            self.notes[-1] = note._replace(text=f"{note.text} They resume on node {self._slices[k].name}.")
-        except ChildLost as again:  # the replacement was lost while it started
-            self.replace(k, again)
-
-    def _replacement(self, k: int, lost: ChildLost) -> Any:
-        self._slices[k] = self._places.another(k, self._slices, lost.error)
-        try:
-            return self._started([self._slices[k]])[0][0]
-        except WorkerLostError as error:
+            return self._started([place])[0][0]
+        except (NodeLostError, WorkerLostError) as error:
             raise ChildLost(error) from error
 
     @property

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from rayvec.cluster.node_facts import check_versions, own_versions, restore_variables
 from rayvec.cluster.nodes import reserved_bundles
-from rayvec.cluster.ray_session import can_call_ray, check_connected
+from rayvec.cluster.ray_session import check_connected
 from rayvec.cluster.remote import NodeServer
 from rayvec.cluster.stream import Stream, accept, connect
 from rayvec.data import NodeSlice
@@ -94,7 +94,7 @@ class NodeProcess:
 
     def kill(self) -> None:
         """Ends the actor."""
-        if can_call_ray():  # without its head, Ray would wait for a minute
+        if ray.is_initialized():
             ray.kill(self._actor)
 
 
@@ -136,5 +136,5 @@ class Claim:
 
     def release(self) -> None:
         """Makes it free again."""
-        if can_call_ray():
+        if ray.is_initialized():
             remove_placement_group(self._group) if self._actor is None else ray.kill(self._actor)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
 
-from rayvec.cluster.ray_session import Address, check_head
+from rayvec.cluster.ray_session import check_connected
 
-__all__ = ["FreeNode", "choose_nodes", "free_nodes", "leaving_nodes", "look_until", "reserved_bundles"]
+__all__ = ["FreeNode", "choose_nodes", "free_nodes", "leaving_nodes", "look_until", "reserved_bundles", "unreachable"]
 
 _LOOK_AGAIN_S = 0.25
+_ANSWER_S = 2.0
+_MAX_THREADS = 64
 _T = TypeVar("_T")
 _NodeT = TypeVar("_NodeT", bound=Any)
 
@@ -28,14 +32,12 @@ class FreeNode:
         address: The node's own IP address.
         free: What is free, by Ray's names of resources.
         total: What there is.
-        raylet: Address and port of its raylet.
     """
 
     node_id: str
     address: str
     free: Mapping[str, float]
     total: Mapping[str, float]
-    raylet: Address = ("", 0)
 
     @property
     def cpus(self) -> float:
@@ -62,24 +64,43 @@ def reserved_bundles() -> tuple[Any, dict[str, list[tuple[int, dict[str, float]]
     return group, bundles
 
 
-def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
-    """Returns the connected cluster's live nodes. The driver's own node comes first.
+def unreachable(addresses: Mapping[str, tuple[str, int]]) -> set[str]:
+    """Returns the ids of the nodes that do not accept a connection within two seconds."""
+    with ThreadPoolExecutor(_MAX_THREADS) as threads:
+        accepted = threads.map(_accepts, addresses.values())
+        return {node_id for node_id, accepts in zip(addresses, accepted, strict=True) if not accepts}
 
-    In a placement group with bundles for workers, only the bundles' cores count.
+
+def _accepts(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, _ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
+    """Returns the connected cluster's nodes. The driver's own node comes first.
+
+    Ray itself notices after up to a minute that a node is gone. The operating system of a node accepts a connection to
+    the port of its raylet, however busy the node is. In a placement group with bundles for workers, only the bundles'
+    cores count.
 
     Args:
         claimed_too: Whether to count what is already claimed in Ray, for pools that claim nothing.
 
     Raises:
-        NodeLostError: The head of the cluster does not answer.
+        NodeLostError: Ray is not initialised.
     """
     from ray._private.state import available_resources_per_node
 
-    check_head()  # without it, Ray would wait for it without end
+    check_connected()
     here = ray.get_runtime_context().get_node_id()
     available, bundles = available_resources_per_node(), reserved_bundles()[1]
+    listed = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    gone = unreachable({name: (node["NodeManagerAddress"], node["NodeManagerPort"]) for name, node in listed.items()})
     nodes = []
-    for node in (node for node in ray.nodes() if node["Alive"]):
+    for node in (listed[name] for name in listed.keys() - gone):
         node_id, address, total = node["NodeID"], node["NodeManagerAddress"], node["Resources"]
         free = total if claimed_too else available.get(node_id, {})
         if bundles:
@@ -87,7 +108,7 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
             for _, amounts in bundles.get(node_id, ()):
                 reserved.update(amounts)
             free, total = free | reserved, total | reserved
-        nodes.append(FreeNode(node_id, address, free, total, (address, node["NodeManagerPort"])))
+        nodes.append(FreeNode(node_id, address, free, total))
     return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
 
 

@@ -15,7 +15,7 @@ from rayvec.cluster.node import Node
 from rayvec.cluster.node_actor import Claim, NodeProcess
 from rayvec.cluster.nodes import FreeNode, free_nodes, look_until, reserved_bundles
 from rayvec.cluster.placement import Demand, plan_topology
-from rayvec.cluster.ray_session import check_head, unreachable
+from rayvec.cluster.ray_session import check_connected
 from rayvec.cluster.remote import RemoteNode
 from rayvec.data import NodeSlice, Topology
 from rayvec.envs.factory import EnvFactory
@@ -28,8 +28,8 @@ __all__ = ["RayPlaces"]
 _REQUEST_S = 8.0
 _FREED_S = 1.0
 """How long it waits for free cores before busy nodes count: Ray frees those of closed environments with a delay."""
-REPLACE_S = 8.0
-DISTRUST_S = 30.0
+_REPLACE_S = 8.0
+_DISTRUST_S = 30.0
 """How long a node that was lost gets no environments: Ray lists a node that is gone for about a minute."""
 
 
@@ -41,12 +41,9 @@ class RayPlaces:
         preload: Modules that the workers of a node import once.
         env_rules: What happens to environments that raise, hang or have run for long, and their limits.
         demand: What environments ask of the cluster.
-
-    Attributes:
-        is_elastic: Whether environments move as nodes join and leave.
     """
 
-    is_elastic = False
+    _missing = "No other node has a free core, or what else they need, for its environments."
 
     def __init__(self, factory: EnvFactory, preload: Sequence[str], env_rules: EnvRules, demand: Demand) -> None:
         for name, least in (("num_nodes", 0), ("workers_per_node", 1)):
@@ -108,10 +105,12 @@ class RayPlaces:
         is_reserved = here in reserved_bundles()[1] and "GPU" not in amounts
         return Node(spec, Claim(place, amounts) if amounts and not is_reserved else None)
 
-    def another(self, k: int, slices: Sequence[NodeSlice], error: Exception) -> NodeSlice:
-        """Returns where the environments of node k resume, which is lost: on the node with the most free cores.
+    def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
+        """Returns which environments move now, and where to. With a fixed number of nodes, none do."""
+        return {}
 
-        It waits at most 8 s for a node to return or for cores to become free.
+    def another(self, k: int, slices: Sequence[NodeSlice], error: Exception) -> NodeSlice:
+        """Returns where the environments of node k resume, which is lost. It waits at most 8 s until there is room.
 
         Args:
             k: Index of the lost node.
@@ -119,26 +118,26 @@ class RayPlaces:
             error: The error that reported the loss.
 
         Raises:
-            NodeLostError: No other node has room; `error` is its cause. Or the head of the cluster is gone.
+            NodeLostError: There is no room; `error` is its cause.
         """
-        check_head(error)
-        lost, resources = slices[k], self.demand.resources
-        self.distrust(lost)
+        check_connected(error)
+        self.distrust(slices[k])
+        place = look_until(partial(self._elsewhere, k, slices), bool, _REPLACE_S)
+        if place is None:
+            raise NodeLostError(f"{error} {self._missing}") from error
+        return place
+
+    def _elsewhere(self, k: int, slices: Sequence[NodeSlice]) -> NodeSlice | None:
+        """Returns the node with the most free cores as the place of the environments of a lost one."""
+        lost, resources, num_envs = slices[k], self.demand.resources, len(slices[k].env_range)
 
         def has_room(node: FreeNode) -> bool:
-            num_envs = len(lost.env_range)
             return node.cpus >= 1 if resources is None else resources.fitting(node.free, num_envs) == num_envs
 
-        def look() -> list[FreeNode]:
-            listed = free_nodes(claimed_too=resources is None and lost.num_cpus == 0)
-            nodes = [node for node in listed if node.node_id not in self.distrusted() and has_room(node)]
-            silent = unreachable({node.node_id: node.raylet for node in nodes})
-            return [node for node in nodes if node.node_id not in silent]
-
-        nodes = look_until(look, bool, REPLACE_S)
+        listed = free_nodes(claimed_too=resources is None and lost.num_cpus == 0)
+        nodes = [node for node in listed if node.node_id not in self.distrusted() and has_room(node)]
         if not nodes:
-            what = "a free core" if resources is None else "room"
-            raise NodeLostError(f"{error} No other node has {what} for its environments.") from error
+            return None
         node = max(nodes, key=lambda node: node.cpus)
         place = self.demand.place(node, lost.env_range, min(lost.num_workers, max(1, int(node.cpus))))
         return place if lost.num_cpus else replace(place, num_cpus=0)
@@ -146,7 +145,7 @@ class RayPlaces:
     def distrust(self, place: NodeSlice) -> None:
         """Gives a node no environments for a while. This one runs: only its cores were missing."""
         if place.node_id != ray.get_runtime_context().get_node_id():
-            self._distrusted[place.node_id] = time.monotonic() + DISTRUST_S
+            self._distrusted[place.node_id] = time.monotonic() + _DISTRUST_S
 
     def distrusted(self) -> list[str]:
         """Returns the ids of the nodes that get no environments now."""

@@ -5,8 +5,7 @@ to ``RAY_ADDRESS``. Without an address, it starts a private local cluster with i
 The private cluster stops when its last session is released, or when this process exits or is killed. The directory of a
 cluster whose process was killed is removed by the next process that starts one there.
 
-Ray itself notices after a minute that a node is gone. The operating system of a node accepts a connection to the port
-of its raylet, however busy the node is, and even if the process is stopped. So the head must answer a request.
+If the head of the cluster dies, Ray ends this process after a minute.
 """
 
 from __future__ import annotations
@@ -20,24 +19,20 @@ import secrets
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray._private import worker
-from ray.exceptions import RpcError
 
 from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError, NodeLostError, first_line
 from rayvec.fleet.deferred_signals import uninterrupted
 
-__all__ = ["Address", "can_call_ray", "check_connected", "check_head", "put", "ray_session", "room_for", "unreachable"]
+__all__ = ["check_connected", "put", "ray_session", "room_for"]
 
 _OWNER = "owner"
 """File in the directory of a private cluster that the process which has started it holds locked."""
@@ -49,12 +44,6 @@ _SETTINGS = {
     "RAY_worker_niceness": "0",  # at a lower priority, a busy driver starves the workers
     "RAY_prestart_worker_first_driver": "0",  # Ray would start one process for each core; we need one
 }
-_ANSWER_S = 2.0
-_REQUEST_S = 10.0
-_MAX_THREADS = 64
-Address = tuple[str, int]
-_silent_heads: set[str] = set()
-"""The addresses of the heads that gave no answer."""
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -146,22 +135,9 @@ def _end() -> None:
     """Closes the connection, if a session has opened it: else it is that of the program."""
     with uninterrupted():  # processes that half a shutdown leaves write into the directory again
         if _Connection.ours and ray.is_initialized() and _connection() == _Connection.ours:
-            if can_call_ray():
-                ray.shutdown()
-            else:  # it would wait without end, also when this process exits
-                atexit.register(_exit_without_head)
+            ray.shutdown()
         _Connection.ours = None
         _end_private()
-
-
-def _exit_without_head() -> None:
-    logging.getLogger(__name__).warning(
-        "the head of the Ray cluster does not answer: this process ends without ray.shutdown(), with exit code 1"
-    )
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
 
 
 def _end_private() -> None:
@@ -262,57 +238,12 @@ def _remove_leftovers(where: str) -> None:
             shutil.rmtree(owner.parent, ignore_errors=True)
 
 
-def unreachable(addresses: Mapping[str, Address]) -> set[str]:
-    """Returns the ids of the nodes that do not accept a connection within two seconds."""
-    with ThreadPoolExecutor(_MAX_THREADS) as threads:
-        accepted = threads.map(_accepts, addresses.values())
-        return {node_id for node_id, accepts in zip(addresses, accepted, strict=True) if not accepts}
-
-
-def _accepts(address: Address) -> bool:
-    try:
-        socket.create_connection(address, _ANSWER_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def can_call_ray() -> bool:
-    """Whether Ray is initialised and its head answers: else calls of Ray wait for a minute or more, some without end.
-
-    A head that gave no answer is not asked again: what closes many nodes waits for it once.
-    """
-    if not ray.is_initialized():
-        return False
-    connected: Any = worker.global_worker
-    head = ray.get_runtime_context().gcs_address
-    if head not in _silent_heads:
-        try:
-            connected.gcs_client.internal_kv_exists(b"", None, timeout=_REQUEST_S)
-        except RpcError:
-            _silent_heads.add(head)
-    return head not in _silent_heads
-
-
 def check_connected(cause: Exception | None = None) -> None:
     """Raises ``NodeLostError`` because of `cause` if Ray is not initialised. A call of Ray would join any cluster."""
     if not ray.is_initialized():
         raise NodeLostError(
             "Ray is not initialised: ray.shutdown() was called before close(). Make the environments or ranks again, "
             "and close them before ray.shutdown()."
-        ) from cause
-
-
-def check_head(cause: Exception | None = None) -> None:
-    """Raises ``NodeLostError`` because of `cause` if the head of the cluster does not answer."""
-    check_connected(cause)
-    _silent_heads.clear()
-    if not can_call_ray():
-        if sys.excepthook is worker.custom_excepthook:  # it tells the head first, for which it waits without end
-            sys.excepthook = worker.normal_excepthook
-        raise NodeLostError(
-            f"The head of the Ray cluster, {ray.get_runtime_context().gcs_address}, does not answer requests. Start "
-            "the cluster again; a training resumes from its last checkpoint."
         ) from cause
 
 

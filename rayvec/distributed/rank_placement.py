@@ -7,10 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import ray
-
 from rayvec.cluster.nodes import choose_nodes, free_nodes, leaving_nodes, look_until
-from rayvec.cluster.ray_session import unreachable
 from rayvec.data.topology import even_bounds
 from rayvec.distributed.rank import RankPlacement, divided_workers
 from rayvec.errors import ConfigError, counted
@@ -175,15 +172,13 @@ def capacities(request: ResourceRequest) -> list[NodeCapacity]:
     """Returns the nodes that may be used and that the network reaches, the driver's own first.
 
     Raises:
-        NodeLostError: The head of the cluster is gone.
+        NodeLostError: Ray is not initialised.
     """
     nodes = free_nodes()
-    here = ray.get_runtime_context().get_node_id()
-    gone = unreachable({node.node_id: node.raylet for node in nodes if node.node_id != here})
     found = []
     for node in nodes:
         is_wanted = request.nodes is None or node.node_id in request.nodes
-        if not is_wanted or node.node_id in gone or node.node_id in request.avoid_nodes:
+        if not is_wanted or node.node_id in request.avoid_nodes:
             continue
         cpus = int(node.cpus)
         capacity = cpus // request.num_cpus if request.num_cpus else node.all_cpus

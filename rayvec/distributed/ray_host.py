@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.cluster.ray_session import can_call_ray, check_connected, put, ray_session, room_for
+from rayvec.cluster.ray_session import check_connected, put, ray_session, room_for
 from rayvec.distributed.rank import MakeStore, Rank, RankPlacement, lost
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
 from rayvec.distributed.rendezvous import RayArrivals, RayStore, delete_rendezvous
@@ -122,8 +122,7 @@ class RayHost:
 
     def kill(self, actors: Sequence[_Actor]) -> None:
         """Ends ranks, also those that hang; what they claim comes free soon after."""
-        is_up = bool(actors) and can_call_ray()
-        for actor in actors if is_up else []:  # they end with Ray, and a call would start another Ray
+        for actor in actors if ray.is_initialized() else []:  # they end with Ray, and a call would start another Ray
             with contextlib.suppress(Exception):  # it may have ended already
                 ray.kill(actor.handle)
 
@@ -133,5 +132,5 @@ class RayHost:
         self._session.close()
 
     def _forget(self) -> None:
-        if can_call_ray():
+        if ray.is_initialized():
             delete_rendezvous(self._name)

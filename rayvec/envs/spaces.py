@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -14,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from rayvec.errors import ConfigError
-from rayvec.fleet.commands import Autoreset
+from rayvec.fleet.commands import Autoreset, ChildLost
 
 __all__ = ["PoolSpaces"]
 
@@ -82,15 +83,33 @@ class PoolSpaces:
         )
 
     @classmethod
-    def of_children(cls, children: Sequence[Any], sizes: Sequence[int]) -> tuple[list[int], PoolSpaces]:
-        """Waits for the children of a fleet, which have so many environments or native sub-batches.
+    def of_children(cls, starting: Iterable[Any], sizes: Sequence[int]) -> tuple[list[Any], list[int], PoolSpaces]:
+        """Starts the children of a fleet, and waits for them. If one can't start, all are killed.
+
+        Args:
+            starting: Yields each child, which begins to start.
+            sizes: How many environments, or native sub-batches, each has.
 
         Returns:
-            How many environments each has, and the spaces of all.
+            The children, the bounds of their environments, and the spaces of all.
+
+        Raises:
+            Exception: Why one can't start.
         """
-        found = [child.spaces() for child in children]
+        children: list[Any] = []
+        try:
+            for child in starting:
+                children.append(child)
+            found = [child.spaces() for child in children]
+        except BaseException as error:
+            for child in children:
+                with suppress(Exception):
+                    child.kill()
+            if isinstance(error, ChildLost):
+                raise error.error from error
+            raise
         counts = [spaces.num_envs or size for spaces, size in zip(found, sizes, strict=True)]
-        return counts, cls.join(list(zip(counts, found, strict=True)))
+        return children, np.cumsum([0, *counts]).tolist(), cls.join(list(zip(counts, found, strict=True)))
 
     def check_native(self, num_envs: int | None, mode: AutoresetMode | None) -> None:
         """Checks what a caller demands of native sub-batches: their number of environments and autoreset mode.

@@ -228,7 +228,12 @@ class Fleet:
             ) from lost.error
         ids = range(self.first_id + self._rows[k].start, self.first_id + self._rows[k].stop)
         self.notes.append(Note(f"restarted {child.name} ({self._described(ids)}: {lost.error}", ids, self.kind))
-        self.resume(k, self._start(k, lost))
+        try:
+            started = self._start(k, lost)
+        except ChildLost as again:  # the replacement was lost while it started
+            self.replace(k, again)
+        else:
+            self.resume(k, started)
 
     def _note_repeated(self, k: int, answer: Answer) -> None:
         """Notes what went wrong in a command that was repeated in a replacement, or in one that restored states."""

@@ -82,20 +82,10 @@ class Machine(Fleet):
             WorkerSpec(each, spec.first_id + each.start, f"node {spec.name}, worker {k}", rules, spec.seed, share)
             for k, (each, share) in enumerate(zip(places, shares, strict=True))
         ]
-        self.children: list[LocalWorker] = []
-        try:
-            for k, worker in enumerate(self._workers):
-                self.children.append(LocalWorker(worker, k, spec.parts.fd, spec.preload))
-            counts, self.spaces = PoolSpaces.of_children(self.children, np.diff(units).tolist())
-        except ChildLost as lost:
-            self.close(0.0)
-            raise lost.error from lost
-        except BaseException:
-            self.close(0.0)
-            raise
-        bounds = np.cumsum([0, *counts]).tolist()
+        starting = (LocalWorker(worker, k, spec.parts.fd, spec.preload) for k, worker in enumerate(self._workers))
+        workers, bounds, self.spaces = PoolSpaces.of_children(starting, np.diff(units).tolist())
         start = self._replacement if rules.restart else None
-        super().__init__(self.children, bounds, start, first_id=spec.first_id, replay_calls=rules.replay_calls)
+        super().__init__(workers, bounds, start, first_id=spec.first_id, replay_calls=rules.replay_calls)
 
     def allocate(
         self,

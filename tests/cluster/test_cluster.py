@@ -141,6 +141,16 @@ def test_after_a_sigkill_the_cluster_ends_and_the_next_start_removes_its_directo
     driver.assert_nothing_left()
 
 
+def test_a_head_that_is_killed_ends_its_driver(run: MakeDriver) -> None:
+    """After a minute; here Ray has another setting."""
+    driver = run(STEPPING, RAY_gcs_rpc_server_reconnect_timeout_s="5")
+    driver.wait_for_output("stepping")
+    (head,) = (pid for pid in driver.pids() if Path(f"/proc/{pid}/comm").read_text() == "gcs_server\n")
+    os.kill(head, signal.SIGKILL)
+    assert driver.process.wait(DEADLINE_S) == 1
+    assert "Failed to connect to GCS" in driver.stderr.read_text()
+
+
 DOES_NOT_START = """
     import ray
     import rayvec
@@ -157,10 +167,12 @@ DOES_NOT_START = """
 """
 
 
-def test_a_private_cluster_that_does_not_start_is_an_error_and_leaves_nothing(run: MakeDriver) -> None:
-    driver = run(DOES_NOT_START)
+def test_a_private_cluster_that_does_not_start_is_an_error_and_leaves_nothing(run: MakeDriver, tmp_path: Path) -> None:
+    """The name of TMPDIR is too long for Ray's sockets."""
+    driver = run(DOES_NOT_START, TMPDIR=str(tmp_path))
     said = driver.finish()
     assert "Exception: The current node timed out" in said and "Set TMPDIR" in said and "ulimit -u" in said
+    assert "files in /tmp could" in said and not [*tmp_path.iterdir()]
     driver.assert_nothing_left()
 
 

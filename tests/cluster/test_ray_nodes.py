@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -18,14 +15,14 @@ import numpy as np
 import pytest
 import ray
 from helpers.testing import CountingEnv
-from helpers.waiting import DEADLINE_S, wait_until
+from helpers.waiting import wait_until
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rayvec
 from rayvec.cluster import node_actor
 from rayvec.cluster.node_facts import check_versions, own_versions
-from rayvec.cluster.ray_session import unreachable
+from rayvec.cluster.nodes import unreachable
 from rayvec.cluster.stream import connect
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -157,37 +154,6 @@ def test_a_node_answers_if_it_accepts_connections() -> None:
         closed.close()
         assert unreachable(addresses) == {"refuses", "silent"}
     assert unreachable({}) == set()
-
-
-STOPS_THE_HEAD = """
-import sys
-import psutil, rayvec
-
-class Stop:
-    def on_iteration(self, context):
-        if context.progress.steps == 128:
-            [head] = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
-            head.suspend()
-
-sizes = {"num_envs": 2, "num_steps": 64, "minibatch_size": 64, "total_steps": 512, "eval_episodes": 1}
-config = rayvec.PPOConfig(env_id="CartPole-v1", run_dir=sys.argv[1], num_nodes=1, workers_per_node=1, **sizes)
-rayvec.train(config, callbacks=[Stop()])
-"""
-
-
-@pytest.mark.slow
-def test_a_run_whose_head_is_stopped_ends_with_its_result(tmp_path: Path) -> None:
-    """The system still accepts connections for the head's process. The name of TMPDIR is too long for Ray's sockets."""
-    long_dir = tmp_path / ("temporary" * 5)
-    long_dir.mkdir()
-    environ = {**os.environ, "TMPDIR": str(long_dir)}
-    environ.pop("RAY_ADDRESS", None)
-    command = [sys.executable, "-c", STOPS_THE_HEAD, str(tmp_path / "run")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=3 * DEADLINE_S)
-    result = tmp_path / "run" / "result.json"
-    assert result.exists() and json.loads(result.read_text())["total_steps"] == 512, done.stderr
-    assert done.returncode == 1  # that of every program whose cluster has lost its head
-    assert "the head of the Ray cluster does not answer" in done.stderr
 
 
 class ShowsEnvironment(CountingEnv):

@@ -367,11 +367,3 @@ class Program:
 
 
 Record = Callable[[str, float], None]
-
-
-def until_error(program: Program) -> Any:
-    """Returns the line with the error that ends a program."""
-    line = program.line()
-    while "error" not in line:
-        line = program.line()
-    return line

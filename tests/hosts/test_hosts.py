@@ -29,7 +29,6 @@ from helpers.hosts import (
     remove,
     unblock,
     unplug,
-    until_error,
 )
 from helpers.training_kit import lines_of
 
@@ -153,20 +152,17 @@ def test_a_link_that_goes_down_in_decentralized_training_costs_a_rank(
 
 
 @long
-def test_a_head_that_is_gone_is_a_clear_error(record: Record, tmp_path: Path) -> None:
-    """For a driver on another host, while it steps and while decentralized ranks train; then its process ends."""
+def test_a_head_that_is_gone_ends_drivers_on_other_hosts(record: Record, tmp_path: Path) -> None:
+    """While they step, and while decentralized ranks train."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     for arguments in (("go_on", "raise", "3"), ("train", str(metrics.parent), "2")):
         with cluster_of(int(arguments[-1]), cpus=4) as cluster:
-            head = cluster.head
             with Program(others(cluster)[0], PROGRAMS, *arguments) as program:
                 if arguments[0] == "go_on":
                     program.until(restarted=[])
                 else:
                     program.wait_until(lambda: lines_of(metrics) > 5)
                 began_s = time.monotonic()
-                cut_off(cluster, head)
-                line = until_error(program)
-                record(f"head gone, {arguments[0]}: error", line["at_s"] - began_s)
-                assert program.process.wait(60) == 1
-                assert head.address in line["error"]
+                cut_off(cluster, cluster.head)
+                assert program.process.wait(180) == 1
+                record(f"head gone, {arguments[0]}: end", time.monotonic() - began_s)
