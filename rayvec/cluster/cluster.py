@@ -32,7 +32,7 @@ class Cluster(Fleet):
 
     Args:
         topology: Where they are, and how many workers each has.
-        places: Finds the places of nodes, and opens them; see :class:`~rayvec.cluster.ray_places.RayPlaces`.
+        places: Finds the places of nodes, and opens them; see :class:`~rayvec.cluster.places.RayPlaces`.
         rehost: Whether the environments of lost nodes resume elsewhere.
         replay_calls: Names of calls and attributes that they get again there.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -89,23 +89,16 @@ class Node:
         self.pending.append((command, self._started(command)))
 
     def _started(self, command: Command) -> Ticket | Future[Answer]:
-        op = command.op
-        if op == Op.LOAD:
+        if command.op == Op.LOAD:
             key, policy, *where = command.rest
+            command = command._replace(rest=(key, policy))
             if any(where):
                 self._own_policies.add(key)
-                return self._act(lambda: self._host.load(key, policy))
-            command = command._replace(rest=(key, policy))
-        elif op in (Op.DROP, Op.ROLLOUT) and (key := command.rest[0]) in self._own_policies:
-            if op == Op.DROP:
-                return self._act(lambda: self._host.drop(key))
-            return self._act(lambda: self._host.take(command.rest))
+        op, rest = command.op, command.rest
+        if op in (Op.LOAD, Op.DROP, Op.ROLLOUT) and rest[0] in self._own_policies:  # meanwhile the stream is read
+            return self._actor.submit(self._host.execute, op, rest, self.name)
         self._host.note(op, command.rows)
         return self.machine.post(command)
-
-    def _act(self, function: Callable[[], Any]) -> Future[Answer]:
-        """Lets a policy act in a thread: meanwhile the stream is read, and a driver waits for other nodes."""
-        return self._actor.submit(self._host.answer, function, self.name)
 
     def wait(self, timeout_s: float) -> Answer | None:
         """Returns the answer to one of the pending commands, or None if there is none within `timeout_s`."""

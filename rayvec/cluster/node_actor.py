@@ -1,35 +1,49 @@
-"""The actor of a node, and what is claimed from Ray for a node's environments."""
+"""The actor of a node, which serves the driver, and what is claimed from Ray for a node's environments."""
 
 from __future__ import annotations
 
-import secrets
 import socket
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rayvec.cluster.node_facts import check_versions, own_versions, restore_variables
+from rayvec.cluster.node import Node
+from rayvec.cluster.node_facts import own_versions, restore_variables
 from rayvec.cluster.nodes import reserved_bundles
 from rayvec.cluster.ray_session import check_connected
-from rayvec.cluster.remote import NodeServer
-from rayvec.cluster.stream import Stream, accept, connect
+from rayvec.cluster.stream import Head, Stream, accept, bytes_of
 from rayvec.data import NodeSlice
-from rayvec.errors import NodeLostError, first_line
-from rayvec.fleet.commands import ChildLost
+from rayvec.envs.failures import FAILURES, captured
+from rayvec.errors import NodeLostError
+from rayvec.fleet.commands import IN_ARRAYS, Answer, ChildLost, Command, Op
+from rayvec.node.machine import MachineSpec
+from rayvec.node.messages import pack, packed_answer
+from rayvec.node.processes import remove_folder
 
-__all__ = ["Claim", "NodeActor", "NodeProcess"]
+__all__ = ["Claim", "NodeActor", "start_actor"]
 
 _PLACE_S = 10.0
-_START_S = 30.0
-"""How long Ray may take to start the actor of a node, on a machine that is busy."""
 
 
 class NodeActor:
-    """The process of a node. A thread serves the driver."""
+    """The process of a node. A thread serves the driver at the other end of a stream until it closes the connection.
+
+    A frame of the driver holds a command, the name and the arguments of a method of the node, or only the actions of
+    a step that is else like the last one. Every command that has arrived is started before an answer is awaited, so
+    that groups of environments step independently. Commands may be answered in any order.
+    """
+
+    _node: Node | None = None
+    _is_open = True
+    _stream: Stream
+    _last_step: Command
 
     def __init__(self) -> None:
         restore_variables("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")  # environments get those of the node
@@ -43,16 +57,77 @@ class NodeActor:
         """Begins to serve at this node's own address. Returns the versions of this process, and the port."""
         listener = socket.create_server((address, 0))
         port: int = listener.getsockname()[1]
-        args = listener, key, self.gpus()
-        threading.Thread(target=self._serve, args=args, name="rayvec-node", daemon=True).start()
+        self._gpus = self.gpus()
+        threading.Thread(target=self._serve, args=(listener, key), name="rayvec-node", daemon=True).start()
         return own_versions(), port
 
-    def _serve(self, listener: socket.socket, key: bytes, gpus: list[str]) -> None:
-        self._server = NodeServer(accept(listener, key), gpus)
-        self._server.serve()
+    def _serve(self, listener: socket.socket, key: bytes) -> None:
+        self._stream = accept(listener, key)
+        try:
+            with suppress(EOFError, OSError):
+                while self._is_open:
+                    pending = self._node.pending[:] if self._node else []
+                    if self._node is None or not pending or self._node.wait_for_news(self._stream):
+                        self._receive()
+                    elif answer := self._node.wait(0.0):
+                        self._send(answer, pending[answer.place][0])
+        finally:
+            if self._node is not None:
+                self._node.close(0.0)
+            remove_folder()  # here, because the driver kills this process when the stream has ended
+            self._stream.close()
+
+    def _receive(self) -> None:
+        """Reads a frame, and starts what it asks for."""
+        head = self._stream.read_head()
+        place = len(self._node.pending) if self._node else 0
+        if head.has_rows:
+            step = self._last_step._replace(actions=np.empty_like(self._last_step.actions))
+            self._stream.read_into([bytes_of(step.actions)])
+        else:
+            message = self._stream.read_message(head)
+        try:
+            op, *rest = step if head.has_rows else message.load()
+            if isinstance(op, str):
+                answer = Answer(value=self._called(op, rest))
+            else:
+                assert self._node is not None
+                command = Command(op, *rest)
+                if op == Op.STEP:
+                    self._last_step = command
+                self._node.post(command)
+                return
+        except FAILURES as error:  # such as a class that this process can't import
+            answer = Answer(failure=captured(error, self._node.name if self._node else "a node"), place=place)
+        self._send(answer)
+
+    def _called(self, name: str, arguments: list[Any]) -> Any:
+        """Returns the result of a method of the node."""
+        if name == "start":
+            return self._start(*arguments)
+        self._is_open = name != "close"
+        return getattr(self._node, name)(*arguments)
+
+    def _start(self, spec: MachineSpec, path: list[str]) -> Any:
+        """Starts the workers. Returns the spaces of the environments. Policies are found by the driver's path."""
+        sys.path[:] = dict.fromkeys([*path, *sys.path])
+        self._node = Node(spec)
+        self._node.gpus = self._gpus
+        self._node.start()
+        return self._node.spaces()
+
+    def _send(self, answer: Answer, command: Command | None = None) -> None:
+        """Sends an answer, and the rows that the command has changed."""
+        arrays: Sequence[memoryview] = ()
+        if self._node is not None and command is not None and command.op in IN_ARRAYS:
+            arrays = self._node.memory_of(command.rows).gather()
+            if self._node.objects:
+                answer = answer._replace(objects=[leaf[command.rows] for leaf in self._node.objects])
+        message = packed_answer(answer, "a node", pack) if answer.is_news else None
+        self._stream.send(Head(answer.place, bool(arrays)), arrays, message)
 
 
-def _started(place: NodeSlice, amounts: Mapping[str, float]) -> Any:
+def start_actor(place: NodeSlice, amounts: Mapping[str, float]) -> Any:
     """Starts an actor on a node that claims what its environments need, in a reserved bundle of the node if any."""
     check_connected()
     group, bundles = reserved_bundles()
@@ -66,36 +141,6 @@ def _started(place: NodeSlice, amounts: Mapping[str, float]) -> Any:
     kind: Any = ray.remote(max_restarts=0, max_task_retries=0)(NodeActor)
     claims = kind.options(num_cpus=num_cpus, num_gpus=num_gpus, resources=custom, scheduling_strategy=strategy)
     return claims.remote()
-
-
-class NodeProcess:
-    """The process of a node, which begins to start.
-
-    Args:
-        place: The node.
-        amounts: What is claimed for its environments, by Ray's names.
-    """
-
-    def __init__(self, place: NodeSlice, amounts: Mapping[str, float]) -> None:
-        self._place, self._key = place, secrets.token_bytes(32)
-        self._actor = _started(place, amounts)
-        self._listening = self._actor.listen.remote(place.address, self._key)
-
-    def connect(self) -> Stream:
-        """Waits until the actor runs, and connects to it."""
-        where = self._place.address
-        try:
-            versions, port = ray.get(self._listening, timeout=_START_S)
-            check_versions(versions, self._place.name)
-            where += f":{port}, which a firewall may block"
-            return connect(self._place.address, port, self._key)
-        except (ray.exceptions.RayError, OSError) as error:
-            raise OSError(f"no connection to {where} ({type(error).__name__}: {first_line(error)})") from error
-
-    def kill(self) -> None:
-        """Ends the actor."""
-        if ray.is_initialized():
-            ray.kill(self._actor)
 
 
 class Claim:
@@ -113,7 +158,7 @@ class Claim:
     def __init__(self, place: NodeSlice, amounts: Mapping[str, float]) -> None:
         self._name, self._amounts = place.name, dict(amounts)
         is_in_job = ray.get_runtime_context().worker.mode == ray.WORKER_MODE
-        self._actor = _started(place, amounts) if is_in_job or "GPU" in amounts else None
+        self._actor = start_actor(place, amounts) if is_in_job or "GPU" in amounts else None
         self._group: Any = None
         if self._actor is None:
             self._group = placement_group([dict(amounts)], bundle_label_selector=[{"ray.io/node-id": place.node_id}])

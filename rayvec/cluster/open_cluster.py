@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayvec.cluster.cluster import Cluster
-from rayvec.cluster.elastic_places import ElasticPlaces
 from rayvec.cluster.placement import Demand
-from rayvec.cluster.ray_places import RayPlaces
+from rayvec.cluster.places import ElasticPlaces, RayPlaces
 from rayvec.cluster.ray_session import ray_session
 from rayvec.data import NodeSlice, Topology
 from rayvec.data.resources import EnvResources

@@ -1,15 +1,14 @@
 """The stream between the driver and a node: frames of raw arrays and of a pickled rest, over TCP.
 
-Both ends first prove that they hold the key of the node, which Ray hands over. A frame is a head, raw arrays whose
-shapes both ends know, and maybe a pickled value with its large arrays beside it. Nothing is unpickled whose HMAC does
-not hold; its key belongs to this connection alone.
+Both ends first prove that they hold the key of the node, which Ray hands over, as environment servers do. A frame is a
+head, raw arrays whose shapes both ends know, and maybe a pickled value with its large arrays beside it. Nothing is
+unpickled whose HMAC does not hold.
 """
 
 from __future__ import annotations
 
 import hmac
-import logging
-import secrets
+import math
 import select
 import socket
 import struct
@@ -23,17 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.trees import as_slice
+from rayvec.env_server import dial
 from rayvec.fleet.commands import ByRows
 from rayvec.node.messages import Message
+from rayvec.servers.env_servers import dialling_in
 
 __all__ = ["Head", "Stream", "accept", "bytes_of", "connect", "memory_of_rows"]
 
-logger = logging.getLogger(__name__)
-
 _PROOF_BYTES = 32
-_PROOF_S = 5.0
-_STRANGER_S = 0.5
-"""How long a node waits for the proof of whoever connects; others wait meanwhile."""
 _HEAD = struct.Struct("<HHIQ")
 _SIZE = struct.Struct("<Q")
 _AHEAD_BYTES = 1 << 16
@@ -69,16 +65,14 @@ class Stream:
 
     Args:
         sock: The connected socket.
-        key: The key of this connection.
+        key: The key that both ends have proved to hold.
+        unanswered_ms: After how long without an acknowledgement the connection ends; 0 for the system's time.
     """
 
-    def __init__(self, sock: socket.socket, key: bytes) -> None:
-        sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE.items():
+    def __init__(self, sock: socket.socket, key: bytes, unanswered_ms: int = 0) -> None:
+        for option, value in {**_KEEPALIVE, socket.TCP_USER_TIMEOUT: unanswered_ms}.items():
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._sock, self._key = sock, key
+        self._sock, self._key = sock, hmac.digest(key, b"stream", "sha256")
         self._buffered = bytearray()
 
     def send(self, head: Head, arrays: Sequence[Any] = (), message: Message | None = None) -> None:
@@ -245,42 +239,14 @@ def connect(address: str, port: int, key: bytes) -> Stream:
     """Connects the driver to a node.
 
     Raises:
-        PermissionError: The other end does not hold the key.
+        Refused: The other end does not hold the key.
         OSError: Nothing accepts connections there, or it does not answer in time.
     """
-    sock = socket.create_connection((address, port), _PROOF_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
-    return _proved(sock, key, b"driver", b"node")
+    return Stream(dial((address, port), key), key, _UNANSWERED_MS)
 
 
 def accept(listener: socket.socket, key: bytes) -> Stream:
     """Waits for the driver, and closes the listener once it has proved that it holds the key."""
     with listener:
-        while True:
-            sock, _ = listener.accept()
-            sock.settimeout(_STRANGER_S)
-            try:
-                return _proved(sock, key, b"node", b"driver")
-            except OSError as error:
-                logger.warning("refused a connection: %s", error)
-
-
-def _proved(sock: socket.socket, key: bytes, own: bytes, other: bytes) -> Stream:
-    """Returns the stream, once both ends have proved that they hold the key: each by an HMAC over two nonces.
-
-    Raises:
-        OSError: The other end has not.
-    """
-    try:
-        nonces = {own: secrets.token_bytes(_PROOF_BYTES)}
-        sock.sendall(nonces[own])
-        nonces[other] = sock.recv(_PROOF_BYTES, socket.MSG_WAITALL)
-        both = nonces[b"driver"] + nonces[b"node"]
-        sock.sendall(hmac.digest(key, own + both, "sha256"))
-        proof = sock.recv(_PROOF_BYTES, socket.MSG_WAITALL)
-        if not hmac.compare_digest(proof, hmac.digest(key, other + both, "sha256")):
-            raise PermissionError("the other end does not hold the key of this run")
-    except BaseException:
-        sock.close()
-        raise
-    return Stream(sock, hmac.digest(key, b"stream" + both, "sha256"))
+        sock, _ = next(filter(None, dialling_in(listener, key, math.inf)))
+    return Stream(sock, key)

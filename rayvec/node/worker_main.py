@@ -191,7 +191,7 @@ class _Worker:
     def execute(self, command: Command) -> Answer:
         """Executes a command."""
         if command.op in (Op.LOAD, Op.DROP, Op.ROLLOUT):
-            return self._host.answer(partial(self._acted, command.op, command.rest), self._spec.name)
+            return self._host.execute(command.op, command.rest, self._spec.name, self._take)
         self._host.note(command.op, command.rows)
         if command.op == Op.RESET:
             seeds = dict(zip(command.rows.tolist(), command.rest[0], strict=True))
@@ -200,12 +200,6 @@ class _Worker:
         if self._objects and command.op in IN_ARRAYS:
             answer = answer._replace(objects=[leaf[command.rows] for leaf in self._objects])
         return answer
-
-    def _acted(self, op: int, rest: Any) -> Any:
-        """Executes a command for policies."""
-        if op == Op.ROLLOUT:
-            return self._take(rest)
-        return self._host.load(*rest) if op == Op.LOAD else self._host.drop(*rest)
 
     def _take(self, order: ChunkOrder) -> TakenChunk:
         """Takes a chunk. Returns it as it lies in its slot."""

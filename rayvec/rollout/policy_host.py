@@ -96,10 +96,23 @@ class PolicyHost:
         self._policies[key] = as_policy(pickle.loads(policy)) if isinstance(policy, bytes) else policy
         self._versions[key] = 0
 
-    def answer(self, function: Callable[[], Any], where: str) -> Answer:
-        """Returns what a function has returned for which policies act, or its failure, and what was restarted."""
+    def execute(self, op: int, rest: Any, where: str, take: Callable[[ChunkOrder], TakenChunk] | None = None) -> Answer:
+        """Executes a command for policies. Returns its result or failure, and what was restarted.
+
+        Args:
+            op: ``LOAD``, ``DROP`` or ``ROLLOUT``.
+            rest: What else the operation needs.
+            where: What errors call this process.
+            take: Takes a chunk, in place of :meth:`take`.
+        """
         try:
-            value = function()
+            value = None
+            if op == Op.ROLLOUT:
+                value = (take or self.take)(rest)
+            elif op == Op.LOAD:
+                self.load(*rest)
+            else:
+                self.drop(*rest)
         except FAILURES as error:
             return Answer(failure=captured(error, where))
         return Answer(value=value, notes=self.take_notes())

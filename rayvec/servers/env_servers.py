@@ -23,7 +23,7 @@ from rayvec.env_server import Refused, pack, prove, read_key
 from rayvec.errors import ConfigError, check_count
 from rayvec.servers.server_env import ServerEnv
 
-__all__ = ["EnvServers"]
+__all__ = ["EnvServers", "dialling_in"]
 
 logger = logging.getLogger(__name__)
 
@@ -142,12 +142,11 @@ def dialling_in(listener: socket.socket, key: bytes, wait_s: float) -> Iterator[
         found = None
         with suppress(TimeoutError):
             connection, (address, port) = listener.accept()
-            name = f"environment server {address}:{port}"
             try:
                 prove(connection, key, b"rayvec", b"server", _SILENT_S)
-                found = connection, name
+                found = connection, f"environment server {address}:{port}"
             except (Refused, OSError) as error:
-                logger.warning("%s was refused: %s", name, error)
+                logger.warning("refused a connection of %s:%d: %s", address, port, error)
                 connection.close()
         yield found
 

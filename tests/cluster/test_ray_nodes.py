@@ -20,7 +20,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rayvec
-from rayvec.cluster import node_actor
+from rayvec.cluster import remote
 from rayvec.cluster.node_facts import check_versions, own_versions
 from rayvec.cluster.nodes import unreachable
 from rayvec.cluster.stream import connect
@@ -101,7 +101,7 @@ def test_a_stream_that_can_not_be_connected(
         ports.append(port)
         return connect(address, port if len(ports) > num_refused else 1, key)
 
-    monkeypatch.setattr(node_actor, "connect", connect_elsewhere)
+    monkeypatch.setattr(remote, "connect", connect_elsewhere)
     if num_refused == 1:
         RayVecEnv([CountingEnv] * 4, num_nodes=2, workers_per_node=1).close()
     else:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from rayvec.cluster.stream import Head, Stream, accept, connect
+from rayvec.env_server import GREETING, Refused
 from rayvec.node.messages import Message
 
 KEY = secrets.token_bytes(32)
@@ -52,7 +53,7 @@ def test_nothing_is_unpickled_whose_proof_does_not_hold() -> None:
 
 def test_another_key_is_refused_on_both_ends(caplog: pytest.LogCaptureFixture) -> None:
     listening = Listening()
-    with pytest.raises(OSError):
+    with pytest.raises((Refused, OSError)):
         listening.connect(secrets.token_bytes(32))
     listening.connect().close()
     listening.stream().close()
@@ -61,11 +62,11 @@ def test_another_key_is_refused_on_both_ends(caplog: pytest.LogCaptureFixture) -
 
     def pretend() -> None:
         with impostor.accept()[0] as sock:
-            sock.sendall(bytes(32))
-            sock.sendall(sock.recv(64, socket.MSG_WAITALL)[32:])  # our own proof
+            sock.sendall(GREETING + bytes(32))
+            sock.sendall(sock.recv(len(GREETING) + 64, socket.MSG_WAITALL)[-32:])  # our own proof
 
     threading.Thread(target=pretend, daemon=True).start()
-    with impostor, pytest.raises(PermissionError):
+    with impostor, pytest.raises(Refused, match="another key"):
         connect("127.0.0.1", impostor.getsockname()[1], KEY)
 
 
