@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -47,28 +47,20 @@ _SETTINGS = {
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 
 
-class _Private(NamedTuple):
-    """A private cluster: its directory, the locked file in it, and the process that has started it."""
-
-    directory: str
-    lock_fd: int
-    pid: int
-
-
 class _Connection:
     """The connection of this process to Ray.
 
     Attributes:
         lock: A finalizer may release a session while this thread begins another.
         num_sessions: How many sessions share it.
-        private: The private cluster, if it runs.
-        ours: The cluster and the job of the connection that the first session opened, if it did.
+        ends: Ends the connection that the first session opened.
+        pid: The process that opened it.
     """
 
     lock = threading.RLock()
     num_sessions = 0
-    private: _Private | None = None
-    ours: tuple[str, str] | None = None
+    ends = contextlib.ExitStack()
+    pid = 0
 
 
 def ray_session(address: str | None = None) -> contextlib.ExitStack:
@@ -106,16 +98,18 @@ def _begin(address: str | None) -> None:
     if address and address.startswith("ray://"):
         raise _client_error(address)
     handler = signal.getsignal(signal.SIGTERM)
+    _end()
     try:
-        if address:
-            _connect(address)
-        else:
-            _end_private()
-            _start_private()
+        with contextlib.ExitStack() as ends:
+            if address:
+                _connect(address)
+            else:
+                _start_private(ends)
+            ends.callback(_shut_down, _connection())
+            _Connection.ends, _Connection.pid = ends.pop_all(), os.getpid()
     finally:  # Ray's handler raises SystemExit, and the one of its C++ code aborts the process after three seconds
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
-    _Connection.ours = _connection()
 
 
 def _connection() -> tuple[str, str]:
@@ -125,30 +119,29 @@ def _connection() -> tuple[str, str]:
 
 
 @atexit.register
-def _end_private_cluster() -> None:
-    """Ends the private cluster of a program that has not released its sessions."""
-    if _Connection.private is not None and _Connection.private.pid == os.getpid():
+def _end_unreleased() -> None:
+    """Ends the connection of a program that has not released its sessions."""
+    if _Connection.pid == os.getpid():
         _end()
 
 
 def _end() -> None:
-    """Closes the connection, if a session has opened it: else it is that of the program."""
     with uninterrupted():  # processes that half a shutdown leaves write into the directory again
-        if _Connection.ours and ray.is_initialized() and _connection() == _Connection.ours:
-            ray.shutdown()
-        _Connection.ours = None
-        _end_private()
+        _Connection.ends.close()
 
 
-def _end_private() -> None:
+def _shut_down(connection: tuple[str, str]) -> None:
+    """Closes a connection, unless the program has closed it and opened another."""
+    if ray.is_initialized() and _connection() == connection:
+        ray.shutdown()
+
+
+def _remove(directory: str, lock_fd: int) -> None:
     """Removes the directory of a private cluster, into which a process that is ending may still write."""
-    if (private := _Connection.private) is None:
-        return
-    _Connection.private = None
     deadline = time.monotonic() + 1.0
-    while os.path.exists(private.directory) and time.monotonic() < deadline:
-        shutil.rmtree(private.directory, ignore_errors=True)
-    os.close(private.lock_fd)
+    while os.path.exists(directory) and time.monotonic() < deadline:
+        shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock_fd)
     _forget_token()
 
 
@@ -192,14 +185,14 @@ def _connect(address: str) -> None:
         ) from error
 
 
-def _start_private() -> None:
+def _start_private(ends: contextlib.ExitStack) -> None:
     where = tempfile.gettempdir()
     where = where if len(os.fsencode(where)) <= _LONGEST_TEMP_DIR else "/tmp"
     _remove_leftovers(where)
     before = {name: os.environ.get(name) for name in (*_SETTINGS, "RAY_AUTH_MODE")}  # Ray sets the last one
     try:
         directory = tempfile.mkdtemp(prefix="rayvec-", dir=where)
-        _Connection.private = _Private(directory, _lock(directory), os.getpid())
+        ends.callback(_remove, directory, _lock(directory))
         os.environ.update(_SETTINGS)
         _forget_token()
         cores = usable_cores()
@@ -207,7 +200,6 @@ def _start_private() -> None:
             ray.init(address="local", num_cpus=cores, include_dashboard=False, _temp_dir=directory, **_QUIET)
     except BaseException as error:
         ray.shutdown()
-        _end_private()
         if not isinstance(error, Exception):
             raise
         raise ConfigError(
