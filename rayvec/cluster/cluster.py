@@ -18,7 +18,7 @@ from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import NodeLostError, WorkerLostError
 from rayvec.fleet.commands import STEPPING, ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import CLOSE_S, Fleet, is_here
-from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, restore_episode, store_seed
+from rayvec.fleet.restarts import RESTARTS_OF_A_NODE
 
 __all__ = ["Cluster"]
 
@@ -82,17 +82,7 @@ class Cluster(Fleet):
         self.open(own_arrays(self.layout, self.num_envs), observation, action)
 
     def post(self, command: Command) -> Ticket:
-        """Starts a command. Before a reset or a chunk, environments may move to other nodes.
-
-        Seeds of a reset lie in the driver's arrays: a node that replaces a lost one resumes with them.
-        """
-        if command.op == Op.RESET:
-            for row, seed in zip(command.rows.tolist(), command.rest[0], strict=True):
-                if seed is not None:
-                    store_seed(self.arrays, row, seed)
-        if command.op == Op.SET_STATE:
-            for row, state in zip(command.rows.tolist(), command.rest[0], strict=True):
-                restore_episode(self.arrays, row, state["episode"])
+        """Starts a command. Before a reset or a chunk, environments may move to other nodes."""
         if command.op in STEPPING:
             for k, place in self._places.moves(self._slices, command.op == Op.STEP).items():
                 if not self._pending[k] or self._places.leaves(self._slices[k]):

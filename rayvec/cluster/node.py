@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from gymnasium import Space
-from numpy.typing import NDArray
 
 from rayvec.cluster.stream import Stream, memory_of_rows
 from rayvec.data.join_chunks import join_chunks
@@ -21,14 +20,12 @@ from rayvec.node.machine import Machine, MachineSpec
 from rayvec.rollout.loop import TakenChunk
 from rayvec.rollout.policy_host import PolicyHost
 
-__all__ = ["Node", "result_leaves"]
+__all__ = ["Node"]
 
 _POLL_S = 1e-3
 """How long a node waits for the first of several pending commands before it looks at the others."""
 _NEWS_S = 0.1
 """The interval at which a node looks after its workers' limits."""
-_RESULTS = ("rew", "terminated", "truncated", "episode")
-"""What answers carry of each environment, before its observation."""
 
 
 class Node:
@@ -74,13 +71,13 @@ class Node:
     def open(self, arrays: dict[str, Any], first_id: int, *spaces: Space[Any]) -> None:
         """Allocates shared memory for the workers. The answers are copied into `arrays`."""
         self.allocate(arrays, first_id, *spaces)
-        self._copies = list(zip(result_leaves(arrays), result_leaves(self.machine.arrays), strict=True))
+        self._copies = list(zip(tree_leaves(arrays), tree_leaves(self.machine.arrays), strict=True))
 
     def allocate(self, state: dict[str, Any], first_id: int, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays of the machine; they begin with `state`, maybe the last answers of a lost node."""
         machine = self.machine
         machine.allocate(observation, action, first_id=first_id, state=state)
-        self.memory_of = memory_of_rows(result_leaves(machine.arrays))
+        self.memory_of = memory_of_rows(tree_leaves(machine.arrays))
         self.objects = object_leaves(machine.arrays["obs"])
         self._host = PolicyHost(machine, machine.action_layout, first_id, machine.spaces.native_mode)
 
@@ -167,8 +164,3 @@ def joined(taken: Sequence[TakenChunk]) -> TakenChunk:
     """Returns the chunks of the workers as one. Its arrays may be views of their shared memory."""
     chunk = join_chunks([each.chunk for each in taken], copy=False) if len(taken) > 1 else taken[0].chunk
     return TakenChunk(chunk, tuple(times for each in taken for times in each.times))
-
-
-def result_leaves(arrays: dict[str, Any]) -> list[NDArray[Any]]:
-    """Returns what an answer carries of the arrays of a fleet: results, states of episodes, and observations."""
-    return [*(arrays[name] for name in _RESULTS), *tree_leaves(arrays["obs"])]

@@ -13,12 +13,11 @@ import numpy as np
 import ray
 from gymnasium import Space
 
-from rayvec.cluster.node import result_leaves
 from rayvec.cluster.node_actor import start_actor
 from rayvec.cluster.node_facts import check_versions
 from rayvec.cluster.stream import Head, Stream, bytes_of, connect, memory_of_rows
 from rayvec.data import NodeSlice
-from rayvec.data.trees import object_leaves
+from rayvec.data.trees import object_leaves, tree_leaves
 from rayvec.env_server import Refused
 from rayvec.errors import NodeLostError, first_line
 from rayvec.fleet.commands import NO_NEWS, Answer, ChildLost, Command, Op, is_like
@@ -124,7 +123,7 @@ class RemoteNode:
 
     def open(self, arrays: dict[str, Any], first_id: int, *spaces: Space[Any]) -> None:
         """Attaches the arrays that hold the answers of its environments, and sends how these begin."""
-        self._memory_of, self._objects = memory_of_rows(result_leaves(arrays)), object_leaves(arrays["obs"])
+        self._memory_of, self._objects = memory_of_rows(tree_leaves(arrays)), object_leaves(arrays["obs"])
         self._send(pack(("allocate", arrays, first_id, *spaces)))
         with suppress(ChildLost):  # wait() says it
             self._reply()

@@ -12,8 +12,7 @@ import math
 import select
 import socket
 import struct
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -163,11 +162,11 @@ class Stream:
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s` until the other end closes the connection. What it sends before is lost."""
-        deadline = time.monotonic() + timeout_s
-        with suppress(OSError, ValueError):  # the latter where it is closed already
-            while self._ready(select.POLLIN, max(0.0, deadline - time.monotonic())):
-                if not self._sock.recv(_AHEAD_BYTES):
-                    return True
+        with suppress(OSError):
+            self._sock.settimeout(timeout_s)
+            while self._sock.recv(_AHEAD_BYTES):
+                pass
+            return True
         return False
 
     def close(self) -> None:
@@ -225,7 +224,7 @@ class RowMemory:
             leaf[self._index] = part
 
 
-def memory_of_rows(leaves: Sequence[NDArray[Any]]) -> ByRows[RowMemory]:
+def memory_of_rows(leaves: Iterable[NDArray[Any]]) -> ByRows[RowMemory]:
     """Returns a function that remembers the memory of rows of `leaves`, but for those that hold objects."""
     return ByRows(partial(RowMemory, [leaf for leaf in leaves if not leaf.dtype.hasobject]), _MAX_ROWS)
 
