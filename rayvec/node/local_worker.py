@@ -17,7 +17,7 @@ import numpy as np
 
 from rayvec.data.trees import as_slice, object_leaves
 from rayvec.envs.spaces import PoolSpaces
-from rayvec.errors import LIMITS_REMEDY, RemoteFailure, WorkerLostError
+from rayvec.errors import LIMITS_REMEDY, WorkerLostError
 from rayvec.fleet.commands import Answer, ChildLost, Command, Op, is_like
 from rayvec.node.memory import ChunkColumns, MachineBlock, action_leaves
 from rayvec.node.messages import MAX_POSTED, dumps, read_answer, receive, send, send_files
@@ -31,6 +31,8 @@ _POLL_S = 0.1
 _STACK_BYTES = 1 << 16
 _STACK_S = 1.0
 _STACK_POLL_S = 0.01
+_START = Command(Op.LOAD, np.arange(0))
+"""Stands for the making of the environments, which the worker answers first."""
 
 
 class LocalWorker:
@@ -55,9 +57,10 @@ class LocalWorker:
 
     def __init__(self, spec: WorkerSpec, index: int, factories: int, preload: Sequence[str]) -> None:
         self.name, self._rules, self._index = spec.name, spec.env_rules, index
-        self._pending = deque[tuple[Command, bytes]]()
+        self._pending = deque[tuple[Command, bytes]]([(_START, b"")])
+        self._spaces: PoolSpaces | None = None  # until they are made
         self._last_step: Command | None = None  # that the block holds
-        self._num_posted = 0
+        self._num_posted = 1
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._events = select.poll()
         self._events.register(self._channel, select.POLLIN)
@@ -75,8 +78,7 @@ class LocalWorker:
             ) from error
         self._events.register(self._process.sentinel, select.POLLIN)
         self.pid = self._process.pid
-        self._is_starting, self._since = True, time.monotonic()
-        self._progress = 0
+        self._since, self._progress = time.monotonic(), 0
 
     def spaces(self) -> PoolSpaces:
         """Waits until its environments have been made. Returns their spaces.
@@ -85,9 +87,9 @@ class LocalWorker:
             ChildLost: It has died, or takes longer than ``start_timeout_s``.
             Exception: The exception that the constructor of an environment raised.
         """
-        while not self._has_answered(_POLL_S):
-            self._check()
-        return self._started()
+        while self._spaces is None:
+            self.wait(_POLL_S)
+        return self._spaces
 
     def _has_answered(self, timeout_s: float) -> bool:
         """Waits for a message, for up to `timeout_s`. Returns whether there is one.
@@ -101,21 +103,6 @@ class LocalWorker:
             if self._channel.fileno() not in found:
                 raise self._died()
         return bool(found)
-
-    def _started(self) -> PoolSpaces:
-        """Reads the first message of the worker."""
-        said = pickle.loads(self._received())
-        if isinstance(said, RemoteFailure):
-            raise said.rebuild()
-        self._is_starting, self._since = False, time.monotonic()
-        spaces: PoolSpaces = said
-        return spaces
-
-    def _received(self) -> bytes:
-        try:
-            return receive(self._channel)
-        except (EOFError, OSError) as error:
-            raise self._died() from error
 
     def open(self, arrays: dict[str, Any], first_id: int, block: MachineBlock) -> None:
         """Attaches the worker to its rows of the block; `first_id` is the global index of its first environment."""
@@ -171,20 +158,30 @@ class LocalWorker:
         return self._channel.fileno()
 
     def wait(self, timeout_s: float) -> Answer | None:
-        """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`."""
+        """Returns the answer to the oldest pending command, or None if there is none within `timeout_s`.
+
+        Raises:
+            ChildLost: The worker has died, or takes longer than its limits allow.
+            Exception: The exception that the constructor of an environment raised.
+        """
         if not self._has_answered(timeout_s):
-            if self._pending or self._is_starting:
+            if self._pending:
                 self._check()
             return None
-        if self._is_starting:
-            self._started()
-            return None
-        message = self._received()
+        try:
+            message = receive(self._channel)
+        except (EOFError, OSError) as error:
+            raise self._died() from error
         answer = read_answer(partial(pickle.loads, message), self.name)
         command, _ = self._pending.popleft()
         self._num_posted -= 1
         self._since = time.monotonic()
         self._send_pending()
+        if command is _START:
+            if answer.failure is not None:
+                raise answer.failure.rebuild()
+            self._spaces = answer.value
+            return None
         for leaf, values in zip(self._objects, answer.objects, strict=False):
             leaf[command.rows] = values
         if command.op == Op.ROLLOUT and answer.value is not None:
@@ -207,9 +204,9 @@ class LocalWorker:
 
         While a policy acts, these are as many as its chunk has steps: its first call may compile it.
         """
-        if self._is_starting or self._pending[0][0].op == Op.LOAD:
-            return "start_timeout_s", self._rules.start_timeout_s, 1
         command, policy_acts = self._pending[0][0], self._progress % 2 == 0
+        if command.op == Op.LOAD:
+            return "start_timeout_s", self._rules.start_timeout_s, 1
         steps = command.rest.request.num_steps if command.op == Op.ROLLOUT and policy_acts else 1
         return "step_timeout_s", self._rules.step_timeout_s, steps
 

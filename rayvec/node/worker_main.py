@@ -112,11 +112,11 @@ def _made(spec: WorkerSpec, channel: socket.socket, factories: int) -> Slice | N
         slice_ = make_slice(factory, spec.first_id, spec.name, spec.env_rules)
         seed = None if spec.seed is None else spec.seed % (1 << 64)
         seed_globals(seed, spec.first_id, 4)  # again, since the environments may have imported torch
-        spaces = dumps(slice_.spaces)
+        made = dumps(tuple(Answer(value=slice_.spaces)))
     except FAILURES as error:
-        send(channel, dumps(captured(error, spec.name)))
+        send(channel, dumps(tuple(Answer(failure=captured(error, spec.name)))))
         return None
-    send(channel, spaces)
+    send(channel, made)
     return slice_
 
 
