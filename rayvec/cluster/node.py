@@ -87,9 +87,9 @@ class Node:
 
     def _started(self, command: Command) -> Ticket | Future[Answer]:
         if command.op == Op.LOAD:
-            key, policy, *where = command.rest
+            key, policy, acts_here = command.rest
             command = command._replace(rest=(key, policy))
-            if any(where):
+            if acts_here:
                 self._own_policies.add(key)
         op, rest = command.op, command.rest
         if op in (Op.LOAD, Op.DROP, Op.ROLLOUT) and rest[0] in self._own_policies:  # meanwhile the stream is read

@@ -55,8 +55,7 @@ class Op:
     SET = 5
     """A new value of an attribute of each environment (name, a list with the value of each)."""
     LOAD = 6
-    """A policy (its key, the pickled policy; nodes also get whether it acts in the node's process, and the version of
-    its weights)."""
+    """A policy (its key, the pickled policy; nodes also get whether it acts in the node's process)."""
     DROP = 7
     """The end of a policy (its key alone)."""
     TIMES = 8

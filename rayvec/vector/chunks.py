@@ -113,7 +113,7 @@ class ChunkAdapter(Adapter):
         if (host := self._host_here(inference)) is not None:
             host.load(store.key, acting)
         else:
-            more = (inference == "node", first_version) if self._envs.has_nodes else ()
+            more = (inference == "node",) if self._envs.has_nodes else ()
             self._run(Command(Op.LOAD, self._everyone, rest=(store.key, acting, *more)))
         return store
 

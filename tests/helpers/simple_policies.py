@@ -12,7 +12,7 @@ from rayvec.policies.noise import NO_NOISE
 
 
 class Weighs:
-    """Records the sum of the weights it has."""
+    """Records the sum of the weights it has, and on how many environments it acts."""
 
     noise = NO_NOISE
 
@@ -23,7 +23,10 @@ class Weighs:
         self._weights = weights.copy()
 
     def act(self, obs: Any, noise: Any) -> Any:
-        return np.zeros(len(obs), int), {"sum": np.full(len(obs), self._weights.sum())}
+        return np.zeros(len(obs), int), {
+            "sum": np.full(len(obs), self._weights.sum()),
+            "rows": np.full(len(obs), len(obs)),
+        }
 
 
 def raises_at_ten(obs: Any) -> Any:

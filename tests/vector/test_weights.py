@@ -28,11 +28,11 @@ def rollout(env: RayVecEnv, store: WeightStore, num_steps: int) -> Chunk:
 @pytest.mark.parametrize("size", [*(pytest.param(size, marks=pytest.mark.slow) for size in (1, 17)), 300_000])
 def test_every_worker_acts_with_the_newest_version(make_vec: MakeVec, size: int) -> None:
     env = make_vec([CountingEnv] * 4, 2, 2)
-    store = env.publish(Weighs())
-    for version in range(1, 4):
+    store = env.publish(Weighs(), 5)
+    for version in range(6, 9):
         assert store.publish(np.full(size, version, np.float32)) == store.version == version
         chunk = rollout(env, store, 3)
-        assert chunk.weights_version == version
+        assert chunk.weights_version == version and (chunk.extras["rows"] == 1).all()
         assert (chunk.extras["sum"] == np.full(size, version, np.float32).sum()).all()
 
 
