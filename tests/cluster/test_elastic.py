@@ -159,7 +159,7 @@ def test_a_fault_while_the_state_of_an_environment_that_moves_is_read(
             until_moved(env, env.reset, [None, other])
         assert driver or "worker 0 died" in caplog.text
     pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
-    assert len(pids) >= 3
+    assert driver or len(pids) >= 3
     wait_until(lambda: not any(map(alive, pids)), "no worker is left")
 
 
