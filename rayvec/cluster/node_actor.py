@@ -169,14 +169,11 @@ class Claim:
         Raises:
             ChildLost: It did not become free in time.
         """
-        if self._actor is None and self._group.wait(_PLACE_S):
-            return []
-        try:
+        with suppress(ray.exceptions.GetTimeoutError):
             if self._actor is not None:
-                gpus: list[str] = ray.get(self._actor.gpus.remote(), timeout=_PLACE_S)
-                return gpus
-        except ray.exceptions.GetTimeoutError:
-            pass
+                return list(ray.get(self._actor.gpus.remote(), timeout=_PLACE_S))
+            if self._group.wait(_PLACE_S):
+                return []
         raise ChildLost(NodeLostError(f"node {self._name} has not had {self._amounts} free for {_PLACE_S:g} s."))
 
     def release(self) -> None:

@@ -75,24 +75,23 @@ class RayPlaces:
         if found is None:
             group = placement_group(*self.demand.request())
             try:
-                look_until(self._planned, lambda plan: plan or group.wait(0.1), self._wait_s)
+                look_until(self.plan, lambda plan: plan or group.wait(0.1), self._wait_s)
             finally:
                 remove_placement_group(group)
             found = self._found()
-        return found or self.plan(takes_busy=True)  # which raises
+        if found is None:
+            raise self.demand.too_much_for(self.free_nodes())
+        return found
 
     def _found(self) -> Topology | None:
         """Returns a plan with free cores, if there are some soon, else one with what is there."""
-        return look_until(partial(self._planned, takes_busy=False), bool, _FREED_S) or self._planned()
+        return look_until(partial(self.plan, takes_busy=False), bool, _FREED_S) or self.plan()
 
-    def _planned(self, *, takes_busy: bool = True) -> Topology | None:
-        with suppress(ConfigError):
-            return self.plan(takes_busy=takes_busy)
-        return None
-
-    def plan(self, *, takes_busy: bool) -> Topology:
+    def plan(self, *, takes_busy: bool = True) -> Topology | None:
         """Returns where all environments would begin now; the arguments are those of :func:`plan_topology`."""
-        return plan_topology(self.free_nodes(), self.demand, takes_busy=takes_busy)
+        with suppress(ConfigError):
+            return plan_topology(self.free_nodes(), self.demand, takes_busy=takes_busy)
+        return None
 
     def open(self, place: NodeSlice) -> Node | RemoteNode:
         """Returns a node, which begins to start."""
@@ -183,17 +182,11 @@ class ElasticPlaces(RayPlaces):
         self._wanted: dict[int, NodeSlice] = {}
         self._next_poll_s = 0.0
 
-    def plan(self, *, takes_busy: bool) -> Topology:
-        """Places all parts on the nodes that are there.
-
-        Raises:
-            ConfigError: There are too few.
-        """
+    def plan(self, *, takes_busy: bool = True) -> Topology | None:
+        """Places all parts on the nodes that are there, if these are enough."""
         least = 0 if takes_busy and self.demand.takes_what_is_free else 1
         places = self._assigned([None] * (len(self._bounds) - 1), least)
-        if places is None:
-            raise self.demand.too_much_for(self.free_nodes())
-        return Topology(tuple(places.values()))
+        return None if places is None else Topology(tuple(places.values()))
 
     def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
         """Returns which parts move now, and where to. It reads the nodes once a second.
