@@ -34,7 +34,8 @@ import numpy as np
 
 GREETING = b"rayvec environment server 6\n"
 """Ends with the version of the protocol, which both sides must share."""
-_LENGTHS = struct.Struct("!IQ")
+LENGTHS = struct.Struct("!IQ")
+"""A message begins with the lengths of its text and of its arrays."""
 _NONCE = 32
 _RETRY_S = (0.1, 0.2, 0.5)
 
@@ -53,15 +54,24 @@ _ARRAY_KINDS = "biufcSUmM"
 """Of the types of arrays, as NumPy names them: no objects, which would be addresses."""
 
 
-def pack(message: Any) -> bytes:
+def pack(message: Any, is_a: Any = issubclass) -> bytes:
     """Returns the bytes of a message: dicts, tuples, lists, strings, numbers and NumPy arrays.
+
+    Args:
+        message: The message.
+        is_a: As of :func:`encoded`.
 
     Raises:
         TypeError: Something else is in the message.
     """
     arrays: list[bytes] = []
-    text, data = json.dumps(encoded(message, arrays)).encode(), b"".join(arrays)
-    return b"".join((_LENGTHS.pack(len(text), len(data)), text, data))
+    text, data = json.dumps(encoded(message, arrays, is_a)).encode(), b"".join(arrays)
+    return b"".join((LENGTHS.pack(len(text), len(data)), text, data))
+
+
+def unpack(content: bytearray, text_bytes: int) -> Any:
+    """Returns a message whose text has so many bytes; its arrays are views of the content."""
+    return decoded(json.loads(content[:text_bytes].decode()), content, [text_bytes])
 
 
 def receive(connection: socket.socket) -> Any:
@@ -70,9 +80,8 @@ def receive(connection: socket.socket) -> Any:
     Raises:
         OSError: The connection has ended.
     """
-    text_bytes, data_bytes = _LENGTHS.unpack(_receive_exactly(connection, _LENGTHS.size))
-    message = _receive_exactly(connection, text_bytes + data_bytes)
-    return decoded(json.loads(message[:text_bytes].decode()), message, [text_bytes])
+    lengths = LENGTHS.unpack(_receive_exactly(connection, LENGTHS.size))
+    return unpack(_receive_exactly(connection, sum(lengths)), lengths[0])
 
 
 def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:

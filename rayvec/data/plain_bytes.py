@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import operator
-import struct
 from copy import deepcopy
 from typing import Any
 
-from rayvec.env_server import decoded, encoded
+from rayvec.env_server import LENGTHS, pack, unpack
 
 __all__ = ["from_bytes", "to_bytes"]
-
-_LENGTH = struct.Struct("!I")
 
 
 def to_bytes(value: Any) -> bytes:
@@ -24,12 +20,10 @@ def to_bytes(value: Any) -> bytes:
     >>> from_bytes(to_bytes({"t": (1, 2.5), 3: None}))
     {'t': (1, 2.5), 3: None}
     """
-    arrays: list[bytes] = []
-    text = json.dumps(encoded(value, arrays, operator.is_)).encode()
-    return b"".join((_LENGTH.pack(len(text)), text, *arrays))
+    return pack(value, operator.is_)
 
 
 def from_bytes(data: bytes) -> Any:
     """Returns what :func:`to_bytes` was given."""
-    start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    return deepcopy(decoded(json.loads(data[_LENGTH.size : start]), bytearray(data[start:]), [0]))
+    text_bytes, _ = LENGTHS.unpack_from(data)
+    return deepcopy(unpack(bytearray(data[LENGTHS.size :]), text_bytes))
