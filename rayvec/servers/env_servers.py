@@ -12,12 +12,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rayvec.env_server import Refused, pack, prove, read_key
 from rayvec.errors import ConfigError, check_count
@@ -38,7 +36,7 @@ _LAST_S = 1.0
 """How long the next server gets to dial in again, which then ends."""
 
 
-class EnvServers:
+class EnvServers(AbstractContextManager["EnvServers"]):
     """Environments that run in servers: under another Python, in a container, on another machine or system.
 
     It is passed where a list of callables is expected: ``rayvec.RayVecEnv(rayvec.EnvServers(8, port=9000,
@@ -122,12 +120,7 @@ class EnvServers:
                 with suppress(OSError), found[0] as connection:
                     connection.sendall(pack({"op": "end"}))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 

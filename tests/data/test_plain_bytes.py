@@ -20,4 +20,4 @@ def test_a_class_that_would_be_lost_is_refused() -> None:
 def test_addresses_of_objects_are_refused(tag: str) -> None:
     form = json.dumps([tag, "|O", [1]]).encode()
     with pytest.raises(ValueError, match="array of objects"):
-        from_bytes(struct.pack("!I", len(form)) + form + bytes(8))
+        from_bytes(struct.pack("!IQ", len(form), 8) + form + bytes(8))
