@@ -39,7 +39,7 @@ def test_environments_that_wait_have_a_worker_each(caplog: pytest.LogCaptureFixt
     with rayvec.RayVecEnv(make_sleeping, MANY, num_nodes=0) as env:
         assert workers_of(env) == MANY
         with closing(gymnasium.vector.SyncVectorEnv([make_sleeping] * MANY)) as sync:
-            in_lockstep(env, sync, 20)
+            in_lockstep(env, sync, 8)
     (line,) = [each.getMessage() for each in caplog.records if "one worker per" in each.getMessage()]
     assert "one worker per environment" in line and " ms, of which it computes " in line and " s)" in line
 
