@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 import secrets
 import shlex
 import socket
@@ -92,6 +93,7 @@ class EnvServers(AbstractContextManager["EnvServers"]):
         except (OSError, ValueError) as error:
             raise ConfigError(f"Environment servers can't dial in: {error}.") from None
         self._make = DialledServer((host, self.port), path, start_timeout_s)
+        self._creator = os.getpid()
         atexit.register(self.close)
 
     def _reserved(self, host: str, port: int) -> int:
@@ -112,7 +114,7 @@ class EnvServers(AbstractContextManager["EnvServers"]):
 
     def close(self) -> None:
         """Tells the servers to end, as the end of this process does. Close the environments first."""
-        if not isinstance(self._make, DialledServer) or self._socket.fileno() < 0:
+        if not isinstance(self._make, DialledServer) or self._socket.fileno() < 0 or os.getpid() != self._creator:
             return
         atexit.unregister(self.close)
         with self._socket, socket.create_server(self._make.address, reuse_port=True) as listener:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import multiprocessing
@@ -9,9 +10,10 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from threading import RLock
-from typing import Any, ClassVar, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 from gymnasium import Space
@@ -55,8 +57,6 @@ class Adapter:
     _envs: Environments
     _pending = ""  # the call that was started and whose result has not been returned
     _closed_by: type[BaseException] | None = None  # the error of the call that closed them, if one did
-    _open_envs: ClassVar[set[Any]] = set()
-    """What is not closed. Without it, the files of an adapter in a cycle could be collected before its ``__del__``."""
 
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
         """Makes the environments; `settings` are those of `open_environments`."""
@@ -65,7 +65,9 @@ class Adapter:
         self._restarts: dict[int, tuple[int, str]] = {}  # how often, and why the last time, by global index
         self._posted: dict[int, Any] = {}  # the tickets of the pending call, by the group of environments
         self._envs = open_environments(factory, **settings)
-        self._open_envs.add(self._envs)
+        # It also keeps the files of an adapter in a cycle from being collected before the adapter's `__del__`.
+        self._at_exit = partial(_close_at_exit, self._envs, self._creator)
+        atexit.register(self._at_exit)
         self.closed = False
 
     def _allocate(self, observation: Space[Any], action: Space[Any]) -> None:
@@ -250,7 +252,7 @@ class Adapter:
 
     def _close_envs(self, timeout_s: float | None = None) -> None:
         self.closed, self._pending = True, ""
-        self._open_envs.discard(self._envs)
+        atexit.unregister(self._at_exit)
         if not self._is_forked:  # else what runs belongs to the parent
             if timeout_s is None and self._closed_by is not None and issubclass(self._closed_by, KeyboardInterrupt):
                 timeout_s = self.interrupted_close_s
@@ -286,6 +288,12 @@ class Adapter:
         """Closes what was not closed. At the interpreter's end, the names of this module may be gone already."""
         if not _is_finalizing():
             self._close_failed()
+
+
+def _close_at_exit(envs: Environments, creator: int) -> None:
+    """Closes what a script has left open at its end, before environment servers are told to end."""
+    if os.getpid() == creator:  # else a child that was forked ends, and what runs belongs to its parent
+        envs.close()
 
 
 def _unposted(command: Command) -> tuple[type[BaseException], ...]:

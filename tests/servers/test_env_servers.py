@@ -377,6 +377,26 @@ print(env.step([1])[4]["where"]["pid"][0])
     wait_until(lambda: not alive(pid))
 
 
+def test_servers_that_dial_in_end_with_a_script_that_closes_nothing_but_not_with_its_child(
+    key_file: Path, dial_in: Dialler
+) -> None:
+    program = f"""
+import os, sys, rayvec
+servers = rayvec.EnvServers(1, key_file={str(key_file)!r}, start_timeout_s=20)
+print(servers.port, flush=True)
+rayvec.RayVecEnv(servers, num_nodes=0).close()
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+env = rayvec.RayVecEnv(servers, num_nodes=0)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout is not None
+        server = dial_in(int(script.stdout.readline()), key_file)
+        assert script.wait(60) == 0
+    assert server.wait(10) == 0
+
+
 def test_the_file_of_the_server_is_for_python_3_8_with_numpy_alone() -> None:
     tree = ast.parse(SERVER.read_text(), feature_version=(3, 8))
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
