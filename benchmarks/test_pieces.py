@@ -15,7 +15,7 @@ from rayvec import RayVecEnv
 from rayvec.bench.emulated import EmulatedEnv
 from rayvec.bench.ways import RandomActions
 from rayvec.data import Chunk, ChunkInfo, ChunkInfos
-from rayvec.data.join_chunks import join_chunks
+from rayvec.data.chunk import join_chunks
 from rayvec.learners.returns import gae
 from rayvec.tianshou.collect.buffers import add_chunk
 from rayvec.training import checkpoint

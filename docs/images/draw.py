@@ -163,7 +163,7 @@ def paths() -> None:
             (2, "policy, envs step", "rollout.loop"),
             (2, "steps are recorded", "node.memory"),
             (1, "chunk of a machine", "cluster.node"),
-            (0, "parts are joined", "data.join_chunks"),
+            (0, "parts are joined", "data.chunk"),
             (0, "episodes counted", "collect.collector"),
             (0, "minibatch rows", "learners.ranks"),
             (0, "loss and gradient", "learners.ppo"),

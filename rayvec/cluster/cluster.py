@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 
-from rayvec.data.layouts import ArrayLayout
 from rayvec.data.topology import NodeSlice, Topology
+from rayvec.data.trees import ArrayLayout
 from rayvec.envs.slices import own_arrays
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import NodeLostError, WorkerLostError

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from gymnasium import Space
 
 from rayvec.cluster.stream import Stream, memory_of_rows
-from rayvec.data.join_chunks import join_chunks
 from rayvec.data.trees import as_slice, object_leaves, tree_leaves
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.fleet.commands import IN_ARRAYS, Answer, Command, Op, Ticket
 from rayvec.fleet.fleet import CLOSE_S
 from rayvec.node.machine import Machine, MachineSpec
-from rayvec.rollout.loop import TakenChunk
-from rayvec.rollout.policy_host import PolicyHost
+from rayvec.rollout.loop import PolicyHost, join_rollouts
 
 __all__ = ["Node"]
 
@@ -79,7 +76,7 @@ class Node:
         machine.allocate(observation, action, first_id=first_id, state=state)
         self.memory_of = memory_of_rows(tree_leaves(machine.arrays))
         self.objects = object_leaves(machine.arrays["obs"])
-        self._host = PolicyHost(machine, machine.action_layout, first_id, machine.spaces.native_mode)
+        self._host = PolicyHost(machine)
 
     def post(self, command: Command) -> None:
         """Starts a command."""
@@ -94,7 +91,6 @@ class Node:
         op, rest = command.op, command.rest
         if op in (Op.LOAD, Op.DROP, Op.ROLLOUT) and rest[0] in self._own_policies:  # meanwhile the stream is read
             return self._actor.submit(self._host.execute, op, rest, self.name)
-        self._host.note(op, command.rows)
         return self.machine.post(command)
 
     def wait(self, timeout_s: float) -> Answer | None:
@@ -133,7 +129,7 @@ class Node:
             return None
         answer = self.machine.take(ticket)
         if answer.failure is None and command.op == Op.ROLLOUT:
-            answer = answer._replace(value=joined(answer.value))
+            answer = answer._replace(value=join_rollouts(answer.value, copy=False))
         return answer
 
     def worker_pids(self) -> list[int]:
@@ -158,9 +154,3 @@ class Node:
     def join(self, timeout_s: float) -> bool:
         """Returns whether it has ended, which :meth:`close` has waited for."""
         return True
-
-
-def joined(taken: Sequence[TakenChunk]) -> TakenChunk:
-    """Returns the chunks of the workers as one. Its arrays may be views of their shared memory."""
-    chunk = join_chunks([each.chunk for each in taken], copy=False) if len(taken) > 1 else taken[0].chunk
-    return TakenChunk(chunk, tuple(times for each in taken for times in each.times))

@@ -20,16 +20,15 @@ from numpy.typing import NDArray
 from rayvec.collect.recording import Recording
 from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, join_lanes
 from rayvec.collect.schedules import EpisodeQuotas
-from rayvec.data import Batch, Chunk, CollectStats, EpisodeStats, Rollout
+from rayvec.data import Batch, Chunk, CollectStats, EpisodeStats
 from rayvec.data.batch import join_episodes
-from rayvec.data.chunk import StopEarly
+from rayvec.data.chunk import StopEarly, counted_ends
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite_checks import find_bad_obs
-from rayvec.data.join_chunks import counted_ends
 from rayvec.data.plain_bytes import from_bytes, to_bytes
 from rayvec.errors import ConfigError, EnvError, check_choice, check_count, check_flag, require
 from rayvec.fleet.deferred_signals import uninterrupted
-from rayvec.rollout.loop import CallablePolicy, as_policy
+from rayvec.rollout.loop import CallablePolicy, Rollout, as_policy
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = ["Collector", "EpisodeTracker"]
@@ -286,7 +285,7 @@ class Collector:
             if max_len is not None:
                 played.append(self._cut(quotas.unfinished & (self._tracker.lens >= max_len), quotas, rollout.chunk))
             if keeps_chunks:
-                rollouts.append(replace(rollout, chunk=replace(rollout.chunk, valid=valid)))
+                rollouts.append(rollout._replace(chunk=replace(rollout.chunk, valid=valid)))
         return rollouts, join_episodes(played)
 
     def _cut(self, is_long: NDArray[np.bool_], quotas: EpisodeQuotas, chunk: Chunk) -> EpisodeStats:

@@ -10,12 +10,12 @@ from itertools import zip_longest
 
 import numpy as np
 
-from rayvec.data import Chunk, EpisodeStats, Rollout
+from rayvec.data import Chunk, EpisodeStats
 from rayvec.data.batch import join_episodes
-from rayvec.data.chunk import StopEarly
+from rayvec.data.chunk import StopEarly, join_chunks
 from rayvec.data.episodes import EpisodeTracker
-from rayvec.data.join_chunks import join_chunks
 from rayvec.fleet.deferred_signals import uninterrupted
+from rayvec.rollout.loop import Rollout
 from rayvec.vector.chunks import ChunkAdapter, WeightStore
 
 __all__ = ["ChunkScheduler", "ScheduledChunk", "join_lanes"]

@@ -9,8 +9,7 @@ dict for Dict, a tuple for Tuple.
 from __future__ import annotations
 
 from rayvec.data.batch import Batch, CollectStats, EpisodeStats
-from rayvec.data.chunk import Chunk, ChunkRequest, Rollout, RolloutTimes, StepBatch
-from rayvec.data.infos import ChunkInfo, ChunkInfos
+from rayvec.data.chunk import Chunk, ChunkInfo, ChunkInfos, StepBatch
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import Tree, as_slice, objects, tree_leaves, tree_map
 
@@ -19,12 +18,9 @@ __all__ = [
     "Chunk",
     "ChunkInfo",
     "ChunkInfos",
-    "ChunkRequest",
     "CollectStats",
     "EpisodeStats",
     "NodeSlice",
-    "Rollout",
-    "RolloutTimes",
     "StepBatch",
     "Topology",
     "Tree",

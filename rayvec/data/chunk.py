@@ -1,19 +1,36 @@
-"""One step or many of many environments as arrays, and the request for them."""
+"""One step or many of many environments as arrays, and how chunks of different environments are joined.
+
+The infos of a chunk are columns while they travel between processes, and dicts when they are read: thousands of small
+dicts take longer to pickle than the steps themselves, and most are never read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data.infos import ChunkInfos
-from rayvec.data.trees import Tree, tree_map
+from rayvec.data.columns import Columns, columns_of, info_of, merge, select
+from rayvec.data.trees import Tree, copied, tree_map
+from rayvec.errors import ConfigError
 
-__all__ = ["AXES", "Chunk", "ChunkRequest", "Rollout", "RolloutTimes", "StepBatch", "StopEarly"]
+__all__ = [
+    "AXES",
+    "Chunk",
+    "ChunkInfo",
+    "ChunkInfos",
+    "StepBatch",
+    "StopEarly",
+    "check_extras",
+    "counted_ends",
+    "join_chunks",
+    "pad_chunk",
+]
 
 StopEarly = Callable[[int], bool]
 """Whether to end a chunk early, given the number of steps that its environments have taken together so far."""
@@ -25,6 +42,89 @@ _PLACES = {"axes": "(t, n)"}  # steps of environments, in this order, [k, 2]
 _ENDS = {"axes": "F"}  # tree of arrays [F, ...], a row for each place in final_index
 _INFOS = {"axes": "infos"}
 _COMMON = {"axes": ""}  # one number for the whole chunk
+
+
+class ChunkInfo(NamedTuple):
+    """An info dict with its place in a chunk.
+
+    Attributes:
+        t: The step, 0 to T-1; -1 for the reset before the chunk's first step.
+        n: The column.
+        info: The info dict. Numbers are Python's own where columns do not tell them from NumPy's.
+    """
+
+    t: int
+    n: int
+    info: dict[str, Any]
+
+
+class ChunkInfos(Sequence[ChunkInfo]):
+    """The infos of a chunk in the order of ``(t, n)``; the dicts are made when one of them is first read.
+
+    A change to one of the dicts is seen by later readers of this object. It is not part of a pickle of the object, of
+    what it is joined to or of what is cut from it.
+
+    >>> infos = ChunkInfos.of([ChunkInfo(0, 0, {"x": 1.0}), ChunkInfo(0, 1, {"x": 2.0})])
+    >>> infos[0], infos.columns["x"]
+    (ChunkInfo(t=0, n=0, info={'x': 1.0}), array([1., 2.]))
+
+    Args:
+        places: ``(t, n)`` of each info, ``int64 [k, 2]``.
+        columns: The infos, with a row for each place.
+    """
+
+    def __init__(self, places: Any = (), columns: Columns | None = None) -> None:
+        self.places: NDArray[np.int64] = np.asarray(places, np.int64).reshape(-1, 2)
+        self.columns = columns or {}
+
+    @classmethod
+    def of(cls, infos: Iterable[ChunkInfo]) -> ChunkInfos:
+        """Makes columns of infos that are in order."""
+        each = list(infos)
+        return cls([info[:2] for info in each], columns_of(enumerate(info.info for info in each), len(each)))
+
+    @classmethod
+    def join(cls, parts: Sequence[ChunkInfos], offsets: Sequence[int]) -> ChunkInfos:
+        """Joins the infos of chunks side by side, the first column of each at its offset."""
+        places = [part.places + np.array([0, offset]) for part, offset in zip(parts, offsets, strict=True)]
+        bounds = pairwise(accumulate(map(len, parts), initial=0))
+        rows = [(slice(*each), part.columns) for each, part in zip(bounds, parts, strict=True) if len(part)]
+        joined = np.concatenate(places)
+        order = np.lexsort(joined.T[::-1])
+        return cls(joined[order], select(merge(rows, len(joined)), order) if rows else {})
+
+    def where(self, keep: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]]) -> ChunkInfos:
+        """Returns the infos at those places ``t [k]``, ``n [k]`` that a function of them marks, ``bool [k]``."""
+        kept = keep(*self.places.T)
+        return ChunkInfos(self.places[kept], select(self.columns, kept))
+
+    def between(self, start: int, stop: int) -> ChunkInfos:
+        """Returns the infos of the columns `start` to ``stop - 1`` of the chunk, counted from there."""
+        inside = self.where(lambda t, n: (n >= start) & (n < stop))
+        return ChunkInfos(inside.places - np.array([0, start]), inside.columns)
+
+    @cached_property
+    def _items(self) -> tuple[ChunkInfo, ...]:
+        infos = (info_of(self.columns, row) for row in range(len(self)))
+        return tuple(
+            ChunkInfo(t, n, {key: copied(value) for key, value in info.items()})
+            for (t, n), info in zip(self.places.tolist(), infos, strict=True)
+        )
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._items == tuple(other)
+
+    def __repr__(self) -> str:
+        return f"ChunkInfos({list(self)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChunkInfos, (self.places, self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,51 +236,6 @@ AXES: dict[str, str] = {field.name: field.metadata["axes"] for field in fields(C
 """How each field of a chunk lies: what joins or cuts chunks follows from it."""
 
 
-class ChunkRequest(NamedTuple):
-    """A request for a chunk.
-
-    Attributes:
-        num_steps: The number of steps T.
-        first_step: The number of steps that the environments took in earlier chunks.
-        noise_seed: The seed of the policy's noise.
-    """
-
-    num_steps: int
-    first_step: int = 0
-    noise_seed: int = 0
-
-
-class RolloutTimes(NamedTuple):
-    """Wall time of one rollout, in seconds.
-
-    Attributes:
-        whole_s: From beginning to end.
-        environment_s: The part of it spent waiting for environments.
-        inference_s: The part of it spent in the policy.
-    """
-
-    whole_s: float
-    environment_s: float
-    inference_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """The result of one rollout.
-
-    Attributes:
-        chunk: The chunk.
-        times: Times of each worker, or of the driver if it acted.
-        waited_s: How long the caller waited, in seconds.
-        num_padded: Number of places for steps that were not taken, because the chunk was cut; they are not `valid`.
-    """
-
-    chunk: Chunk
-    times: tuple[RolloutTimes, ...]
-    waited_s: float
-    num_padded: int = 0
-
-
 @dataclass(slots=True)
 class StepBatch:
     """The answers of k environments to one step or one reset.
@@ -200,3 +255,117 @@ class StepBatch:
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     info: Any = ()
+
+
+def join_chunks(chunks: Sequence[Chunk], *, copy: bool = True) -> Chunk:
+    """Joins chunks of different environments, side by side.
+
+    Where their numbers of steps differ, the shorter ones are padded: see :func:`pad_chunk`.
+
+    Args:
+        chunks: The chunks.
+        copy: Whether the result has memory of its own. Otherwise arrays of steps whose columns lie side by side already
+            are not copied.
+
+    Raises:
+        ConfigError: The policy returned different extras in them.
+    """
+    num_steps = max(chunk.num_steps for chunk in chunks)
+    first, *following = [{name: extra.shape[2:] for name, extra in chunk.extras.items()} for chunk in chunks]
+    for found, chunk in zip(following, chunks[1:], strict=True):
+        where, there = (" ".join(map(str, each.env_ids[:1])) for each in (chunks[0], chunk))
+        check_extras(first, found, f"for environment {where}", f" for environment {there}")
+    return Chunk(**_joined([pad_chunk(chunk, num_steps) for chunk in chunks], copy=copy))
+
+
+def check_extras(
+    expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], where: str, there: str = ""
+) -> None:
+    """Raises ``ConfigError`` if a policy returned other extras than at an earlier step or in another worker.
+
+    Args:
+        expected: Shape of a row of each extra, by name.
+        found: The same, of what is checked.
+        where: Where `expected` was returned, for the message.
+        there: Where `found` was returned.
+    """
+    if found != expected:
+        raise ConfigError(
+            f"The policy returned extras of the shapes {found}{there}, and of {expected} {where}. Return every "
+            "extra in one shape at every step; fill in zeros where there is none."
+        )
+
+
+def pad_chunk(chunk: Chunk, num_steps: int) -> Chunk:
+    """Returns a chunk of `num_steps` steps, of which those beyond the chunk's own did not happen.
+
+    They are not `valid`, and their observation is `last_obs`: what follows the last step that happened. The episode
+    goes on in the next chunk.
+    """
+    if num_steps == chunk.num_steps:
+        return chunk
+    count = num_steps - chunk.num_steps
+
+    def pad(leaf: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([leaf, np.zeros((count, *leaf.shape[1:]), leaf.dtype)])
+
+    def pad_obs(leaf: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate([leaf, np.broadcast_to(last, (count, *last.shape))])
+
+    padded = {name: tree_map(pad, getattr(chunk, name)) for name, axes in AXES.items() if axes == "T, N"}
+    return replace(chunk, **{**padded, "obs": tree_map(pad_obs, chunk.obs, chunk.last_obs)})
+
+
+def _joined(parts: Sequence[Chunk], *, copy: bool = True) -> dict[str, Any]:
+    """Joins the fields of chunks, each along its axes."""
+    offsets = [0, *accumulate(len(part.env_ids) for part in parts)]
+    finals, order = _in_order([part.final_index for part in parts], offsets)
+    join: dict[str, Callable[[list[Any]], Any]] = {
+        "T, N": lambda trees: tree_map(partial(_beside, copy=copy), *trees),
+        "K, N": _join_states,
+        "N": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves), *trees),
+        "(t, n)": lambda places: _in_order(places, offsets)[0],
+        "F": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves)[order], *trees),
+        "infos": lambda infos: ChunkInfos.join(infos, offsets[:-1]),
+        "": min,
+    }
+    joined = {name: join[axes]([getattr(part, name) for part in parts]) for name, axes in AXES.items()}
+    return {**joined, "final_index": finals}
+
+
+def _beside(*leaves: NDArray[Any], copy: bool) -> NDArray[Any]:
+    """Joins arrays ``[T, n, ...]``. Columns of one array that lie side by side are a view of it, unless `copy`."""
+    first, row_bytes = leaves[0], leaves[0].strides[1]
+    starts = accumulate((leaf.shape[1] * row_bytes for leaf in leaves), initial=first.ctypes.data)
+    width = sum(leaf.shape[1] for leaf in leaves)
+    is_whole = first.strides[0] == width * row_bytes and all(
+        (leaf.ctypes.data, leaf.strides, leaf.dtype) == (start, first.strides, first.dtype)
+        for leaf, start in zip(leaves, starts, strict=False)
+    )
+    if copy or not is_whole:
+        return np.concatenate(leaves, axis=1)
+    return np.lib.stride_tricks.as_strided(first, (len(first), width, *first.shape[2:]), first.strides)
+
+
+def _join_states(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Joins states side by side. Where a chunk took fewer steps than others, sequences without a step begin with 0."""
+    count = max(map(len, parts))
+    missing = [np.zeros((count - len(part), *part.shape[1:]), np.float32) for part in parts]
+    return np.concatenate([np.concatenate(pair) for pair in zip(parts, missing, strict=True)], axis=1)
+
+
+def _in_order(
+    places: Sequence[NDArray[np.int64]], offsets: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+    """Joins places ``(t, n)`` of chunks side by side, in order; returns also where each came from."""
+    joined = np.concatenate(places)
+    joined[:, 1] += np.repeat(offsets[:-1], [len(at) for at in places])
+    order = np.argsort(joined[:, 0] * offsets[-1] + joined[:, 1], kind="stable")  # fast where parts are in order
+    return joined[order], order
+
+
+def counted_ends(chunk: Chunk) -> NDArray[np.bool_]:
+    """Returns where an episode ended by itself, ``bool [T, N]``: not one that a fault has cut."""
+    ended: NDArray[np.bool_] = (chunk.terminated | chunk.truncated) & chunk.valid
+    ended[tuple(chunk.cuts.T)] = False
+    return ended

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data import Chunk, EpisodeStats
-from rayvec.data.join_chunks import counted_ends
+from rayvec.data.chunk import counted_ends
 
 __all__ = ["EpisodeTracker"]
 

@@ -1,15 +1,17 @@
-"""What environments and policies raise when they fail, and how a process describes it to another."""
+"""What environments return and raise: checked where it comes in, and described for other processes."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 from collections.abc import Iterator
+from typing import Any
 
+from rayvec.data.trees import copied
 from rayvec.envs.owner_signals import is_left_to_owner
 from rayvec.errors import EnvError, RemoteFailure
 
-__all__ = ["FAILURES", "captured", "failures_ignored", "is_ctrl_c"]
+__all__ = ["FAILURES", "captured", "failures_ignored", "is_ctrl_c", "own_info", "values_of"]
 
 FAILURES = BaseException
 """What environments, policies and learners raise when they fail. :func:`captured` lets Ctrl-C pass."""
@@ -50,3 +52,30 @@ def failures_ignored() -> Iterator[None]:
     except FAILURES as error:
         if is_ctrl_c(error):
             raise
+
+
+def values_of(method: str, count: int, result: Any) -> Any:
+    """Returns the result of a step or reset, of an environment or a vector environment.
+
+    Raises:
+        EnvError: It is not a tuple of so many values.
+    """
+    if isinstance(result, (tuple, list)) and len(result) == count:
+        return result
+    got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+    expected = "obs, info" if count == 2 else "obs, reward, terminated, truncated, info"
+    raise EnvError(
+        f"{method}() of an environment has returned {got}. gymnasium.Env returns {expected}. Correct the environment, "
+        "or wrap one of the old gym library, for example with shimmy."
+    )
+
+
+def own_info(info: Any) -> dict[Any, Any]:
+    """Copies an info: environments may modify it after they return it.
+
+    Raises:
+        EnvError: It is no dict.
+    """
+    if not hasattr(info, "items"):
+        raise EnvError(f"The info of a step or reset was {type(info).__name__}. It must be a dict, maybe empty.")
+    return {key: copied(value) for key, value in info.items()}

@@ -12,16 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.columns import Columns, as_columns, mask_of, merge, select
-from rayvec.data.layouts import fitted, index_tree, tree_writer
-from rayvec.data.trees import objects, tree_map
-from rayvec.envs.slices import CUT, ENDED, NEW, RUNNING, Slice, own_info, values_of
+from rayvec.data.trees import ArrayLayout, fitted, index_tree, objects, tree_map, tree_writer
+from rayvec.envs.factory import EnvFactory
+from rayvec.envs.failures import own_info, values_of
+from rayvec.envs.slices import CUT, ENDED, NEW, RUNNING, Slice
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.envs.vector_envs import has_single_envs, layer_with, spaces_of
 from rayvec.errors import ConfigError, EnvError
 from rayvec.fleet.commands import Autoreset, Command, Op
-from rayvec.fleet.restarts import RESTARTED, seed_of
+from rayvec.fleet.restarts import RESTARTED, EnvRules, seed_of
 
-__all__ = ["NativeSlice"]
+__all__ = ["NativeSlice", "make_slice"]
+
+
+def make_slice(factory: EnvFactory, first_id: int, where: str, rules: EnvRules) -> Slice:
+    """Makes the slice of all environments of a factory; the arguments are those of :class:`Slice`."""
+    kind = NativeSlice if factory.native else Slice
+    return kind(factory, first_id, where, rules)
 
 
 class NativeSlice(Slice):
@@ -41,9 +48,9 @@ class NativeSlice(Slice):
         self.native_mode, self.num_envs = self.spaces.native_mode, sum(sizes)
         self.unit_bounds = np.cumsum([0, *sizes])
 
-    def open(self, arrays: dict[str, Any]) -> None:
+    def open(self, arrays: dict[str, Any], action_layout: ArrayLayout) -> None:
         """Attaches the arrays. A replacement begins with cut episodes."""
-        super().open(arrays)
+        super().open(arrays, action_layout)
         self._writers = [
             tree_writer(tree_map(lambda leaf, at=rows: leaf[None, at], self._obs)) for rows in self._unit_rows
         ]

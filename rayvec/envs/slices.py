@@ -6,25 +6,28 @@ ENDED, and the same step of its row runs again: a cut episode then ends without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+import logging
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import numpy as np
+from gymnasium import Space
 
 from rayvec.data.columns import Columns, columns_of
-from rayvec.data.layouts import ArrayLayout, index_tree, split_actions, tree_writer
-from rayvec.data.trees import copied
+from rayvec.data.topology import Topology
+from rayvec.data.trees import ArrayLayout, copied, index_tree, split_actions, tree_map, tree_writer
 from rayvec.envs.factory import EnvFactory
-from rayvec.envs.failures import FAILURES, captured, failures_ignored
+from rayvec.envs.failures import FAILURES, captured, failures_ignored, is_ctrl_c, own_info, values_of
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.envs.spare import Spare
 from rayvec.envs.times import Times
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
-from rayvec.fleet.commands import NO_NEWS, Answer, Autoreset, Command, Note, Op
+from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, Autoreset, Command, Note, Op
 from rayvec.fleet.restarts import (
     DEFAULT_RULES,
     ENV_ARRAYS,
@@ -41,6 +44,8 @@ from rayvec.fleet.restarts import (
 from rayvec.wrappers.save_state import set_state, state_of
 
 __all__ = ["Slice", "own_arrays"]
+
+logger = logging.getLogger(__name__)
 
 NEW, RUNNING, ENDED, CUT = map(int, EpisodeState)
 _QUERIES = (Op.CALL, Op.SET, Op.GET_STATE)
@@ -76,12 +81,16 @@ class Slice:
         native_mode: The autoreset mode of native sub-batches; None for ordinary environments.
         unit_bounds: Bounds of the units, ``int64 [units + 1]``.
         progress: ``int64 [1]``, odd while a command is executed. It changes with each command.
+        num_stepped: How many commands have stepped environments; a reset is none.
+        was_reset: Which environments were reset since a policy has seen them, ``bool [num_envs]``.
 
     Raises:
         Exception: What the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
     """
 
     native_mode: Autoreset | None = None
+    transports = ("local",)
+    has_nodes = False
     _unit_kind = "environment"
 
     def __init__(
@@ -117,13 +126,13 @@ class Slice:
                 self._spare = Spare(partial(factory.make, 0))
             self._check_distinct()
             self._set_up()
+            self.num_stepped, self.was_reset = 0, np.zeros(self.num_envs, bool)
         except FAILURES as error:
             unit = len(self._envs)
             failure = captured(
                 error, where if unit == factory.num_envs else f"{where}, {self._unit_kind} {first_id + unit}"
             )
-            with failures_ignored():
-                self.close()
+            self.close()
             raise failure.rebuild() from failure.cause()
 
     def _check_distinct(self) -> None:
@@ -146,20 +155,35 @@ class Slice:
         )
         self.unit_bounds = np.arange(self.num_envs + 1)
 
-    def open(self, arrays: dict[str, Any]) -> None:
+    def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
+        """Allocates the arrays for these spaces in this process."""
+        self.layout = ArrayLayout.with_objects(observation)
+        self.open(own_arrays(self.layout, self.num_envs), ArrayLayout.of_actions(action))
+
+    def open(self, arrays: dict[str, Any], action_layout: ArrayLayout) -> None:
         """Attaches the arrays into which the slice writes: ``obs``, and those of `ENV_ARRAYS`.
 
-        They outlive this process. A replacement resumes from the seeds and the states of episodes that they hold.
+        They outlive a worker. A replacement resumes from the seeds and the states of episodes that they hold.
         """
-        self.arrays = arrays
+        self.arrays, self.action_layout = arrays, action_layout
         self._obs, self._write_obs = arrays["obs"], tree_writer(arrays["obs"])
         results: list[Any] = [arrays[name].data for name in ("rew", "terminated", "truncated", "episode")]
         self._rew, self._terminated, self._truncated, self._episode = results  # memoryviews are twice as fast
         self._to_seed = set(np.flatnonzero(arrays["restarts"]).tolist())
         self._unit_rows = [slice(*bounds) for bounds in pairwise(self.unit_bounds.tolist())]
 
-    def execute(self, command: Command) -> Answer:
-        """Executes a command. All environments complete it, also if one raises."""
+    def post(self, command: Command) -> Answer:
+        """Executes a command. All environments complete it, also if one raises.
+
+        Returns:
+            The answer, which serves as the ticket where a slice takes the place of a fleet.
+        """
+        if command.op == Op.STEP:  # environments may keep a reference to their actions
+            command = Command(Op.STEP, command.rows, tree_map(copied, command.actions), command.mode)
+        if command.op == Op.RESET:
+            self.was_reset[command.rows] = True
+        elif command.op in STEPPING:
+            self.num_stepped += 1
         if command.op == Op.TIMES or self.progress[0] % _FOLD_EVERY == 0:
             times = [(*steps.fold(), *resets.fold()) for steps, resets in self._times]
             if command.op == Op.TIMES:
@@ -409,37 +433,43 @@ class Slice:
     def _columns(self) -> Columns:
         return columns_of(self._infos, self.num_envs)
 
-    def close(self) -> None:
-        """Closes all environments. If some raise, it raises the last error after all are closed."""
+    def wait(self, ticket: Answer, timeout_s: float = math.inf) -> bool:
+        """Returns True: the command is executed."""
+        return True
+
+    def wait_some(self, tickets: Sequence[Answer], count: int = 1, timeout_s: float = math.inf) -> list[int]:
+        """Returns the indices of all commands."""
+        return list(range(len(tickets)))
+
+    def take(self, ticket: Answer) -> Answer:
+        """Returns the answer."""
+        return ticket
+
+    @property
+    def parts(self) -> tuple[range, ...]:
+        """All environments."""
+        return (range(self.num_envs),)
+
+    @property
+    def topology(self) -> Topology:
+        """One node with one worker, this process."""
+        return Topology.of_this_node((0, self.num_envs))
+
+    def pids(self) -> dict[str, list[int]]:
+        """Returns the id of this process, by node name."""
+        return {node.name: [os.getpid()] for node in self.topology.nodes}
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Closes all environments, and logs the last error if some raise. Further calls do nothing."""
         self._envs += [] if self._spare is None else [self._spare]
         self._spare = None
-        with ExitStack() as stack:
-            while self._envs:
-                stack.callback(self._envs.pop(0).close)
-
-
-def values_of(method: str, count: int, result: Any) -> Any:
-    """Returns the result of a step or reset, of an environment or a vector environment.
-
-    Raises:
-        EnvError: It is not a tuple of so many values.
-    """
-    if isinstance(result, (tuple, list)) and len(result) == count:
-        return result
-    got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
-    expected = "obs, info" if count == 2 else "obs, reward, terminated, truncated, info"
-    raise EnvError(
-        f"{method}() of an environment has returned {got}. gymnasium.Env returns {expected}. Correct the environment, "
-        "or wrap one of the old gym library, for example with shimmy."
-    )
-
-
-def own_info(info: Any) -> dict[Any, Any]:
-    """Copies an info: environments may modify it after they return it.
-
-    Raises:
-        EnvError: It is no dict.
-    """
-    if not hasattr(info, "items"):
-        raise EnvError(f"The info of a step or reset was {type(info).__name__}. It must be a dict, maybe empty.")
-    return {key: copied(value) for key, value in info.items()}
+        failed: BaseException | None = None
+        while self._envs:
+            try:
+                self._envs.pop(0).close()
+            except FAILURES as error:
+                if is_ctrl_c(error):
+                    raise
+                failed = error
+        if failed is not None:
+            logger.error("%s: an environment raised in close()", self._where, exc_info=failed)

@@ -7,7 +7,7 @@ from typing import Any
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from rayvec.data.layouts import ArrayLayout
+from rayvec.data.trees import ArrayLayout
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError
 

@@ -16,10 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.columns import merge
-from rayvec.data.layouts import index_tree
-from rayvec.data.trees import as_slice, tree_leaves, tree_map
+from rayvec.data.trees import as_slice, index_tree, tree_leaves, tree_map
 from rayvec.errors import duration
-from rayvec.fleet.commands import IN_ARRAYS, NO_NEWS, Answer, ByRows, ChildLost, Command, Note, Op, Share, Ticket
+from rayvec.fleet.commands import (
+    IN_ARRAYS,
+    NO_NEWS,
+    STEPPING,
+    Answer,
+    ByRows,
+    ChildLost,
+    Command,
+    Note,
+    Op,
+    Share,
+    Ticket,
+)
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
 
@@ -57,6 +68,8 @@ class Fleet:
         arrays: The last answer of every environment, and the state of its episode.
         notes: What was replaced, until the next answer is taken.
         parts: The environments of each child.
+        num_stepped: How many commands have stepped environments; a reset is none.
+        was_reset: Which environments were reset since a policy that acts in this process has seen them, ``bool [N]``.
         kind: What a child is, for notes.
     """
 
@@ -76,6 +89,7 @@ class Fleet:
         self.bounds = np.array(bounds, np.int64)
         self.num_envs = int(bounds[-1])
         self.first_id = first_id
+        self.num_stepped, self.was_reset = 0, np.zeros(self.num_envs, bool)
         self.notes: list[Note] = []
         self._start, self._restarts, self._replay_calls = start, restarts, replay_calls
         self._rows = [slice(*pair) for pair in pairwise(self.bounds.tolist())]
@@ -100,11 +114,21 @@ class Fleet:
 
     def post(self, command: Command) -> Ticket:
         """Starts a command."""
+        if command.op == Op.RESET:
+            self.was_reset[command.rows] = True
+        elif command.op in STEPPING:
+            self.num_stepped += 1
+        if command.op == Op.ROLLOUT:
+            command = command._replace(rest=self._placed(command.rest, command.rows))
         ticket = Ticket(command, self._plan(command.rows))
         for k, share in ticket.shares.items():
             self.children[k].post(command.of_child(share))
             self._pending[k].append(ticket)
         return ticket
+
+    def _placed(self, request: Any, rows: NDArray[np.int64]) -> Any:
+        """Returns the request for a chunk as the children get it."""
+        return request
 
     def wait(self, ticket: Ticket, timeout_s: float = math.inf) -> bool:
         """Waits until all children have answered, for up to `timeout_s`. Returns whether they have.
@@ -169,7 +193,9 @@ class Fleet:
             for kept, array in self._kept:
                 kept[rows] = array[rows]
         elif op == Op.ROLLOUT and answer.failure is None:  # the child may have begun the next one
-            for kept, leaf in zip(tree_leaves(self._last["obs"]), tree_leaves(answer.value.last_obs), strict=True):
+            for kept, leaf in zip(
+                tree_leaves(self._last["obs"]), tree_leaves(answer.value.chunk.last_obs), strict=True
+            ):
                 kept[rows] = leaf
             self._last["episode"][rows] = EpisodeState.RUNNING
         elif answer.failure is None and (op in _OF_POLICIES or (op in _CALLS and rest[0] in self._replay_calls)):

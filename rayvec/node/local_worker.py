@@ -207,7 +207,7 @@ class LocalWorker:
         command, policy_acts = self._pending[0][0], self._progress % 2 == 0
         if command.op == Op.LOAD:
             return "start_timeout_s", self._rules.start_timeout_s, 1
-        steps = command.rest.request.num_steps if command.op == Op.ROLLOUT and policy_acts else 1
+        steps = command.rest.num_steps if command.op == Op.ROLLOUT and policy_acts else 1
         return "step_timeout_s", self._rules.step_timeout_s, steps
 
     def _died(self) -> ChildLost:

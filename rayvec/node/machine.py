@@ -17,15 +17,15 @@ from rayvec.data.topology import Topology
 from rayvec.data.trees import tree_map
 from rayvec.envs.pickled_parts import PickledParts
 from rayvec.envs.spaces import PoolSpaces
-from rayvec.fleet.commands import ChildLost, Command, Op, Ticket
+from rayvec.fleet.commands import ChildLost, Ticket
 from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import DEFAULT_RULES, EnvRules, seed_of
 from rayvec.node.local_worker import LocalWorker
-from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, MachineBlock
+from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, ChunkPlace, MachineBlock
 from rayvec.node.processes import allow_open_files
 from rayvec.node.worker_main import WorkerSpec
 from rayvec.node.worker_share import worker_shares
-from rayvec.rollout.policy_host import ChunkOrder, ChunkPlace
+from rayvec.rollout.loop import ChunkRequest
 
 __all__ = ["Machine", "MachineSpec"]
 
@@ -110,32 +110,29 @@ class Machine(Fleet):
             tree_map(lambda array, given: array.__setitem__(slice(None), given), block.arrays, state)
         self.open(block.arrays, block)
 
-    def post(self, command: Command) -> Ticket:
-        """Starts a command. Of each environment at most two chunks may be pending, or not yet copied."""
-        if command.op == Op.ROLLOUT:
-            command = command._replace(rest=self._placed(command.rest, command.rows))
-        return super().post(command)
+    def _placed(self, request: ChunkRequest, rows: NDArray[np.int64]) -> ChunkRequest:
+        """Chooses where workers write a chunk, and puts its weights there: two slots alternate for each set of rows.
 
-    def _placed(self, order: ChunkOrder, rows: NDArray[np.int64]) -> ChunkOrder:
-        """Chooses where workers write a chunk, and puts its weights there: two slots alternate for each set of rows."""
+        Of each environment at most two chunks may be pending, or not yet copied.
+        """
         self._num_chunks += 1
         key = int(rows[0]), len(rows)
         slots = self._slots.setdefault(key, deque(range(2 * len(self._slots), 2 * len(self._slots) + 2)))
         slots.rotate()
-        num_weights = 0 if order.weights is None else order.weights.size
-        num_bytes = 4 * num_weights + order.request.num_steps * len(rows) * self._block.row_bytes
+        num_weights = 0 if request.weights is None else request.weights.size
+        num_bytes = 4 * num_weights + request.num_steps * len(rows) * self._block.row_bytes
         place = ChunkPlace(self._num_chunks, slots[0], num_bytes, *key, num_weights)
-        if order.weights is not None:
-            ChunkColumns(self._block, place).weights[:] = order.weights
-        return order._replace(weights=None, place=place)
+        if request.weights is not None:
+            ChunkColumns(self._block, place).weights[:] = request.weights
+        return request._replace(weights=None, place=place)
 
     def steps_in(self, ticket: Ticket) -> NDArray[np.int64]:
         """Returns how many steps the environments of each worker have taken in a pending chunk, ``int64 [W]`` each."""
-        order, owners = ticket.command.rest, list(ticket.shares)
+        request, owners = ticket.command.rest, list(ticket.shares)
         numbers, steps = np.divmod(self._block.by_worker["chunk_step"][owners], 1 << CHUNK_STEP_BITS)
         steps //= np.diff(self.bounds)[owners]
-        has_taken_all = numbers > order.place.number
-        return np.where(numbers == order.place.number, steps, has_taken_all * order.request.num_steps)
+        has_taken_all = numbers > request.place.number
+        return np.where(numbers == request.place.number, steps, has_taken_all * request.num_steps)
 
     def cut(self, ticket: Ticket) -> None:
         """Ends a pending chunk after the step that each worker is taking."""

@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import Space
@@ -21,13 +21,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, tree_map
 from rayvec.data.chunk import AXES
-from rayvec.data.layouts import ArrayLayout, Field
-from rayvec.data.trees import Tree
+from rayvec.data.trees import ArrayLayout, Field, Tree
 from rayvec.fleet.restarts import ENV_ARRAYS
-from rayvec.node.shared_memory import aligned, anonymous_file
-from rayvec.rollout.policy_host import ChunkPlace
+from rayvec.node.shared_memory import anonymous_file
 
-__all__ = ["CHUNK_STEP_BITS", "BlockSpec", "ChunkColumns", "MachineBlock", "action_leaves"]
+__all__ = ["CHUNK_STEP_BITS", "BlockSpec", "ChunkColumns", "ChunkPlace", "MachineBlock", "action_leaves"]
 
 CHUNK_STEP_BITS = 32
 """``chunk_step`` holds the number of a worker's chunk and, in this many low bits, the steps that it has taken."""
@@ -36,8 +34,14 @@ _SLOT_BITS = 40
 _EXTRA_BYTES = 4096
 """Room in a chunk for what a policy records of a step of an environment."""
 _ITEM_BYTES = 8
+_ALIGN_BYTES = 64
 _WEIGHT_BYTES = 4
 _STEPS = [name for name, axes in AXES.items() if axes == "T, N"]
+
+
+def _aligned(num_bytes: int) -> int:
+    """Returns `num_bytes` rounded up to the alignment of arrays in shared memory."""
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def action_leaves(actions: Tree, layout: ArrayLayout | None, count: int) -> list[NDArray[Any]] | None:
@@ -51,6 +55,26 @@ def action_leaves(actions: Tree, layout: ArrayLayout | None, count: int) -> list
         if leaf.shape != (count, *shape) or not fits:
             return None
     return leaves
+
+
+class ChunkPlace(NamedTuple):
+    """Where the workers of a machine write a chunk.
+
+    Attributes:
+        number: Number of the chunk, from 1.
+        slot: Number of the slot.
+        num_bytes: Size of the slot.
+        first_row: The machine's row of the chunk's first column.
+        num_envs: N, of all workers that take the chunk.
+        num_weights: P; 0 for a policy that keeps its weights.
+    """
+
+    number: int
+    slot: int
+    num_bytes: int
+    first_row: int
+    num_envs: int
+    num_weights: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +119,7 @@ class MachineBlock:
             **{name: (np.int64, (num_workers,)) for name in ("progress", "chunk_step", "cut_chunk")},
             **{f"act.{i}": (np.uint8, (num_envs, num_bytes)) for i, num_bytes in enumerate(act_bytes)},
         }
-        sizes = {name: aligned(math.prod(shape) * np.dtype(dtype).itemsize) for name, (dtype, shape) in fields.items()}
+        sizes = {name: _aligned(math.prod(shape) * np.dtype(dtype).itemsize) for name, (dtype, shape) in fields.items()}
         total = sum(sizes.values())
         self.row_bytes = _EXTRA_BYTES + sum(act_bytes) + sum(sizes[name] for name in of_obs) // num_envs
         self.file = open(anonymous_file("rayvec", total) if fd is None else fd, "rb+", 0)
@@ -161,13 +185,13 @@ class ChunkColumns:
         self._slot, self._num_envs = block.slot(place), place.num_envs
         self._columns = slice(rows.start - place.first_row, rows.stop - place.first_row)
         self.weights = self._slot[: place.num_weights * _WEIGHT_BYTES].view(np.float32)
-        self._next = aligned(self.weights.nbytes)
+        self._next = _aligned(self.weights.nbytes)
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Allocates the worker's columns ``[T, n, ...]`` of an array ``[T, N, ...]``."""
         dtype, whole = np.dtype(dtype), (shape[0], self._num_envs, *shape[2:])
         start, num_bytes = self._next, dtype.itemsize * math.prod(whole)
-        self._next += aligned(num_bytes)
+        self._next += _aligned(num_bytes)
         if dtype.hasobject or self._next > len(self._slot):
             return np.empty(shape, dtype)
         return self._slot[start : start + num_bytes].view(dtype).reshape(whole)[:, self._columns]

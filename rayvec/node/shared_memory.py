@@ -5,18 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 
-__all__ = ["aligned", "anonymous_file", "keep_freed_memory"]
+__all__ = ["anonymous_file", "keep_freed_memory"]
 
-_ALIGN_BYTES = 64
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_THRESHOLD_MAX = 32 << 20
 """Some versions of glibc always return larger blocks to the system."""
 _kept_bytes = 0
-
-
-def aligned(num_bytes: int) -> int:
-    """Returns `num_bytes` rounded up to the alignment of arrays in shared memory."""
-    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def anonymous_file(name: str, num_bytes: int) -> int:

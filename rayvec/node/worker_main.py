@@ -17,21 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.global_random import seed_globals
-from rayvec.data.layouts import ArrayLayout, index_tree
-from rayvec.data.trees import object_leaves
+from rayvec.data.trees import index_tree, object_leaves
 from rayvec.envs.failures import FAILURES, captured
+from rayvec.envs.native_slices import make_slice
 from rayvec.envs.pickled_parts import Places, load_part
 from rayvec.envs.slices import Slice
 from rayvec.fleet.commands import IN_ARRAYS, Answer, Autoreset, Command, Op
 from rayvec.fleet.restarts import EnvRules, seed_of
-from rayvec.node.in_process import InProcess, make_slice
 from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, MachineBlock
 from rayvec.node.messages import dumps, packed_answer, receive, receive_files, send
 from rayvec.node.processes import check_threads
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.node.worker_share import WorkerShare, bind_cores
-from rayvec.rollout.loop import TakenChunk
-from rayvec.rollout.policy_host import ChunkOrder, PolicyHost
+from rayvec.rollout.loop import ChunkRequest, PolicyHost, Rollout
 
 __all__ = ["STACK_SIGNAL", "Attachment", "WorkerSpec", "worker_main"]
 
@@ -143,10 +141,7 @@ def _serve(spec: WorkerSpec, slice_: Slice, channel: socket.socket) -> None:
         else:
             answer = worker.execute(command)
         send(channel, packed_answer(answer, spec.name, dumps))
-    try:
-        slice_.close()
-    except FAILURES:
-        logger.exception("%s: an environment raised in close()", spec.name)
+    slice_.close()
 
 
 class _Worker:
@@ -167,49 +162,44 @@ class _Worker:
         self._objects = object_leaves(arrays["obs"])
         for leaf, values in zip(self._objects, attachment.objects, strict=True):
             leaf[:] = values
-        slice_.open(arrays)
+        slice_.open(arrays, block.action_layout)
         of_worker = {name: array[index : index + 1] for name, array in block.by_worker.items()}
         slice_.progress = of_worker["progress"].data
         slice_.progress[0] = 0  # a worker that this one replaces may have died within a command
         self._chunk_step, self._cut_chunk = of_worker["chunk_step"], of_worker["cut_chunk"]
         _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id, 2)
         self._all_rows = np.arange(slice_.num_envs)
-        here, layout = InProcess(slice_), ArrayLayout.of(slice_.spaces.action)
-        self._host = PolicyHost(here, layout, slice_.first_id, slice_.native_mode)
+        self._host = PolicyHost(slice_)
 
     def read(self, message: bytes) -> Command:
-        """Returns a command. Its actions are copies: environments may keep a reference to them."""
+        """Returns a command. Its actions may be views of the block."""
         op, rows, mode, codes, rest = pickle.loads(message)
         rows = self._all_rows if rows is None else rows
         actions = rest
         if codes is not None:
             at = self._rows if rows is self._all_rows else rows + self._rows.start
-            leaves = [np.array(leaf[at]) for leaf in self._block.actions(codes)]
-            actions = self._block.action_layout.tree(leaves)
+            actions = self._block.action_layout.tree([leaf[at] for leaf in self._block.actions(codes)])
         return Command(op, rows, actions if op == Op.STEP else None, _MODES[mode], rest)
 
     def execute(self, command: Command) -> Answer:
         """Executes a command."""
         if command.op in (Op.LOAD, Op.DROP, Op.ROLLOUT):
             return self._host.execute(command.op, command.rest, self._spec.name, self._take)
-        self._host.note(command.op, command.rows)
         if command.op == Op.RESET:
             seeds = dict(zip(command.rows.tolist(), command.rest[0], strict=True))
             _seed(seeds.get(0), self._spec.first_id, 2)
-        answer = self._slice.execute(command)
+        answer = self._slice.post(command)
         if self._objects and command.op in IN_ARRAYS:
             answer = answer._replace(objects=[leaf[command.rows] for leaf in self._objects])
         return answer
 
-    def _take(self, order: ChunkOrder) -> TakenChunk:
+    def _take(self, request: ChunkRequest) -> Rollout:
         """Takes a chunk. Returns it as it lies in its slot."""
-        place = order.place
-        assert place is not None
-        columns = ChunkColumns(self._block, place, self._rows)
-        if place.num_weights:
-            order = order._replace(weights=columns.weights)
-        taken = self._host.take(order, partial(self._is_cut, place.number), columns.empty)
-        return taken._replace(chunk=columns.pack(taken.chunk))
+        columns = ChunkColumns(self._block, request.place, self._rows)
+        if request.place.num_weights:
+            request = request._replace(weights=columns.weights)
+        rollout = self._host.take(request, partial(self._is_cut, request.place.number), columns.empty)
+        return rollout._replace(chunk=columns.pack(rollout.chunk))
 
     def _is_cut(self, number: int, num_steps: int) -> bool:
         """Reports the steps that were taken in a chunk. Returns whether the owner has cut that chunk."""

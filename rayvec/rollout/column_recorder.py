@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from rayvec.data import Chunk, StepBatch, Tree, tree_map
+from rayvec.data.chunk import ChunkInfos, check_extras
 from rayvec.data.columns import Columns, having, mask_of, merge, select
-from rayvec.data.infos import ChunkInfos
-from rayvec.data.join_chunks import check_extras
-from rayvec.data.layouts import ArrayLayout, tree_writer
+from rayvec.data.trees import ArrayLayout, tree_writer
 from rayvec.errors import ConfigError
 from rayvec.fleet.restarts import RESTARTED
 from rayvec.wrappers import MASK_KEY

@@ -1,31 +1,100 @@
 """The rollout loop: a policy and environments take T steps, wherever the policy acts.
 
-The same function runs in every worker over its own environments, and in the driver over all of them. With
-more than one group the policy acts on one group while the environments of the others step.
+The same loop runs in every worker over its own environments, in the process that owns the workers of a node, and in the
+driver over all of them. With more than one group the policy acts on one group while the environments of the others
+step.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayvec.data import Chunk, ChunkRequest, RolloutTimes, StepBatch, Tree, as_slice
-from rayvec.data.chunk import StopEarly
-from rayvec.data.layouts import ArrayLayout
+from rayvec.data import Chunk, StepBatch, Tree, as_slice
+from rayvec.data.chunk import StopEarly, join_chunks
+from rayvec.data.trees import ArrayLayout, index_tree
+from rayvec.envs.failures import FAILURES, captured
 from rayvec.errors import ConfigError
-from rayvec.fleet.commands import Autoreset, Command, Op
+from rayvec.fleet.commands import Answer, Autoreset, Command, Note, Op
 from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.rollout.column_recorder import ColumnRecorder, Empty, restarted_in
 
-if TYPE_CHECKING:
-    from rayvec.rollout.policy_host import PolicyHost
+__all__ = [
+    "ActingPolicy",
+    "CallablePolicy",
+    "ChunkRequest",
+    "PolicyHost",
+    "Rollout",
+    "RolloutTimes",
+    "as_policy",
+    "join_rollouts",
+]
 
-__all__ = ["ActingPolicy", "CallablePolicy", "TakenChunk", "as_policy", "rollout"]
+
+class ChunkRequest(NamedTuple):
+    """A request for a chunk.
+
+    Attributes:
+        key: The key of the policy.
+        num_steps: The number of steps T.
+        first_step: The number of steps that the environments took in earlier chunks.
+        noise_seed: The seed of the policy's noise.
+        version: The version of the weights, which is written into the chunk.
+        weights: The weights to act with, ``float32 [P]``; None for those that the policy has.
+        place: Where workers of a machine write the chunk, and read the weights; the machine's fleet says so.
+    """
+
+    key: int
+    num_steps: int
+    first_step: int
+    noise_seed: int
+    version: int = 0
+    weights: NDArray[np.float32] | None = None
+    place: Any = None
+
+
+class RolloutTimes(NamedTuple):
+    """Wall time of one rollout, in seconds.
+
+    Attributes:
+        whole_s: From beginning to end.
+        environment_s: The part of it spent waiting for environments.
+        inference_s: The part of it spent in the policy.
+    """
+
+    whole_s: float
+    environment_s: float
+    inference_s: float
+
+
+class Rollout(NamedTuple):
+    """The result of one rollout, or of several that were joined.
+
+    Attributes:
+        chunk: The chunk.
+        times: Times of each process that has taken a part of it.
+        waited_s: How long the caller waited, in seconds.
+        num_padded: Number of places for steps that were not taken, because the chunk was cut; they are not `valid`.
+    """
+
+    chunk: Chunk
+    times: tuple[RolloutTimes, ...]
+    waited_s: float = 0.0
+    num_padded: int = 0
+
+
+def join_rollouts(rollouts: Sequence[Rollout], *, copy: bool = True) -> Rollout:
+    """Joins what several processes have taken of a chunk; `copy` is that of :func:`join_chunks`."""
+    chunk = join_chunks([each.chunk for each in rollouts], copy=copy)
+    times = tuple(times for each in rollouts for times in each.times)
+    num_taken = sum(each.chunk.valid.size - each.num_padded for each in rollouts)
+    return Rollout(chunk, times, num_padded=chunk.valid.size - num_taken)
 
 
 class ActingPolicy(Protocol):
@@ -93,90 +162,172 @@ def as_policy(policy: Any) -> ActingPolicy:
     )
 
 
-class TakenChunk(NamedTuple):
-    """A chunk, and the times of each process that has taken a part of it."""
+class PolicyHost:
+    """The policies that act over some environments, in a worker, in a node's process or in the driver.
 
-    chunk: Chunk
-    times: tuple[RolloutTimes, ...]
-
-    @property
-    def last_obs(self) -> Tree:
-        """The last observation of each environment; its episode continues from there."""
-        return self.chunk.last_obs
-
-
-def rollout(
-    host: PolicyHost,
-    policy: ActingPolicy,
-    request: ChunkRequest,
-    weights_version: int,
-    begun: NDArray[np.int64] | None,
-    cut: StopEarly | None,
-    empty: Empty,
-) -> TakenChunk:
-    """Takes the requested steps of every environment, or fewer if `cut` says so.
-
-    Environments that are between two episodes are reset first; those whose episode ends are reset within
-    the step. Episodes that have not ended continue in the next chunk. Native sub-batches that reset in their next step
-    do so here too: that step is not `valid`.
+    A recurrent policy resets its hidden state where an episode began outside of chunks, or everywhere if it has not
+    seen the last steps.
 
     Args:
-        host: Has the environments, ids 0 to N-1, and their groups: while one steps, the policy acts on the next.
-        policy: Chooses the actions.
-        request: How many steps, and which noise.
-        weights_version: Written into the chunk.
-        begun: Ids of environments whose current episode began without the policy; None for all. A recurrent policy
-            resets its hidden state for them, and for each environment that is reset from now on.
-        cut: Called after each step. The rollout ends once it returns True.
-        empty: Allocates the chunk's large arrays.
+        target: Executes commands: a fleet or a slice.
+        groups: Partition of the rows: the policy acts on one group while the next one steps. One group by default.
 
-    Returns:
-        The chunk, which shares no memory with the environments' arrays, and its times.
+    Attributes:
+        notes: What was restarted, for the log, until the caller takes the list.
     """
-    now, began_s, environment_s, inference_s = time.perf_counter, time.perf_counter(), 0.0, 0.0
-    num_steps, first_step, noise_seed = request
-    begin_episodes = getattr(policy, "begin_episodes", None)
-    state_to_record = getattr(policy, "state_to_record", None)
-    groups = host.groups if begin_episodes is None else [np.arange(host.num_envs)]
-    env_ids, columns = host.first_id + np.arange(host.num_envs), [as_slice(ids) for ids in groups]
-    noise = keyed_noise(policy.noise, seed=noise_seed, env_ids=env_ids, first_step=first_step, num_steps=num_steps)
-    tickets = [host.target.post(Command(Op.BEGIN, ids)) for ids in groups]
-    batches = [host.results(*each) for each in zip(tickets, groups, columns, strict=True)]
-    next_step = host.native_mode == Autoreset.NEXT_STEP
-    autoreset = Autoreset.NEXT_STEP if next_step else Autoreset.SAME_STEP
-    recorder = ColumnRecorder(num_steps, env_ids, columns, batches, host.action_layout, empty, next_step=next_step)
-    if begin_episodes is not None:
-        begin_episodes(_begun_before(batches[0], groups[0] if begun is None else begun))
-    for t in range(num_steps + 1):
-        for group, ids in enumerate(groups):
-            if t > 0:
-                waits_s = now()
-                batches[group] = host.results(tickets[group], ids, columns[group])
-                environment_s += now() - waits_s
-                recorder.add_results(t - 1, group, batches[group])
-                if begin_episodes is not None:
-                    begin_episodes(recorder.begun_in(t - 1, batches[group]))
-                if group == 0 and cut is not None and cut(t * host.num_envs):
-                    recorder.num_steps = t
-            obs = batches[group].obs
-            recorder.add_obs(t, group, obs)
-            if t < recorder.num_steps:
-                acts_s = now()
-                if state_to_record is not None and (state := state_to_record(t, host.num_envs)) is not None:
-                    recorder.add_state(state)
-                given = recorder.to_act_on(t, group, obs)
-                actions, extras = _pair(policy.act(given, noise[t, columns[group]]))
-                inference_s += now() - acts_s
-                if type(actions) is not np.ndarray:
-                    actions = _stacked(actions, host.action_layout)
-                recorder.add_actions(t, group, actions, extras)
-                steps_s = now()  # a slice of this process steps now
-                tickets[group] = host.target.post(Command(Op.STEP, ids, actions, autoreset))
-                environment_s += now() - steps_s
-        if t == recorder.num_steps:
-            break
-    chunk = recorder.chunk(first_step, weights_version)
-    return TakenChunk(chunk, (RolloutTimes(now() - began_s, environment_s, inference_s),))
+
+    def __init__(self, target: Any, groups: Sequence[NDArray[np.int64]] | None = None) -> None:
+        self._target, self._groups = target, groups or [np.arange(target.num_envs)]
+        self._action_layout = None if target.action_layout.objects else target.action_layout
+        next_step = target.spaces.native_mode == Autoreset.NEXT_STEP
+        self._autoreset = Autoreset.NEXT_STEP if next_step else Autoreset.SAME_STEP
+        self.notes: list[Note] = []
+        self._policies: dict[int, ActingPolicy] = {}
+        self._versions: dict[int, int] = {}
+        self._last_to_act: tuple[ActingPolicy | None, int] = None, 0  # and how often environments had been stepped then
+
+    def load(self, key: int, policy: ActingPolicy | bytes) -> None:
+        """Takes a policy of this process, or loads a pickled one."""
+        self._policies[key] = as_policy(pickle.loads(policy)) if isinstance(policy, bytes) else policy
+        self._versions[key] = 0
+
+    def drop(self, key: int) -> None:
+        """Removes a policy."""
+        self._policies.pop(key, None)
+
+    def execute(self, op: int, rest: Any, where: str, take: Callable[[ChunkRequest], Rollout] | None = None) -> Answer:
+        """Executes a command for policies. Returns its result or failure, and what was restarted.
+
+        Args:
+            op: ``LOAD``, ``DROP`` or ``ROLLOUT``.
+            rest: What else the operation needs.
+            where: What errors call this process.
+            take: Takes a chunk in place of :meth:`take`.
+        """
+        value: Any = None
+        try:
+            if op == Op.ROLLOUT:
+                value = (take or self.take)(rest)
+            elif op == Op.LOAD:
+                self.load(*rest)
+            else:
+                self.drop(*rest)
+        except FAILURES as error:
+            return Answer(failure=captured(error, where))
+        return Answer(value=value, notes=self.take_notes())
+
+    def take_notes(self) -> tuple[Note, ...]:
+        """Returns what was restarted since the last call, for the log."""
+        notes, self.notes = tuple(self.notes), []
+        return notes
+
+    def take(self, request: ChunkRequest, cut: StopEarly | None = None, empty: Empty = np.empty) -> Rollout:
+        """Takes the requested steps of every environment with a loaded policy.
+
+        Environments that are between two episodes are reset first; those whose episode ends are reset within
+        the step. Episodes that have not ended continue in the next chunk. Native sub-batches that reset in their next
+        step do so here too: that step is not `valid`.
+
+        Args:
+            request: The policy, how many steps, and which noise.
+            cut: Called after each step. The rollout ends once it returns True.
+            empty: Allocates the chunk's large arrays.
+
+        Returns:
+            The chunk, which shares no memory with the environments' arrays, and its times.
+        """
+        policy, target = self._policies[request.key], self._target
+        if request.weights is not None and request.version != self._versions[request.key]:
+            policy.load_weights(request.weights)
+            self._versions[request.key] = request.version
+        last_policy, num_stepped = self._last_to_act
+        has_seen_all = policy is last_policy and num_stepped == target.num_stepped
+        rollout = self._rollout(policy, request, target.was_reset if has_seen_all else None, cut, empty)
+        restarts = rollout.chunk.restarts
+        at_end = restarts[:, 0] == rollout.chunk.num_steps - 1  # the policy has not seen the episode that begins next
+        target.was_reset[:] = False
+        target.was_reset[restarts[at_end, 1]] = True
+        self._last_to_act = policy, target.num_stepped
+        return rollout
+
+    def _rollout(
+        self,
+        policy: ActingPolicy,
+        request: ChunkRequest,
+        begun: NDArray[np.bool_] | None,
+        cut: StopEarly | None,
+        empty: Empty,
+    ) -> Rollout:
+        """Takes the steps. `begun` says whose current episode began without the policy, ``bool [N]``; None: all."""
+        now, began_s, environment_s, inference_s = time.perf_counter, time.perf_counter(), 0.0, 0.0
+        target, num_envs, num_steps = self._target, self._target.num_envs, request.num_steps
+        begin_episodes = getattr(policy, "begin_episodes", None)
+        state_to_record = getattr(policy, "state_to_record", None)
+        groups = self._groups if begin_episodes is None else [np.arange(num_envs)]
+        env_ids, columns = target.first_id + np.arange(num_envs), [as_slice(ids) for ids in groups]
+        noise = keyed_noise(
+            policy.noise,
+            seed=request.noise_seed,
+            env_ids=env_ids,
+            first_step=request.first_step,
+            num_steps=num_steps,
+        )
+        tickets = [target.post(Command(Op.BEGIN, ids)) for ids in groups]
+        batches = [self._results(*each) for each in zip(tickets, groups, columns, strict=True)]
+        autoreset, next_step = self._autoreset, self._autoreset == Autoreset.NEXT_STEP
+        recorder = ColumnRecorder(num_steps, env_ids, columns, batches, self._action_layout, empty, next_step=next_step)
+        if begin_episodes is not None:
+            has_begun = restarted_in(batches[0].info, num_envs)
+            begin_episodes(groups[0] if begun is None else np.flatnonzero(has_begun | begun))
+        for t in range(num_steps + 1):
+            for group, ids in enumerate(groups):
+                if t > 0:
+                    waits_s = now()
+                    batches[group] = self._results(tickets[group], ids, columns[group])
+                    environment_s += now() - waits_s
+                    recorder.add_results(t - 1, group, batches[group])
+                    if begin_episodes is not None:
+                        begin_episodes(recorder.begun_in(t - 1, batches[group]))
+                    if group == 0 and cut is not None and cut(t * num_envs):
+                        recorder.num_steps = t
+                obs = batches[group].obs
+                recorder.add_obs(t, group, obs)
+                if t < recorder.num_steps:
+                    acts_s = now()
+                    if state_to_record is not None and (state := state_to_record(t, num_envs)) is not None:
+                        recorder.add_state(state)
+                    given = recorder.to_act_on(t, group, obs)
+                    actions, extras = _pair(policy.act(given, noise[t, columns[group]]))
+                    inference_s += now() - acts_s
+                    if type(actions) is not np.ndarray:
+                        actions = _stacked(actions, self._action_layout)
+                    recorder.add_actions(t, group, actions, extras)
+                    steps_s = now()  # a slice of this process steps now
+                    tickets[group] = target.post(Command(Op.STEP, ids, actions, autoreset))
+                    environment_s += now() - steps_s
+            if t == recorder.num_steps:
+                break
+        chunk = recorder.chunk(request.first_step, request.version)
+        return Rollout(chunk, (RolloutTimes(now() - began_s, environment_s, inference_s),))
+
+    def _results(self, ticket: Any, env_ids: NDArray[np.int64], rows: Any) -> StepBatch:
+        """Waits for a command, and returns its results as views of the arrays.
+
+        Args:
+            ticket: Of the command.
+            env_ids: Its environments.
+            rows: The same, a slice if they are consecutive.
+
+        Raises:
+            Exception: What an environment raised that was not restarted. Its ``__cause__`` is an ``EnvError``.
+        """
+        self._target.wait(ticket)
+        answer, arrays = self._target.take(ticket), self._target.arrays
+        self.notes += answer.notes
+        if answer.failure is not None:
+            raise answer.failure.rebuild()
+        rew, terminated, truncated = (arrays[name][rows] for name in ("rew", "terminated", "truncated"))
+        return StepBatch(env_ids, index_tree(arrays["obs"], rows), rew, terminated, truncated, answer.infos)
 
 
 def _pair(acted: Any) -> tuple[Tree, dict[str, NDArray[Any]]]:
@@ -200,10 +351,3 @@ def _stacked(actions: Any, layout: ArrayLayout | None) -> Tree:
     with suppress(ValueError):  # of another structure, which the recorder says
         return layout.tree([np.asarray(leaf) for leaf in layout.flatten(actions)])
     return actions
-
-
-def _begun_before(batch: StepBatch, begun: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns which environments are, before the first step, in an episode whose beginning the policy has not seen."""
-    has_begun = restarted_in(batch.info, len(batch.env_ids))
-    has_begun[begun] = True
-    return np.flatnonzero(has_begun)

@@ -10,7 +10,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
 from numpy.typing import NDArray
 
 from rayvec.data import Tree, objects
-from rayvec.data.layouts import ArrayLayout
+from rayvec.data.trees import ArrayLayout
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError
 

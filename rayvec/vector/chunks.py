@@ -9,24 +9,20 @@ import weakref
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, cast
 
 import numpy as np
 from gymnasium import Space
 from numpy.typing import NDArray
 
-from rayvec.data import ChunkRequest, Rollout
 from rayvec.data.chunk import StopEarly
-from rayvec.data.join_chunks import join_chunks
 from rayvec.data.topology import split_groups
 from rayvec.envs.pickled_parts import pickled_for_workers
 from rayvec.errors import ConfigError, check_count
 from rayvec.fleet.commands import Command, Op
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.node.machine import Machine
-from rayvec.rollout.loop import TakenChunk, as_policy
-from rayvec.rollout.policy_host import ChunkOrder, PolicyHost
+from rayvec.rollout.loop import ChunkRequest, PolicyHost, Rollout, as_policy, join_rollouts
 from rayvec.vector.adapter import Adapter, NotReady
 
 __all__ = ["MAX_CHUNKS", "ChunkAdapter", "WeightStore"]
@@ -44,13 +40,13 @@ class _Pending:
     """A chunk that was requested and not received.
 
     Attributes:
-        order: What was requested.
+        request: What was requested.
         inference: Where the policy acts.
         ticket: Of the command; None where the policy acts in this process, as soon as the chunk is waited for.
         part: Which part takes it; None for all.
     """
 
-    order: ChunkOrder
+    request: ChunkRequest
     inference: Inference
     ticket: Any
     part: int | None
@@ -68,28 +64,17 @@ class ChunkAdapter(Adapter):
         """Allocates the arrays for these spaces; `groups` are those of a policy that acts in the driver."""
         super()._allocate(observation, action)
         envs = self._envs
-        halves = None
-        if not envs.has_nodes and envs.transports != ("local",):
+        self._steps_here, halves = envs.transports == ("local",), None
+        if not envs.has_nodes and not self._steps_here:
             units = envs.spaces.unit_bounds
             halves = split_groups(envs.topology, 2 if units is None or len(units) > 2 else 1, units)
-        layout = None if envs.action_layout.objects else envs.action_layout
-        new_host = partial(PolicyHost, envs, layout, envs.first_id, envs.spaces.native_mode)
-        self._host, self._driver = new_host(halves), new_host(groups)
+        self._host, self._driver = PolicyHost(envs, halves), PolicyHost(envs, groups)
         self._everyone = np.arange(envs.num_envs)
         self._everyone.setflags(write=False)
         self._done = np.zeros(envs.num_envs, bool)  # whose episode has ended, if the caller resets
         self._chunks: list[_Pending] = []
         self._unused: list[tuple[int, Inference]] = []  # policies that nobody refers to any more
         self._sizes = np.array([len(part) for part in envs.parts])
-
-    def _post(self, command: Command) -> Any:
-        """Starts a command. Returns its ticket."""
-        op = command.op
-        for acting in (self._host, self._driver):
-            acting.note(op, command.rows)
-        if op in (Op.RESET, Op.ROLLOUT):
-            self._done[command.rows] = False
-        return super()._post(command)
 
     def publish(self, policy: Any, first_version: int = 0, *, inference: Inference = "worker") -> WeightStore:
         """Sends a policy to where it acts; returns the store through which it gets its weights.
@@ -128,7 +113,7 @@ class ChunkAdapter(Adapter):
         """Returns what lets a policy act in this process; None if it acts elsewhere."""
         if inference == "driver":
             return self._driver
-        is_here = self.transports == ("local",) or (inference == "node" and not self._envs.has_nodes)
+        is_here = self._steps_here or (inference == "node" and not self._envs.has_nodes)
         return self._host if is_here else None
 
     @property
@@ -169,16 +154,17 @@ class ChunkAdapter(Adapter):
         if self._pending != "rollout" or not in_order or len(self._chunks_of(part)) >= MAX_CHUNKS:
             self._assert_idle("rollout")
         check_count("num_steps", num_steps)
-        request = ChunkRequest(num_steps, first_step, noise_seed)
-        order = ChunkOrder(weights.key, request, weights.version, weights.weights)
+        request = ChunkRequest(weights.key, num_steps, first_step, noise_seed, weights.version, weights.weights)
         rows = self._everyone if part is None else np.array(self.parts[part])
+        self._guarded(self._begin_chunk, request, rows, weights.inference, part)
 
-        self._guarded(self._begin_chunk, order, rows, weights.inference, part)
-
-    def _begin_chunk(self, order: ChunkOrder, rows: NDArray[np.int64], inference: Inference, part: int | None) -> None:
+    def _begin_chunk(
+        self, request: ChunkRequest, rows: NDArray[np.int64], inference: Inference, part: int | None
+    ) -> None:
         is_here = self._host_here(inference) is not None
-        ticket = None if is_here else self._post(Command(Op.ROLLOUT, rows, rest=order))
-        self._chunks.append(_Pending(order, inference, ticket, part))
+        ticket = None if is_here else self._post(Command(Op.ROLLOUT, rows, rest=request))
+        self._done[rows] = False  # every environment whose episode has ended is reset first
+        self._chunks.append(_Pending(request, inference, ticket, part))
         self._pending = "rollout"
 
     def _chunks_of(self, part: int | None) -> list[_Pending]:
@@ -242,7 +228,8 @@ class ChunkAdapter(Adapter):
             self._wait_or_cut(chunk, deadline, cut)
         if not self._envs.wait(chunk.ticket, max(0.0, deadline - time.monotonic())):
             raise NotReady("the chunk has not been taken in time")
-        rollout = _joined(self._accepted(self._envs.take(chunk.ticket)).value, time.monotonic() - began_s)
+        rollout = join_rollouts(self._accepted(self._envs.take(chunk.ticket)).value)
+        rollout = rollout._replace(waited_s=time.monotonic() - began_s)
         with uninterrupted():
             self._remove(chunk)
             accept(index, rollout)
@@ -257,16 +244,16 @@ class ChunkAdapter(Adapter):
     ) -> tuple[int, Rollout]:
         """Takes a chunk for which a policy acts in this process."""
         self._remove(chunk)  # now: the policy may call the environments
-        (self._driver if host is self._host else self._host).note(Op.ROLLOUT, self._everyone)
         self.num_uses += 1
-        self._done[:] = False  # every environment whose episode has ended is reset first
+        self._done[:] = False
         try:
-            taken = host.take(chunk.order, cut)
+            rollout = host.take(chunk.request, cut)
         finally:
             self._log(host.take_notes())
         if self._envs.layout.objects:  # else the caller could change them
-            taken = taken._replace(chunk=replace(taken.chunk, last_obs=deepcopy(taken.chunk.last_obs)))
-        rollout = Rollout(taken.chunk, taken.times, taken.times[0].whole_s)
+            of_caller = replace(rollout.chunk, last_obs=deepcopy(rollout.chunk.last_obs))
+            rollout = rollout._replace(chunk=of_caller)
+        rollout = rollout._replace(waited_s=rollout.times[0].whole_s)
         accept(0, rollout)
         return 0, rollout
 
@@ -327,10 +314,3 @@ class WeightStore:
         """Removes the policy and its weights from the workers. The store can't be used afterwards."""
         self._end.detach()
         self._env._drop(self.key, self.inference)
-
-
-def _joined(taken: Sequence[TakenChunk], waited_s: float) -> Rollout:
-    """Returns the chunks of several processes as one, in memory of its own."""
-    chunk = join_chunks([each.chunk for each in taken])
-    num_padded = chunk.valid.size - sum(each.chunk.valid.size for each in taken)
-    return Rollout(chunk, tuple(times for each in taken for times in each.times), waited_s, num_padded)

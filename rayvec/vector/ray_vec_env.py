@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, StepBatch, Tree
 from rayvec.data.columns import Columns, select, settle
-from rayvec.data.layouts import as_batch
 from rayvec.data.topology import split_groups
-from rayvec.data.trees import as_slice
+from rayvec.data.trees import as_batch, as_slice
 from rayvec.envs.factory import EnvFactory, env_seeds
 from rayvec.errors import ConfigError, check_choice, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
@@ -218,6 +217,7 @@ class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
         if options and "reset_mask" in options:
             ids = np.flatnonzero(checked_mask(options.pop("reset_mask"), self.num_envs, is_first=not self.num_uses))
         self._start("reset", Command(Op.RESET, ids, rest=([seeds[i] for i in ids.tolist()], options)))
+        self._done[ids] = False
         if isinstance(seed, int | np.integer):
             self._chunk_steps, self._noise_seed = 0, int(seed)
 

@@ -12,8 +12,7 @@ from helpers.testing import assert_identical
 from hypothesis import given, strategies as st
 
 from rayvec.data import Chunk
-from rayvec.data.infos import ChunkInfo, ChunkInfos
-from rayvec.data.join_chunks import join_chunks
+from rayvec.data.chunk import ChunkInfo, ChunkInfos, join_chunks
 
 
 def random_chunk(num_steps: int, num_envs: int, seed: int) -> Chunk:

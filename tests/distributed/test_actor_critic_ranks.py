@@ -16,7 +16,7 @@ from helpers.ranks_kit import STATS, N, make_batches, make_learner
 from helpers.thread_ranks import ThreadRanks, learn_on_ranks, on_ranks, shard
 
 from rayvec.data import Batch
-from rayvec.data.join_chunks import join_chunks
+from rayvec.data.chunk import join_chunks
 from rayvec.errors import LearnerError
 from rayvec.policies.policy import Policy
 

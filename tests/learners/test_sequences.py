@@ -12,7 +12,7 @@ from gymnasium import spaces
 from helpers.actor_critic_kit import DISCRETE, OBS, STATS, N, T, impala_config, make_batch, make_chunk, ppo_config
 
 from rayvec.data import Batch, Chunk
-from rayvec.data.join_chunks import join_chunks, pad_chunk
+from rayvec.data.chunk import join_chunks, pad_chunk
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.learners.impala import IMPALALearner
 from rayvec.learners.ppo import PPOLearner

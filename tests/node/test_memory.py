@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from rayvec.node.memory import BlockSpec, MachineBlock
-from rayvec.rollout.policy_host import ChunkPlace
+from rayvec.node.memory import BlockSpec, ChunkPlace, MachineBlock
 
 SLOTS, ROUNDS = 4, 500
 SPEC = BlockSpec(Box(-1, 1, (3,), np.float32), Discrete(2), tuple(range(SLOTS + 1)))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rayvec.data import Chunk
-from rayvec.data.join_chunks import counted_ends
+from rayvec.data.chunk import counted_ends
 from soak.witness import COUNT, EPISODE, EPISODE_STEPS, INDEX, INSTANCE, large_info
 
 

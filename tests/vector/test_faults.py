@@ -36,7 +36,7 @@ from helpers.testing import CountingEnv, FaultyEnv, assert_identical
 from helpers.waiting import DEADLINE_S, wait_until
 
 from rayvec.collect.collector import Collector
-from rayvec.data.join_chunks import counted_ends
+from rayvec.data.chunk import counted_ends
 from rayvec.errors import EnvError, NodeLostError, WorkerLostError
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, RestartBudget, restart_seed
 from rayvec.vector.ray_vec_env import RayVecEnv

@@ -24,7 +24,7 @@ from tianshou.data.batch import alloc_by_keys_diff, create_value
 from tianshou.data.buffer.manager import PrioritizedReplayBufferManager
 
 from rayvec.data import Chunk, ChunkInfo, Tree, objects, tree_leaves, tree_map
-from rayvec.data.join_chunks import counted_ends
+from rayvec.data.chunk import counted_ends
 
 __all__ = ["add_chunk", "truncate_open_episode"]
 

@@ -20,7 +20,7 @@ from tianshou.env import BaseVectorEnv
 from rayvec.collect.scheduler import ChunkScheduler
 from rayvec.collect.schedules import EpisodeQuotas, StepCount, TianshouEpisodes
 from rayvec.data import Chunk
-from rayvec.data.join_chunks import counted_ends
+from rayvec.data.chunk import counted_ends
 from rayvec.errors import ConfigError, check_choice, check_count, require
 from rayvec.tianshou.collect.buffers import add_chunk, truncate_open_episode
 from rayvec.tianshou.env.pool_env import assembled_chunk

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, ChunkInfo, Tree, objects, tree_map
 from rayvec.data.columns import unwrapped, whole
-from rayvec.data.layouts import index_tree
+from rayvec.data.trees import index_tree
 from rayvec.envs.factory import check_env
 from rayvec.errors import require
 from rayvec.fleet.restarts import RESTARTED

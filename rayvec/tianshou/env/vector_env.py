@@ -14,8 +14,7 @@ from tianshou.env import BaseVectorEnv
 
 from rayvec.data import objects, tree_map
 from rayvec.data.columns import infos_of
-from rayvec.data.layouts import ArrayLayout
-from rayvec.data.trees import as_slice
+from rayvec.data.trees import ArrayLayout, as_slice
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, check_flag
