@@ -110,12 +110,12 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
     def _start(self) -> RankGroup:
         """Starts ranks with the saved state, or at first with that of rank 0."""
         group = self._open_group(self._open_host())
-        names, shared = group.ask("describe")[0]
-        self._rank_local_names: tuple[str, ...] = names
+        shared, rank_local = group.ask("parts")[0]
+        self._rank_local_names = tuple(unpack(rank_local))
         if self._state is None:
             self._state = shared
-        elif names:
-            logger.warning("new ranks start without their rank-local state: the %s refills", ", ".join(names))
+        elif names := ", ".join(self._rank_local_names):
+            logger.warning("new ranks start without their rank-local state: the %s refills", names)
         group.run("load_state_dict", [(group.put(self._state), pack({}))] * group.num_ranks)
         return group
 
@@ -161,8 +161,9 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
 
     def measure(self, batch: Batch) -> None:
         """Adds the observations of a batch to the moments that normalise later ones; see ``PPOLearner.measure``."""
-        self._weights, state = self._run("measure", batch)[0]
-        self._save(state)
+        self._run("measure", batch)
+        self._weights = None
+        self._save(self._group.ask("shared")[0])
 
     def _run(self, name: str, batch: Batch) -> list[Any]:
         """Gives each rank its part of a batch; returns the results."""
@@ -230,20 +231,15 @@ class _RankLearner:
         self._is_first = ranks.rank == 0
         give_ranks(self._learner, ranks)
 
-    def describe(self) -> tuple[tuple[str, ...], Any]:
-        """Returns the names of the rank-local parts of the state, and on rank 0 what all ranks share of it."""
-        return tuple(rank_local_state(self._learner)), self.shared()
-
     def update(self, part: Batch) -> tuple[dict[str, float], Any]:
         """Learns from this rank's part of a batch; returns metrics, and on rank 0 the weights."""
         metrics = self._learner.update(part)
         return metrics, self._learner.weights() if self._is_first else None
 
-    def measure(self, part: Batch) -> tuple[Any, Any]:
-        """Adds observations to the moments of the learner, if it has some; returns weights and state, on rank 0."""
+    def measure(self, part: Batch) -> None:
+        """Adds observations to the moments of the learner, if it has some."""
         if hasattr(self._learner, "measure"):
             self._learner.measure(part)
-        return self._learner.weights() if self._is_first else None, self.shared()
 
     def weights(self) -> NDArray[np.float32]:
         return self._learner.weights()
