@@ -13,15 +13,15 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rayvec.data import Batch, Chunk, Tree
+from rayvec.data import Batch, Tree
 from rayvec.errors import ConfigError, LearnerError
 from rayvec.learners.base import check_state, scheduled, torch_device
 from rayvec.learners.compiled_steps import CompiledSteps, pad, rounded_length
 from rayvec.learners.compiling import can_capture
-from rayvec.learners.gradient import Gradient
+from rayvec.learners.gradient import Gradient, Loss
 from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks
-from rayvec.learners.running_stats import ObsMoments, ReturnScale
+from rayvec.learners.running_stats import ObsMoments, Rewards
 from rayvec.learners.sequences import OverSequences
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.policies.networks import ActorCriticModule, flat_weights
@@ -37,7 +37,9 @@ of 64."""
 
 
 class ActorCriticLearner:
-    """Holds an actor-critic and everything that its updates depend on; a subclass defines the update.
+    """Holds an actor-critic and everything that its updates depend on.
+
+    A subclass has `update`, `_select`, `_loss` and `_metrics`.
 
     Args:
         observation_space: Of one environment.
@@ -61,6 +63,12 @@ class ActorCriticLearner:
     """Whether minibatches differ little in size, so that one compiled call takes the steps of several."""
     _may_change: ClassVar[tuple[str, ...]] = ("entropy_coef",)
     """Settings that the loss reads and that may have a schedule."""
+    _select: Callable[..., Tree]
+    """Returns what the loss reads of a minibatch, after its weights; for the arguments see `_learn`."""
+    _loss: Loss
+    """Returns this rank's part of the loss of a minibatch, and of its statistics."""
+    _metrics: Callable[[list[Tensor]], dict[str, float]]
+    """Returns means over minibatches of all ranks, by name, from what `_learn` returns."""
 
     def __init__(
         self,
@@ -84,7 +92,7 @@ class ActorCriticLearner:
         self._device = torch_device(device or config.learner_device)
         self.module.to(self._device)
         self._obs_moments = ObsMoments(self.module)
-        self._return_scale = ReturnScale(config.gamma) if config.scales_reward else None
+        self._rewards = Rewards(config)
         self._coefficients: dict[str, Any] = {name: torch.zeros((), device=self._device) for name in self._may_change}
         self._is_compiled = config.compile is True
         called: nn.Module = self.module if self._recurrent is None else OverSequences(self._recurrent)
@@ -164,42 +172,6 @@ class ActorCriticLearner:
         self._optimizer.step(gradient, norm, self._learning_rate)
         return torch.cat([stats, norm.reshape(1).to(stats)])
 
-    def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
-        """Returns what the loss reads of a minibatch, after its weights; for the arguments see `_learn`."""
-        raise NotImplementedError
-
-    def _loss(self, network: Callable[..., tuple[Tensor, Tensor]], weight: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        """Returns this rank's part of the loss of a minibatch, and of its statistics without a graph.
-
-        Args:
-            network: Calls the network.
-            weight: Share of each row in a mean over the rows of all ranks, ``[b]``; 0 for padding.
-            args: What `_select` returns.
-        """
-        raise NotImplementedError
-
-    def _metrics(self, stats: list[Tensor]) -> dict[str, float]:
-        """Returns means over minibatches of all ranks, by name."""
-        raise NotImplementedError
-
-    def _reward(
-        self, chunks: Sequence[Chunk], rew: NDArray[np.float64], done: NDArray[np.bool_], valid: NDArray[np.bool_]
-    ) -> NDArray[np.float64]:
-        """Returns the rewards to learn from; logs and evaluations show those of the environment.
-
-        Args:
-            chunks: What follows each other in time.
-            rew: Their rewards, ``[T, N]``.
-            done: Where an episode ended, ``bool [T, N]``.
-            valid: Where a step happened, ``bool [T, N]``.
-        """
-        clip, first = self.config.clip_reward, chunks[0]
-        if self._return_scale is not None:
-            lost = np.zeros(first.num_envs, bool)
-            lost[first.restarted_before] = True
-            rew = self._return_scale(rew, done, valid, lost, self.ranks, first.env_ids)
-        return rew if clip is None else rew.clip(-clip, clip)
-
     def set_learning_rate(self, value: float | None) -> None:
         """Sets the learning rate of the next updates, in place of its schedule; None returns to the schedule."""
         self._manual_learning_rate = value
@@ -228,7 +200,7 @@ class ActorCriticLearner:
                 "num_updates": self._num_updates,
                 "num_steps": self._num_steps,
                 "obs_moments": self._obs_moments.state_dict(),
-                "return_scale": self._return_scale.state_dict() if self._return_scale else {},
+                "return_scale": self._rewards.state_dict(),
             }
         )
 
@@ -251,5 +223,4 @@ class ActorCriticLearner:
         self._num_updates = int(state["num_updates"])
         self._num_steps = int(state["num_steps"])
         self._obs_moments.load_state_dict(state["obs_moments"])
-        if self._return_scale:
-            self._return_scale.load_state_dict(state["return_scale"])
+        self._rewards.load_state_dict(state["return_scale"])

@@ -99,7 +99,7 @@ class IMPALALearner(ActorCriticLearner):
         rows = np.arange((num_steps + 1) * num_envs).reshape(num_steps + 1, num_envs)
         next_row = rows[1:].copy()
         next_row[tuple(chunk.final_index.T)] = rows.size + np.arange(len(chunk.final_index))
-        reward = self._reward([chunk], chunk.rew, chunk.done, chunk.valid)
+        reward = self._rewards([chunk], chunk.rew, chunk.done, chunk.valid, self.ranks)
         discount = np.where(chunk.terminated, 0.0, self.config.gamma)
         sample = torch.from_numpy(self.module.distribution.recorded(chunk.act, chunk.extras))
         arrays = chunk.extras["logp"], reward, discount, chain

@@ -38,10 +38,11 @@ class Adam:
         num_steps = torch.zeros(1, dtype=torch.float32, device=flat.device)
         self.tensors = flat, torch.zeros_like(flat), torch.zeros_like(flat), num_steps
         self.failed = torch.zeros_like(num_steps) if failed is None else failed
+        self._num_steps, self._failed = num_steps[0], self.failed[0]  # as the fused kernel takes them
 
     def step(self, grad: Tensor, norm: Tensor, lr: float) -> None:
         """Takes a step along the gradient ``[P]``, by the fused kernel; its norm before it was clipped is a scalar."""
-        flat, mean, square, num_steps = self.tensors
+        flat, mean, square, _ = self.tensors
         beta_1, beta_2 = _BETAS
         self.failed.masked_fill_(norm * 0 != 0, 1.0)
         adam(
@@ -50,9 +51,9 @@ class Adam:
             [mean],
             [square],
             [],
-            [num_steps[0]],
+            [self._num_steps],
             fused=True,
-            found_inf=self.failed[0],
+            found_inf=self._failed,
             amsgrad=False,
             beta1=beta_1,
             beta2=beta_2,

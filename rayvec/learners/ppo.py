@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rayvec.data import Batch, Chunk, Tree, tree_leaves, tree_map
+from rayvec.data import Batch, Chunk, Tree, tree_map
 from rayvec.learners.actor_critic import ActorCriticLearner
 from rayvec.learners.ranks import global_moments, global_range, own_part, stratified_shuffle
 from rayvec.learners.returns import gae
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from rayvec.config import PPOConfig
 
 __all__ = ["PPOLearner"]
-
-_ROWS_AT_ONCE = 2048
-"""Images whose values are computed at once; the first layer outputs 50 kB for each."""
 
 _METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
@@ -86,12 +83,8 @@ class PPOLearner(ActorCriticLearner):
         config = self.config
         self._begin_update(batch)
         samples = self._samples(batch.chunks)
-        local, total = global_range(self.ranks, len(samples.logp))
-        errors_and_targets = torch.stack([samples.target - samples.value, samples.target])
-        (_, target_mean), (error_variance, target_variance) = torch.stack(
-            global_moments(self.ranks, errors_and_targets, [len(local)] * 2)
-        ).tolist()
         fields = samples.obs, samples.sample, torch.stack([samples.logp, samples.value, samples.target], 1)
+        local, total = global_range(self.ranks, len(samples.logp))
         stats: list[Tensor] = []
         for rows in self._passes(samples, batch.chunks, local, total):
             stats += self._learn(fields, rows)
@@ -100,6 +93,9 @@ class PPOLearner(ActorCriticLearner):
         self._num_updates += 1
         self._num_steps += total
         self._obs_moments.add(batch, self.ranks)
+        errors_and_targets = torch.stack([samples.target - samples.value, samples.target])
+        moments = torch.stack(global_moments(self.ranks, errors_and_targets, [len(local)] * 2))
+        (_, target_mean), (error_variance, target_variance) = moments.tolist()
         varies = target_variance > 1e-12 * (target_mean**2 + error_variance)  # else it is rounding
         explained = 1 - error_variance / target_variance if varies else 0.0
         return {**self._metrics(stats), "explained_variance": explained, "learning_rate": self._learning_rate}
@@ -112,7 +108,7 @@ class PPOLearner(ActorCriticLearner):
         for chunk in chunks:  # an environment that restarted between two chunks has begun another episode in the second
             truncated[first - 1, chunk.restarted_before] |= first > 0
             first += len(chunk.valid)
-        rew = self._reward(chunks, rew, terminated | truncated, valid)
+        rew = self._rewards(chunks, rew, terminated | truncated, valid, self.ranks)
         gamma, lam = self.config.gamma, self.config.gae_lambda
         advantage, target = gae(rew, value, next_value, terminated, truncated, gamma=gamma, lam=lam, valid=valid)
         n, t = valid.T.nonzero()  # numbers and not a mask, which a GPU would wait for
@@ -131,36 +127,19 @@ class PPOLearner(ActorCriticLearner):
         A recurrent network gets its sequences in place of the observations. The observation after a step is what the
         policy saw next, except where an episode ended: each observation is evaluated once.
         """
-        encode = self.module.encode
-        obs: Any = encode(chunk.obs)
+        module = self.module
+        obs: Any = module.encode(chunk.obs)
         if self._recurrent is not None:
-            features = functools.partial(self._in_slices, self._recurrent.features)
-            obs, value, next_value = unrolled(self._recurrent, chunk, obs, features)
+            obs, value, next_value = unrolled(self._recurrent, chunk, obs)
         else:
-            value = self._in_slices(self.module.value, obs, chunk.valid.shape[1]).cpu().numpy()
-            last = self._in_slices(self.module.value, encode(chunk.last_obs)).cpu().numpy()
+            values = functools.partial(module.in_slices, module.value)
+            value = values(obs, chunk.valid.shape[1]).cpu().numpy()
+            last = values(module.encode(chunk.last_obs)).cpu().numpy()
             next_value = np.concatenate([value[1:], last[None]])
-            final = self._in_slices(self.module.value, encode(chunk.final_obs))
-            next_value[tuple(chunk.final_index.T)] = final.cpu().numpy()
-        sample = self.module.distribution.recorded(chunk.act, chunk.extras)
+            next_value[tuple(chunk.final_index.T)] = values(module.encode(chunk.final_obs)).cpu().numpy()
+        sample = module.distribution.recorded(chunk.act, chunk.extras)
         arrays = chunk.extras["logp"], chunk.rew, chunk.terminated, chunk.truncated, chunk.valid
         return obs, sample, value, next_value, *arrays
-
-    @torch.no_grad()
-    def _in_slices(self, function: Callable[[Tree], Tensor], obs: Tree, width: int = 1) -> Tensor:
-        """Calls a function on a few images at a time, to bound its memory. Vectors go in one call.
-
-        Args:
-            function: From encoded observations to a tensor.
-            obs: Encoded observations, tree of ``[T, ...]``.
-            width: How many observations each of the T is.
-        """
-        if not self.module.cnns:
-            return function(obs)
-        at_once = max(1, _ROWS_AT_ONCE // max(1, width))
-        starts = range(0, max(1, len(next(tree_leaves(obs)))), at_once)
-        parts = (tree_map(lambda leaf: leaf[start : start + at_once], obs) for start in starts)  # noqa: B023
-        return torch.cat([*map(function, parts)])
 
     def _passes(
         self, samples: Samples, chunks: Sequence[Chunk], local: range, total: int
@@ -180,13 +159,15 @@ class PPOLearner(ActorCriticLearner):
             and the steps of these that the samples are.
         """
         config, ranks = self.config, self.ranks
+        if not total:
+            return
         generator = np.random.default_rng([config.seed, self._num_updates])
         # in a minibatch of one sample, the normalised advantage would be 0
         max_minibatches = total // 2 if config.normalize_advantage else total
         count = max(1, min(round(total / config.minibatch_size), max_minibatches))
         drawn: list[Any] = []
         epoch_ends = [0]
-        for _ in range(config.num_epochs if total else 0):
+        for _ in range(config.num_epochs):
             if self._recurrent is None:
                 for indices in stratified_shuffle(total, count, generator):
                     drawn.append((own_part(indices, local), len(indices)))
@@ -194,8 +175,6 @@ class PPOLearner(ActorCriticLearner):
                 happened = happened_by_sequence([c.valid for c in chunks], self._recurrent.sequence_length)
                 drawn += draw_sequences(ranks, happened, count, generator)
             epoch_ends.append(len(drawn))
-        if not drawn:
-            return
         local_indices, counts, *sequences = zip(*drawn, strict=True)
         lengths = [*map(len, local_indices)]
         index = pad_sequence([*map(torch.from_numpy, local_indices)], batch_first=True).to(self._device)
@@ -203,12 +182,11 @@ class PPOLearner(ActorCriticLearner):
         if config.normalize_advantage:
             mean, variance = global_moments(ranks, advantages, lengths)
             advantages = ((advantages - mean[:, None]) / (variance[:, None].sqrt() + 1e-8)).to(advantages)
+        parts = zip(lengths, counts, index, advantages, *sequences, strict=True)
         minibatches: list[tuple[Tensor, ...]] = []
-        for k, length in enumerate(lengths):
-            weight = advantages.new_full((length,), 1 / counts[k])
-            minibatches.append((weight, index[k, :length], advantages[k, :length]))
-            if sequences:
-                minibatches[k] += tuple(torch.from_numpy(each[k]).to(self._device) for each in sequences)
+        for length, count, at, advantage, *numbers in parts:
+            weight = advantage.new_full((length,), 1 / count)
+            minibatches.append((weight, at[:length], advantage[:length], *map(torch.from_numpy, numbers)))
         for first, last in pairwise(epoch_ends if config.target_kl is not None else [0, len(minibatches)]):
             yield minibatches[first:last]
 
@@ -217,7 +195,7 @@ class PPOLearner(ActorCriticLearner):
         obs, sample, logp_value_target = fields
         index, advantage, *sequences = rows
         if sequences:
-            numbers, slots = sequences
+            numbers, slots = (each.to(self._device) for each in sequences)
             inputs: Tree = (Sequences(*obs).at(numbers), slots)
         else:
             inputs = (tree_map(functools.partial(torch.index_select, dim=0, index=index), obs),)
@@ -236,15 +214,9 @@ class PPOLearner(ActorCriticLearner):
     ) -> tuple[Tensor, Tensor]:
         """Returns this rank's part of the loss (Schulman et al., 2017, equations 7 and 9), and of the first 5 metrics.
 
-        Args:
-            network: Returns the parameters of the distribution and the values, ``[b, P]`` and ``[b]``.
-            weight: Of each sample in the means over all ranks, ``[b]``.
-            inputs: Arguments of the network.
-            advantage: ``[b]``.
-            sample: See `Samples`, ``[b, C]``.
-            old_logp: Its log-probability at the time, ``[b]``.
-            old_value: The value before the update, ``[b]``.
-            target: What the value should be, ``[b]``.
+        Called with `inputs`, `network` returns the parameters of the distribution and the values, ``[b, P]`` and
+        ``[b]``. `weight` is that of each sample in the means over all ranks, ``[b]``; `advantage` is normalised, and
+        the rest are fields of `Samples`.
         """
         config, clip = self.config, self._coefficients["clip_coef"]
         params, value = network(*inputs)
@@ -252,7 +224,10 @@ class PPOLearner(ActorCriticLearner):
 
         log_ratio = logp - old_logp
         ratio = log_ratio.exp()
-        policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+        gain = ratio * advantage
+        clipped_gain = ratio.detach().clamp(1 - clip, 1 + clip) * advantage
+        # their minimum: torch.minimum would also compute the gradient by the clipped ratio, which is 0
+        policy_loss = -torch.where(clipped_gain < gain, clipped_gain, gain)
 
         error = (value - target).square()
         if config.clip_value_loss:
@@ -260,11 +235,14 @@ class PPOLearner(ActorCriticLearner):
             error = torch.maximum(error, (clipped_value - target).square())
         value_loss = 0.5 * error
 
+        loss = policy_loss + config.value_coef * value_loss
+        if config.entropy_coef:
+            loss = loss - self._coefficients["entropy_coef"] * entropy
+        change = ratio.detach() - 1
+        is_clipped = (change.abs() > clip).to(change)
+        metrics = torch.stack([policy_loss, value_loss, entropy, change - log_ratio, is_clipped]).detach()
         # `@ weight` is the mean over the minibatch of all ranks, of which this rank sums its part
-        loss = (policy_loss + config.value_coef * value_loss - self._coefficients["entropy_coef"] * entropy) @ weight
-        is_clipped = ((ratio - 1).abs() > clip).to(ratio)
-        metrics = torch.stack([policy_loss, value_loss, entropy, ratio - 1 - log_ratio, is_clipped]).detach()
-        return loss, metrics @ weight
+        return loss @ weight, metrics @ weight
 
     def _metrics(self, stats: list[Tensor]) -> dict[str, float]:
         """Returns means over minibatches by name, from this rank's shares; 0 where there were none."""

@@ -6,7 +6,7 @@ probabilities it recomputes are those that were recorded; the statistics of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rayvec.data import Batch
+from rayvec.data import Batch, Chunk
 from rayvec.learners.ranks import Ranks, global_range
 
-__all__ = ["ObsMoments", "ReturnScale", "RunningMoments"]
+__all__ = ["ObsMoments", "Rewards", "RunningMoments"]
 
 _EPSILON = 1e-8
 _LEAST_SPREAD = 0.01
@@ -113,48 +113,62 @@ def _occurrences(rows: NDArray[np.int64]) -> Iterator[NDArray[np.intp]]:
         yield np.flatnonzero(occurrence == number)
 
 
-class ReturnScale:
-    """Scales rewards so that discounted returns have a standard deviation of about 1.
+class Rewards:
+    """Scales and clips rewards, as the settings say, for a learner; logs and evaluations show those of the environment.
 
-    The scale is at most 100 over the mean return: equal rewards of episodes of one step have no deviation.
+    They are scaled so that discounted returns have a standard deviation of about 1. The scale is at most 100 over the
+    mean return: equal rewards of episodes of one step have no deviation.
 
     The return of an environment continues from batch to batch. It starts at 0 with every episode, also with one that
     replaces an episode that a fault cut between two batches. After a resume, where new episodes begin, the returns of
     the old ones fade as gamma^t.
 
     Args:
-        gamma: Discount factor.
+        config: Settings of an actor-critic.
     """
 
-    def __init__(self, gamma: float) -> None:
-        self._gamma = gamma
+    def __init__(self, config: Any) -> None:
+        self._gamma, self._clip, self._scales = config.gamma, config.clip_reward, config.scales_reward
         self._moments = RunningMoments(1)
         self._returns = torch.zeros(0, dtype=torch.float64)
 
     def __call__(
         self,
+        chunks: Sequence[Chunk],
         rew: NDArray[np.float64],
         done: NDArray[np.bool_],
         valid: NDArray[np.bool_],
-        lost: NDArray[np.bool_],
         ranks: Ranks,
-        env_ids: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float64]:
-        """Adds a batch to the statistics and returns its rewards scaled.
+        """Adds the rewards of this rank's environments to the statistics; returns them as they are to be learned from.
 
         Args:
-            rew: Rewards of this rank's environments, ``[T, N]``, finite.
+            chunks: What follows each other in time. An environment may have several columns, in the order of time, or
+                none; with several ranks it has one.
+            rew: Their rewards, ``[T, N]``, finite.
             done: Where an episode ended, ``bool [T, N]``.
             valid: Where a step happened, ``bool [T, N]``.
-            lost: Which environments lost their current episode before the batch, ``bool [N]``.
             ranks: The ranks that have the other environments.
-            env_ids: The environment of each column, ``int64 [N]``. An environment may have several columns, in the
-                order of time, or none. By default, and with several ranks, the batch has one column for each.
         """
+        if self._scales:
+            rew = rew * self._scale(chunks[0], rew, done, valid, ranks)
+        return rew if self._clip is None else rew.clip(-self._clip, self._clip)
+
+    def _scale(
+        self,
+        first: Chunk,
+        rew: NDArray[np.float64],
+        done: NDArray[np.bool_],
+        valid: NDArray[np.bool_],
+        ranks: Ranks,
+    ) -> float:
+        """Adds rewards to the statistics and returns their scale; `first` is the first chunk."""
+        lost = np.zeros(first.num_envs, bool)
+        lost[first.restarted_before] = True
         numbers, total = global_range(ranks, rew.shape[1])
         rows = np.arange(numbers.start, numbers.stop)
-        if env_ids is not None and ranks.size == 1:
-            rows, total = env_ids, 1 + int(env_ids.max(initial=-1))
+        if ranks.size == 1:
+            rows, total = first.env_ids, 1 + int(first.env_ids.max(initial=-1))
         missing = max(0, total - len(self._returns))
         before = np.concatenate([self._returns.numpy(), np.zeros(missing)])
         shared = before.copy() if ranks.size == 1 else np.zeros_like(before)
@@ -172,13 +186,14 @@ class ReturnScale:
         self._moments.merge(sums[: len(own)])
         self._returns = sums[len(own) :].clone()
         largest = 1 / max(_LEAST_SPREAD * abs(float(self._moments.mean)), _EPSILON)
-        return rew * min(float(self._moments.scale), largest)
+        return min(float(self._moments.scale), largest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of the statistics."""
-        return {**self._moments.state_dict(), "returns": self._returns.clone()}
+        """Returns a copy of the statistics; nothing where rewards are not scaled."""
+        return {**self._moments.state_dict(), "returns": self._returns.clone()} if self._scales else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from `state_dict`."""
-        self._moments.load_state_dict(state)
-        self._returns = state["returns"].clone()
+        if state:
+            self._moments.load_state_dict(state)
+            self._returns = state["returns"].clone()

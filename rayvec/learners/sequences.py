@@ -10,6 +10,7 @@ The state is reset to 0 after each step that ended an episode or did not happen.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -182,7 +183,7 @@ def happened_by_sequence(valid: Sequence[NDArray[np.bool_]], length: int) -> NDA
 
 @torch.no_grad()
 def unrolled(
-    module: RecurrentActorCritic, chunk: Chunk, rows: Tree, features: Callable[[Tree], Tensor]
+    module: RecurrentActorCritic, chunk: Chunk, rows: Tree
 ) -> tuple[Sequences, NDArray[np.float32], NDArray[np.float32]]:
     """Returns the sequences of a chunk, the values of what the policy saw, and those of what came after each step.
 
@@ -193,11 +194,10 @@ def unrolled(
         module: The network.
         chunk: The chunk.
         rows: Its encoded observations, tree of ``[T, N, ...]``.
-        features: See `Sequences.states`.
     """
     num_steps, num_envs = chunk.valid.shape
     sequences = cut(module, chunk.states, rows, chunk.done, chunk.valid)
-    states = sequences.states(module, features)
+    states = sequences.states(module, functools.partial(module.in_slices, module.features))
     width = len(states) // num_envs * module.sequence_length if num_envs else num_steps
     by_env = states.reshape(num_envs, width, module.cell.state_size)
     value = module.heads(by_env)[1][:, :num_steps].T.cpu().numpy()

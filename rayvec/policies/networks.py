@@ -13,7 +13,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rayvec.data import Tree, tree_map
+from rayvec.data import Tree, tree_leaves, tree_map
 from rayvec.policies.actors import MLPActor, split_weights
 from rayvec.policies.cnns import SQRT2, initialised, make_cnn
 from rayvec.policies.distributions import Distribution, make_distribution
@@ -33,6 +33,9 @@ __all__ = [
 
 PAGE_LOCKED = frozenset({"cuda"})
 """Devices that arrays reach through page-locked memory."""
+
+_IMAGES_AT_ONCE = 2048
+"""How many images are evaluated in one call without a gradient; the first layer outputs 50 kB for each."""
 
 Activation = Literal["tanh", "relu", "elu", "gelu"]
 _ACTIVATIONS: dict[Activation, Callable[[], nn.Module]] = {
@@ -106,6 +109,22 @@ class ActorCriticModule(nn.Module):
     def value(self, rows: Tree) -> Tensor:
         """Returns values ``[...]``."""
         return self._value_of(self._features(self.split(rows)[0]))
+
+    @torch.no_grad()
+    def in_slices(self, function: Callable[[Tree], Tensor], rows: Tree, width: int = 1) -> Tensor:
+        """Calls a function on a few images at a time, to bound its memory. Vectors go in one call.
+
+        Args:
+            function: From rows to a tensor.
+            rows: Encoded observations, tree of ``[T, ...]``.
+            width: How many observations each of the T is.
+        """
+        if not self.cnns:
+            return function(rows)
+        at_once = max(1, _IMAGES_AT_ONCE // max(1, width))
+        starts = range(0, max(1, len(next(tree_leaves(rows)))), at_once)
+        parts = (tree_map(lambda leaf: leaf[start : start + at_once], rows) for start in starts)  # noqa: B023
+        return torch.cat([*map(function, parts)])
 
     def _read(self, obs: Tree) -> Tree:
         """Returns what the network reads of observations."""
