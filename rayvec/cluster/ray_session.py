@@ -5,7 +5,7 @@ to ``RAY_ADDRESS``. Without an address, it starts a private local cluster with i
 The private cluster stops when its last session is released, or when this process exits or is killed. The directory of a
 cluster whose process was killed is removed by the next process that starts one there.
 
-If the head of the cluster dies, Ray ends this process after a minute.
+If the head of the cluster dies, Ray ends this process after a minute. If it is silent, calls of Ray wait for longer.
 """
 
 from __future__ import annotations

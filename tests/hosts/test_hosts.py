@@ -149,20 +149,3 @@ def test_a_link_that_goes_down_in_decentralized_training_costs_a_rank(
         program.wait_until(lambda: lines_of(metrics) > before)
         record("link down in a decentralized training: training resumes", time.monotonic() - began_s)
     cut_off(cluster, lost)
-
-
-@long
-def test_a_head_that_is_gone_ends_drivers_on_other_hosts(record: Record, tmp_path: Path) -> None:
-    """While they step, and while decentralized ranks train."""
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    for arguments in (("go_on", "raise", "3"), ("train", str(metrics.parent), "2")):
-        with cluster_of(int(arguments[-1]), cpus=4) as cluster:
-            with Program(others(cluster)[0], PROGRAMS, *arguments) as program:
-                if arguments[0] == "go_on":
-                    program.until(restarted=[])
-                else:
-                    program.wait_until(lambda: lines_of(metrics) > 5)
-                began_s = time.monotonic()
-                cut_off(cluster, cluster.head)
-                assert program.process.wait(180) == 1
-                record(f"head gone, {arguments[0]}: end", time.monotonic() - began_s)
