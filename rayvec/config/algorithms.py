@@ -79,9 +79,9 @@ class ActorCriticConfig(NetworkConfig):
     max_grad_norm: Positive = 0.5
     """Largest global norm of the gradients."""
 
-    normalize_reward: bool | None = None
+    normalize_reward: bool = True
     """Divide rewards by the running standard deviation of returns. Returns are discounted, and the divisor is at least
-    1 % of their mean; logs show the raw rewards. Unset: with `recurrent`, whose shared cell large values would rule."""
+    1 % of their mean; logs show the raw rewards."""
 
     clip_reward: Positive | None = None
     """Clip rewards to plus or minus this, after normalisation; unset: no clipping."""
@@ -124,11 +124,6 @@ class ActorCriticConfig(NetworkConfig):
     """Compile each step of the optimizer into one graph, cached on disk and captured on CUDA; without a C++
     compiler a warning says that it runs uncompiled. "auto": on a CPU, where the run is long enough to pay for it,
     which depends on settings and observations alone; your own networks stay uncompiled."""
-
-    @property
-    def scales_reward(self) -> bool:
-        """Whether rewards are normalised: what `normalize_reward` says, or decides where it is unset."""
-        return self.recurrent is not None if self.normalize_reward is None else self.normalize_reward
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -221,8 +216,6 @@ class IMPALAConfig(ActorCriticConfig):
     """
 
     algorithm: ClassVar[str] = "impala"
-
-    normalize_reward: bool | None = True
 
     prefetch: bool | None = None
     """Collect the next iteration's steps while the learner learns from these, with weights one update old, if inference

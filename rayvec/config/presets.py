@@ -32,6 +32,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "gae_lambda": 0.9,
             "num_epochs": 4,
             "minibatch_size": 256,
+            "normalize_reward": False,
             "clip_value_loss": False,
         },
         "CartPole": {
@@ -56,6 +57,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "num_epochs": 4,
             "minibatch_size": 256,
             "entropy_coef": 0.01,
+            "normalize_reward": False,
             "clip_value_loss": False,
         },
         "mujoco": {
@@ -66,7 +68,6 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "num_epochs": 10,
             "minibatch_size": 64,
             "normalize_obs": True,
-            "normalize_reward": True,
             "scale_actions": False,
         },
         "atari": {
@@ -79,6 +80,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "minibatch_size": 256,
             "entropy_coef": 0.01,
             "clip_coef": 0.1,
+            "normalize_reward": False,
             "clip_reward": 1.0,
         },
     },
@@ -135,7 +137,10 @@ def with_preset(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     if preset == "auto":  # native sub-batches are not the environment of the default id
         is_other = given.get("native") and "env_id" not in given
         preset = "none" if is_other else preset_of(env_id, cls.algorithm)
-    return {**_values(cls.algorithm, env_id, str(preset)), **given, "preset": preset}
+    values = _values(cls.algorithm, env_id, str(preset))
+    if given.get("recurrent"):  # raw returns would rule the cell that policy and value share
+        values.pop("normalize_reward", None)
+    return {**values, **given, "preset": preset}
 
 
 def starting_values(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:

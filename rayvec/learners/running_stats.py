@@ -128,7 +128,7 @@ class Rewards:
     """
 
     def __init__(self, config: Any) -> None:
-        self._gamma, self._clip, self._scales = config.gamma, config.clip_reward, config.scales_reward
+        self._gamma, self._clip, self._scales = config.gamma, config.clip_reward, config.normalize_reward
         self._moments = RunningMoments(1)
         self._returns = torch.zeros(0, dtype=torch.float64)
 

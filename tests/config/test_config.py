@@ -288,6 +288,7 @@ def test_what_is_passed_counts_before_a_preset_and_an_environment_before_its_kin
     assert PPOConfig(env_id="Pendulum-v1", gamma=0.95).gamma == 0.95
     assert PPOConfig().preset == "classic" and PPOConfig().num_epochs == PRESETS["ppo"]["CartPole"]["num_epochs"] == 2
     assert PPOConfig(env_id="Maze-v0", preset="classic").gamma == 0.98
+    assert not PPOConfig().normalize_reward and PPOConfig(recurrent="gru").normalize_reward
     assert PPOConfig(env_id="Pendulum-v1", preset="mujoco").gamma == 0.99
     assert PPOConfig(env_id="Pendulum").gamma == 0.9  # Gymnasium takes the newest version
     for name in ("m:CartPole", "mujoco-v0"):  # names in the table of presets
