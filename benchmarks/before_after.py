@@ -159,6 +159,7 @@ PIECES: dict[str, tuple[Callable[..., Iterator[Advance]], dict[str, Any]]] = {
     "PPO, compiled": (update, {"algorithm": "ppo", "compile": True}),
     "PPO, two ranks": (update, {"algorithm": "ppo", "num_learners": 2, "rows": 4096}),
     "PPO, two ranks, images": (update, {"algorithm": "ppo", "num_learners": 2, "images": True}),
+    "PPO, two ranks, compiled": (update, {"algorithm": "ppo", "num_learners": 2, "rows": 4096, "compile": True}),
     "SAC": (update, {"algorithm": "sac"}),
     "SAC, compiled": (update, {"algorithm": "sac", "compile": True}),
     "IMPALA": (update, {"algorithm": "impala"}),

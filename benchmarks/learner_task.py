@@ -62,7 +62,12 @@ class LearnerTask:
         """Returns the settings of the algorithm."""
         size = min(self.minibatch_size, self.rows)
         own: dict[str, dict[str, Any]] = {
-            "ppo": {"minibatch_size": size, "num_epochs": 8, "shared_trunk": self.images},
+            "ppo": {
+                "minibatch_size": size,
+                "num_epochs": 8,
+                "shared_trunk": self.images,
+                "normalize_reward": False,
+            },
             "sac": {"batch_size": self.minibatch_size, "learning_starts": 1, "replay_size": 100_000},
             "impala": {
                 "num_minibatches": max(1, min(self.num_envs, self.rows // size)),
