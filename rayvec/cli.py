@@ -37,8 +37,6 @@ from rayvec.errors import ConfigError, LearnerError, NodeLostError, RayvecError,
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.training.stop_signals import Interrupts, Terminated
 
-__all__ = ["main"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:

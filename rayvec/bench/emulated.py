@@ -9,8 +9,6 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-__all__ = ["EmulatedEnv"]
-
 
 class EmulatedEnv(gymnasium.Env[Any, Any]):
     """Steps that take time, in one episode that never ends.

@@ -18,8 +18,6 @@ from rayvec.bench.settings import Model
 from rayvec.bench.terminal import number, show_table
 from rayvec.errors import require
 
-__all__ = ["fit", "predict", "run"]
-
 COSTS = ("call_s", "node_s", "env_step_s", "step_s", "late")
 """What is fitted: seconds for each call of the driver, for each node in a call, for each step of an environment, and
 for each step of all environments; and the deviation of a step's duration as a share of its mean."""

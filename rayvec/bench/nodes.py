@@ -14,8 +14,6 @@ import psutil
 
 from rayvec.errors import require
 
-__all__ = ["check_memory", "cluster_at", "simulated_nodes"]
-
 _NODE_MIB, _ENV_MIB = 260.0, 25.0
 """Memory of a simulated node's own processes, and of an environment beside its independent process."""
 _STORE_BYTES = 256 << 20

@@ -11,8 +11,6 @@ from matplotlib.ticker import StrMethodFormatter
 
 from rayvec.bench.results import actor_per_env
 
-__all__ = ["plot_efficiency"]
-
 _COLORS = {"driver": "#56a3dd", "worker": "#0b5fa5", "decentralized": "#00876c", "actor per env": "#c23b22"}
 
 

@@ -19,8 +19,6 @@ from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError
 from rayvec.training.atomic_files import installed_versions, written_whole
 
-__all__ = ["Results", "actor_per_env", "machine", "read_rows"]
-
 _ACTOR_PER_ENV = Path(__file__).with_name("ray_per_env_scaling_2024.csv")
 
 

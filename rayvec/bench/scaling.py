@@ -24,8 +24,6 @@ from rayvec.errors import counted, first_line, require
 if TYPE_CHECKING:
     from rayvec.bench.ways import Env, Way
 
-__all__ = ["chunk_length", "run"]
-
 _ENOUGH = 0.8
 """Share of the ideal that independent processes must reach for a row to say anything."""
 _ALONE_S = 1.0

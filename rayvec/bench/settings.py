@@ -8,8 +8,6 @@ from typing import ClassVar, Literal
 
 from rayvec.config.schema import Count, NonNegative, Positive, dataclass
 
-__all__ = ["Model", "Scaling"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:

@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["number", "ratio", "show_table", "spread"]
-
 _NUMERIC = "+-0123456789"
 
 

@@ -13,8 +13,6 @@ from types import ModuleType
 
 from rayvec.errors import RayvecError
 
-__all__ = ["UpperBound"]
-
 
 class UpperBound:
     """Processes of this machine that step one environment each and do not communicate.

@@ -20,8 +20,6 @@ from rayvec.learners.ranks import Ranks
 from rayvec.policies.noise import NO_NOISE
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["Central", "Decentralized", "RandomActions", "Way", "steps_per_s"]
-
 _NUM_ACTIONS = 64
 _NUM_WEIGHTS, _NUM_SUMS = 9_155, 8
 """What ranks sum for each chunk: the gradient of two networks of 64x64 units, once for each of eight minibatches."""

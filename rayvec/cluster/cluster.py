@@ -20,8 +20,6 @@ from rayvec.fleet.commands import STEPPING, ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import CLOSE_S, Fleet, is_here
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE
 
-__all__ = ["Cluster"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1

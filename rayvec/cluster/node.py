@@ -17,8 +17,6 @@ from rayvec.fleet.fleet import CLOSE_S
 from rayvec.node.machine import Machine, MachineSpec
 from rayvec.rollout.loop import PolicyHost, join_rollouts
 
-__all__ = ["Node"]
-
 _POLL_S = 1e-3
 """How long a node waits for the first of several pending commands before it looks at the others."""
 _NEWS_S = 0.1

@@ -27,8 +27,6 @@ from rayvec.node.machine import MachineSpec
 from rayvec.node.messages import pack, packed_answer
 from rayvec.node.processes import remove_folder
 
-__all__ = ["Claim", "NodeActor", "start_actor"]
-
 _PLACE_S = 10.0
 
 

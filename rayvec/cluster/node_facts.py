@@ -12,8 +12,6 @@ import numpy as np
 
 from rayvec.errors import ConfigError
 
-__all__ = ["check_versions", "is_incompatible", "own_versions", "restore_variables", "started_with"]
-
 _PARTS = {"rayvec": 9, "ray": 9, "python": 2, "numpy": 1}
 """How many parts of a version must be equal, since the driver and every node exchange pickles and frames."""
 

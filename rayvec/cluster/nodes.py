@@ -14,8 +14,6 @@ import ray
 
 from rayvec.cluster.ray_session import check_connected
 
-__all__ = ["FreeNode", "choose_nodes", "free_nodes", "leaving_nodes", "look_until", "reserved_bundles", "unreachable"]
-
 _LOOK_AGAIN_S = 0.25
 _ANSWER_S = 2.0
 _MAX_THREADS = 64

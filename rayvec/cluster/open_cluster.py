@@ -17,8 +17,6 @@ from rayvec.errors import NodeLostError
 from rayvec.fleet.restarts import DEFAULT_RULES, EnvRules
 from rayvec.node.probe import MAX_WAITING_WORKERS, MIN_WAITING_CORES, probe_step
 
-__all__ = ["open_cluster"]
-
 _MAX_ATTEMPTS = 3
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,6 @@ from rayvec.data.resources import EnvResources
 from rayvec.data.topology import even_bounds
 from rayvec.errors import ConfigError, counted
 
-__all__ = ["Demand", "assign_parts", "num_parts", "plan_topology"]
-
 
 @dataclass(frozen=True, slots=True)
 class Demand:

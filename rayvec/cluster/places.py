@@ -25,8 +25,6 @@ from rayvec.errors import ConfigError, NodeLostError, check_count, check_node_ra
 from rayvec.fleet.restarts import EnvRules
 from rayvec.node.machine import MachineSpec
 
-__all__ = ["ElasticPlaces", "RayPlaces"]
-
 _REQUEST_S = 8.0
 _FREED_S = 1.0
 """How long it waits for free cores before busy nodes count: Ray frees those of closed environments with a delay."""

@@ -32,8 +32,6 @@ from rayvec.data.cores import usable_cores
 from rayvec.errors import ConfigError, NodeLostError, first_line
 from rayvec.fleet.deferred_signals import uninterrupted
 
-__all__ = ["check_connected", "put", "ray_session", "room_for"]
-
 _OWNER = "owner"
 """File in the directory of a private cluster that the process which has started it holds locked."""
 _PROBE_S = 5.0

@@ -25,8 +25,6 @@ from rayvec.fleet.fleet import CLOSE_S
 from rayvec.node.machine import MachineSpec
 from rayvec.node.messages import Message, pack, read_answer
 
-__all__ = ["RemoteNode"]
-
 _START_S = 30.0
 """How long Ray may take to start the actor of a node, on a machine that is busy."""
 _GRACE_S = 1.0

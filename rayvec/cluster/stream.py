@@ -26,8 +26,6 @@ from rayvec.fleet.commands import ByRows
 from rayvec.node.messages import Message
 from rayvec.servers.env_servers import dialling_in
 
-__all__ = ["Head", "Stream", "accept", "bytes_of", "connect", "memory_of_rows"]
-
 _PROOF_BYTES = 32
 _HEAD = struct.Struct("<HHIQ")
 _SIZE = struct.Struct("<Q")

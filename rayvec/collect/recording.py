@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from rayvec.data import Chunk, Tree, tree_map
 from rayvec.errors import ConfigError
 
-__all__ = ["Recording", "record"]
-
 
 class Recording(AbstractContextManager["Recording"]):
     """Writes the episodes of chunks to a Minari dataset: see :func:`record`.

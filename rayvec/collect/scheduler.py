@@ -18,8 +18,6 @@ from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.rollout.loop import Rollout
 from rayvec.vector.chunks import ChunkAdapter, WeightStore
 
-__all__ = ["ChunkScheduler", "ScheduledChunk", "join_lanes"]
-
 _MAX_PENDING = 2
 """The most pending chunks of a lane."""
 _PROMPT = 1

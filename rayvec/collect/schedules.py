@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["EpisodeQuotas", "StepCount", "TianshouEpisodes", "episode_quotas"]
-
 _EPISODE_CHUNK_STEPS = 64
 """Steps of a chunk where episodes are counted: few, so that little is stepped beyond the last episode."""
 _MAX_STEPS = 128

@@ -11,8 +11,6 @@ from rayvec.config.base import TrainConfig
 from rayvec.config.schema import Count, Fraction, Name, Natural, NonNegative, Positive, dataclass
 from rayvec.errors import require
 
-__all__ = ["ActorCriticConfig", "IMPALAConfig", "NetworkConfig", "PPOConfig", "SACConfig"]
-
 _POINTS = 101
 
 

@@ -17,8 +17,6 @@ from rayvec.config.references import import_plugins
 from rayvec.config.schema import Count, Name, Natural, NonNegative, Positive, Seed, dataclass, docs_of, field_names
 from rayvec.errors import check_node_range, require
 
-__all__ = ["ADJUSTABLE", "CONFIGS", "TrainConfig"]
-
 Scalar = None | bool | int | Annotated[float, Field(allow_inf_nan=True)] | str
 NodeCount = Annotated[
     Natural | tuple[int, int] | None,

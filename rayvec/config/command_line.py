@@ -15,8 +15,6 @@ from rayvec.config.schema import docs_of, field_names, fields_of, suggested
 from rayvec.config.settings_yaml import read_yaml
 from rayvec.errors import ConfigError, require
 
-__all__ = ["OptionParser", "read_options", "row"]
-
 _GROUPS = {
     "run": "total_steps seed preset config resume run_dir init_from learner_device",
     "environment": "env_id env_kwargs env_servers wrappers num_envs",

@@ -13,8 +13,6 @@ from typing import Any
 
 from rayvec.config.schema import fields_of
 
-__all__ = ["PRESETS", "by_preset", "changed", "describe_preset", "preset_of", "starting_values", "with_preset"]
-
 _NAMES = {
     "classic": r"CartPole|Acrobot|MountainCar|MountainCarContinuous|Pendulum",
     "box2d": r"LunarLander|LunarLanderContinuous|BipedalWalker|BipedalWalkerHardcore",

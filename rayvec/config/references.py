@@ -9,8 +9,6 @@ from typing import Any
 
 from rayvec.errors import ConfigError, require
 
-__all__ = ["Reference", "import_plugins", "is_unnamed", "refer", "resolve"]
-
 _UNNAMED = " (passed in Python)"
 """Ends the name of an object that can't be imported by it."""
 

@@ -9,8 +9,6 @@ import yaml
 
 from rayvec.errors import ConfigError
 
-__all__ = ["read_yaml", "write_yaml"]
-
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads numbers as YAML 1.2 has them."""

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from rayvec.data.chunk import Chunk
 
-__all__ = ["Batch", "CollectStats", "EpisodeStats", "join_episodes", "join_stats", "metric_means"]
-
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStats:

@@ -19,19 +19,6 @@ from rayvec.data.columns import Columns, columns_of, info_of, merge, select
 from rayvec.data.trees import Tree, copied, tree_map
 from rayvec.errors import ConfigError
 
-__all__ = [
-    "AXES",
-    "Chunk",
-    "ChunkInfo",
-    "ChunkInfos",
-    "StepBatch",
-    "StopEarly",
-    "check_extras",
-    "counted_ends",
-    "join_chunks",
-    "pad_chunk",
-]
-
 StopEarly = Callable[[int], bool]
 """Whether to end a chunk early, given the number of steps that its environments have taken together so far."""
 

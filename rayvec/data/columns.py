@@ -14,23 +14,6 @@ from numpy.typing import NDArray
 
 from rayvec.data.trees import copied, objects
 
-__all__ = [
-    "Columns",
-    "Mixed",
-    "as_columns",
-    "columns_of",
-    "having",
-    "info_of",
-    "infos_of",
-    "is_mask",
-    "mask_of",
-    "merge",
-    "select",
-    "settle",
-    "unwrapped",
-    "whole",
-]
-
 Columns = dict[str, Any]
 _WHOLE = "rayvec_info"
 _PLAIN = (np.bool_, np.int64, np.float64)

@@ -8,8 +8,6 @@ import os
 from itertools import product
 from pathlib import Path
 
-__all__ = ["give_cores", "quota_cores", "usable_cores"]
-
 _QUOTA_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 """The files of version 2 and of version 1 that have a quota and its period."""
 _given: list[int] = []

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from rayvec.data import Chunk, EpisodeStats
 from rayvec.data.chunk import counted_ends
 
-__all__ = ["EpisodeTracker"]
-
 
 def _numbers_at(chunk: Chunk, at: NDArray[np.int64], names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
     """Returns what the infos at some places ``[F, 2]`` have under each name; NaN for what is no number."""

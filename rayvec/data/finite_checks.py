@@ -7,8 +7,6 @@ import numpy as np
 from rayvec.data import Chunk
 from rayvec.data.trees import tree_paths
 
-__all__ = ["find_bad_obs"]
-
 
 def find_bad_obs(chunk: Chunk) -> str | None:
     """Describes an observation or reward that is NaN or infinite; None if all are finite.

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = ["global_seed", "seed_globals"]
-
 
 def seed_globals(seed: int | None, *key: int) -> None:
     """Seeds the global generators of Python's ``random``, of NumPy and, where it has been imported, of torch.

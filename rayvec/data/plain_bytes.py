@@ -8,8 +8,6 @@ from typing import Any
 
 from rayvec.env_server import LENGTHS, pack, unpack
 
-__all__ = ["from_bytes", "to_bytes"]
-
 
 def to_bytes(value: Any) -> bytes:
     """Returns dicts, lists, tuples, strings, numbers and arrays of numbers as bytes.

@@ -10,8 +10,6 @@ from typing import Any
 
 from rayvec.errors import ConfigError
 
-__all__ = ["EnvResources"]
-
 _ROUNDING = 1e-6
 _OF_RAY = {"CPU", "GPU", "memory", "object_store_memory"}
 

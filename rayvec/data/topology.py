@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from rayvec.errors import ConfigError
 
-__all__ = ["NodeSlice", "Topology", "even_bounds", "split_groups"]
-
 
 @dataclass(frozen=True, slots=True)
 class NodeSlice:

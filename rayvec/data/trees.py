@@ -19,24 +19,6 @@ from numpy.typing import DTypeLike, NDArray
 if TYPE_CHECKING:
     from gymnasium import Space
 
-__all__ = [
-    "ArrayLayout",
-    "Field",
-    "Tree",
-    "as_batch",
-    "as_slice",
-    "copied",
-    "fitted",
-    "index_tree",
-    "object_leaves",
-    "objects",
-    "split_actions",
-    "tree_leaves",
-    "tree_map",
-    "tree_paths",
-    "tree_writer",
-]
-
 Tree = Any
 """An array, or a dict or tuple of trees."""
 Field = tuple[DTypeLike, tuple[int, ...]]

@@ -29,8 +29,6 @@ from torch import Tensor
 from rayvec.errors import LearnerError, RankLostError
 from rayvec.node.shared_memory import anonymous_file
 
-__all__ = ["SharedMemoryRanks", "can_share_memory"]
-
 _LINE_BYTES = 64
 _SLOT_BYTES = 16 * 1024 * 1024
 _LEFT = 1 << 62

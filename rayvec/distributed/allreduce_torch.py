@@ -18,8 +18,6 @@ from torch import Tensor
 
 from rayvec.errors import ConfigError, RankLostError, first_line
 
-__all__ = ["CollectiveRanks", "check_device"]
-
 _NCCL_WAITS = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """Let a sum that waits too long raise. By default NCCL's ``wait`` returns at once, and a watchdog ends the process
 minutes after a rank was lost."""

@@ -26,8 +26,6 @@ from rayvec.learners.base import Learner, set_learning_rate
 from rayvec.learners.ranks import Ranks
 from rayvec.policies.networks import copy_to_cpu
 
-__all__ = ["LearnerGroup"]
-
 _SAVE_INTERVAL_S = 1.0
 """How old the state may be from which new ranks continue, beyond the update in which a rank was lost."""
 

@@ -32,8 +32,6 @@ from rayvec.node.worker_share import visible_gpus
 if TYPE_CHECKING:
     from rayvec.distributed.rank import Rank
 
-__all__ = ["ProcessHost", "rank_main"]
-
 _PRELOAD = ("rayvec.distributed.rank",)
 """The fork server imports torch once for all ranks."""
 _START_S = 300.0

@@ -22,8 +22,6 @@ from rayvec.errors import RankLostError, RemoteFailure
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.node.processes import remove_folder
 
-__all__ = ["MakeStore", "Rank", "RankPlacement", "divided_workers", "lost", "pack", "unpack"]
-
 MakeStore = Callable[[float], Any]
 """Returns a store of torch.distributed through which ranks exchange addresses, given how long to wait for a key."""
 

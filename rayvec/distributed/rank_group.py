@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from rayvec.distributed.process_host import ProcessHost
     from rayvec.distributed.ray_host import RayHost
 
-__all__ = ["RankGroup", "RankHost", "open_host"]
-
 _GRACE_S = 5.0
 """How long other ranks may take to give the cause, once a rank has waited for another in vain."""
 _ANSWER_S = 60.0

@@ -12,8 +12,6 @@ from rayvec.data.topology import even_bounds
 from rayvec.distributed.rank import RankPlacement, divided_workers
 from rayvec.errors import ConfigError, counted
 
-__all__ = ["NodeCapacity", "RankNodes", "ResourceRequest", "capacities", "find_placements", "place_ranks", "rank_share"]
-
 _PLACE_S = 10.0
 _POLL_INTERVAL_S = 0.25
 _JOIN_TIMEOUT_S = 3.0

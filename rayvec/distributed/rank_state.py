@@ -10,8 +10,6 @@ from rayvec.errors import ConfigError, counted
 from rayvec.learners.base import KeepsRankLocalState, Learner
 from rayvec.learners.ranks import Ranks
 
-__all__ = ["give_ranks", "join_state", "rank_local_state", "shared_state", "split_state"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from rayvec.distributed.rendezvous import RayArrivals, RayStore, delete_rendezvo
 from rayvec.distributed.stragglers import Arrivals
 from rayvec.errors import RemoteFailure, first_line
 
-__all__ = ["RayHost"]
-
 
 class _Actor(NamedTuple):
     """The actor of a rank."""

@@ -12,8 +12,6 @@ from datetime import timedelta
 import torch.distributed
 from ray.experimental import internal_kv
 
-__all__ = ["RayArrivals", "RayStore", "delete_rendezvous"]
-
 _NAMESPACE = b"rayvec-ranks"
 _POLL_S = 0.02
 _ARRIVALS_S = 0.01

@@ -18,8 +18,6 @@ import numpy as np
 from rayvec.data.chunk import StopEarly
 from rayvec.node.shared_memory import anonymous_file
 
-__all__ = ["Arrivals", "SharedArrivals", "Stragglers"]
-
 _POLL_INTERVAL_S = 0.001
 _MIN_SHARE = 0.25
 

@@ -21,8 +21,6 @@ from rayvec.data.cores import quota_cores
 from rayvec.envs.step_time import StepTime, measure_step
 from rayvec.node.worker_share import gpus_of_machine
 
-__all__ = ["echo", "measure_env", "read_facts", "round_trip"]
-
 _PACKAGES = ("ray", "numpy", "gymnasium", "torch", "tianshou")
 _CONNECT_S, _SERVE_S, _ROUNDS = 5.0, 60.0, 50
 

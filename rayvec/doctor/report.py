@@ -19,8 +19,6 @@ from rayvec.envs.factory import EnvFactory
 from rayvec.envs.step_time import StepTime
 from rayvec.errors import counted, first_line
 
-__all__ = ["report"]
-
 _NO_RAY = "Only num_nodes=0 works, which needs no Ray. Start Ray (ray start --head), or check its address."
 _NO_ANSWER = "The node is lost or overloaded, or can't import rayvec: see Ray's logs there."
 _ANSWER_S, _SHORT_STEP_S = 300.0, 1e-3

@@ -9,8 +9,6 @@ from typing import Any, Literal, NamedTuple
 from rayvec.cluster.node_facts import is_incompatible
 from rayvec.node.processes import FILES_OF_A_WORKER, SPARE_FILES
 
-__all__ = ["Finding", "connection", "resources", "versions"]
-
 _FEW_FILES, _LEAST_SHM_BYTES, _SLOW_S = 4096, 16 << 20, 0.005
 _INSTALL = "Install the same versions on all nodes, in the environment from which `ray start` runs."
 _LIMIT_FILES = "Run `ulimit -n 65536` before `ray start`, or set LimitNOFILE of its service."

@@ -21,17 +21,6 @@ from rayvec.envs.pickled_parts import PickledParts, carrying_sys, pickled_for_wo
 from rayvec.envs.vector_envs import as_vector_env
 from rayvec.errors import ConfigError, check_count, check_flag
 
-__all__ = [
-    "EnvFactory",
-    "EnvIdError",
-    "check_env",
-    "check_env_fns",
-    "env_seeds",
-    "register_specs",
-    "registered_specs",
-    "spec_of",
-]
-
 _ATTRIBUTES = ("observation_space", "action_space", "metadata", "render_mode", "reset", "step")
 """What an environment must have."""
 _INDEX = "{env_index}"

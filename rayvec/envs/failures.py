@@ -11,8 +11,6 @@ from rayvec.data.trees import copied
 from rayvec.envs.owner_signals import is_left_to_owner
 from rayvec.errors import EnvError, RemoteFailure
 
-__all__ = ["FAILURES", "captured", "failures_ignored", "is_ctrl_c", "own_info", "values_of"]
-
 FAILURES = BaseException
 """What environments, policies and learners raise when they fail. :func:`captured` lets Ctrl-C pass."""
 

@@ -22,8 +22,6 @@ from rayvec.errors import ConfigError, EnvError
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RESTARTED, EnvRules, seed_of
 
-__all__ = ["NativeSlice", "make_slice"]
-
 
 def make_slice(factory: EnvFactory, first_id: int, where: str, rules: EnvRules) -> Slice:
     """Makes the slice of all environments of a factory; the arguments are those of :class:`Slice`."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-__all__ = ["LEFT_TO_OWNER", "is_left_to_owner", "leave_to_owner", "restore_in_children"]
-
 LEFT_TO_OWNER = (signal.SIGINT, signal.SIGTERM)
 """Signals that may reach every process of a job."""
 

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-__all__ = ["PickledParts", "Places", "carrying_sys", "load_part", "pickled_for_workers"]
-
 _INHERITED = "should only be shared between processes through inheritance"
 """In the errors of multiprocessing about its own Value, Lock and Queue."""
 

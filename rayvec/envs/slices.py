@@ -43,8 +43,6 @@ from rayvec.fleet.restarts import (
 )
 from rayvec.wrappers.save_state import set_state, state_of
 
-__all__ = ["Slice", "own_arrays"]
-
 logger = logging.getLogger(__name__)
 
 NEW, RUNNING, ENDED, CUT = map(int, EpisodeState)

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from rayvec.errors import ConfigError
 from rayvec.fleet.commands import Autoreset, ChildLost
 
-__all__ = ["PoolSpaces"]
-
 
 @dataclass(frozen=True, slots=True)
 class PoolSpaces:

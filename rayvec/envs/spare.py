@@ -8,8 +8,6 @@ from typing import Any
 
 from rayvec.envs.failures import FAILURES, failures_ignored
 
-__all__ = ["Spare"]
-
 
 class Spare:
     """Resets an environment in a thread, and gives it for one whose episode has ended.

@@ -17,8 +17,6 @@ from gymnasium import spaces
 from rayvec.envs.failures import FAILURES
 from rayvec.wrappers.infos import MASK_KEY
 
-__all__ = ["StepTime", "StepTimer", "measure_step"]
-
 _MAX_S = 0.3
 _ENOUGH_S, _ENOUGH_STEPS = 0.05, 20
 _MAX_BUSY = 0.75

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Times"]
-
 
 class Times:
     """Durations in seconds.

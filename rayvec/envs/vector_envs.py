@@ -11,8 +11,6 @@ from rayvec.data.trees import ArrayLayout
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError
 
-__all__ = ["as_vector_env", "has_single_envs", "layer_with", "spaces_of"]
-
 
 def as_vector_env(env: Any) -> VectorEnv[Any, Any, Any]:
     """Returns what a callable made as a vector environment.

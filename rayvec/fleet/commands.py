@@ -16,23 +16,6 @@ from rayvec.data.columns import Columns
 from rayvec.data.trees import Tree, tree_map
 from rayvec.errors import RayvecError, RemoteFailure
 
-__all__ = [
-    "IN_ARRAYS",
-    "NO_NEWS",
-    "STEPPING",
-    "Answer",
-    "Autoreset",
-    "ByRows",
-    "ChildLost",
-    "Command",
-    "Note",
-    "Op",
-    "Share",
-    "Ticket",
-    "is_like",
-]
-
-
 _T = TypeVar("_T")
 
 

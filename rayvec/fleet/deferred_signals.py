@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["uninterrupted"]
-
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:

@@ -34,8 +34,6 @@ from rayvec.fleet.commands import (
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
 
-__all__ = ["CLOSE_S", "Fleet", "is_here"]
-
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0

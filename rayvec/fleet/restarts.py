@@ -15,21 +15,6 @@ from numpy.typing import NDArray
 
 from rayvec.errors import ConfigError, check_choice, check_count, check_names
 
-__all__ = [
-    "DEFAULT_RULES",
-    "ENV_ARRAYS",
-    "RESTARTED",
-    "RESTARTS_OF_A_NODE",
-    "EnvRules",
-    "EpisodeState",
-    "RestartBudget",
-    "episode_of",
-    "restart_seed",
-    "restore_episode",
-    "seed_of",
-    "store_seed",
-]
-
 RESTARTED = "env_restarted"
 """Info key that marks a step as not executed because the environment was restarted."""
 

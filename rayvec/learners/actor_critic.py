@@ -29,8 +29,6 @@ from rayvec.policies.own_network import make_module
 from rayvec.policies.precision import in_precision
 from rayvec.policies.recurrent import RecurrentActorCritic
 
-__all__ = ["ActorCriticLearner"]
-
 _CHEAP_TANH: dict[str, Any] = {"cpp.use_decompose_tanh": True}
 """Compiled for a CPU, tanh is ``2 / (1 + exp(-2 x)) - 1``, right to 1e-7: a tenth to a sixth less time with two layers
 of 64."""

@@ -14,15 +14,6 @@ from torch import Tensor, nn
 from rayvec.data import Batch
 from rayvec.errors import CheckpointError, ConfigError, first_line
 
-__all__ = [
-    "KeepsRankLocalState",
-    "Learner",
-    "check_state",
-    "scheduled",
-    "set_learning_rate",
-    "torch_device",
-]
-
 
 class Learner(Protocol):
     """Turns batches into new weights.

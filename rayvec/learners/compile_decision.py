@@ -14,8 +14,6 @@ from gymnasium import spaces
 
 from rayvec.policies.encoders import has_images
 
-__all__ = ["compile_s", "compiles", "decided"]
-
 _SAVED_MS = {"ppo": 0.5, "impala": 0.5, "sac": 2.0}
 """What a compiled minibatch saves on a CPU, in milliseconds: a lower bound of what `benchmarks/updates.py`
 measured. For other algorithms nothing is known."""

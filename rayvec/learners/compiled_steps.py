@@ -13,8 +13,6 @@ from rayvec.learners.compiling import Compiled
 from rayvec.learners.gradient import Gradient
 from rayvec.learners.optimizer import Adam
 
-__all__ = ["CompiledSteps", "pad", "rounded_length"]
-
 _MAX_PADDING = 20  # one row in so many is padding at most
 
 _CACHED_SCAN: dict[str, Any] = {"unsafe_marked_cacheable_functions": {"torch.ops.higher_order.scan": "1"}}

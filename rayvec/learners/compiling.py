@@ -13,8 +13,6 @@ import torch
 
 from rayvec.data.trees import tree_leaves, tree_map
 
-__all__ = ["CUDAGraph", "Compiled", "can_capture"]
-
 Function = Callable[..., Any]
 
 _CPU_OPTIONS: dict[str, Any] = {

@@ -17,8 +17,6 @@ from torch.nn.utils import vector_to_parameters
 from rayvec.errors import ConfigError
 from rayvec.learners.compiling import Compiled
 
-__all__ = ["Gradient", "Loss", "flat_parameters"]
-
 Loss = Callable[..., tuple[Tensor, Tensor]]
 """From a function that calls the module, the weight of each row ``[B]``, and further trees of tensors, to the loss, a
 scalar, and statistics without a graph. A row of weight 0 does not count."""

@@ -24,8 +24,6 @@ from rayvec.learners.sequences import Sequences, cut, happened_by_sequence
 if TYPE_CHECKING:
     from rayvec.config import IMPALAConfig
 
-__all__ = ["IMPALALearner"]
-
 _SUMMED = ("policy_loss", "value_loss", "entropy", "importance_weight", "clip_fraction", "approx_kl")
 """What a step of the optimizer sums over its samples, besides the moments of targets and their errors."""
 

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-__all__ = ["Adam"]
-
 _BETAS = (0.9, 0.999)
 
 

@@ -33,8 +33,6 @@ from rayvec.learners.sequences import Sequences, draw_sequences, happened_by_seq
 if TYPE_CHECKING:
     from rayvec.config import PPOConfig
 
-__all__ = ["PPOLearner"]
-
 _METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "grad_norm")
 
 

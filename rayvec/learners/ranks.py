@@ -14,17 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = [
-    "ALONE",
-    "Alone",
-    "Ranks",
-    "gather_values",
-    "global_moments",
-    "global_range",
-    "own_part",
-    "stratified_shuffle",
-]
-
 
 class Ranks(Protocol):
     """The ranks that compute one update together, as one of them sees them.

@@ -14,8 +14,6 @@ from rayvec.data import Chunk, Tree
 from rayvec.errors import ConfigError, check_count
 from rayvec.policies.networks import to_device
 
-__all__ = ["ReplayBuffer"]
-
 _CPU = torch.device("cpu")
 
 

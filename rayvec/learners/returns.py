@@ -13,8 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["gae", "num_rounds", "vtrace_of_rows"]
-
 Float = NDArray[np.float32]
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from rayvec.data import Batch, Chunk
 from rayvec.learners.ranks import Ranks, global_range
 
-__all__ = ["ObsMoments", "Rewards", "RunningMoments"]
-
 _EPSILON = 1e-8
 _LEAST_SPREAD = 0.01
 """Returns whose standard deviation is a smaller share of their mean are scaled as if it were this share."""

@@ -38,8 +38,6 @@ from rayvec.policies.precision import in_precision
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
 
-__all__ = ["SACLearner"]
-
 _METRICS = ("critic_loss", "q_mean", "critic_grad_norm", "actor_loss", "entropy", "actor_grad_norm", "alpha")
 """The first three of each update, the others of updates that took a step of the actor."""
 _ROWS_AHEAD = 8192  # minibatches that are drawn together have at most so many rows

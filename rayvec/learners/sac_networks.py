@@ -29,8 +29,6 @@ from rayvec.policies.own_network import build_network, check_output, sample_batc
 if TYPE_CHECKING:
     from rayvec.config import SACConfig
 
-__all__ = ["Critics", "Ensemble", "SACActor", "make_networks"]
-
 
 class SACActor(ActorCriticModule):
     """The actor: a network whose outputs are the parameters of a distribution. The default one acts without torch.

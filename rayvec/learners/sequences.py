@@ -24,16 +24,6 @@ from rayvec.errors import LearnerError
 from rayvec.learners.ranks import Ranks, global_range, own_part, stratified_shuffle
 from rayvec.policies.recurrent import RecurrentActorCritic
 
-__all__ = [
-    "OverSequences",
-    "Sequences",
-    "cut",
-    "draw_sequences",
-    "happened_by_sequence",
-    "join_sequences",
-    "unrolled",
-]
-
 
 class Sequences(NamedTuple):
     """S sequences of L steps.

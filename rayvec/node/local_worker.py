@@ -24,8 +24,6 @@ from rayvec.node.messages import MAX_POSTED, dumps, read_answer, receive, send, 
 from rayvec.node.processes import OwnedProcess
 from rayvec.node.worker_main import STACK_SIGNAL, Attachment, WorkerSpec, worker_main
 
-__all__ = ["LocalWorker"]
-
 _END_S = 5.0
 _POLL_S = 0.1
 _STACK_BYTES = 1 << 16

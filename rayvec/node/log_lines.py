@@ -6,8 +6,6 @@ import logging
 import sys
 from logging.handlers import MemoryHandler
 
-__all__ = ["LogLines"]
-
 
 class LogLines(MemoryHandler):
     """Collects the warnings and errors of the logger ``rayvec`` in this process."""

@@ -27,8 +27,6 @@ from rayvec.node.worker_main import WorkerSpec
 from rayvec.node.worker_share import worker_shares
 from rayvec.rollout.loop import ChunkRequest
 
-__all__ = ["Machine", "MachineSpec"]
-
 
 class MachineSpec(NamedTuple):
     """What a machine starts with.

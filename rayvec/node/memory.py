@@ -25,8 +25,6 @@ from rayvec.data.trees import ArrayLayout, Field, Tree
 from rayvec.fleet.restarts import ENV_ARRAYS
 from rayvec.node.shared_memory import anonymous_file
 
-__all__ = ["CHUNK_STEP_BITS", "BlockSpec", "ChunkColumns", "ChunkPlace", "MachineBlock", "action_leaves"]
-
 CHUNK_STEP_BITS = 32
 """``chunk_step`` holds the number of a worker's chunk and, in this many low bits, the steps that it has taken."""
 _SLOT_BITS = 40

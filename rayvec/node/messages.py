@@ -19,19 +19,6 @@ from rayvec.envs.failures import FAILURES, captured
 from rayvec.errors import RemoteFailure
 from rayvec.fleet.commands import Answer
 
-__all__ = [
-    "MAX_POSTED",
-    "Message",
-    "dumps",
-    "pack",
-    "packed_answer",
-    "read_answer",
-    "receive",
-    "receive_files",
-    "send",
-    "send_files",
-]
-
 MAX_POSTED = 8
 _T = TypeVar("_T")
 _PACKET_BYTES = 1 << 13

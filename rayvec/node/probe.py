@@ -17,8 +17,6 @@ from rayvec.errors import WorkerLostError
 from rayvec.fleet.commands import Command, Op
 from rayvec.fleet.restarts import EnvRules
 
-__all__ = ["MAX_WAITING_WORKERS", "MIN_WAITING_CORES", "probe_step"]
-
 MAX_WAITING_WORKERS = 256
 """The most workers that a machine starts by default for environments that wait."""
 MIN_WAITING_CORES = 0.05

@@ -39,18 +39,6 @@ from rayvec.errors import ConfigError
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.node.worker_share import WorkerShare
 
-__all__ = [
-    "FILES_OF_A_WORKER",
-    "PRELOAD",
-    "SPARE_FILES",
-    "OwnedProcess",
-    "allow_open_files",
-    "check_threads",
-    "import_modules",
-    "kill_with_parent",
-    "remove_folder",
-]
-
 PRELOAD = "RAYVEC_PRELOAD"
 """The environment variable that names to a fork server what it imports."""
 _SERVER_MODULE = "rayvec.node.server_imports"

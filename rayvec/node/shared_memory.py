@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 
-__all__ = ["anonymous_file", "keep_freed_memory"]
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_THRESHOLD_MAX = 32 << 20
 """Some versions of glibc always return larger blocks to the system."""

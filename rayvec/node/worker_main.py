@@ -31,8 +31,6 @@ from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.node.worker_share import WorkerShare, bind_cores
 from rayvec.rollout.loop import ChunkRequest, PolicyHost, Rollout
 
-__all__ = ["STACK_SIGNAL", "Attachment", "WorkerSpec", "worker_main"]
-
 logger = logging.getLogger(__name__)
 
 STACK_SIGNAL = signal.SIGRTMAX - 1

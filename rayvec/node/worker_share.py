@@ -14,8 +14,6 @@ from rayvec.data.cores import usable_cores
 from rayvec.data.resources import EnvResources
 from rayvec.errors import ConfigError, counted
 
-__all__ = ["WorkerShare", "bind_cores", "check_here", "gpus_of_machine", "visible_gpus", "worker_shares"]
-
 _CORE = "\0rayvec-core-{}"
 """A name that one process of the machine has at a time, until that process ends."""
 _bound: list[socket.socket] = []

@@ -18,8 +18,6 @@ from rayvec.errors import ConfigError
 from rayvec.policies.distributions import Distribution
 from rayvec.policies.encoders import Encoder, normalized
 
-__all__ = ["MLPActor", "split_weights"]
-
 Float = NDArray[np.float32]
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from rayvec.policies.encoders import NATURE_PIXELS, ImageLeaf
 
-__all__ = ["ImageNet", "initialised", "make_cnn"]
-
 SQRT2 = math.sqrt(2)
 
 

@@ -39,17 +39,6 @@ from rayvec.policies.product import Product
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "NOT_ALLOWED",
-    "Categorical",
-    "Distribution",
-    "Gaussian",
-    "TanhGaussian",
-    "make_distribution",
-    "make_tanh_gaussian",
-    "mean_and_log_std",
-]
-
 Float = NDArray[np.float32]
 NOT_ALLOWED = -1e30
 """Logit of a choice of probability 0: far below those of a network that has diverged, and finite, also times a

@@ -20,22 +20,6 @@ from rayvec.data import Tree
 from rayvec.errors import ConfigError
 from rayvec.wrappers import MASK_KEY
 
-__all__ = [
-    "NATURE_PIXELS",
-    "OBS_CLIP",
-    "Encoder",
-    "ImageLeaf",
-    "assembled",
-    "float_encoder",
-    "has_images",
-    "join",
-    "leaf_spaces",
-    "make_encoder",
-    "normalized",
-    "plain_encoder",
-    "replaced",
-]
-
 Float = NDArray[np.float32]
 Path = tuple[Any, ...]
 

@@ -18,8 +18,6 @@ from rayvec.errors import ConfigError
 from rayvec.policies.distributions import NOT_ALLOWED
 from rayvec.wrappers import MASK_KEY, num_choices
 
-__all__ = ["allowed", "has_mask", "masked", "seen", "without_mask"]
-
 _OBSERVATION_KEY = "observation"
 
 

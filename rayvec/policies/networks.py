@@ -20,17 +20,6 @@ from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, at, make_encoder, normalized
 from rayvec.policies.masks import allowed, masked
 
-__all__ = [
-    "ActorCritic",
-    "ActorCriticModule",
-    "ModuleActor",
-    "copy_to_cpu",
-    "flat_weights",
-    "load_flat_weights",
-    "numpy_actor",
-    "to_device",
-]
-
 PAGE_LOCKED = frozenset({"cuda"})
 """Devices that arrays reach through page-locked memory."""
 

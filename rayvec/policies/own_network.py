@@ -26,15 +26,6 @@ from rayvec.policies.recurrent import RecurrentActorCritic
 if TYPE_CHECKING:
     from rayvec.config.algorithms import ActorCriticConfig
 
-__all__ = [
-    "OwnActorCritic",
-    "build_network",
-    "check_output",
-    "make_module",
-    "sample_batch",
-    "seeded",
-]
-
 _BATCH = 3
 
 

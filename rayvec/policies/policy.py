@@ -14,8 +14,6 @@ from rayvec.policies.distributions import make_distribution
 from rayvec.policies.masks import allowed, masked
 from rayvec.policies.noise import NO_NOISE, NoiseSpec
 
-__all__ = ["Policy"]
-
 Float = NDArray[np.float32]
 
 

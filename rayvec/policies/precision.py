@@ -9,8 +9,6 @@ from torch import nn
 
 from rayvec.data import tree_map
 
-__all__ = ["in_precision"]
-
 
 class _InBfloat16(nn.Module):
     """Calls a network whose products of matrices and convolutions are then computed in bfloat16.

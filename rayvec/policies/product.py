@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from rayvec.policies.distributions import Distribution
 
-__all__ = ["Product"]
-
 Float = NDArray[np.float32]
 
 

@@ -15,8 +15,6 @@ from rayvec.data import Tree, tree_leaves
 from rayvec.policies.masks import masked as apply_mask
 from rayvec.policies.networks import ActorCritic, ModuleActor
 
-__all__ = ["CellKind", "RecurrentActor", "RecurrentActorCritic", "RecurrentCell"]
-
 CellKind = Literal["gru", "lstm"]
 
 

@@ -19,8 +19,6 @@ from rayvec.errors import ConfigError
 from rayvec.fleet.restarts import RESTARTED
 from rayvec.wrappers import MASK_KEY
 
-__all__ = ["ColumnRecorder", "Empty", "restarted_in"]
-
 Empty = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 """Allocates an array of a shape and data type, as ``np.empty`` does."""
 

@@ -25,17 +25,6 @@ from rayvec.fleet.commands import Answer, Autoreset, Command, Note, Op
 from rayvec.policies.noise import NO_NOISE, NoiseSpec, keyed_noise
 from rayvec.rollout.column_recorder import ColumnRecorder, Empty, restarted_in
 
-__all__ = [
-    "ActingPolicy",
-    "CallablePolicy",
-    "ChunkRequest",
-    "PolicyHost",
-    "Rollout",
-    "RolloutTimes",
-    "as_policy",
-    "join_rollouts",
-]
-
 
 class ChunkRequest(NamedTuple):
     """A request for a chunk.

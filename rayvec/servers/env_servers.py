@@ -22,8 +22,6 @@ from rayvec.env_server import Refused, pack, prove, read_key
 from rayvec.errors import ConfigError, check_count
 from rayvec.servers.server_env import ServerEnv
 
-__all__ = ["EnvServers", "dialling_in"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1

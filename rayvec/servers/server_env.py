@@ -15,8 +15,6 @@ from gymnasium import spaces
 
 from rayvec.env_server import pack, receive
 
-__all__ = ["ServerEnv"]
-
 
 class ServerEnv(gymnasium.Env[Any, Any]):
     """An environment in another process, which has dialled in.

@@ -23,8 +23,6 @@ from rayvec.stable_baselines3.worker_env import WorkerEnv
 from rayvec.vector.adapter import Adapter
 from rayvec.vector.batching import check_number, check_spaces
 
-__all__ = ["RayVecEnv"]
-
 Indices = int | Iterable[int] | None
 
 

@@ -9,8 +9,6 @@ import gymnasium
 from rayvec.data.columns import whole
 from rayvec.errors import require
 
-__all__ = ["WorkerEnv"]
-
 
 class WorkerEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     """An environment with the methods that the adapter calls beside Gymnasium's.

@@ -23,8 +23,6 @@ from rayvec.policies.networks import ActorCritic, flat_weights
 from rayvec.training import checkpoint as checkpoints
 from rayvec.training.agent import load
 
-__all__ = ["load_policy", "save_policy"]
-
 
 class _Actor(nn.Module):
     """The actor of a run in the form of Tianshou's: from observations to what its distribution takes.

@@ -24,8 +24,6 @@ from rayvec.data import Tree
 from rayvec.errors import require
 from rayvec.policies.noise import NoiseSpec
 
-__all__ = ["TianshouPolicy", "joint_logp", "policy_entry", "record_logp", "records_logp"]
-
 _ARRAY, _TENSOR = "array:", "tensor:"
 _PROCESS = secrets.token_hex(8)
 """Names this process."""

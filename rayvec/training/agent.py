@@ -29,8 +29,6 @@ from rayvec.training.checkpoint import spaces_from_bytes
 from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.runs import make_one_env, network_of, with_own_parts
 
-__all__ = ["Agent", "GreedyModule", "load"]
-
 
 def load(
     run_dir: Path | str,

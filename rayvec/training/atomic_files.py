@@ -14,8 +14,6 @@ from typing import BinaryIO
 
 from rayvec.errors import require
 
-__all__ = ["installed_versions", "local_path", "written_whole"]
-
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:

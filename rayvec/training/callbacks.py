@@ -28,19 +28,6 @@ from rayvec.training.trainer import WINDOW, Iteration, Progress, RunEnvs
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "HOOKS",
-    "BestModel",
-    "CheckpointHistory",
-    "MetricsLine",
-    "RunContext",
-    "StopAtReturn",
-    "TrainResult",
-    "call",
-    "checked_callbacks",
-    "has_hooks",
-]
-
 HOOKS = ("on_start", "on_iteration", "on_evaluation", "on_log", "on_checkpoint", "on_end", "on_close")
 """The methods that a callback may have, in the order in which a run calls them; `on_close` of the last one first."""
 

@@ -26,18 +26,6 @@ from rayvec.servers.server_env import space_of
 from rayvec.training.atomic_files import written_whole
 from rayvec.wrappers import MASK_KEY
 
-__all__ = [
-    "FORMAT_VERSION",
-    "check_kept_spaces",
-    "incomplete",
-    "load",
-    "restore",
-    "save",
-    "spaces_from_bytes",
-    "spaces_to_bytes",
-    "warn_of_wide_ranges",
-]
-
 FORMAT_VERSION = 5
 _KIND = "rayvec checkpoint"
 

@@ -24,15 +24,6 @@ from rayvec.training.run_dir import load_checkpoint, load_config
 from rayvec.training.runs import eval_settings, make_one_env, network_of, open_env, served, with_own_parts
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = [
-    "eval_limits",
-    "eval_metrics",
-    "evaluate",
-    "evaluate_run",
-    "greedy_policy",
-    "render_episode",
-]
-
 _EVAL_STEPS, _EVAL_EPISODE_STEPS = 50_000, 10_000
 
 

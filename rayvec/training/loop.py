@@ -50,8 +50,6 @@ from rayvec.training.runs import (
 from rayvec.training.stop_signals import Interrupts
 from rayvec.training.trainer import Iteration, Progress
 
-__all__ = ["resume", "train"]
-
 _MAX_LOSSES = 5
 """How often ranks may be lost between two checkpoints; nodes may be lost while ranks start."""
 _MAX_PAUSE_S = 2.0

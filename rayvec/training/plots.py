@@ -17,8 +17,6 @@ from rayvec.errors import ConfigError, require
 from rayvec.training.atomic_files import local_path, written_whole
 from rayvec.training.run_dir import load_config, load_result, read_metrics
 
-__all__ = ["Curves", "draw_learning_curve", "plot_runs", "read_runs"]
-
 _IGNORED_IN_GROUPS = {"seed", "run_dir", "env_id", "preset", "plugin", *ADJUSTABLE} - {
     *("learners", "num_learners", "sync_fraction", "variable_lengths", "precision")
 }

@@ -40,8 +40,6 @@ from rayvec.training.checkpoint import check_kept_spaces, restore, warn_of_wide_
 from rayvec.training.runs import LEARNERS, choose_engine, make_env, open_env, open_learner, wait_limit_s
 from rayvec.training.trainer import Iteration, Progress, Trainer, initial_state
 
-__all__ = ["DecentralizedTrainer", "RankTrainer", "open_trainer"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -32,21 +32,6 @@ from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.atomic_files import installed_versions, local_path, written_whole
 
-__all__ = [
-    "begin_run_dir",
-    "best_return",
-    "free_run_dir",
-    "load_checkpoint",
-    "load_config",
-    "load_result",
-    "load_run",
-    "locked",
-    "read_metrics",
-    "resume_command",
-    "save_config",
-    "save_result",
-]
-
 
 def free_run_dir(config: TrainConfig) -> Path:
     """Returns the directory of a run that is about to begin, named by the settings or by what the run is and when.

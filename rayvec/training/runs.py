@@ -40,25 +40,6 @@ from rayvec.vector.make_vec import sub_batch_sizes
 from rayvec.vector.ray_vec_env import RayVecEnv
 from rayvec.wrappers import KeepInfos
 
-__all__ = [
-    "LEARNERS",
-    "choose_engine",
-    "environment_of",
-    "eval_settings",
-    "make_env",
-    "make_eval_env",
-    "make_one_env",
-    "network_of",
-    "open_env",
-    "open_learner",
-    "register",
-    "served",
-    "torch_threads",
-    "wait_limit_s",
-    "with_own_parts",
-    "wrapper_statistics",
-]
-
 LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {
     PPOConfig: PPOLearner,
     SACConfig: SACLearner,

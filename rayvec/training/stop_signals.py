@@ -9,8 +9,6 @@ import threading
 import types
 from collections.abc import Iterator
 
-__all__ = ["Interrupts", "Terminated"]
-
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, by which schedulers, containers and spot instances announce that they will kill a process."""

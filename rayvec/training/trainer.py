@@ -29,8 +29,6 @@ from rayvec.training.run_dir import load_run
 from rayvec.training.runs import LEARNERS
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["WINDOW", "Iteration", "Progress", "RunEnvs", "Trainer", "initial_state"]
-
 WINDOW = 100
 """Returns and lengths in metrics are about this many last episodes."""
 

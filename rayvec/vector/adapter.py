@@ -26,8 +26,6 @@ from rayvec.fleet.commands import STEPPING, Answer, Command, Note, Op
 from rayvec.vector.env_stats import EnvStats
 from rayvec.vector.open_environments import Environments, open_environments
 
-__all__ = ["Adapter", "NotReady"]
-
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

@@ -14,17 +14,6 @@ from rayvec.data.trees import ArrayLayout
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError
 
-__all__ = [
-    "ActionTypeError",
-    "SpacesError",
-    "batched_observations",
-    "check_number",
-    "check_spaces",
-    "checked_actions",
-    "checked_mask",
-    "in_batch_order",
-]
-
 
 class ActionTypeError(ConfigError, TypeError):
     """A single action was passed instead of one for each environment."""

@@ -25,8 +25,6 @@ from rayvec.node.machine import Machine
 from rayvec.rollout.loop import ChunkRequest, PolicyHost, Rollout, as_policy, join_rollouts
 from rayvec.vector.adapter import Adapter, NotReady
 
-__all__ = ["MAX_CHUNKS", "ChunkAdapter", "WeightStore"]
-
 MAX_CHUNKS = 2
 """The most chunks of an environment that may be pending."""
 _CUT_POLL_S = 1e-3

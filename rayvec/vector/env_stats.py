@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["EnvStats", "summary"]
-
 
 class EnvStats(NamedTuple):
     """Figures of one environment; those of a native sub-batch stand for each of its environments.

@@ -17,8 +17,6 @@ from rayvec.envs.factory import spec_of
 from rayvec.errors import ConfigError, check_choice, check_count, check_node_range
 from rayvec.vector.ray_vec_env import RayVecEnv
 
-__all__ = ["make_vec", "sub_batch_sizes"]
-
 
 def make_vec(
     id: str | EnvSpec | Callable[..., Any],

@@ -21,8 +21,6 @@ from rayvec.node.worker_share import check_here
 if TYPE_CHECKING:
     from rayvec.cluster.cluster import Cluster
 
-__all__ = ["Environments", "local_workers", "open_environments"]
-
 Environments: TypeAlias = "Slice | Machine | Cluster"
 """Where the environments are: in this process, in the workers of this machine, or on the nodes of a cluster."""
 

@@ -31,8 +31,6 @@ from rayvec.vector.batching import (
 )
 from rayvec.vector.chunks import ChunkAdapter, WeightStore
 
-__all__ = ["RayVecEnv"]
-
 
 class RayVecEnv(ChunkAdapter, VectorEnv[Any, Any, NDArray[Any]]):
     """Environments on every core of a Ray cluster, as one Gymnasium vector environment.

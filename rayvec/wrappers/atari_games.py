@@ -9,8 +9,6 @@ from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
 
 from rayvec.errors import ConfigError
 
-__all__ = ["FireToServe", "atari"]
-
 Env = gymnasium.Env[Any, Any]
 
 

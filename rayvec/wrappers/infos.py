@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from rayvec.errors import ConfigError
 
-__all__ = ["MASK_KEY", "ActionMask", "KeepInfos", "num_choices"]
-
 MASK_KEY = "action_mask"
 """Under which key an info or a Dict observation says which actions are allowed."""
 

@@ -20,8 +20,6 @@ from gymnasium.wrappers.utils import RunningMeanStd
 
 from rayvec.env_server import encoded
 
-__all__ = ["SaveState", "set_state", "state_of"]
-
 _ARGUMENTS = {"_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"}
 _LIBRARIES = {"mujoco", "pygame"}
 """Their other objects, such as a renderer or a model, are made by the constructor and do not change."""

@@ -9,8 +9,6 @@ import numpy as np
 
 from rayvec.errors import ConfigError
 
-__all__ = ["StaggeredStart"]
-
 Env = gymnasium.Env[Any, Any]
 
 

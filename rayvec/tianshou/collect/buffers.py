@@ -26,8 +26,6 @@ from tianshou.data.buffer.manager import PrioritizedReplayBufferManager
 from rayvec.data import Chunk, ChunkInfo, Tree, objects, tree_leaves, tree_map
 from rayvec.data.chunk import counted_ends
 
-__all__ = ["add_chunk", "truncate_open_episode"]
-
 _IN_BULK = {
     cls.add for cls in (ReplayBuffer, ReplayBufferManager, PrioritizedReplayBuffer, PrioritizedReplayBufferManager)
 }

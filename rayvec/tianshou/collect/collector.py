@@ -28,8 +28,6 @@ from rayvec.tianshou.env.vector_env import RayVectorEnv
 from rayvec.tianshou.policies import TianshouPolicy, policy_entry, records_logp
 from rayvec.vector.chunks import WeightStore
 
-__all__ = ["Collector", "PrefetchCollectStats"]
-
 
 @dataclass(kw_only=True)
 class PrefetchCollectStats(CollectStats):

@@ -11,8 +11,6 @@ from tianshou.highlevel.params.collector import CollectorFactory
 
 from rayvec.tianshou.collect.collector import Collector
 
-__all__ = ["RayCollectorFactory"]
-
 
 class RayCollectorFactory(CollectorFactory):
     """Makes :class:`rayvec.tianshou.Collector`, for ``ExperimentBuilder.with_collector_factory``.

@@ -22,8 +22,6 @@ from rayvec.envs.factory import check_env
 from rayvec.errors import require
 from rayvec.fleet.restarts import RESTARTED
 
-__all__ = ["AnySpace", "PoolEnv", "StepResult", "assembled_chunk", "observations", "step_result"]
-
 REWARD = "rayvec_reward"
 """Key of the info of a step: its reward, if that is an array."""
 

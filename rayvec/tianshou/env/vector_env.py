@@ -23,8 +23,6 @@ from rayvec.fleet.restarts import EnvRules
 from rayvec.tianshou.env.pool_env import PoolEnv, StepResult, observations, step_result
 from rayvec.vector.chunks import ChunkAdapter
 
-__all__ = ["RayVectorEnv", "RayVectorEnvType"]
-
 Ids = int | list[int] | NDArray[Any] | None
 
 

@@ -27,9 +27,6 @@ from torch.autograd import Variable
 from rayvec.distributed.rank import pack, unpack
 from rayvec.learners.ranks import Ranks, global_moments, global_range
 
-__all__ = ["AlgorithmRank", "AlgorithmState", "Shard"]
-
-
 _PLAIN = (bool, int, float, type(None), np.generic)
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 

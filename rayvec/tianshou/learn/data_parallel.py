@@ -27,8 +27,6 @@ from rayvec.envs.pickled_parts import pickled_for_workers
 from rayvec.errors import check_count, require
 from rayvec.tianshou.learn.algorithm_rank import AlgorithmRank, AlgorithmState, Shard
 
-__all__ = ["DataParallel", "data_parallel"]
-
 
 def data_parallel(
     algorithm: Algorithm[Any, Any],

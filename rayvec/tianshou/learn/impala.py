@@ -23,8 +23,6 @@ from rayvec.learners.ranks import ALONE, Ranks, gather_values
 from rayvec.learners.returns import num_rounds, vtrace_of_rows
 from rayvec.tianshou.policies import joint_logp, record_logp
 
-__all__ = ["IMPALA", "IMPALATrainingStats"]
-
 
 @dataclass(kw_only=True)
 class IMPALATrainingStats(A2CTrainingStats):
