@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.columns import Columns, as_columns, mask_of, merge, select
-from rayvec.data.trees import ArrayLayout, fitted, index_tree, objects, tree_map, tree_writer
+from rayvec.data.trees import ArrayLayout, copied, fitted, index_tree, objects, tree_map, tree_writer
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.failures import own_info, values_of
 from rayvec.envs.slices import CUT, ENDED, NEW, RUNNING, Slice
@@ -68,7 +68,7 @@ class NativeSlice(Slice):
         env, rows, self._mode = self._envs[unit], self._unit_rows[unit], command.mode
         if self._episode[rows.start] != RUNNING and self._step_is_replaced(unit, self._mode):
             return
-        actions = tree_map(itemgetter(places), command.actions)
+        actions = tree_map(copied, index_tree(command.actions, places))  # the sub-batch may keep a reference
         began_s = perf_counter()
         result = env.step(actions)
         self._times[unit][0].recent.append(perf_counter() - began_s)

@@ -176,8 +176,6 @@ class Slice:
         Returns:
             The answer, which serves as the ticket where a slice takes the place of a fleet.
         """
-        if command.op == Op.STEP:  # environments may keep a reference to their actions
-            command = Command(Op.STEP, command.rows, tree_map(copied, command.actions), command.mode)
         if command.op == Op.RESET:
             self.was_reset[command.rows] = True
         elif command.op in STEPPING:
@@ -214,8 +212,8 @@ class Slice:
     def _divided(self, command: Command) -> Iterable[tuple[int, Any]]:
         """Returns the units of a command, each with its action, seed or value."""
         rows = command.rows.tolist()
-        if command.op == Op.STEP:
-            return zip(rows, split_actions(command.actions, len(rows)), strict=True)
+        if command.op == Op.STEP:  # environments may keep a reference to their actions
+            return zip(rows, split_actions(tree_map(copied, command.actions), len(rows)), strict=True)
         if command.op == Op.RESET:
             self._note_seeds(rows, command.rest[0])
         if command.op in (Op.RESET, Op.SET_STATE):
