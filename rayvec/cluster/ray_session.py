@@ -5,7 +5,7 @@ to ``RAY_ADDRESS``. Without an address, it starts a private local cluster with i
 The private cluster stops when its last session is released, or when this process exits or is killed. The directory of a
 cluster whose process was killed is removed by the next process that starts one there.
 
-If the head of the cluster dies, Ray ends this process after a minute. If it is silent, calls of Ray wait for longer.
+If the head of the cluster dies, Ray ends this process after a minute. If it is stopped, calls of Ray wait for longer.
 """
 
 from __future__ import annotations
@@ -175,6 +175,9 @@ def _connect(address: str) -> None:
         host, _, port = address.rpartition(":")
         if port.isdigit():  # Ray itself would retry for minutes
             socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+        # A head that acknowledges nothing is lost after 10 s, by Ray's default after two minutes. `ray.init` reads it.
+        # More frequent pings would not do: Ray then ends calls of actors with "Too many pings".
+        os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "10000")
         ray.init(address=address, **_QUIET)
     except Exception as error:
         raise ConfigError(
