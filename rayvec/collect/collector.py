@@ -335,11 +335,11 @@ class Collector:
     def close(self) -> None:
         """Ends collecting and lets the workers forget the policy; the environments stay open. May be called again.
 
-        It waits for pending chunks and drops them. An error in one of them is logged.
+        It waits for pending chunks and drops them. An error in one of them is logged. If Ctrl-C interrupts it, call
+        it again to complete it.
         """
         if self._closed:
             return
-        self._closed = True
         if not self._env.closed:
             try:
                 self.drop_pending()
@@ -349,6 +349,7 @@ class Collector:
                 self._store.drop()
         if self._recording is not None:
             self._recording.close()
+        self._closed = True  # last: Ctrl-C while it waits leaves the rest to the next call
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a later run needs to resume: seeds, counters and, under ``"envs"``, unfinished episodes.

@@ -67,7 +67,8 @@ class ChunkScheduler:
 
     All environments take their chunks together. With `max_staleness`, those of each worker or node take theirs alone.
     A lane that is fast is then in a batch several times, in the order of time, and one that is slow not at all. A
-    wait that is interrupted loses nothing: what has finished and what is pending is for the next batch.
+    wait that is interrupted loses nothing: what has finished and what is pending is for the next batch. Where the
+    policy acts in this process, an interrupt closes the environments.
 
     Args:
         env: Takes the chunks.

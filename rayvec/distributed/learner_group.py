@@ -160,8 +160,9 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
     def measure(self, batch: Batch) -> None:
         """Adds the observations of a batch to the moments that normalise later ones; see ``PPOLearner.measure``."""
         self._run("measure", batch)
+        state = self._group.ask("shared")[0]  # a rank that is lost here leaves the weights of the last update
         self._weights = None
-        self._save(self._group.ask("shared")[0])
+        self._save(state)
 
     def _run(self, name: str, batch: Batch) -> list[Any]:
         """Gives each rank its part of a batch; returns the results."""

@@ -64,7 +64,10 @@ class ActorCriticLearner:
     _select: Callable[..., Tree]
     """Returns what the loss reads of a minibatch, after its weights; for the arguments see `_learn`."""
     _loss: Loss
-    """Returns this rank's part of the loss of a minibatch, and of its statistics."""
+    """Returns this rank's part of the loss of a minibatch, and of its statistics, which have no graph.
+
+    Its arguments are the network, `weight`, which is 0 for padding, and what `_select` returns.
+    """
     _metrics: Callable[[list[Tensor]], dict[str, float]]
     """Returns means over minibatches of all ranks, by name, from what `_learn` returns."""
 

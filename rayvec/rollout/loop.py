@@ -180,6 +180,12 @@ class PolicyHost:
         self._policies[key] = as_policy(pickle.loads(policy)) if isinstance(policy, bytes) else policy
         self._versions[key] = 0
 
+    def load_weights(self, key: int, weights: NDArray[np.float32], version: int) -> None:
+        """Gives a policy the weights of a version, unless it has them."""
+        if version != self._versions[key]:
+            self._policies[key].load_weights(weights)
+            self._versions[key] = version
+
     def drop(self, key: int) -> None:
         """Removes a policy."""
         self._policies.pop(key, None)
@@ -226,9 +232,8 @@ class PolicyHost:
             The chunk, which shares no memory with the environments' arrays, and its times.
         """
         policy, target = self._policies[request.key], self._target
-        if request.weights is not None and request.version != self._versions[request.key]:
-            policy.load_weights(request.weights)
-            self._versions[request.key] = request.version
+        if request.weights is not None:
+            self.load_weights(request.key, request.weights, request.version)
         last_policy, num_stepped = self._last_to_act
         has_seen_all = policy is last_policy and num_stepped == target.num_stepped
         rollout = self._rollout(policy, request, target.was_reset if has_seen_all else None, cut, empty)

@@ -193,7 +193,8 @@ class ChunkAdapter(Adapter):
 
         Args:
             parts: The parts, in the order of preference if several have finished; None for all together.
-            accept: Called with what is returned. After Ctrl-C the chunk is still pending, or it was accepted.
+            accept: Called with what is returned. After Ctrl-C the chunk is still pending, or it was accepted; where the
+                policy acts in this process, Ctrl-C closes the environments.
             timeout_s: The longest wait.
             cut: As of :meth:`rollout_wait`.
 
@@ -246,6 +247,9 @@ class ChunkAdapter(Adapter):
         self._done[:] = False
         try:
             rollout = host.take(chunk.request, cut)
+        except BaseException as error:
+            self._close_failed(error)  # also after an error of another vector environment, which the policy may step
+            raise
         finally:
             self._log(host.take_notes())
         if self._envs.layout.objects:  # else the caller could change them
@@ -291,11 +295,14 @@ class WeightStore:
     def publish(self, weights: NDArray[np.float32]) -> int:
         """Publishes a flat vector of weights, ``float32 [P]``. Every chunk requested from now on uses it.
 
+        A policy that acts in the driver loads it at once.
+
         Returns:
             The version of these weights, one more than the last version.
 
         Raises:
-            ConfigError: `weights` is not a flat float32 vector, or its size differs from the last one.
+            ConfigError: `weights` is not a flat float32 vector, its size differs from the last one, or a policy that
+                acts in the driver refuses it.
         """
         weights = np.array(weights)
         size = "n" if self.weights is None else self.weights.size
@@ -304,6 +311,8 @@ class WeightStore:
                 f"The weights that were published are {weights.dtype} {list(weights.shape)}. They must be float32 "
                 f"[{size}]: publish what learner.weights() returns, of the module that the policy wraps."
             )
+        if self.inference == "driver":
+            self._env._driver.load_weights(self.key, weights, self.version + 1)
         self.weights = weights
         self.version += 1
         return self.version

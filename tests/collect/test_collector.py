@@ -171,6 +171,24 @@ def test_every_step_is_taken_with_the_newest_version(counting: RayVecEnv, infere
         assert_identical(chunk.extras["logp"], policy.logp_table[chunk.extras["state"], chunk.act])
 
 
+def test_a_policy_in_the_driver_loads_weights_once_and_at_once(counting: RayVecEnv) -> None:
+    loaded = []
+
+    class Policy(TablePolicy):
+        def load_weights(self, weights: Any, num_actions: int | None = None) -> None:
+            super().load_weights(weights, num_actions)
+            loaded.append(weights.tolist())
+
+    policy, new = Policy(), TablePolicy(seed=1).weights()
+    collector = Collector(counting, policy, "driver")
+    with pytest.raises(ValueError, match="reshape"):
+        collector.set_weights(np.ones(7, np.float32))
+    assert collector.set_weights(new) == 1
+    assert policy.weights().tolist() == new.tolist()
+    assert collector.collect(n_step=5).stats.weights_versions == (1, 1)
+    assert loaded[1:] == [new.tolist()]
+
+
 def test_noise_and_counters_continue_with_new_episodes(counting: RayVecEnv) -> None:
     first = Collector(counting, TablePolicy(), seed=5)
     first.collect(n_step=50)

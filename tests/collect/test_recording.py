@@ -11,6 +11,7 @@ import minari
 import numpy as np
 import pytest
 from gymnasium import spaces
+from helpers.interrupts import interrupted_at
 
 import rayvec
 
@@ -71,10 +72,12 @@ def assert_played(dataset: Any) -> list[tuple[int, bool]]:
 )
 @pytest.mark.parametrize("fails_at", [0, 1, 6, 9], ids=lambda step: f"fails at {step}")
 def test_every_step_is_in_one_episode(tmp_path: Path, settings: dict[str, Any], fails_at: int) -> None:
+    """Also if Ctrl-C interrupts `close` before it waits, and it is called again."""
     kwargs = {"failed": tmp_path, "fails_at": fails_at}
     with rayvec.RayVecEnv(Diary, 3, env_kwargs=kwargs, num_nodes=0, workers_per_node=3, on_env_error="restart") as env:
         collector = rayvec.Collector(env, acts, record=tmp_path / "data", **settings)
         batches = [collector.collect(n_step=12) for _ in range(6)]
+        interrupted_at(5, collector.close, "/rayvec/collect/")
         collector.close()
     dataset = minari.MinariDataset(tmp_path / "data")
     played = assert_played(dataset)

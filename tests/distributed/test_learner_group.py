@@ -92,10 +92,14 @@ def test_after_a_lost_rank_the_weights_stay_and_the_next_update_has_new_ranks(
 
 
 def test_one_rank_gets_chunks_of_different_environments_whole() -> None:
+    """If it is lost when it has measured a batch, the weights stay those of the last update."""
     (batch,) = make_batches(1)
     chunks = [batch.chunks[0].columns(start, N) for start in (1, 0)]
     with rayvec.LearnerGroup(CountsColumns, num_nodes=0) as group:
         assert group.update(Batch(tuple(chunks), batch.stats)) == {"0": N - 1, "1": N}
+        with pytest.raises(LearnerError, match="is lost"):
+            group.measure(batch)
+        assert group.weights().tolist() == [1]
 
 
 @pytest.mark.slow

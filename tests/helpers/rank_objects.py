@@ -57,16 +57,28 @@ class Adder:
 
 
 class CountsColumns:
-    """A learner that says how many environments each chunk of a batch has."""
+    """A learner that says how many environments each chunk of a batch has; its weight counts its updates.
+
+    Its process ends when it is asked for its state after `measure`.
+    """
+
+    _num_updates = 0
+    _has_measured = False
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Returns the numbers."""
+        self._num_updates += 1
         return {str(place): chunk.num_envs for place, chunk in enumerate(batch.chunks)}
 
+    def measure(self, batch: Batch) -> None:
+        self._has_measured = True
+
     def weights(self) -> NDArray[np.float32]:
-        return np.zeros(1, np.float32)
+        return np.full(1, self._num_updates, np.float32)
 
     def state_dict(self) -> dict[str, Any]:
+        if self._has_measured:
+            fall("SIGKILL")
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -292,10 +292,28 @@ def test_ctrl_c_is_no_failure_of_an_environment(make_vec: MakeVec, in_chunk: boo
     assert env.closed or not in_chunk
 
 
-@pytest.mark.parametrize(("inference", "error"), [("worker", EnvError), ("node", SystemExit)])
-def test_a_policy(make_vec: MakeVec, inference: Any, error: Any) -> None:
+def exits(obs: Any) -> Any:
+    sys.exit(3)
+
+
+def waits_for_others(obs: Any) -> Any:
+    with RayVecEnv([CountingEnv], num_nodes=0, workers_per_node=0) as others:
+        others.step_wait()
+
+
+@pytest.mark.parametrize(
+    ("inference", "policy", "error"),
+    [
+        ("worker", exits, EnvError),
+        ("node", exits, SystemExit),
+        ("driver", waits_for_others, gymnasium.error.NoAsyncCallError),
+    ],
+)
+def test_a_policy(make_vec: MakeVec, inference: Any, policy: Any, error: Any) -> None:
     """One in the driver's process ends the script, and leaves no chunk pending."""
     env = make_vec([CountingEnv] * 2, 0, 1)
+    collector = rayvec.Collector(env, policy, inference, seed=4)
     with pytest.raises(error):
-        env.rollout(lambda obs: sys.exit(3), 4, inference, seed=4)
-    assert env.closed
+        collector.collect(n_step=8)
+    with pytest.raises(gymnasium.error.ClosedEnvironmentError, match=f"{error.__name__} in an earlier call"):
+        collector.collect(n_step=8)
