@@ -180,11 +180,13 @@ class PPOLearner(ActorCriticLearner):
         if config.normalize_advantage:
             mean, variance = global_moments(ranks, advantages, lengths)
             advantages = ((advantages - mean[:, None]) / (variance[:, None].sqrt() + 1e-8)).to(advantages)
-        parts = zip(lengths, counts, index, advantages, *sequences, strict=True)
+        uploaded = [torch.from_numpy(np.concatenate(each)).to(self._device) for each in sequences]
+        split = [torch.split(whole, [*map(len, each)]) for whole, each in zip(uploaded, sequences, strict=True)]
+        parts = zip(lengths, counts, index, advantages, *split, strict=True)
         minibatches: list[tuple[Tensor, ...]] = []
         for length, count, at, advantage, *numbers in parts:
             weight = advantage.new_full((length,), 1 / count)
-            minibatches.append((weight, at[:length], advantage[:length], *map(torch.from_numpy, numbers)))
+            minibatches.append((weight, at[:length], advantage[:length], *numbers))
         for first, last in pairwise(epoch_ends if config.target_kl is not None else [0, len(minibatches)]):
             yield minibatches[first:last]
 
@@ -193,7 +195,7 @@ class PPOLearner(ActorCriticLearner):
         obs, sample, logp_value_target = fields
         index, advantage, *sequences = rows
         if sequences:
-            numbers, slots = (each.to(self._device) for each in sequences)
+            numbers, slots = sequences
             inputs: Tree = (Sequences(*obs).at(numbers), slots)
         else:
             inputs = (tree_map(functools.partial(torch.index_select, dim=0, index=index), obs),)

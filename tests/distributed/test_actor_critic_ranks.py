@@ -28,6 +28,7 @@ FEW, MORE = [[0, 3, N], [0, 0, N]], [[0, 6, N], [0, 2, 4, N], [0, 1, 4, 4, N]]
 CASES: list[Any] = [
     *((algorithm, spaces, {}) for algorithm, spaces in product(ALGORITHMS, ("discrete", "box"))),
     *product(ALGORITHMS, ("discrete", "masked"), MEMORIES),
+    ("ppo", "discrete", {**MEMORIES[0], "normalize_reward": True, "target_kl": 0.5}),
     *(pytest.param(*each, marks=SLOW) for each in product(ALGORITHMS, ["box"], MEMORIES)),
     *(("ppo", "discrete", each) for each in ({"target_kl": 1e-3}, {"normalize_advantage": False})),
     ("ppo", "discrete", {"clip_value_loss": True, "normalize_reward": True}),

@@ -4,7 +4,7 @@ A CPU forgives what a GPU does not, and hides what costs time there. On the pret
 
 *   an operation on tensors of both devices raises, as on CUDA (numbers without dimensions may come from the CPU);
 *   an operation whose result has as many rows as some values say raises, since a GPU would have to wait for it;
-*   values that the host reads are counted, with the line that did it;
+*   values that the host reads, and arrays that it uploads, are counted, with the line that did it;
 *   everything else is computed, so that results can be compared with those of a CPU.
 """
 
@@ -34,11 +34,13 @@ class PretendDevice(TorchDispatchMode):
 
     Attributes:
         reads: A line for each time that the host read values of the device: file, line and function.
+        uploads: The same for each time that an array went to the device.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: list[str] = []
+        self.uploads: list[str] = []
         self._twins: dict[int, Tensor] = {}  # by storage of the pretended tensor
         self._bases: dict[int, Tensor] = {}  # by storage of the twin; they also keep both storages
 
@@ -77,6 +79,8 @@ class PretendDevice(TorchDispatchMode):
         place = args[0].device.type == "meta" if function is aten.copy_.default else goes_here
         if source.device.type == "meta" and not place:
             self._read()
+        elif source.device.type != "meta" and place and source.ndim:
+            self.uploads.append(_line())
 
     def _read(self) -> None:
         self.reads.append(_line())
