@@ -84,10 +84,12 @@ def receive(connection: socket.socket) -> Any:
     return unpack(_receive_exactly(connection, sum(lengths)), lengths[0])
 
 
-def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
+def _receive_exactly(connection: socket.socket, num_bytes: int, deadline: float | None = None) -> bytearray:
     received = bytearray(num_bytes)
     view = memoryview(received)
     while view:
+        if deadline is not None:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
         count = connection.recv_into(view)
         if not count:
             raise ConnectionError("the other side has closed the connection")
@@ -210,22 +212,23 @@ def prove(connection: socket.socket, key: bytes, own: bytes, other: bytes, timeo
         key: The key.
         own: The name of this side, ``b"rayvec"`` or ``b"server"``.
         other: The name of the other side.
-        timeout_s: How long the other side may say nothing.
+        timeout_s: How long the other side may take in all.
 
     Raises:
         Refused: The other side has another key or version.
         OSError: The connection has ended, or nothing came in time.
     """
+    deadline = time.monotonic() + timeout_s
     connection.settimeout(timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     nonces = {own: os.urandom(_NONCE)}
     connection.sendall(GREETING + nonces[own])
-    if _receive_exactly(connection, len(GREETING)) != GREETING:
+    if _receive_exactly(connection, len(GREETING), deadline) != GREETING:
         raise Refused("it speaks another protocol, or has another version: both sides need the same env_server.py")
-    nonces[other] = bytes(_receive_exactly(connection, _NONCE))
+    nonces[other] = bytes(_receive_exactly(connection, _NONCE, deadline))
     both = nonces[b"rayvec"] + nonces[b"server"]
     connection.sendall(signature(key, own, both))
-    if not hmac.compare_digest(_receive_exactly(connection, 32), signature(key, other, both)):
+    if not hmac.compare_digest(_receive_exactly(connection, 32, deadline), signature(key, other, both)):
         raise Refused("it has another key")
     watch_silence(connection)
 

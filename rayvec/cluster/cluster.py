@@ -162,5 +162,5 @@ class Cluster(Fleet):
 
     def close(self, timeout_s: float | None = None) -> None:
         """Closes the environments and ends the nodes. What runs after `timeout_s` (10 s) is killed."""
-        super().close(timeout_s)
-        self.session.close()
+        with self.session:
+            super().close(timeout_s)

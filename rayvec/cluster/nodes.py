@@ -16,9 +16,12 @@ from rayvec.cluster.ray_session import check_connected
 
 _LOOK_AGAIN_S = 0.25
 _ANSWER_S = 2.0
+_SILENT_S = 0.1
+"""How long a node gets to answer that did not the last time: Ray may list it for a minute, and each poll asks it."""
 _MAX_THREADS = 64
 _T = TypeVar("_T")
 _NodeT = TypeVar("_NodeT", bound=Any)
+_silent = set[str]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +66,19 @@ def reserved_bundles() -> tuple[Any, dict[str, list[tuple[int, dict[str, float]]
 
 
 def unreachable(addresses: Mapping[str, tuple[str, int]]) -> set[str]:
-    """Returns the ids of the nodes that do not accept a connection within two seconds."""
+    """Returns the ids of the nodes that do not accept a connection within 2 s, or 0.1 s if they did not before."""
+    timeouts_s = [_SILENT_S if node_id in _silent else _ANSWER_S for node_id in addresses]
     with ThreadPoolExecutor(_MAX_THREADS) as threads:
-        accepted = threads.map(_accepts, addresses.values())
-        return {node_id for node_id, accepts in zip(addresses, accepted, strict=True) if not accepts}
+        accepted = threads.map(_accepts, addresses.values(), timeouts_s)
+        found = {node_id for node_id, accepts in zip(addresses, accepted, strict=True) if not accepts}
+    _silent.clear()
+    _silent.update(found)
+    return found
 
 
-def _accepts(address: tuple[str, int]) -> bool:
+def _accepts(address: tuple[str, int], timeout_s: float) -> bool:
     try:
-        socket.create_connection(address, _ANSWER_S).close()
+        socket.create_connection(address, timeout_s).close()
     except OSError:
         return False
     return True
@@ -81,8 +88,8 @@ def free_nodes(*, claimed_too: bool = False) -> list[FreeNode]:
     """Returns the connected cluster's nodes. The driver's own node comes first.
 
     Ray itself notices after up to a minute that a node is gone. The operating system of a node accepts a connection to
-    the port of its raylet, however busy the node is. In a placement group with bundles for workers, only the bundles'
-    cores count.
+    the port of its raylet, however busy the node is: nodes that do not are left out, which takes up to 2 s. In a
+    placement group with bundles for workers, only the bundles' cores count.
 
     Args:
         claimed_too: Whether to count what is already claimed in Ray, for pools that claim nothing.

@@ -189,6 +189,7 @@ class PolicyHost:
     def drop(self, key: int) -> None:
         """Removes a policy."""
         self._policies.pop(key, None)
+        self._versions.pop(key, None)
 
     def execute(self, op: int, rest: Any, where: str, take: Callable[[ChunkRequest], Rollout] | None = None) -> Answer:
         """Executes a command for policies. Returns its result or failure, and what was restarted.

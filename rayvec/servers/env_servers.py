@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _SILENT_S = 1.0
-"""How long a stranger may say nothing; nobody else is accepted meanwhile."""
+"""How long the proof of the key may take; no other connection is accepted meanwhile."""
 _NOTICE_S = 10.0
 """After this time an environment says that it waits for a server."""
 _END_S = 2.0

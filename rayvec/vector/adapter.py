@@ -33,6 +33,10 @@ _LOSSES = (NodeLostError, WorkerLostError, KeyboardInterrupt)
 """What closes the environments where an exception of a method or of a policy leaves them open."""
 
 
+_EXIT_S = 1.0
+"""How long environments that a script has left open get to end their step and to close at its end."""
+
+
 class NotReady(multiprocessing.TimeoutError):
     """A wait reached its timeout. A ``TimeoutError`` that an environment raises is never a `NotReady`."""
 
@@ -291,7 +295,7 @@ class Adapter:
 def _close_at_exit(envs: Environments, creator: int) -> None:
     """Closes what a script has left open at its end, before environment servers are told to end."""
     if os.getpid() == creator:  # else a child that was forked ends, and what runs belongs to its parent
-        envs.close()
+        envs.close(_EXIT_S)
 
 
 def _unposted(command: Command) -> tuple[type[BaseException], ...]:

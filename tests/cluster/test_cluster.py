@@ -118,6 +118,34 @@ def test_ctrl_c_while_the_private_cluster_ends_leaves_nothing(run: MakeDriver) -
     driver.assert_nothing_left()
 
 
+CLOSING_RAISES = """
+import signal
+import time
+import ray
+import rayvec
+from helpers.testing import CountingEnv
+
+class ClosesSlowly(CountingEnv):
+    def close(self):
+        time.sleep(3)
+
+def interrupt(*_):
+    raise TimeoutError("it takes too long")
+
+signal.signal(signal.SIGALRM, interrupt)
+env = rayvec.RayVecEnv([ClosesSlowly], num_nodes=1, workers_per_node=1)
+signal.alarm(1)
+try:
+    env.close()
+except TimeoutError:
+    print("shut down:", not ray.is_initialized())
+"""
+
+
+def test_the_private_cluster_ends_where_closing_raises(run: MakeDriver) -> None:
+    assert run(CLOSING_RAISES).finish().strip().endswith("shut down: True")
+
+
 def test_after_a_sigkill_the_cluster_ends_and_the_next_start_removes_its_directory(run: MakeDriver) -> None:
     """Ray's two agents live for up to two minutes; nothing else does."""
     names = shm_names()

@@ -141,7 +141,15 @@ def test_a_node_whose_versions_differ_is_refused(package: str, version: str) -> 
         check_versions({**own_versions(), package: version}, "10.0.0.2")
 
 
-def test_a_node_answers_if_it_accepts_connections() -> None:
+def test_a_node_answers_if_it_accepts_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not gets less time to answer until it does."""
+    connect, timeouts_s = socket.create_connection, dict[int, list[float]]()
+
+    def noted(address: tuple[str, int], timeout_s: float) -> socket.socket:
+        timeouts_s.setdefault(address[1], []).append(timeout_s)
+        return connect(address, timeout_s)
+
+    monkeypatch.setattr(socket, "create_connection", noted)
     with ExitStack() as stack:
         busy, full, closed = (socket.create_server(("127.0.0.1", 0), backlog=backlog) for backlog in (9, 0, 9))
         stack.enter_context(busy)  # accepts nothing, but its machine does
@@ -152,7 +160,9 @@ def test_a_node_answers_if_it_accepts_connections() -> None:
             sock.connect_ex(full.getsockname())
         addresses = {"busy": busy.getsockname(), "silent": full.getsockname(), "refuses": closed.getsockname()}
         closed.close()
-        assert unreachable(addresses) == {"refuses", "silent"}
+        for _ in range(2):
+            assert unreachable(addresses) == {"refuses", "silent"}
+        assert timeouts_s[addresses["silent"][1]] == [2.0, 0.1] and timeouts_s[addresses["busy"][1]] == [2.0, 2.0]
     assert unreachable({}) == set()
 
 

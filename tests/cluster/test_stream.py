@@ -6,6 +6,7 @@ import pickle
 import secrets
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -70,11 +71,21 @@ def test_another_key_is_refused_on_both_ends(caplog: pytest.LogCaptureFixture) -
         connect("127.0.0.1", impostor.getsockname()[1], KEY)
 
 
-@pytest.mark.parametrize("sent", [b"", bytes(5000)])
-def test_a_stranger_is_refused(sent: bytes) -> None:
+DRIPPING = [bytes([each]) for each in GREETING + bytes(64)]
+"""What takes 18 s to send, when its dialler waits for 10 s."""
+
+
+@pytest.mark.parametrize("sent", [[], [bytes(5000)], DRIPPING], ids=["silent", "garbage", "dripping"])
+def test_a_stranger_is_refused(sent: list[bytes]) -> None:
+    def send() -> None:
+        with suppress(OSError):
+            for each in sent:
+                stranger.sendall(each)
+                time.sleep(0.2)
+
     listening = Listening()
     with socket.create_connection(("127.0.0.1", listening.port), 20.0) as stranger:
-        stranger.sendall(sent)
+        threading.Thread(target=send, daemon=True).start()
         listening.connect().close()
         listening.stream().close()
         with suppress(ConnectionResetError):

@@ -151,6 +151,27 @@ if __name__ == "__main__":
 """
 
 
+HANGS = """
+import time
+import numpy as np
+import rayvec
+from helpers.testing import CountingEnv
+
+class Hangs(CountingEnv):
+    def step(self, action):
+        time.sleep(600)
+
+env = rayvec.RayVecEnv([Hangs] * 2, num_nodes=0, workers_per_node=2)
+env.reset(seed=0)
+env.step_async(np.zeros(2, int))
+"""
+
+
+def test_a_step_that_hangs_delays_the_end_of_the_script_for_a_second() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, check=True)
+    assert "killed after 1 s, since their environments had not closed" in done.stderr
+
+
 def test_what_the_script_defines_works_in_a_process_that_multiprocessing_has_spawned(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SPAWNED)
