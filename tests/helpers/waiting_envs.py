@@ -24,7 +24,7 @@ class Sleeping(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Sleeps in each step, so long that a busy machine which wakes it up late does not look like computing."""
 
     def step(self, action: Any) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.05)
         return self.env.step(action)
 
 
