@@ -10,7 +10,8 @@ it, and dials in again when the connection ends. It ends when rayvec closes its 
 Gymnasium, of Gym, or any object with ``reset``, ``step``, ``observation_space`` and ``action_space``.
 
 Nothing is pickled. A message is a JSON text and the bytes of its arrays. Both sides prove that they have the key, by
-HMAC-SHA256 of a fresh number of the other side; what follows is not encrypted.
+HMAC-SHA256 of a fresh number of the other side; what follows is not encrypted. The nodes of a cluster prove their key
+to the driver in the same way, and checkpoints hold spaces and states of environments in the format of these messages.
 """
 
 from __future__ import annotations

@@ -171,7 +171,8 @@ class ElasticPlaces(RayPlaces):
                 f"at least one: let max be at most {demand.num_envs}, or make more environments."
             )
         self._missing = (
-            f"Fewer nodes than min remain for num_nodes=({self._low}, {self._high}). Start more, or lower min."
+            f"Fewer nodes than min remain for num_nodes=({self._low}, {self._high}), or they have too little of what "
+            "the environments need. Start more, or lower min."
         )
         self._wait_s = self.env_rules.start_timeout_s
         self._bounds = even_bounds(demand.num_envs, num_parts(self._high, demand.num_envs))
