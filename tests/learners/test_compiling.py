@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 from helpers.actor_critic_kit import BOX, OBS, make_batch, ppo_config
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from rayvec.config import IMPALAConfig, PPOConfig, SACConfig
 from rayvec.errors import ConfigError
@@ -79,3 +80,23 @@ def test_without_a_compiler_it_says_what_to_install() -> None:
         for _ in range(2):
             assert function(torch.ones(7), torch.ones(7)).tolist() == [2.0] * 7
     assert [each.category for each in warned].count(RuntimeWarning) == 1
+
+
+def test_onednn_multiplies_the_large_matrices_of_a_graph() -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch has no oneDNN")
+    from rayvec.learners.onednn import ByOneDNN  # which imports torch's compiler
+
+    def products(bias: Any, a: Any, b: Any, small: Any) -> tuple[Any, ...]:
+        pair = torch.stack([b, 2 * b])
+        return torch.addmm(bias, a, b), a @ b.mT, torch.bmm(a.expand(2, -1, -1), pair), torch.addmm(bias, small, b)
+
+    args = [torch.randn(size) for size in ((128,), (256, 128), (128, 128), (255, 128))]
+    module = make_fx(products, tracing_mode="fake")(*args)
+    before = {node.name: node.target for node in module.graph.nodes}
+    ByOneDNN()(module.graph)
+    changed = {node.name for node in module.graph.nodes if node.target != before[node.name]}
+    assert changed == {"addmm", "mm", "bmm"}  # and not addmm_1, which has too few rows
+    module.recompile()
+    for got, expected in zip(module(*args), products(*args), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
