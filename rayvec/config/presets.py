@@ -136,7 +136,7 @@ def with_preset(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         is_other = given.get("native") and "env_id" not in given
         preset = "none" if is_other else preset_of(env_id, cls.algorithm)
     values = _values(cls.algorithm, env_id, str(preset))
-    if given.get("recurrent"):  # raw returns would rule the cell that policy and value share
+    if given.get("recurrent"):  # the value shares its cell: with raw returns its gradient drowns the policy's
         values.pop("normalize_reward", None)
     return {**values, **given, "preset": preset}
 

@@ -71,7 +71,7 @@ class ChunkAdapter(Adapter):
         self._everyone.setflags(write=False)
         self._done = np.zeros(envs.num_envs, bool)  # whose episode has ended, if the caller resets
         self._chunks: list[_Pending] = []
-        self._unused: list[tuple[int, Inference]] = []  # policies that nobody refers to any more
+        self._unused: list[tuple[int, Inference]] = []  # policies whose store is gone
         self._sizes = np.array([len(part) for part in envs.parts])
 
     def publish(self, policy: Any, first_version: int = 0, *, inference: Inference = "worker") -> WeightStore:
