@@ -130,9 +130,9 @@ def _environment(threads: int) -> dict[str, str]:
     return {name: text for name, text in variables.items() if name not in _SECRETS}
 
 
-def _server(preload: Sequence[str], threads: int) -> Any:
-    """Returns the fork server for some modules. It is started if it does not run."""
-    with _lock:
+def _server(preload: Sequence[str], threads: int) -> tuple[Any, dict[str, str]]:
+    """Returns the fork server for some modules, which runs, and the environment variables of its next worker."""
+    with _lock, uninterrupted():  # this process has the server's variables while it starts one
         resource_tracker.ensure_running()  # here: it unblocks the signals
         variables = _environment(threads)
         key = os.getpid(), tuple(variables[name] for name in _THREADS), tuple(preload)  # libraries read them once
@@ -150,7 +150,7 @@ def _server(preload: Sequence[str], threads: int) -> Any:
                 del os.environ[name]
             os.environ.update(hidden)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return server
+        return server, variables
 
 
 class _Popen(Popen):
@@ -220,9 +220,9 @@ class OwnedProcess:
         timeout_s: float,
         share: WorkerShare = WorkerShare(),  # noqa: B008  # it is immutable
     ) -> None:
-        server = _server(preload, share.threads)  # first: the process gets the folder of its socket
-        variables = _environment(share.threads) | share.variables()
-        process = Process(target=_main, args=(variables, os.getpid(), target, args), name=name)
+        server, variables = _server(preload, share.threads)  # first: the process gets the folder of its socket
+        own = variables | share.variables(), os.getpid(), target, args
+        process = Process(target=_main, args=own, name=name)
         deadline = time.monotonic() + _END_S
         while True:
             try:
@@ -232,7 +232,7 @@ class OwnedProcess:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_POLL_S)
-                server = _server(preload, share.threads)
+                server, _ = _server(preload, share.threads)
         self.pid, self.sentinel = self._popen.pid, self._popen.sentinel
 
     @property

@@ -240,17 +240,18 @@ FILES = "/node/local_worker.py", "/node/machine.py", "/node/memory.py", "/node/p
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_while_workers_start_leaves_no_process_and_no_file() -> None:
+def test_ctrl_c_while_workers_start_leaves_no_process_file_or_variable() -> None:
     make(CountingEnv, 2).close()  # starts the fork server
     gc.collect()  # what earlier tests have left
     me = psutil.Process()
-    before, others = me.num_fds(), {*me.children(recursive=True)}
-    for number in itertools.count(step=11):
+    before, others, variables = me.num_fds(), {*me.children(recursive=True)}, {**os.environ}
+    for number in itertools.count(step=5):
         if env := interrupted_at(number, partial(make, CountingEnv, 2), *FILES):
             break
         gc.collect()
         wait_until(lambda: {*me.children(recursive=True)} <= others, "no worker is left")
         assert me.num_fds() <= before
+        assert variables == {**os.environ}
     env.close()
     assert number > 100
 
