@@ -169,6 +169,7 @@ def assert_refused(
     from rayvec.cli import main
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which the command appends the folder
 
     def check(arguments: list[str], *words: str) -> None:
         files = sorted(tmp_path.rglob("*"))

@@ -26,8 +26,6 @@ from rayvec.config.schema import fields_of
 from rayvec.training.run_dir import load_config, load_run
 
 TINY = [*options({**SMALL, **HERE}), "--total-steps=64"]
-
-
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -81,7 +79,9 @@ def test_the_help_shows_the_value_that_applies(
 def test_a_run_starts_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = (tmp_path / name for name in "abc")
     assert main(["train", "ppo", *TINY, "--seed=7", "--eval-episodes=0", f"--run-dir={first}"]) == 0
-    assert "rayvec: preset classic: learning_rate=0.008, gamma=0.98," in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "rayvec: preset classic: learning_rate=0.008, gamma=0.98," in said.err
+    assert "greedy return none after 64 steps" in said.out
     text = (first / "config.yaml").read_text()
     assert "gradients. (Chosen by the preset.)" not in text and "(Chosen by the preset.)\ngamma: 0.98" in text
     assert main(["train", f"--config={first}/config.yaml", "--gamma=0.5", f"--run-dir={second}"]) == 0
@@ -118,30 +118,28 @@ def test_a_command_without_its_name(arguments: list[str], capsys: pytest.Capture
         ("train ppo --learners decentralized --cores-per-env 1", ["cores_per_env", "decentralized"]),
         ("train --config nowhere.yaml", ["nowhere.yaml can't be read"]),
         ("train ppo --config a --resume b", ["a can't be read"]),
+        ("train --plugin", ["plugin"]),
+        ("--plugin= train", ["plugin"]),
+        ("train --plugin --seed 3", ["plugin"]),
         ("eval", ["run_dir is missing"]),
-    ],
-)
-def test_wrong_usage(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:
-    assert_refused(arguments.split(), *words)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--num-envs 0", ["num_envs", "equal to 1", "is 0"]),
-        ("--gamma 1.5", ["gamma", "less than or equal to 1", "is 1.5"]),
-        ("--env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
-        ("--resume nowhere", ["config.yaml"]),
-        ("--num-nodes 1 --workers-per-node 0", ["workers_per_node is 0"]),
-        ("--wrappers no_such_module:f", ["'no_such_module:f'", "No module named"]),
-        (f"--num-envs {10**18}", ["memory", "Out of memory: MemoryError", "Lower num_envs"]),
-        ("--clip_range=0.1", ["Did you mean --clip-coef?"]),
-        ("--num-nodes 1:2 --learners dedicated", ["one number of nodes"]),
-        pytest.param("--learner-device cuda", ["learner_device", "a GPU", "'cpu'"], marks=without_gpu),
+        ("eval nowhere", ["config.yaml"]),
+        ("eval . --episodes 0", ["episodes", "is 0"]),
+        ("eval . --num-nodes -1", ["equal to 0", "is -1"]),
+        ("doctor --env-id NoSuch-v0", ["NoSuch-v0"]),
+        ("train ppo --num-envs 0", ["num_envs", "equal to 1", "is 0"]),
+        ("train ppo --gamma 1.5", ["gamma", "less than or equal to 1", "is 1.5"]),
+        ("train ppo --env-id NoSuchEnvironment-v0", ["NoSuchEnvironment-v0"]),
+        ("train ppo --resume nowhere", ["config.yaml"]),
+        ("train ppo --num-nodes 1 --workers-per-node 0", ["workers_per_node is 0"]),
+        ("train ppo --wrappers no_such_module:f", ["'no_such_module:f'", "No module named"]),
+        (f"train ppo --num-envs {10**18}", ["memory", "Out of memory: MemoryError", "Lower num_envs"]),
+        ("train ppo --clip_range=0.1", ["Did you mean --clip-coef?"]),
+        ("train ppo --num-nodes 1:2 --learners dedicated", ["one number of nodes"]),
+        pytest.param("train ppo --learner-device cuda", ["learner_device", "a GPU", "'cpu'"], marks=without_gpu),
     ],
 )
 def test_what_cannot_work(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:
-    assert_refused(["train", "ppo", *arguments.split()], *words)
+    assert_refused(arguments.split(), *words)
 
 
 class WrongShape(CountingEnv):
@@ -157,18 +155,6 @@ def test_settings_that_are_on_or_off_or_unset(tmp_path: Path, args: list[str], v
     settings = ["--num-envs=2", "--num-steps=8", "--num-minibatches=1", "--total-steps=16", "--eval-episodes=0"]
     assert main(["train", "impala", *settings, *args, "--num-nodes=0", f"--run-dir={run_dir}"]) == 0
     assert load_config(run_dir).prefetch is value  # type: ignore[attr-defined]
-
-
-def test_a_run_without_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = options({**SMALL, **HERE, "total_steps": 64, "eval_episodes": 0, "run_dir": tmp_path / "a"})
-    assert main(["train", "ppo", *settings]) == 0
-    assert "greedy return none after 64 steps" in capsys.readouterr().out
-
-
-def test_evaluating_nothing(tmp_path: Path, assert_refused: AssertRefused) -> None:
-    assert_refused(["eval", str(tmp_path / "nowhere")], "config.yaml")
-    assert_refused(["eval", str(tmp_path), "--episodes", "0"], "episodes", "is 0")
-    assert_refused(["eval", str(tmp_path), "--num-nodes", "-1"], "equal to 0", "is -1")
 
 
 def test_an_environment_whose_constructor_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

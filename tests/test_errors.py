@@ -62,25 +62,15 @@ class TestRemoteFailure:
     @pytest.mark.parametrize(
         "error",
         [
-            ValueError("a", 1),
-            KeyError("k"),
-            OSError(2, "no such file", "name"),
-            StopIteration(3),
-            make_local(),
-            ZeroDivisionError(),
+            *(ValueError("a", 1), KeyError("k"), OSError(2, "no such file", "name"), StopIteration(3)),
+            *(make_local(), ZeroDivisionError()),
+            *(OwnError(3, "odd"), Twice("thing"), KeywordOnly(code=3)),  # constructors that take other arguments
         ],
         ids=repr,
     )
     def test_what_can_be_rebuilt_is(self, error: Exception) -> None:
         rebuilt = captured(error).rebuild()
-        assert type(rebuilt).__qualname__ == type(error).__qualname__
-        assert (str(rebuilt), rebuilt.args) == (str(error), error.args)
-        self.check_cause(rebuilt.__cause__, error)
-
-    @pytest.mark.parametrize("error", [OwnError(3, "odd"), Twice("thing"), KeywordOnly(code=3)], ids=repr)
-    def test_a_constructor_may_take_other_arguments(self, error: Exception) -> None:
-        rebuilt = captured(error).rebuild()
-        assert type(rebuilt) is type(error) and vars(rebuilt) == vars(error)
+        assert type(rebuilt).__qualname__ == type(error).__qualname__ and vars(rebuilt) == vars(error)
         assert (str(rebuilt), rebuilt.args) == (str(error), error.args)
         self.check_cause(rebuilt.__cause__, error)
 

@@ -253,12 +253,6 @@ def test_one_that_can_not_be_imported(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("args", [["train", "--plugin"], ["--plugin=", "train"], ["train", "--plugin", "--seed", "3"]])
-def test_an_option_without_a_module(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(args) == 2
-    assert "plugin" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("kind", "env_id", "preset"),
     [

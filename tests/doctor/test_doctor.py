@@ -100,11 +100,6 @@ def test_the_command_that_it_prints_trains(tmp_path: Path, capsys: pytest.Captur
     assert main([*arguments, *short]) == 0
 
 
-def test_an_unknown_environment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--env-id", "NoSuch-v0"]) == 2
-    assert "NoSuch-v0" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_an_address_where_nothing_answers(tmp_path: Path) -> None:
     with running(["doctor", "--address", "127.0.0.1:1"], tmp_path) as command:

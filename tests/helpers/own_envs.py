@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,6 @@ class Line(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._t += 1
         return self._obs(), float(action == self._t % 3), self._t >= self._length, False, {}
-
-    def has_module(self, name: str) -> bool:
-        return name in sys.modules
 
     def _obs(self) -> Any:
         return self.np_random.normal(size=self.observation_space.shape).astype(np.float32)

@@ -39,10 +39,6 @@ class Adder:
         """Returns what can't be pickled."""
         return threading.Lock()
 
-    def returned(self, *values: Any) -> tuple[Any, ...]:
-        """Returns what it is given."""
-        return values
-
     def kind_of_ranks(self) -> tuple[str, int, int, int]:
         """Returns how this rank sums, who it is, and where it is."""
         return type(self._ranks).__name__, self._ranks.rank, self._ranks.size, torch.get_num_threads()
