@@ -12,37 +12,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers.interrupts import interrupted_at
+from helpers.own_envs import Diary
 
 import rayvec
-
-POSITION = spaces.Dict({"at": spaces.Tuple([spaces.Box(0, 99, (2,), np.float32)]), "name": spaces.Text(9)})
-
-
-class Diary(gymnasium.Env[Any, Any]):
-    """Shows the number of steps in its episode, and the action before; one of its steps raises, once."""
-
-    observation_space = POSITION
-    action_space = spaces.Discrete(3, start=4)
-
-    def __init__(self, env_index: int, failed: Path, fails_at: int = 0) -> None:
-        self._len, self._failed = 3 + 4 * env_index, failed / str(env_index)
-        self._steps_left = 0 if self._failed.exists() else fails_at
-
-    def _shown(self, action: int) -> Any:
-        return {"at": (np.array([self._step, action], np.float32),), "name": f"step {self._step}"}
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._step = 0
-        return self._shown(0), {}
-
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._steps_left -= 1
-        if self._steps_left == 0:
-            self._failed.touch()
-            raise RuntimeError("it broke")
-        self._step += 1
-        return self._shown(action), float(self._step), self._step == self._len, False, {}
 
 
 def acts(observations: Any) -> Any:

@@ -117,6 +117,7 @@ def changes_the_process(env: OddValues) -> Any:
     thread = threading.Thread(target=os.environ.__setitem__, args=("RAYVEC_TEST_ODD", "1"))
     thread.start()
     thread.join()
+    del os.environ["RAYVEC_TEST_ODD"]
     os.chdir(before)
     return {"draw": np.random.rand()}
 

@@ -23,12 +23,18 @@ class Discrete:
 
 
 class Plant:
-    """A plain object: its observation is its pid, and a count of steps; an action of 2 does what `fault` says."""
+    """A plain object that counts its steps; an action of 2 does what `fault` says.
+
+    With a folder, it opens once as many as `together` open there at the same time.
+    """
 
     action_space = Discrete()
 
-    def __init__(self, fault="", size=2, opens_s=0):
-        time.sleep(opens_s)
+    def __init__(self, fault="", size=2, folder="", together=1):
+        if folder:
+            open(os.path.join(folder, str(os.getpid())), "w").close()
+            while len(os.listdir(folder)) < together:
+                time.sleep(0.01)
         self.observation_space = Box(size)
         self.fault, self.difficulty, self.steps = fault, 1, 0
 

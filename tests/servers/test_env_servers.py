@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import json
 import logging
 import os
 import re
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
 from helpers.training_kit import SMALL, options
-from helpers.waiting import alive, wait_until
+from helpers.waiting import DEADLINE_S, alive, wait_until
 
 import rayvec
 from rayvec.cli import main
@@ -222,7 +223,7 @@ def test_a_server_that_dials_in_again_takes_the_place_of_its_lost_connection(key
         env.step(np.array([1]))
         assert env.step(np.array([1]))[4]["where"]["pid"][0] == pid == server.pid
         env.close()
-    assert server.wait(10) == 0
+    assert server.wait(DEADLINE_S) == 0
 
 
 def pump(source: socket.socket, target: socket.socket) -> None:
@@ -242,13 +243,13 @@ def test_strangers_and_other_keys_and_versions_are_refused(
     codes: list[int] = []
 
     def visit(port: int) -> None:
-        codes.append(dial_in(port, other_key).wait(30))
+        codes.append(dial_in(port, other_key).wait(DEADLINE_S))
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: example\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(100):
                     pass
-        codes.append(dial_in(port, key_file, server=newer).wait(30))
+        codes.append(dial_in(port, key_file, server=newer).wait(DEADLINE_S))
         dial_in(port, key_file)
 
     with caplog.at_level(logging.WARNING), rayvec.EnvServers(1, key_file=key_file) as servers:
@@ -258,7 +259,7 @@ def test_strangers_and_other_keys_and_versions_are_refused(
         visitors.join()
         env.reset()
         env.close()
-    assert codes == [1, 1] and dial_in.processes[-1].wait(10) == 0
+    assert codes == [1, 1] and dial_in.processes[-1].wait(DEADLINE_S) == 0
     refusals = [record.message for record in caplog.records if "refused" in record.message]
     assert "it has another key" in refusals[0] and all("another protocol, or" in each for each in refusals[1:])
     assert len(refusals) == 3 and KEY not in caplog.text
@@ -284,9 +285,11 @@ def test_a_stranger_does_not_stop_a_server_that_a_worker_starts(tmp_path: Path) 
 
 
 def test_neither_servers_that_open_slowly_nor_silent_strangers_keep_others_waiting(
-    key_file: Path, dial_in: Dialler
+    key_file: Path, dial_in: Dialler, tmp_path: Path
 ) -> None:
+    """Each opens when all of them open; a stranger is refused after 10 s."""
     strangers: list[socket.socket] = []
+    (tmp_path / "opening").mkdir()
 
     def connect() -> None:
         while not strangers:
@@ -297,7 +300,7 @@ def test_neither_servers_that_open_slowly_nor_silent_strangers_keep_others_waiti
         stranger = Thread(target=connect)
         stranger.start()
         for _ in range(4):
-            dial_in(servers.port, key_file, kwargs='{"opens_s": 4}')
+            dial_in(servers.port, key_file, kwargs=json.dumps({"folder": str(tmp_path / "opening"), "together": 4}))
         with rayvec.RayVecEnv(servers, num_nodes=0, workers_per_node=4) as env:
             assert env.reset(seed=1)[0].shape == (4, 2)
     stranger.join()
@@ -309,7 +312,7 @@ def test_servers_whose_spaces_differ_are_refused(key_file: Path, dial_in: Dialle
         processes = [dial_in(servers.port, key_file, kwargs=f'{{"size": {size}}}') for size in (2, 3)]
         with pytest.raises((ConfigError, ValueError), match="space"):
             rayvec.RayVecEnv(servers, num_nodes=0)
-    assert [process.wait(10) for process in processes] == [0, 0]
+    assert [process.wait(DEADLINE_S) for process in processes] == [0, 0]
 
 
 def test_what_servers_need_is_checked(key_file: Path, tmp_path: Path) -> None:
@@ -372,7 +375,7 @@ env = rayvec.RayVecEnv(servers, num_nodes=0)
 env.reset()
 print(env.step([1])[4]["where"]["pid"][0])
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S)
     pid = int(ended.stdout)
     wait_until(lambda: not alive(pid))
 
@@ -382,7 +385,7 @@ def test_servers_that_dial_in_end_with_a_script_that_closes_nothing_but_not_with
 ) -> None:
     program = f"""
 import os, sys, rayvec
-servers = rayvec.EnvServers(1, key_file={str(key_file)!r}, start_timeout_s=20)
+servers = rayvec.EnvServers(1, key_file={str(key_file)!r}, start_timeout_s=100)
 print(servers.port, flush=True)
 rayvec.RayVecEnv(servers, num_nodes=0).close()
 if os.fork() == 0:
@@ -393,8 +396,8 @@ env = rayvec.RayVecEnv(servers, num_nodes=0)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as script:
         assert script.stdout is not None
         server = dial_in(int(script.stdout.readline()), key_file)
-        assert script.wait(60) == 0
-    assert server.wait(10) == 0
+        assert script.wait(DEADLINE_S) == 0
+    assert server.wait(DEADLINE_S) == 0
 
 
 def test_the_file_of_the_server_is_for_python_3_8_with_numpy_alone() -> None:

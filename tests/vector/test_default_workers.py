@@ -115,9 +115,9 @@ def test_an_environment_with_a_mask_is_tried_with_actions_that_it_allows(
 
 
 def test_the_other_adapters_decide_alike() -> None:
-    with rayvec.tianshou.RayVectorEnv([make_sleeping] * MANY, num_nodes=0) as env:
+    with rayvec.tianshou.RayVectorEnv([make_sleeping] * MANY, num_nodes=0, preload=()) as env:
         assert workers_of(env) == MANY
-    env = rayvec.stable_baselines3.RayVecEnv([make_sleeping] * MANY, num_nodes=0)
+    env = rayvec.stable_baselines3.RayVecEnv([make_sleeping] * MANY, num_nodes=0, preload=())
     assert workers_of(env) == MANY
     env.close()
 
@@ -178,7 +178,7 @@ class TestOnRay:
             pass
         with rayvec.RayVecEnv(make, 4):  # Ray frees the cores of the former with a delay
             pass
-        rayvec.stable_baselines3.RayVecEnv([make] * 6).close()  # it claims no cores
+        rayvec.stable_baselines3.RayVecEnv([make] * 6, preload=()).close()  # it claims no cores
         assert events(path).count("env make") == 16
 
     @pytest.mark.parametrize(

@@ -249,6 +249,7 @@ class TestConstruction:
             with closing(sync):
                 in_lockstep(env, sync.unwrapped, 20)
                 assert env.spec is not None and env.spec.id == "CartPole-v1"
+        assert env.closed
 
     def test_specs_and_wrappers(self, make_vec: MakeVec) -> None:
         wrappers = (gymnasium.wrappers.FlattenObservation, partial(gymnasium.wrappers.TimeLimit, max_episode_steps=4))
