@@ -24,6 +24,36 @@ def _numbers_at(chunk: Chunk, at: NDArray[np.int64], names: Sequence[str]) -> di
     return found
 
 
+def add_rewards(
+    chunk: Chunk, sums: NDArray[np.float64], nums: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Adds rewards and steps of a chunk to those of the unfinished episodes, in the order of steps, in place.
+
+    An episode that a fault cuts in the middle of the chunk ends like others; what a fault has ended before the chunk's
+    first step is still in the sums.
+
+    Args:
+        chunk: The chunk.
+        sums: The rewards of each environment's unfinished episode, ``float64 [N]``.
+        nums: The steps of it, ``int64 [N]``.
+
+    Returns:
+        The return and the length of each episode where it ends, ``[T, N]``; 0 elsewhere.
+    """
+    rew = np.where(chunk.valid, chunk.rew, 0.0)
+    returns, lens = np.zeros(rew.shape), np.zeros(rew.shape, np.int64)
+    ends = chunk.done & chunk.valid
+    has_ends = ends.any(1).tolist()
+    for t in range(chunk.num_steps):
+        sums += rew[t]
+        nums += chunk.valid[t]
+        if has_ends[t]:
+            ended = np.flatnonzero(ends[t])
+            returns[t, ended], lens[t, ended] = sums[ended], nums[ended]
+            sums[ended] = nums[ended] = 0
+    return returns, lens
+
+
 class EpisodeTracker:
     """Sums rewards and steps of episodes that may span several chunks.
 
@@ -52,30 +82,15 @@ class EpisodeTracker:
         Returns:
             The episodes that ended in it and count, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
         """
-        ends, restarts = counted_ends(chunk), chunk.restarts
         sums, nums = self._returns[envs], self.lens[envs]
-
-        def forget(columns: NDArray[np.int64]) -> None:
-            sums[columns] = nums[columns] = 0
-
-        forget(restarts[restarts[:, 0] < 0, 1])
-        rew, valid = np.where(chunk.valid, chunk.rew, 0.0), chunk.valid
-        with_ends, with_restarts = set(np.nonzero(ends)[0].tolist()), set(restarts[:, 0].tolist())
-        parts: list[list[Any]] = [[np.zeros(0)], [np.zeros(0, np.int64)]]
-        for t in range(chunk.num_steps):
-            if t in with_restarts:
-                forget(restarts[restarts[:, 0] == t, 1])
-            sums += rew[t]
-            nums += valid[t]
-            if t in with_ends:
-                ended = np.flatnonzero(ends[t])
-                for part, values in zip(parts, (sums, nums), strict=True):
-                    part.append(values[ended])
-                forget(ended)
+        cut_before = chunk.restarts[chunk.restarts[:, 0] <= 0, 1]
+        sums[cut_before] = nums[cut_before] = 0
+        returns, lens = add_rewards(chunk, sums, nums)
         self._returns[envs], self.lens[envs] = sums, nums
-        (returns, lens), at = map(np.concatenate, parts), np.argwhere(ends)
+        ends = counted_ends(chunk)
+        at = np.argwhere(ends)
         metrics = _numbers_at(chunk, at, self._metrics) if self._metrics else {}
-        return EpisodeStats(chunk.env_ids[at[:, 1]], returns, lens, metrics), at
+        return EpisodeStats(chunk.env_ids[at[:, 1]], returns[ends], lens[ends], metrics), at
 
     def cut(self, envs: NDArray[np.int64], env_ids: NDArray[np.int64]) -> EpisodeStats:
         """Returns the unfinished episodes of some environments as if they had ended, and drops them from the sums.

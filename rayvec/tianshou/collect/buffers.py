@@ -25,6 +25,7 @@ from tianshou.data.buffer.manager import PrioritizedReplayBufferManager
 
 from rayvec.data import Chunk, ChunkInfo, Tree, objects, tree_leaves, tree_map
 from rayvec.data.chunk import counted_ends
+from rayvec.data.episodes import add_rewards
 
 _IN_BULK = {
     cls.add for cls in (ReplayBuffer, ReplayBufferManager, PrioritizedReplayBuffer, PrioritizedReplayBufferManager)
@@ -109,14 +110,17 @@ def add_chunk(
 
 
 def _add_in_bulk(buffer: ReplayBuffer, chunk: Chunk, fields: dict[str, Any]) -> Ended:
-    valid, rew = chunk.valid, np.where(chunk.valid, chunk.rew, 0.0)
+    valid, done = chunk.valid, chunk.done & chunk.valid
     subs, offsets = _sub_buffers(buffer, chunk.env_ids)
     first, begin, held, sizes = (
         np.array([getattr(sub, name) for sub in subs])
         for name in ("_insertion_idx", "_ep_start_idx", "_size", "maxsize")
     )
     taken = valid.cumsum(0)
-    returns, lens, total, length = _ended_episodes(subs, rew, valid, chunk.done & valid, begin, first + taken)
+    begin = np.where(done.any(0), (done * (first + taken)).max(0), begin)  # the step after the last end
+    total = np.array([sub._ep_return for sub in subs], float)
+    length = np.array([sub._ep_len for sub in subs])
+    returns, lens = add_rewards(chunk, total, length)
     states = zip(
         subs,
         taken[-1].tolist(),
@@ -144,28 +148,6 @@ def _add_in_bulk(buffer: ReplayBuffer, chunk: Chunk, fields: dict[str, Any]) -> 
         if isinstance(buffer, PrioritizedReplayBuffer):
             buffer.init_weight(index)
     return returns, lens
-
-
-def _ended_episodes(
-    subs: Sequence[Any], rew: Any, valid: Any, done: Any, begin: NDArray[np.int64], following: NDArray[np.int64]
-) -> tuple[Any, ...]:
-    """Sums rewards and counts steps in their order; writes to `begin` the step after the last end.
-
-    Returns:
-        Returns and lengths where an episode ends, ``[T, N]``, and those of the unfinished episodes, ``[N]``.
-    """
-    returns, lens = np.zeros(rew.shape), np.zeros(rew.shape, np.int64)
-    total = np.array([sub._ep_return for sub in subs], float)
-    length = np.array([sub._ep_len for sub in subs])
-    any_done = done.any(1).tolist()
-    for t in range(len(rew)):
-        total += rew[t]
-        length += valid[t]
-        if any_done[t]:
-            over = done[t]
-            returns[t, over], lens[t, over] = total[over], length[over]
-            total[over], length[over], begin[over] = 0.0, 0, following[t, over]
-    return returns, lens, total, length
 
 
 def _write(buffer: ReplayBuffer, index: NDArray[np.int64], rows: Any) -> None:
