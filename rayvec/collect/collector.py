@@ -17,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.collect.quotas import EPISODE_CHUNK_STEPS, episode_quotas, within_quotas
 from rayvec.collect.recording import Recording
 from rayvec.collect.scheduler import ChunkScheduler, ScheduledChunk, join_lanes
-from rayvec.collect.schedules import EpisodeQuotas
-from rayvec.data import Batch, Chunk, CollectStats, EpisodeStats
+from rayvec.data import Batch, CollectStats, EpisodeStats
 from rayvec.data.batch import join_episodes
-from rayvec.data.chunk import StopEarly, counted_ends
+from rayvec.data.chunk import StopEarly
 from rayvec.data.episodes import EpisodeTracker
 from rayvec.data.finite_checks import find_bad_obs
 from rayvec.data.plain_bytes import from_bytes, to_bytes
@@ -272,28 +272,30 @@ class Collector:
         if self._tracker.lens.any() or not self._chunks.is_idle:
             self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
         self._uses_seen = None  # an interrupt leaves steps that are in no batch
-        quotas = EpisodeQuotas(n_episode, self._env.num_envs)
+        left = episode_quotas(n_episode, self._env.num_envs)
         rollouts, played = list[Rollout](), list[EpisodeStats]()
-        while num_steps := quotas.next_steps():
+        while left.any():
+            num_steps = EPISODE_CHUNK_STEPS
             if max_len is not None:
-                num_steps = min(num_steps, max_len - int(self._tracker.lens[quotas.unfinished].max()))
+                num_steps = min(num_steps, max_len - int(self._tracker.lens[left > 0].max()))
             self._wait_for(num_steps)
             [rollout] = [chunk.rollout for chunk in self._chunks.take()]
             stats, places = self._tracker.add(rollout.chunk)
-            valid = quotas.take(rollout.chunk.valid, counted_ends(rollout.chunk))
+            valid = within_quotas(rollout.chunk, left)
             played.append(stats.where(valid[tuple(places.T)]))
             if max_len is not None:
-                played.append(self._cut(quotas.unfinished & (self._tracker.lens >= max_len), quotas, rollout.chunk))
+                is_long = (left > 0) & (self._tracker.lens >= max_len)
+                left -= is_long
+                played.append(self._cut(is_long, rollout.chunk.env_ids))
             if keeps_chunks:
                 rollouts.append(rollout._replace(chunk=replace(rollout.chunk, valid=valid)))
         return rollouts, join_episodes(played)
 
-    def _cut(self, is_long: NDArray[np.bool_], quotas: EpisodeQuotas, chunk: Chunk) -> EpisodeStats:
+    def _cut(self, is_long: NDArray[np.bool_], env_ids: NDArray[np.int64]) -> EpisodeStats:
         """Ends the episodes of some environments, ``bool [N]``, and begins others; returns them."""
         if is_long.any():
-            quotas.cut(is_long)
             self._env.reset(options={"reset_mask": is_long})
-        return self._tracker.cut(np.flatnonzero(is_long), chunk.env_ids[is_long])
+        return self._tracker.cut(np.flatnonzero(is_long), env_ids[is_long])
 
     def _joined(self, finished: Sequence[ScheduledChunk], begin: float) -> Batch:
         """Makes a batch of steps."""

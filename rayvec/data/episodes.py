@@ -43,11 +43,11 @@ def add_rewards(
     rew = np.where(chunk.valid, chunk.rew, 0.0)
     returns, lens = np.zeros(rew.shape), np.zeros(rew.shape, np.int64)
     ends = chunk.done & chunk.valid
-    has_ends = ends.any(1).tolist()
+    with_ends = set(np.flatnonzero(ends.any(1)).tolist())
     for t in range(chunk.num_steps):
         sums += rew[t]
         nums += chunk.valid[t]
-        if has_ends[t]:
+        if t in with_ends:
             ended = np.flatnonzero(ends[t])
             returns[t, ended], lens[t, ended] = sums[ended], nums[ended]
             sums[ended] = nums[ended] = 0

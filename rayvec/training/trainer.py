@@ -15,7 +15,7 @@ import torch
 from gymnasium import Space
 
 from rayvec.collect.collector import Collector
-from rayvec.collect.schedules import episode_quotas
+from rayvec.collect.quotas import episode_quotas
 from rayvec.config import TrainConfig
 from rayvec.data import Batch, CollectStats, EpisodeStats
 from rayvec.distributed.stragglers import Stragglers

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Literal, cast
 
 import gymnasium
@@ -17,8 +19,8 @@ from tianshou.data import CollectStats, ReplayBuffer
 from tianshou.data.collector import EpisodeRolloutHookProtocol, StepHookProtocol, TCollectStats
 from tianshou.env import BaseVectorEnv
 
+from rayvec.collect.quotas import EPISODE_CHUNK_STEPS, episode_quotas, within_quotas
 from rayvec.collect.scheduler import ChunkScheduler
-from rayvec.collect.schedules import EpisodeQuotas, StepCount, TianshouEpisodes
 from rayvec.data import Chunk
 from rayvec.data.chunk import counted_ends
 from rayvec.errors import ConfigError, check_choice, check_count, require
@@ -27,6 +29,9 @@ from rayvec.tianshou.env.pool_env import assembled_chunk
 from rayvec.tianshou.env.vector_env import RayVectorEnv
 from rayvec.tianshou.policies import TianshouPolicy, policy_entry, records_logp
 from rayvec.vector.chunks import WeightStore
+
+_MAX_STEPS = 128
+"""Steps of a chunk where their number is known beforehand; it bounds the memory that chunks take."""
 
 
 @dataclass(kw_only=True)
@@ -183,20 +188,24 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
     def _collect_chunks(self, chunks: ChunkScheduler, n_step: int | None, n_episode: int | None) -> Any:
         """Collects chunks until there are as many steps or episodes as requested, and stores them."""
         stats: Any = self.collect_stats_class()
-        store, goes_ahead = self._published(), self._prefetch and not n_episode
-        steps = StepCount(n_step or 0, self.env_num)
-        schedule: StepCount | EpisodeQuotas | TianshouEpisodes = steps
-        if n_episode:
-            schedule = (EpisodeQuotas if self._unbiased else TianshouEpisodes)(n_episode, self.env_num)
-        num_next = steps.next_steps() if goes_ahead else 0
-        while num_steps := schedule.next_steps():
-            num_ahead = num_next if steps.left <= num_steps else 0
-            chunks.collect(store, num_steps, num_ahead=num_ahead)
+        store = self._published()
+        num_steps = -(-(n_step or 0) // self.env_num)
+        for start in range(0, num_steps, _MAX_STEPS):
+            is_last = start + _MAX_STEPS >= num_steps
+            num_ahead = min(num_steps, _MAX_STEPS) if self._prefetch and is_last else 0
+            chunks.collect(store, min(num_steps - start, _MAX_STEPS), num_ahead=num_ahead)
             for chunk in (each.rollout.chunk for each in chunks.take()):
-                valid = schedule.take(chunk.valid, counted_ends(chunk))
-                self._insert(replace(chunk, valid=valid), stats)
-                if goes_ahead:
+                self._insert(chunk, stats)
+                if self._prefetch:
                     stats.staleness = max(getattr(stats, "staleness", 0), store.version - chunk.weights_version)
+        left = np.array([n_episode or 0])
+        belongs: Callable[..., NDArray[np.bool_]] = partial(_first_to_end, np.arange(self.env_num) < left)
+        if self._unbiased:
+            left, belongs = episode_quotas(n_episode or 0, self.env_num), within_quotas
+        while left.any():
+            chunks.collect(store, EPISODE_CHUNK_STEPS)
+            for chunk in (each.rollout.chunk for each in chunks.take()):
+                self._insert(replace(chunk, valid=belongs(chunk, left)), stats)
         self.collect_step += stats.n_collected_steps
         self.collect_episode += stats.n_collected_episodes
         if n_episode:
@@ -228,6 +237,28 @@ class Collector(tianshou.data.Collector[TCollectStats], Generic[TCollectStats]):
         if "dist_std" in chunk.extras:
             parts = [] if stats.pred_dist_std_array is None else [stats.pred_dist_std_array]
             stats.pred_dist_std_array = np.concatenate([*parts, chunk.extras["dist_std"][chunk.valid]])
+
+
+def _first_to_end(takes_part: NDArray[np.bool_], chunk: Chunk, left: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Returns which steps of a chunk belong to a number of episodes, by the rule of Tianshou's Collector.
+
+    When fewer episodes are left than environments take part, the first of those that have just ended one leave, so
+    short episodes come more often.
+
+    Args:
+        takes_part: The environments that take part, ``bool [N]``: at first, no more than there are episodes. Those that
+            leave are removed.
+        chunk: The chunk.
+        left: How many episodes are left, ``int64 [1]``; those that end in the chunk are subtracted.
+    """
+    ended, belongs = counted_ends(chunk), chunk.valid & takes_part
+    for t in np.flatnonzero(ended.any(1)).tolist():
+        columns = np.flatnonzero(ended[t] & takes_part)
+        left -= len(columns)
+        leaving = columns[: max(0, int(takes_part.sum() - left[0]))]
+        takes_part[leaving] = False
+        belongs[t + 1 :, leaving] = False
+    return belongs
 
 
 def _check_policy_and_env(policy: Any, env: Any) -> None:
