@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -30,6 +31,7 @@ class Node:
 
     Args:
         spec: What its machine starts with.
+        gpus: The GPUs that are claimed for its environments, without a `claim`.
         claim: What is claimed from Ray for it: `wait()` returns the GPUs once the rest is reserved too, `release()`
             makes all of it free again.
 
@@ -39,15 +41,14 @@ class Node:
         memory_of: Returns the memory of some rows of the arrays that hold its answers.
         objects: The arrays of these that hold objects, and have no such memory.
         pending: The pending commands, and what to wait for.
-        gpus: The GPUs that are claimed for its environments.
     """
 
     transport = "shm"
     machine: Machine
 
-    def __init__(self, spec: MachineSpec, claim: Any = None) -> None:
+    def __init__(self, spec: MachineSpec, gpus: Sequence[str] = (), claim: Any = None) -> None:
         self.name, self._spec = f"node {spec.name}", spec
-        self._claim, self.gpus = claim, list[str]()
+        self._gpus, self._claim = gpus, claim
         self.pending: list[tuple[Command, Ticket | Future[Answer]]] = []
         self._own_policies: set[int] = set()
         self._copies: list[tuple[Any, Any]] = []
@@ -56,8 +57,8 @@ class Node:
     def start(self) -> None:
         """Starts the workers."""
         if self._claim is not None:
-            self.gpus = self._claim.wait()
-        self.machine = Machine(self._spec, self.gpus)
+            self._gpus = self._claim.wait()
+        self.machine = Machine(self._spec, self._gpus)
 
     def spaces(self) -> PoolSpaces:
         """Returns the spaces of the environments."""

@@ -1,4 +1,4 @@
-"""The nodes of the connected cluster, and what is free on them."""
+"""The nodes of the connected cluster: what is free on them, and what is claimed there for environments."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rayvec.cluster.ray_session import check_connected
+from rayvec.data import NodeSlice
+from rayvec.errors import NodeLostError
+from rayvec.fleet.commands import ChildLost
 
 _LOOK_AGAIN_S = 0.25
 _ANSWER_S = 2.0
 _SILENT_S = 0.1
 """How long a node gets to answer that did not the last time: Ray may list it for a minute, and each poll asks it."""
 _MAX_THREADS = 64
+_CLAIM_S = 10.0
 _T = TypeVar("_T")
 _NodeT = TypeVar("_NodeT", bound=Any)
 _silent = set[str]()
@@ -148,3 +155,67 @@ def look_until(look: Callable[[], _T], is_enough: Callable[[_T], Any], timeout_s
         if is_enough(found) or time.monotonic() >= deadline:
             return found
         time.sleep(_LOOK_AGAIN_S)
+
+
+class ClaimActor:
+    """An actor that holds what is claimed for environments, as long as it lives."""
+
+    def gpus(self) -> list[str]:
+        """Returns the GPUs that Ray has given to this actor."""
+        ids: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        return ids
+
+
+def start_actor(kind: type[ClaimActor], place: NodeSlice, amounts: Mapping[str, float]) -> Any:
+    """Starts an actor on a node that claims what its environments need, in a reserved bundle of the node if any."""
+    check_connected()
+    group, bundles = reserved_bundles()
+    strategy: Any = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+    custom = dict(amounts)
+    if place.node_id in bundles:
+        index, bundle = bundles[place.node_id][0]
+        custom = {name: min(amount, bundle.get(name, 0)) for name, amount in amounts.items()}
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    num_cpus, num_gpus = custom.pop("CPU", 0), custom.pop("GPU", 0)
+    actor: Any = ray.remote(max_restarts=0, max_task_retries=0)(kind)
+    claims = actor.options(num_cpus=num_cpus, num_gpus=num_gpus, resources=custom, scheduling_strategy=strategy)
+    return claims.remote()
+
+
+class Claim:
+    """What Ray gives to nothing else until it is released, or until this process ends: for the driver's own node.
+
+    In a driver, a placement group holds it, which needs no process: Ray removes it with the driver's job. Within a
+    task or an actor, such as a trial of Ray Tune, the job outlives the process. There an actor holds it, which ends
+    with the process that made it. So it does with GPUs, because only an actor knows which ones it has.
+
+    Args:
+        place: The node.
+        amounts: What is claimed, by Ray's names.
+    """
+
+    def __init__(self, place: NodeSlice, amounts: Mapping[str, float]) -> None:
+        self._name, self._amounts = place.name, dict(amounts)
+        is_in_job = ray.get_runtime_context().worker.mode == ray.WORKER_MODE
+        self._actor = start_actor(ClaimActor, place, amounts) if is_in_job or "GPU" in amounts else None
+        self._group: Any = None
+        if self._actor is None:
+            self._group = placement_group([dict(amounts)], bundle_label_selector=[{"ray.io/node-id": place.node_id}])
+
+    def wait(self) -> list[str]:
+        """Waits until Ray has reserved it. Returns the GPUs.
+
+        Raises:
+            ChildLost: It did not become free in time.
+        """
+        with suppress(ray.exceptions.GetTimeoutError):
+            if self._actor is not None:
+                return list(ray.get(self._actor.gpus.remote(), timeout=_CLAIM_S))
+            if self._group.wait(_CLAIM_S):
+                return []
+        raise ChildLost(NodeLostError(f"node {self._name} has not had {self._amounts} free for {_CLAIM_S:g} s."))
+
+    def release(self) -> None:
+        """Makes it free again."""
+        if ray.is_initialized():
+            remove_placement_group(self._group) if self._actor is None else ray.kill(self._actor)

@@ -13,8 +13,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from rayvec.cluster.node import Node
-from rayvec.cluster.node_actor import Claim
-from rayvec.cluster.nodes import FreeNode, choose_nodes, free_nodes, leaving_nodes, look_until, reserved_bundles
+from rayvec.cluster.nodes import Claim, FreeNode, choose_nodes, free_nodes, leaving_nodes, look_until, reserved_bundles
 from rayvec.cluster.placement import Demand, assign_parts, num_parts, plan_topology
 from rayvec.cluster.ray_session import check_connected
 from rayvec.cluster.remote import RemoteNode
@@ -103,7 +102,7 @@ class RayPlaces:
         if place.node_id != here:
             return RemoteNode(place, amounts, spec)
         is_reserved = here in reserved_bundles()[1] and "GPU" not in amounts
-        return Node(spec, Claim(place, amounts) if amounts and not is_reserved else None)
+        return Node(spec, claim=Claim(place, amounts) if amounts and not is_reserved else None)
 
     def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
         """Returns which environments move now, and where to. With a fixed number of nodes, none do."""

@@ -13,22 +13,20 @@ import numpy as np
 import ray
 from gymnasium import Space
 
-from rayvec.cluster.node_actor import start_actor
+from rayvec.cluster.node_actor import NodeActor
 from rayvec.cluster.node_facts import check_versions
+from rayvec.cluster.nodes import start_actor
 from rayvec.cluster.stream import Head, Stream, bytes_of, connect, memory_of_rows
 from rayvec.data import NodeSlice
 from rayvec.data.trees import object_leaves, tree_leaves
 from rayvec.env_server import Refused
 from rayvec.errors import NodeLostError, first_line
 from rayvec.fleet.commands import NO_NEWS, Answer, ChildLost, Command, Op, is_like
-from rayvec.fleet.fleet import CLOSE_S
 from rayvec.node.machine import MachineSpec
 from rayvec.node.messages import Message, pack, read_answer
 
 _START_S = 30.0
 """How long Ray may take to start the actor of a node, on a machine that is busy."""
-_GRACE_S = 1.0
-"""What a node is given more than the driver waits: it is the driver that ends what hangs."""
 
 
 class RemoteNode:
@@ -49,7 +47,7 @@ class RemoteNode:
     def __init__(self, place: NodeSlice, amounts: Mapping[str, float], spec: MachineSpec) -> None:
         self.name, self._place, self._spec = f"node {spec.name}", place, spec
         self._key = secrets.token_bytes(32)
-        self._actor = start_actor(place, amounts)
+        self._actor = start_actor(NodeActor, place, amounts)
         self._listening = self._actor.listen.remote(place.address, self._key)
         self._pending: list[Command] = []
         self._last_step: Command | None = None
@@ -69,7 +67,7 @@ class RemoteNode:
             self._stream = connect(self._place.address, port, self._key)
         except (ray.exceptions.RayError, Refused, OSError) as error:
             raise self._lost(f"no connection to {where}", error) from error
-        self._send(pack(("start", self._spec, [os.path.abspath(entry) for entry in sys.path])))
+        self._send(pack((self._spec, [os.path.abspath(entry) for entry in sys.path])))
 
     def _send(self, message: Message | None, head: Head = Head(), arrays: Sequence[Any] = ()) -> None:  # noqa: B008
         """Sends a frame. If the connection is lost, the wait for the answer raises."""
@@ -89,12 +87,6 @@ class RemoteNode:
         return self._reply()
 
     def _reply(self) -> Any:
-        """Waits for the result of a method of the node.
-
-        Raises:
-            ChildLost: The node is lost.
-            Exception: What the node has raised.
-        """
         answer = self._read()
         if answer.failure is not None:
             raise answer.failure.rebuild()
@@ -122,7 +114,7 @@ class RemoteNode:
     def open(self, arrays: dict[str, Any], first_id: int, *spaces: Space[Any]) -> None:
         """Attaches the arrays that hold the answers of its environments, and sends how these begin."""
         self._memory_of, self._objects = memory_of_rows(tree_leaves(arrays)), object_leaves(arrays["obs"])
-        self._send(pack(("allocate", arrays, first_id, *spaces)))
+        self._send(pack((arrays, first_id, *spaces)))
         with suppress(ChildLost):  # wait() says it
             self._reply()
 
@@ -147,9 +139,15 @@ class RemoteNode:
         return answer
 
     def worker_pids(self) -> Any:
-        """Returns the process ids of the owner of the workers, and of these."""
-        self._send(pack(("worker_pids",)))
-        return self._reply()
+        """Returns the process ids of the owner of the workers, and of these.
+
+        Raises:
+            NodeLostError: The node is lost.
+        """
+        try:
+            return ray.get(self._actor.worker_pids.remote(), timeout=_START_S)
+        except ray.exceptions.RayError as error:
+            raise self._lost("its actor does not answer", error).error from error
 
     def kill(self) -> None:
         """Ends the node at once."""
@@ -158,9 +156,9 @@ class RemoteNode:
         if ray.is_initialized():
             ray.kill(self._actor)
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
+    def close(self, timeout_s: float) -> None:
         """Asks the node to close its environments."""
-        self._send(pack(("close", timeout_s + _GRACE_S)))
+        self._stream.end()
 
     def join(self, timeout_s: float) -> bool:
         """Waits until it has closed them, and ends it after `timeout_s`. Returns whether it has closed by itself."""

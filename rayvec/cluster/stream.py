@@ -158,6 +158,11 @@ class Stream:
             raise ConnectionError("a frame that the other end has not written")
         return Message(data, large)
 
+    def end(self) -> None:
+        """Sends nothing more, which the other end gets as the end of the connection."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
     def wait_for_end(self, timeout_s: float) -> bool:
         """Waits up to `timeout_s` until the other end closes the connection. What it sends before is lost."""
         with suppress(OSError):

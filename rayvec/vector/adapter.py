@@ -96,7 +96,7 @@ class Adapter:
 
         Raises:
             AlreadyPendingCallError: Another call is pending, or another thread makes one.
-            NodeLostError: A node is lost, and its environments do not restart elsewhere; this closes all of them.
+            NodeLostError: A node is lost; this closes all environments.
         """
         self._assert_idle("worker_pids")
         return self._guarded(self._envs.pids)
