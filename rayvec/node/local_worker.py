@@ -251,6 +251,6 @@ class LocalWorker:
 
     def join(self, timeout_s: float) -> bool:
         """Waits until the worker has ended, and kills it after `timeout_s`. Returns whether it ended by itself."""
-        has_ended = self._process.wait(timeout_s)
+        has_ended = self._process.wait(timeout_s) is not None
         self.kill()
         return has_ended

@@ -153,47 +153,11 @@ def _server(preload: Sequence[str], threads: int) -> tuple[Any, dict[str, str]]:
         return server, variables
 
 
-class _Popen(Popen):
-    """A process that one of the own fork servers forks.
+class OwnedProcess(Popen):
+    """A process that one of the own fork servers forks, and that ends with this one.
 
-    Args:
-        process: What it runs.
-        server: The server.
-        timeout_s: How long that may import.
-
-    Raises:
-        EOFError, OSError: It can't be started.
-    """
-
-    def __init__(self, process: Process, server: Any, timeout_s: float) -> None:
-        self._server, self._timeout_s = server, timeout_s
-        super().__init__(process)
-
-    def _launch(self, process_obj: Any) -> None:
-        data = spawn.get_preparation_data(process_obj.name)
-        for name in ("init_main_from_path", "init_main_from_name"):  # functions of the script travel by value
-            data.pop(name, None)
-        buffer = io.BytesIO()
-        context.set_spawning_popen(self)
-        try:
-            reduction.dump(data, buffer)
-            reduction.dump(process_obj, buffer)
-        finally:
-            context.set_spawning_popen(None)
-        with uninterrupted():  # a process that gets nothing to run would wait as long as this one lives
-            self.sentinel, to_child = self._server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
-            files = os.dup(to_child), self.sentinel
-            self.finalizer = util.Finalize(self, util.close_fds, files)  # type: ignore[attr-defined]
-            with open(to_child, "wb") as stream:
-                stream.write(buffer.getbuffer())
-        if not wait([self.sentinel], self._timeout_s):
-            os.kill(self._server._forkserver_pid, signal.SIGKILL)  # so that later processes get another one
-            raise TimeoutError(f"the fork server has not imported its modules within {self._timeout_s:g} s")
-        self.pid = forkserver.read_signed(self.sentinel)
-
-
-class OwnedProcess:
-    """A process that ends with this one.
+    `poll()` returns its exit code, or the negative number of the signal that ended it; None while it runs.
+    `wait(timeout)` waits for that.
 
     Args:
         target: A function of a module. It runs with `args`.
@@ -220,38 +184,51 @@ class OwnedProcess:
         timeout_s: float,
         share: WorkerShare = WorkerShare(),  # noqa: B008  # it is immutable
     ) -> None:
-        server, variables = _server(preload, share.threads)  # first: the process gets the folder of its socket
+        self._timeout_s = timeout_s
+        self._server, variables = _server(preload, share.threads)  # first: the process gets the folder of its socket
         own = variables | share.variables(), os.getpid(), target, args
         process = Process(target=_main, args=own, name=name)
         deadline = time.monotonic() + _END_S
         while True:
             try:
-                self._popen = _Popen(process, server, timeout_s)
+                super().__init__(process)
                 break
             except ConnectionRefusedError:  # the server was killed: it listens no more, and has not quite ended
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_POLL_S)
-                server, _ = _server(preload, share.threads)
-        self.pid, self.sentinel = self._popen.pid, self._popen.sentinel
+                self._server, _ = _server(preload, share.threads)
 
-    @property
-    def exitcode(self) -> int | None:
-        """The exit code of the process, or the negative number of the signal that ended it; None while it runs."""
-        return self._popen.poll()
+    def _launch(self, process_obj: Any) -> None:
+        data = spawn.get_preparation_data(process_obj.name)
+        for name in ("init_main_from_path", "init_main_from_name"):  # functions of the script travel by value
+            data.pop(name, None)
+        buffer = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(data, buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            context.set_spawning_popen(None)
+        with uninterrupted():  # a process that gets nothing to run would wait as long as this one lives
+            self.sentinel, to_child = self._server.connect_to_new_process(self._fds)  # type: ignore[attr-defined]
+            files = os.dup(to_child), self.sentinel
+            self.finalizer = util.Finalize(self, util.close_fds, files)  # type: ignore[attr-defined]
+            with open(to_child, "wb") as stream:
+                stream.write(buffer.getbuffer())
+        if not wait([self.sentinel], self._timeout_s):
+            os.kill(self._server._forkserver_pid, signal.SIGKILL)  # so that later processes get another one
+            raise TimeoutError(f"the fork server has not imported its modules within {self._timeout_s:g} s")
+        self.pid = forkserver.read_signed(self.sentinel)
 
     def described_end(self) -> str:
         """Returns how the process has ended."""
-        code = self.exitcode or 0
+        code = self.poll() or 0
         return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
-
-    def wait(self, timeout_s: float) -> bool:
-        """Waits until the process has ended. Returns whether it has."""
-        return bool(wait([self.sentinel], timeout_s)) and self.exitcode is not None
 
     def kill(self) -> None:
         """Kills the process and what it has started, and waits until it has ended."""
-        if (code := self.exitcode) is None:
+        if (code := self.poll()) is None:
             _kill([*_started_by(self.pid), self.pid])
         if code in (None, _UNKNOWN) or not os.path.exists(f"/proc/{self.pid}"):  # else it is another process's number
             with suppress(OSError):
