@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-GREETING = b"rayvec environment server 6\n"
+GREETING = b"rayvec 7\n"
 """Ends with the version of the protocol, which both sides must share."""
 LENGTHS = struct.Struct("!IQ")
 """A message begins with the lengths of its text and of its arrays."""
@@ -186,7 +186,7 @@ def space_message(space: Any) -> Any:
     return {"space": name, **message}
 
 
-# The key: each side signs the nonces of both.
+# The key: each side signs the nonces of both, and its part, so that it can't be answered with its own proof.
 
 
 def dial(address: tuple[str, int], key: bytes) -> socket.socket:
@@ -198,21 +198,20 @@ def dial(address: tuple[str, int], key: bytes) -> socket.socket:
     """
     connection = socket.create_connection(address, timeout=10)
     try:
-        prove(connection, key, b"server", b"rayvec")
+        prove(connection, key, dials=True)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def prove(connection: socket.socket, key: bytes, own: bytes, other: bytes, timeout_s: float = 10.0) -> None:
+def prove(connection: socket.socket, key: bytes, *, dials: bool, timeout_s: float = 10.0) -> None:
     """Proves to the other side of a connection that this one has the key, and checks the proof of the other.
 
     Args:
         connection: The connection.
         key: The key.
-        own: The name of this side, ``b"rayvec"`` or ``b"server"``.
-        other: The name of the other side.
+        dials: Whether this side has connected: an environment server, or the driver to a node.
         timeout_s: How long the other side may take in all.
 
     Raises:
@@ -222,12 +221,13 @@ def prove(connection: socket.socket, key: bytes, own: bytes, other: bytes, timeo
     deadline = time.monotonic() + timeout_s
     connection.settimeout(timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    own, other = (b"dialler", b"listener") if dials else (b"listener", b"dialler")
     nonces = {own: os.urandom(_NONCE)}
     connection.sendall(GREETING + nonces[own])
     if _receive_exactly(connection, len(GREETING), deadline) != GREETING:
         raise Refused("it speaks another protocol, or has another version: both sides need the same env_server.py")
     nonces[other] = bytes(_receive_exactly(connection, _NONCE, deadline))
-    both = nonces[b"rayvec"] + nonces[b"server"]
+    both = nonces[b"dialler"] + nonces[b"listener"]
     connection.sendall(signature(key, own, both))
     if not hmac.compare_digest(_receive_exactly(connection, 32, deadline), signature(key, other, both)):
         raise Refused("it has another key")

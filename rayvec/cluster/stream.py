@@ -24,7 +24,7 @@ from rayvec.data.trees import as_slice
 from rayvec.env_server import dial
 from rayvec.fleet.commands import ByRows
 from rayvec.node.messages import Message
-from rayvec.servers.env_servers import dialling_in
+from rayvec.servers.env_servers import dialled
 
 _PROOF_BYTES = 32
 _HEAD = struct.Struct("<HHIQ")
@@ -250,5 +250,6 @@ def connect(address: str, port: int, key: bytes) -> Stream:
 def accept(listener: socket.socket, key: bytes) -> Stream:
     """Waits for the driver, and closes the listener once it has proved that it holds the key."""
     with listener:
-        sock, _ = next(filter(None, dialling_in(listener, key, math.inf)))
-    return Stream(sock, key)
+        found = dialled(listener, key, math.inf)
+    assert found is not None  # it waits without limit
+    return Stream(found[0], key)

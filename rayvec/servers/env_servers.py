@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import secrets
 import shlex
@@ -12,11 +11,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rayvec.env_server import Refused, pack, prove, read_key
 from rayvec.errors import ConfigError, check_count
@@ -116,7 +116,7 @@ class EnvServers(AbstractContextManager["EnvServers"]):
             return
         atexit.unregister(self.close)
         with self._socket, socket.create_server(self._make.address, reuse_port=True) as listener:
-            while found := next(filter(None, dialling_in(listener, self._key, _LAST_S)), None):
+            while found := dialled(listener, self._key, _LAST_S):
                 with suppress(OSError), found[0] as connection:
                     connection.sendall(pack({"op": "end"}))
 
@@ -124,24 +124,32 @@ class EnvServers(AbstractContextManager["EnvServers"]):
         self.close()
 
 
-def dialling_in(listener: socket.socket, key: bytes, wait_s: float) -> Iterator[tuple[socket.socket, str] | None]:
-    """Yields the connection and the name of each server that dials in, and None about ten times a second, for `wait_s`.
+def dialled(
+    listener: socket.socket, key: bytes, wait_s: float, has_ended: Callable[[], Any] = lambda: False
+) -> tuple[socket.socket, str] | None:
+    """Returns the connection and the name of the next process that dials in and has the key; others are logged.
 
-    A connection that lacks the key is refused, and logged.
+    Args:
+        listener: Where it dials in.
+        key: The key.
+        wait_s: How long it waits.
+        has_ended: Called about ten times a second: whether none will dial in.
+
+    Returns:
+        None if none has.
     """
     listener.settimeout(_POLL_S)
     deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline:
-        found = None
+    while time.monotonic() < deadline and not has_ended():
         with suppress(TimeoutError):
             connection, (address, port) = listener.accept()
             try:
-                prove(connection, key, b"rayvec", b"server", _SILENT_S)
-                found = connection, f"environment server {address}:{port}"
+                prove(connection, key, dials=False, timeout_s=_SILENT_S)
+                return connection, f"environment server {address}:{port}"
             except (Refused, OSError) as error:
                 logger.warning("refused a connection of %s:%d: %s", address, port, error)
                 connection.close()
-        yield found
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +178,12 @@ class DialledServer:
             ConfigError: No server dials in.
         """
         where = f"port {self.address[1]} of {socket.gethostname()}"
-        found, notice_at = None, time.monotonic() + _NOTICE_S
+        key = read_key(self.key_file)
         with socket.create_server(self.address, reuse_port=True) as listener:
-            for found in dialling_in(listener, read_key(self.key_file), self.start_timeout_s):
-                if found is not None:
-                    break
-                if time.monotonic() > notice_at:
-                    logger.warning("an environment waits for an environment server, which dials in at %s", where)
-                    notice_at = math.inf
+            found = dialled(listener, key, min(_NOTICE_S, self.start_timeout_s))
+            if found is None and self.start_timeout_s > _NOTICE_S:
+                logger.warning("an environment waits for an environment server, which dials in at %s", where)
+                found = dialled(listener, key, self.start_timeout_s - _NOTICE_S)
         if found is None:
             raise ConfigError(
                 f"An environment has waited {self.start_timeout_s:g} s for an environment server at {where}. Start one "
@@ -214,11 +220,8 @@ class StartedServer:
             command = [*self.command, "--connect", where, "--key-file", key_file.name, "--once"]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
             try:
-                for found in dialling_in(listener, key.encode(), self.start_timeout_s):
-                    if found is not None:
-                        return ServerEnv(*found, partial(_end, process))
-                    if process.poll() is not None:
-                        break
+                if found := dialled(listener, key.encode(), self.start_timeout_s, lambda: process.poll() is not None):
+                    return ServerEnv(*found, partial(_end, process))
                 raise self._silent(process.returncode)
             except BaseException:
                 process.kill()

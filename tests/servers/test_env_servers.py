@@ -239,7 +239,7 @@ def test_strangers_and_other_keys_and_versions_are_refused(
 ) -> None:
     other_key, newer = tmp_path / "other", tmp_path / "env_server.py"
     other_key.write_text("another key of some length")
-    newer.write_text(SERVER.read_text().replace("environment server 6", "environment server 7"))
+    newer.write_text(SERVER.read_text().replace("rayvec 7", "rayvec 8"))
     codes: list[int] = []
 
     def visit(port: int) -> None:
