@@ -83,32 +83,28 @@ def test_example(
     assert "episodes" in capsys.readouterr().out or (tmp_path / "runs").is_dir()
 
 
-@pytest.mark.parametrize("name", ["tianshou_ppo_cartpole.py", "tianshou_ppo_one_machine.py"])
-def test_five_lines_differ_from_the_script_for_tianshou_alone(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "page", "most", "used"),
+    [
+        ("tianshou_ppo_cartpole.py", "tianshou", 5, {"Collector", "SubprocVectorEnv"}),
+        ("tianshou_ppo_one_machine.py", "tianshou", 5, {"Collector", "SubprocVectorEnv"}),
+        ("sb3_ppo.py", "stable-baselines3", 1, {"SubprocVecEnv"}),
+    ],
+)
+def test_few_lines_differ_from_the_script_without_rayvec(name: str, page: str, most: int, used: set[str]) -> None:
     """The diff that the docs show undoes everything of rayvec, and nothing else."""
     source = (EXAMPLES / name).read_text()
-    page = (EXAMPLES.parent / "docs" / "tianshou.md").read_text()
+    page = (EXAMPLES.parent / "docs" / f"{page}.md").read_text()
     diff = page.split(f"`examples/{name}`", 1)[1].split("```diff\n", 1)[1].split("```", 1)[0].splitlines()
     added = [line[1:] for line in diff if line.startswith("+")]
     removed = [line[1:] for line in diff if line.startswith("-")]
-    assert 1 <= len(added) <= 5
+    assert 1 <= len(added) <= most
     for line in added:
         assert source.count(f"{line}\n") == 1, line
         source = source.replace(f"{line}\n", "")
     code = "\n".join([*removed, source.split('"""', 2)[2]])
     assert "rayvec" not in code
-    assert not {"Collector", "SubprocVectorEnv"} - set(re.findall(r"\w+", "\n".join(removed)))
-
-
-def test_one_line_differs_from_the_script_for_stable_baselines3_alone() -> None:
-    """The diff that the docs show undoes everything of rayvec, and nothing else."""
-    source = (EXAMPLES / "sb3_ppo.py").read_text()
-    page = (EXAMPLES.parent / "docs" / "stable-baselines3.md").read_text()
-    diff = page.split("`examples/sb3_ppo.py`", 1)[1].split("```diff\n", 1)[1].split("```", 1)[0].splitlines()
-    (added,) = [line[1:] for line in diff if line.startswith("+")]
-    (removed,) = [line[1:] for line in diff if line.startswith("-")]
-    assert source.count(f"{added}\n") == 1
-    assert "rayvec" not in source.split('"""', 2)[2].replace(added, removed)
+    assert not used - set(re.findall(r"\w+", "\n".join(removed)))
 
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "servers" / "other_python.py"

@@ -39,7 +39,14 @@ def loaded_by(statement: str) -> set[str]:
         ("import rayvec.stable_baselines3.worker_env", {"gymnasium"}),
         ("import rayvec; rayvec.Policy", {"gymnasium"}),
         ("import rayvec.learners.ppo", {"gymnasium", "torch"}),
-        ("import rayvec; rayvec.RayVecEnv('CartPole-v1', 2, num_nodes=0, workers_per_node=0).close()", {"gymnasium"}),
+        (
+            "import os, rayvec\n"
+            "env = rayvec.RayVecEnv('CartPole-v1', 3, num_nodes=0, workers_per_node=0)\n"
+            "assert env.rollout(lambda obs: (obs[:, 2] > 0).astype(int), 50).valid.all()\n"
+            "assert env.worker_pids() == {'localhost/driver': [os.getpid()]}\n"
+            "assert not open(f'/proc/self/task/{os.getpid()}/children').read()",
+            {"gymnasium"},
+        ),
         (
             "import rayvec.learners.ranks; from rayvec.distributed import allreduce_shared_memory, allreduce_torch",
             {"torch"},

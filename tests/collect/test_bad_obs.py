@@ -88,13 +88,7 @@ def test_the_chunk_behind_a_bad_one_is_dropped() -> None:
 
 @pytest.mark.parametrize(
     "how",
-    [
-        {},
-        {"inference": "driver"},
-        {"inference": "node"},
-        {"prefetch": True},
-        {"max_staleness": 2},
-    ],
+    [{}, {"inference": "driver"}, {"inference": "node"}, {"prefetch": True}, {"max_staleness": 2}],
     ids=["worker", "driver", "node", "pre", "async"],
 )
 def test_what_is_raised_names_environment_step_and_key(one_bad: RayVecEnv, how: Any) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -30,15 +31,12 @@ MakeGroup = Callable[..., rayvec.LearnerGroup]
 
 @pytest.fixture
 def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
-    made: list[rayvec.LearnerGroup] = []
+    with ExitStack() as stack:
 
-    def make(num_learners: int, make: Any = make_learner, **kwargs: Any) -> rayvec.LearnerGroup:
-        made.append(rayvec.LearnerGroup(make, num_learners, **kwargs))
-        return made[-1]
+        def make_one(num_learners: int, make: Any = make_learner, **kwargs: Any) -> rayvec.LearnerGroup:
+            return stack.enter_context(rayvec.LearnerGroup(make, num_learners, **kwargs))
 
-    yield make
-    for group in made:
-        group.close()
+        yield make_one
 
 
 @pytest.fixture(scope="module")

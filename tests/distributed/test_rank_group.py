@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -25,15 +26,12 @@ HOSTS = pytest.mark.parametrize("where", [{"num_nodes": 0}, pytest.param({}, mar
 
 @pytest.fixture
 def make_group(ray_cluster: object) -> Iterator[MakeGroup]:
-    made: list[RankGroup] = []
+    with ExitStack() as stack:
 
-    def make(num_ranks: int, make: Any = Adder, timeout_s: float = 60.0, **where: Any) -> RankGroup:
-        made.append(RankGroup(make, num_ranks, open_host(**where), timeout_s=timeout_s))
-        return made[-1]
+        def make_one(num_ranks: int, timeout_s: float = 60.0, **where: Any) -> RankGroup:
+            return stack.enter_context(RankGroup(Adder, num_ranks, open_host(**where), timeout_s=timeout_s))
 
-    yield make
-    for group in made:
-        group.close()
+        yield make_one
 
 
 @pytest.fixture(scope="module")

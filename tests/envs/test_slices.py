@@ -34,12 +34,15 @@ class Steps(gymnasium.Env[Any, Any]):
         return np.array([self.episode, self.taken, float(self.np_random_seed or 0)])
 
 
+NO_NUMBER = r"reward of a step is .*one number: let step\(\) return float\(reward\)"
+
+
 @pytest.mark.parametrize(
     ("result", "words"),
     [
         ((np.zeros(3), 1.0, False, {}), "returned 4 values"),
         (None, "returned NoneType"),
-        ((np.zeros(3), "much", False, False, {}), "reward of a step is 'much'"),
+        *(((np.zeros(3), reward, False, False, {}), NO_NUMBER) for reward in ("much", np.ones(1), np.ones(2))),
         ((np.zeros(3), 1.0, False, False, None), "info of a step or reset was NoneType"),
         ((np.zeros(3), 1.0, False, False, [1]), "info of a step or reset was list"),
         ((np.zeros(4), 1.0, False, False, {}), "Its shape must be"),

@@ -22,7 +22,6 @@ from rayvec.errors import RankLostError
 from rayvec.policies.policy import Policy
 
 EVERY = pytest.mark.parametrize("case", CASES, ids=str)
-COMPILED = pytest.mark.parametrize("case", [each for each in CASES if each.can_compile], ids=str)
 _FEW = ("ppo-numbers-box", "ppo-dict-box-impala", "impala-numbers-box", "sac-numbers-box")
 FEW = pytest.mark.parametrize("case", [each for each in CASES if str(each) in _FEW], ids=str)
 DEVICES, KINDS = {"cuda": ("cuda:0", "cuda:1"), "cpu": ("cpu", "cpu")}, {"cuda": "nccl", "cpu": "collective"}
@@ -63,7 +62,7 @@ def test_updates_are_those_of_a_cpu(case: Case, device: str) -> None:
     assert_near(learner, here, metrics, expected)
 
 
-@COMPILED
+@EVERY
 def test_captured_updates_are_those_of_a_cpu(case: Case, device: str) -> None:
     """Captured at the first update, replayed from then on."""
     (learner, metrics), (here, expected) = learn(case, device, compile=True), learn(case, "cpu")
@@ -73,8 +72,6 @@ def test_captured_updates_are_those_of_a_cpu(case: Case, device: str) -> None:
 @FEW
 def test_a_state_that_is_loaded_after_a_capture(case: Case, device: str) -> None:
     """Graphs know the memory that they were captured with: loading must change what is in it."""
-    if not case.can_compile:
-        pytest.skip("updates that are not compiled are not captured")
     batches = case.batches(3)
     learner = case.learner(device, compile=True)
     learner.update(batches[0])

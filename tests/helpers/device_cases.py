@@ -6,7 +6,7 @@ It needs torch, NumPy and Gymnasium alone, like ``tests/gpu``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,12 +55,6 @@ class Case:
 
     def __str__(self) -> str:
         return "-".join([self.algorithm, self.obs, self.act, *map(str, self.settings.values())])
-
-    @property
-    def can_compile(self) -> bool:
-        """Whether its updates can be compiled."""
-        names = {each.name for each in fields(_CONFIGS[self.algorithm])}
-        return "compile" in names
 
     def observations(self) -> tuple[Any, Callable[[Policy], Any]]:
         """Returns observations of some environments, and the noise with which a policy acts on them."""

@@ -33,10 +33,6 @@ def too_many_outputs(observation_space: Any, action_space: Any, config: Any) -> 
     return TwoHeads(observation_space, spaces.Discrete(7))
 
 
-def no_module(observation_space: Any, action_space: Any, config: Any) -> Any:
-    return lambda obs: obs
-
-
 class ActorAndCritics(nn.Module):
     """Networks for SAC: an actor and two critics."""
 

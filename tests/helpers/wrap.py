@@ -45,7 +45,7 @@ def fills_the_disk(env: Env) -> Env:
     return _Until(env, 30, limit)
 
 
-class _Pictured(gymnasium.Wrapper[Any, Any, Any, Any]):
+class Pictured(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Draws the angle of CartPole's pole as a grey picture with odd sides."""
 
     def render(self) -> Any:
@@ -53,7 +53,7 @@ class _Pictured(gymnasium.Wrapper[Any, Any, Any, Any]):
         return np.full((33, 47, 3), 128 + int(angle * 400), np.uint8)
 
 
-class _AllAllowed(gymnasium.Wrapper[Any, Any, Any, Any]):
+class AllAllowed(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Has an action mask in its infos."""
 
     def reset(self, **kwargs: Any) -> Any:
@@ -63,11 +63,3 @@ class _AllAllowed(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> Any:
         *answer, info = self.env.step(action)
         return (*answer, {**info, "action_mask": np.ones(2, np.int8)})
-
-
-def pictured(env: Env) -> Env:
-    return _Pictured(env)
-
-
-def all_allowed(env: Env) -> Env:
-    return _AllAllowed(env)

@@ -10,19 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from helpers.actor_critic_kit import (
-    BOX,
-    DISCRETE,
-    FAR,
-    MIXED,
-    OBS,
-    STATS,
-    N,
-    T,
-    make_batch,
-    make_chunk,
-    ppo_config,
-)
+from helpers.actor_critic_kit import BOX, DISCRETE, FAR, MIXED, OBS, STATS, N, T, make_batch, make_chunk, ppo_config
 from helpers.thread_ranks import learn_on_ranks
 from numpy.typing import NDArray
 

@@ -185,7 +185,7 @@ def test_statistics_of_wrappers_are_warned_about_and_do_not_count(tmp_path: Path
 pytestmark = pytest.mark.filterwarnings(  # of imageio
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
-ALLOWED = ("helpers.wrap:pictured", "helpers.wrap:all_allowed", "rayvec.wrappers:ActionMask")
+ALLOWED = ("helpers.wrap:Pictured", "helpers.wrap:AllAllowed", "rayvec.wrappers:ActionMask")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,11 @@ def test_what_has_no_name_is_passed_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "where",
-    [{"workers_per_node": 2}, pytest.param({"workers_per_node": 2, "inference": "driver"}, marks=pytest.mark.slow)],
+    [
+        {"workers_per_node": 2},
+        {"workers_per_node": 2, "inference": "node"},
+        pytest.param({"workers_per_node": 2, "inference": "driver"}, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("kind", [PPOConfig, IMPALAConfig])
 def test_it_is_trained_alike_wherever_it_runs(tmp_path: Path, kind: type[TrainConfig], where: dict[str, Any]) -> None:

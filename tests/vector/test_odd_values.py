@@ -112,18 +112,6 @@ def test_a_class_that_the_script_has_registered_by_its_name() -> None:
     assert subprocess.check_output([sys.executable, "-c", OF_THE_SCRIPT], text=True).splitlines() == ["(3, 3)"] * 2
 
 
-class Rewards(CountingEnv):
-    """Gives the same reward in every step."""
-
-    def __init__(self, reward: Any) -> None:
-        super().__init__()
-        self._reward = reward
-
-    def step(self, action: Any) -> Any:
-        obs, _, *rest = super().step(action)
-        return obs, self._reward, *rest
-
-
 class TestErrors:
     @pytest.mark.parametrize(
         ("settings", "words"),
@@ -138,15 +126,6 @@ class TestErrors:
         with pytest.raises(TypeError, match=f"{words}.*cannot pickle"):
             with RayVecEnv(**{"env": CountingEnv, "num_envs": 1, **settings}, num_nodes=0, workers_per_node=1) as env:
                 env.rollout(lambda obs: LOCK and [0], 1)
-
-    @pytest.mark.parametrize("workers", [0, 1])
-    @pytest.mark.parametrize("reward", [np.ones(1), "one", np.ones(2)])
-    def test_a_reward_that_is_no_number(self, reward: Any, workers: int) -> None:
-        with here([partial(Rewards, reward)], workers) as env:
-            env.reset(seed=0)
-            with pytest.raises(EnvError, match=r"one number: let step\(\) return float\(reward\)") as caught:
-                env.step(np.zeros(1, int))
-        assert "environment 0, seed 0" in str(caught.value.__cause__)
 
     def test_this_process_raises_the_exception_itself(self) -> None:
         """A debugger then finds the frame of the environment."""

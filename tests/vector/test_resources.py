@@ -64,10 +64,10 @@ def test_an_environment_has_cores_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
         assert len(first) == len(second) == 1
         assert first != second
     monkeypatch.setenv("MKL_NUM_THREADS", "7")  # which the user has set
-    with rayvec.tianshou.RayVectorEnv([Shows], num_nodes=0, cores_per_env=2) as env:
+    with rayvec.tianshou.RayVectorEnv([Shows], num_nodes=0, cores_per_env=2, preload=()) as env:
         assert env.get_env_attr("variables")[0][2:] == ["2", "7"]
         assert len(env.get_env_attr("cores")[0]) == 2
-    with rayvec.stable_baselines3.RayVecEnv([Shows] * 4, num_nodes=0, cores_per_env=0.5) as env:
+    with rayvec.stable_baselines3.RayVecEnv([Shows] * 4, num_nodes=0, cores_per_env=0.5, preload=()) as env:
         assert env.get_attr("cores") == [sorted(os.sched_getaffinity(0))] * 4
         assert len(set(env.get_attr("pid"))) == 4
 

@@ -242,6 +242,22 @@ def all_arrays(value: Any) -> list[np.ndarray]:
     return [array for item in value for array in all_arrays(item)] if isinstance(value, (tuple, list)) else []
 
 
+@pytest.mark.parametrize("nodes", [0, 1])
+def test_objects_are_copies(make_vec: MakeVec, nodes: int) -> None:
+    """Who changes what was returned changes neither what is returned later nor the next chunk."""
+    make_env = partial(SpaceEnv, spaces.Graph(spaces.Box(0, 1, (2,)), None))
+    env = make_vec([make_env] * 2, nodes, nodes)
+    obs, _ = env.reset(seed=0)
+    before = deepcopy(obs)
+    obs[0].nodes[:] = 9
+    again, _ = env.reset(options={"reset_mask": np.array([False, True])})
+    assert_identical(again[0], before[0])
+    chunk = env.rollout(lambda obs: np.zeros(2, int), 3)
+    last = deepcopy(chunk.last_obs[0])
+    chunk.last_obs[0].nodes[:] = 9
+    assert_identical(env.rollout(lambda obs: np.zeros(2, int), 1).obs[0, 0], last)
+
+
 class TestDifferingSpaces:
     FNS = [partial(SpaceEnv, spaces.Box(0.0, float(high), (2,), np.float32)) for high in (1, 2, 3)]  # noqa: RUF012
 
