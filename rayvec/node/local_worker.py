@@ -18,9 +18,9 @@ import numpy as np
 from rayvec.data.trees import as_slice, object_leaves
 from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import LIMITS_REMEDY, WorkerLostError
-from rayvec.fleet.commands import Answer, ChildLost, Command, Op, is_like
+from rayvec.fleet.commands import NO_NEWS, Answer, ChildLost, Command, Op, is_like
 from rayvec.node.memory import ChunkColumns, MachineBlock, action_leaves
-from rayvec.node.messages import MAX_POSTED, dumps, read_answer, receive, send, send_files
+from rayvec.node.messages import MAX_POSTED, NO_NEWS_MESSAGE, dumps, read_answer, receive, send, send_files
 from rayvec.node.processes import OwnedProcess
 from rayvec.node.worker_main import STACK_SIGNAL, Attachment, WorkerSpec, worker_main
 
@@ -170,7 +170,8 @@ class LocalWorker:
             message = receive(self._channel)
         except (EOFError, OSError) as error:
             raise self._died() from error
-        answer = read_answer(partial(pickle.loads, message), self.name)
+        is_news = message != NO_NEWS_MESSAGE
+        answer = read_answer(partial(pickle.loads, message), self.name) if is_news else NO_NEWS
         command, _ = self._pending.popleft()
         self._num_posted -= 1
         self._since = time.monotonic()

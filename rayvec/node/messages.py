@@ -20,6 +20,8 @@ from rayvec.errors import RemoteFailure
 from rayvec.fleet.commands import Answer
 
 MAX_POSTED = 8
+NO_NEWS_MESSAGE = b"no news"
+"""The answer ``NO_NEWS`` of a worker, which most steps have: nothing of it needs to be pickled."""
 _T = TypeVar("_T")
 _PACKET_BYTES = 1 << 13
 _FILE_BYTES = socket.CMSG_LEN(4)

@@ -22,10 +22,10 @@ from rayvec.envs.failures import FAILURES, captured
 from rayvec.envs.native_slices import make_slice
 from rayvec.envs.pickled_parts import Places, load_part
 from rayvec.envs.slices import Slice
-from rayvec.fleet.commands import IN_ARRAYS, Answer, Autoreset, Command, Op
+from rayvec.fleet.commands import IN_ARRAYS, NO_NEWS, Answer, Autoreset, Command, Op
 from rayvec.fleet.restarts import EnvRules, seed_of
 from rayvec.node.memory import CHUNK_STEP_BITS, BlockSpec, ChunkColumns, MachineBlock
-from rayvec.node.messages import dumps, packed_answer, receive, receive_files, send
+from rayvec.node.messages import NO_NEWS_MESSAGE, dumps, packed_answer, receive, receive_files, send
 from rayvec.node.processes import check_threads
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.node.worker_share import WorkerShare, bind_cores
@@ -138,7 +138,7 @@ def _serve(spec: WorkerSpec, slice_: Slice, channel: socket.socket) -> None:
             answer = Answer(failure=captured(error, f"{spec.name}, which unpickles what the driver has sent"))
         else:
             answer = worker.execute(command)
-        send(channel, packed_answer(answer, spec.name, dumps))
+        send(channel, NO_NEWS_MESSAGE if answer is NO_NEWS else packed_answer(answer, spec.name, dumps))
     slice_.close()
 
 
@@ -151,6 +151,8 @@ class _Worker:
         block: The shared block.
         attachment: What it got with the block.
     """
+
+    _last_step: Command
 
     def __init__(self, spec: WorkerSpec, slice_: Slice, block: MachineBlock, attachment: Attachment) -> None:
         self._spec, self._slice, self._block = spec, slice_, block
@@ -168,16 +170,22 @@ class _Worker:
         _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id, 2)
         self._all_rows = np.arange(slice_.num_envs)
         self._host = PolicyHost(slice_)
+        self._last_message = b""  # of a step of all environments whose actions lie in the block
 
     def read(self, message: bytes) -> Command:
         """Returns a command. Its actions may be views of the block."""
+        if message == self._last_message:
+            return self._last_step
         op, rows, mode, codes, rest = pickle.loads(message)
         rows = self._all_rows if rows is None else rows
         actions = rest
         if codes is not None:
             at = self._rows if rows is self._all_rows else rows + self._rows.start
             actions = self._block.action_layout.tree([leaf[at] for leaf in self._block.actions(codes)])
-        return Command(op, rows, actions if op == Op.STEP else None, _MODES[mode], rest)
+        command = Command(op, rows, actions if op == Op.STEP else None, _MODES[mode], rest)
+        if codes is not None and rows is self._all_rows:  # the next step finds its actions in the same views
+            self._last_message, self._last_step = message, command
+        return command
 
     def execute(self, command: Command) -> Answer:
         """Executes a command."""
