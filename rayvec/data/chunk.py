@@ -22,8 +22,7 @@ from rayvec.errors import ConfigError
 StopEarly = Callable[[int], bool]
 """Whether to end a chunk early, given the number of steps that its environments have taken together so far."""
 
-_STEPS = {"axes": "T, N"}  # tree of arrays [T, N, ...]
-_STATES = {"axes": "K, N"}  # array [K, N, ...]
+_STEPS = {"axes": "T, N"}  # tree of arrays [T, N, ...], or with fewer rows
 _ENVS = {"axes": "N"}  # tree of arrays [N, ...]
 _PLACES = {"axes": "(t, n)"}  # steps of environments, in this order, [k, 2]
 _ENDS = {"axes": "F"}  # tree of arrays [F, ...], a row for each place in final_index
@@ -72,13 +71,11 @@ class ChunkInfos(Sequence[ChunkInfo]):
 
     @classmethod
     def join(cls, parts: Sequence[ChunkInfos], offsets: Sequence[int]) -> ChunkInfos:
-        """Joins the infos of chunks side by side, the first column of each at its offset."""
-        places = [part.places + np.array([0, offset]) for part, offset in zip(parts, offsets, strict=True)]
+        """Joins the infos of chunks side by side: chunk k has the columns ``offsets[k]`` to ``offsets[k + 1] - 1``."""
+        places, order = _in_order([part.places for part in parts], offsets)
         bounds = pairwise(accumulate(map(len, parts), initial=0))
         rows = [(slice(*each), part.columns) for each, part in zip(bounds, parts, strict=True) if len(part)]
-        joined = np.concatenate(places)
-        order = np.lexsort(joined.T[::-1])
-        return cls(joined[order], select(merge(rows, len(joined)), order) if rows else {})
+        return cls(places, select(merge(rows, len(places)), order) if rows else {})
 
     def where(self, keep: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]]) -> ChunkInfos:
         """Returns the infos at those places ``t [k]``, ``n [k]`` that a function of them marks, ``bool [k]``."""
@@ -158,7 +155,7 @@ class Chunk:
     final_index: NDArray[np.int64] = field(metadata=_PLACES)
     final_obs: Tree = field(metadata=_ENDS)
     extras: dict[str, NDArray[Any]] = field(default_factory=dict, metadata=_STEPS)
-    states: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32), metadata=_STATES)
+    states: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32), metadata=_STEPS)
     infos: ChunkInfos = field(default_factory=ChunkInfos, metadata=_INFOS)
     reset_infos: ChunkInfos = field(default_factory=ChunkInfos, metadata=_INFOS)
     restarts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64), metadata=_PLACES)
@@ -209,7 +206,6 @@ class Chunk:
         ended, origin = inside(self.final_index), np.array([0, start])
         cut: dict[str, Callable[[Any], Any]] = {
             "T, N": partial(tree_map, lambda leaf: leaf[:, start:stop]),
-            "K, N": lambda states: states[:, start:stop],
             "N": partial(tree_map, lambda leaf: leaf[start:stop]),
             "(t, n)": lambda places: places[inside(places)] - origin,
             "F": partial(tree_map, lambda leaf: leaf[ended]),
@@ -221,6 +217,12 @@ class Chunk:
 
 AXES: dict[str, str] = {field.name: field.metadata["axes"] for field in fields(Chunk)}
 """How each field of a chunk lies: what joins or cuts chunks follows from it."""
+
+
+def map_steps(function: Callable[[NDArray[Any]], Any], chunk: Chunk) -> Chunk:
+    """Returns a chunk with a function applied to each array of its steps, ``[T, N, ...]``."""
+    trees = {name: getattr(chunk, name) for name, axes in AXES.items() if axes == "T, N"}
+    return replace(chunk, **tree_map(function, trees))
 
 
 @dataclass(slots=True)
@@ -247,7 +249,9 @@ class StepBatch:
 def join_chunks(chunks: Sequence[Chunk], *, copy: bool = True) -> Chunk:
     """Joins chunks of different environments, side by side.
 
-    Where their numbers of steps differ, the shorter ones are padded: see :func:`pad_chunk`.
+    Where their numbers of steps differ, the shorter ones are padded with steps that did not happen. These are not
+    `valid`, and their observation is `last_obs`: what follows the last step that happened. The episode goes on in the
+    next chunk.
 
     Args:
         chunks: The chunks.
@@ -257,12 +261,31 @@ def join_chunks(chunks: Sequence[Chunk], *, copy: bool = True) -> Chunk:
     Raises:
         ConfigError: The policy returned different extras in them.
     """
-    num_steps = max(chunk.num_steps for chunk in chunks)
     first, *following = [{name: extra.shape[2:] for name, extra in chunk.extras.items()} for chunk in chunks]
     for found, chunk in zip(following, chunks[1:], strict=True):
         where, there = (" ".join(map(str, each.env_ids[:1])) for each in (chunks[0], chunk))
         check_extras(first, found, f"for environment {where}", f" for environment {there}")
-    return Chunk(**_joined([pad_chunk(chunk, num_steps) for chunk in chunks], copy=copy))
+    lengthened = partial(_lengthened, max(chunk.num_steps for chunk in chunks))
+    parts = [replace(chunk, obs=tree_map(lengthened, chunk.obs, chunk.last_obs)) for chunk in chunks]
+    offsets = [0, *accumulate(len(part.env_ids) for part in parts)]
+    _, order = _in_order([part.final_index for part in parts], offsets)
+    join: dict[str, Callable[[list[Any]], Any]] = {
+        "T, N": lambda trees: tree_map(partial(_beside, copy=copy), *trees),
+        "N": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves), *trees),
+        "(t, n)": lambda places: _in_order(places, offsets)[0],
+        "F": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves)[order], *trees),
+        "infos": lambda infos: ChunkInfos.join(infos, offsets),
+        "": min,
+    }
+    return Chunk(**{name: join[axes]([getattr(part, name) for part in parts]) for name, axes in AXES.items()})
+
+
+def _lengthened(num_steps: int, leaf: NDArray[Any], value: Any = None) -> NDArray[Any]:
+    """Returns an array with as many rows as steps: in those that it lacks, a value ``[N, ...]``, or zeros."""
+    if num_steps == len(leaf):
+        return leaf
+    row = np.zeros(leaf.shape[1:], leaf.dtype) if value is None else value
+    return np.concatenate([leaf, np.broadcast_to(row, (num_steps - len(leaf), *row.shape))])
 
 
 def check_extras(
@@ -283,45 +306,12 @@ def check_extras(
         )
 
 
-def pad_chunk(chunk: Chunk, num_steps: int) -> Chunk:
-    """Returns a chunk of `num_steps` steps, of which those beyond the chunk's own did not happen.
-
-    They are not `valid`, and their observation is `last_obs`: what follows the last step that happened. The episode
-    goes on in the next chunk.
-    """
-    if num_steps == chunk.num_steps:
-        return chunk
-    count = num_steps - chunk.num_steps
-
-    def pad(leaf: NDArray[Any]) -> NDArray[Any]:
-        return np.concatenate([leaf, np.zeros((count, *leaf.shape[1:]), leaf.dtype)])
-
-    def pad_obs(leaf: NDArray[Any], last: NDArray[Any]) -> NDArray[Any]:
-        return np.concatenate([leaf, np.broadcast_to(last, (count, *last.shape))])
-
-    padded = {name: tree_map(pad, getattr(chunk, name)) for name, axes in AXES.items() if axes == "T, N"}
-    return replace(chunk, **{**padded, "obs": tree_map(pad_obs, chunk.obs, chunk.last_obs)})
-
-
-def _joined(parts: Sequence[Chunk], *, copy: bool = True) -> dict[str, Any]:
-    """Joins the fields of chunks, each along its axes."""
-    offsets = [0, *accumulate(len(part.env_ids) for part in parts)]
-    finals, order = _in_order([part.final_index for part in parts], offsets)
-    join: dict[str, Callable[[list[Any]], Any]] = {
-        "T, N": lambda trees: tree_map(partial(_beside, copy=copy), *trees),
-        "K, N": _join_states,
-        "N": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves), *trees),
-        "(t, n)": lambda places: _in_order(places, offsets)[0],
-        "F": lambda trees: tree_map(lambda *leaves: np.concatenate(leaves)[order], *trees),
-        "infos": lambda infos: ChunkInfos.join(infos, offsets[:-1]),
-        "": min,
-    }
-    joined = {name: join[axes]([getattr(part, name) for part in parts]) for name, axes in AXES.items()}
-    return {**joined, "final_index": finals}
-
-
 def _beside(*leaves: NDArray[Any], copy: bool) -> NDArray[Any]:
-    """Joins arrays ``[T, n, ...]``. Columns of one array that lie side by side are a view of it, unless `copy`."""
+    """Joins arrays ``[T, n, ...]``, with zeros in the rows that some lack.
+
+    Columns of one array that lie side by side are a view of it, unless `copy`.
+    """
+    leaves = tuple(map(partial(_lengthened, max(map(len, leaves))), leaves))
     first, row_bytes = leaves[0], leaves[0].strides[1]
     starts = accumulate((leaf.shape[1] * row_bytes for leaf in leaves), initial=first.ctypes.data)
     width = sum(leaf.shape[1] for leaf in leaves)
@@ -332,13 +322,6 @@ def _beside(*leaves: NDArray[Any], copy: bool) -> NDArray[Any]:
     if copy or not is_whole:
         return np.concatenate(leaves, axis=1)
     return np.lib.stride_tricks.as_strided(first, (len(first), width, *first.shape[2:]), first.strides)
-
-
-def _join_states(parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """Joins states side by side. Where a chunk took fewer steps than others, sequences without a step begin with 0."""
-    count = max(map(len, parts))
-    missing = [np.zeros((count - len(part), *part.shape[1:]), np.float32) for part in parts]
-    return np.concatenate([np.concatenate(pair) for pair in zip(parts, missing, strict=True)], axis=1)
 
 
 def _in_order(

@@ -12,15 +12,15 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import Space
 from numpy.typing import DTypeLike, NDArray
 
-from rayvec.data import Chunk, tree_map
-from rayvec.data.chunk import AXES
+from rayvec.data import Chunk
+from rayvec.data.chunk import map_steps
 from rayvec.data.trees import ArrayLayout, Field, Tree
 from rayvec.fleet.restarts import ENV_ARRAYS
 from rayvec.node.shared_memory import anonymous_file
@@ -34,7 +34,6 @@ _EXTRA_BYTES = 4096
 _ITEM_BYTES = 8
 _ALIGN_BYTES = 64
 _WEIGHT_BYTES = 4
-_STEPS = [name for name, axes in AXES.items() if axes == "T, N"]
 
 
 def _aligned(num_bytes: int) -> int:
@@ -203,7 +202,7 @@ class ChunkColumns:
             is_here = 0 <= offset < len(self._slot)
             return _Placed(offset, array.dtype, array.shape, array.strides) if is_here else array
 
-        return replace(chunk, **{name: tree_map(place, getattr(chunk, name)) for name in _STEPS})
+        return map_steps(place, chunk)
 
     def unpack(self, chunk: Chunk) -> Chunk:
         """Returns the chunk that a worker has packed. Its arrays are views of the slot."""
@@ -213,4 +212,4 @@ class ChunkColumns:
                 return each
             return np.ndarray(each.shape, each.dtype, self._slot, each.offset, each.strides)
 
-        return replace(chunk, **{name: tree_map(read, getattr(chunk, name)) for name in _STEPS})
+        return map_steps(read, chunk)

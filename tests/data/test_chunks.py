@@ -125,7 +125,7 @@ def test_what_went_in_comes_out(left: list[ChunkInfo], right: list[ChunkInfo]) -
     assert len(kept) == len(left)
     assert_same(kept, left)
     assert_same(pickle.loads(pickle.dumps(kept)), left)
-    joined = ChunkInfos.join([kept, ChunkInfos.of(right)], [0, 4])
+    joined = ChunkInfos.join([kept, ChunkInfos.of(right)], [0, 4, 8])
     beside = [*left, *(info._replace(n=info.n + 4) for info in right)]
     assert_same(joined, sorted(beside, key=lambda info: info[:2]))
     assert_same(joined.between(0, 4), left)
