@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from rayvec.data import Chunk, StepBatch, Tree, tree_map
-from rayvec.data.chunk import ChunkInfos, check_extras
+from rayvec.data import Chunk, StepBatch, Tree, objects, tree_map
+from rayvec.data.chunk import ChunkInfos, check_extras, map_steps
 from rayvec.data.columns import Columns, having, mask_of, merge, select
 from rayvec.data.trees import ArrayLayout, tree_writer
 from rayvec.errors import ConfigError
@@ -21,6 +21,8 @@ from rayvec.wrappers import MASK_KEY
 
 Empty = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 """Allocates an array of a shape and data type, as ``np.empty`` does."""
+
+_FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
 
 
 def restarted_in(columns: Any, num_envs: int) -> NDArray[np.bool_]:
@@ -39,7 +41,7 @@ class ColumnRecorder:
         env_ids: Global index of the environment in each column, ``int64 [N]``.
         columns: Index of each group's columns.
         batches: What the environments of each group have shown before the first step.
-        action_layout: How actions lie in arrays; None where they are objects.
+        action_layout: How actions lie in arrays.
         empty: Allocates the arrays ``[T, N, ...]``.
         next_step: Whether environments are reset in the step after the one that ended their episode. That step is not
             `valid`, and its info is that of a reset.
@@ -54,7 +56,7 @@ class ColumnRecorder:
         env_ids: NDArray[np.int64],
         columns: Sequence[Any],
         batches: Sequence[StepBatch],
-        action_layout: ArrayLayout | None,
+        action_layout: ArrayLayout,
         empty: Empty,
         *,
         next_step: bool,
@@ -76,8 +78,7 @@ class ColumnRecorder:
             final_obs=None,
         )
         self._chunk.valid[:] = True
-        self._acted: dict[str, Any] = {}
-        self._forms: dict[int, list[Any]] = {}
+        self._forms: dict[int, Any] = {}  # of what the policy has returned for each group
         self._states: list[NDArray[np.float32]] = []
         self._finals: list[tuple[NDArray[np.int64], NDArray[Any]]] = []  # ``t * N + n``, and the observations there
         self._infos: list[tuple[int, bool, Columns]] = []  # and whether they are those of an episode's last step
@@ -111,34 +112,37 @@ class ColumnRecorder:
             return np.flatnonzero(self._ended[t])
         return batch.env_ids[batch.terminated | batch.truncated]
 
-    def add_actions(self, t: int, group: int, actions: Tree, extras: dict[str, Any]) -> None:
-        """Records what the policy returned at step t.
+    def add_actions(self, t: int, group: int, actions: Any, extras: dict[str, Any]) -> Tree:
+        """Records what the policy returned at step t. Returns the actions as arrays.
 
         Raises:
             ConfigError: It has not one action of the right shape, and one row of each extra, for each environment, or
                 the extras are others than at the first step.
         """
-        arrays = {name: np.asarray(extra) for name, extra in extras.items()}
-        is_array = type(actions) is np.ndarray
-        forms = [(name, leaf.shape, leaf.dtype) for name, leaf in ({"": actions} | arrays).items()] if is_array else []
-        if not is_array or forms != self._forms.get(group):
-            check_rows(actions, arrays, len(self._chunk.env_ids[self._columns[group]]), self._action_layout)
-            self._make_room({"act": actions, "extras": arrays})
-            self._forms[group] = forms
-        assign(self._acted["act"], (t, self._columns[group]), actions)
-        assign(self._acted["extras"], (t, self._columns[group]), arrays)
+        columns, form = self._columns[group], None
+        rows = {name: np.asarray(extra) for name, extra in extras.items()}
+        if type(actions) is np.ndarray:
+            form = [(name, leaf.shape, leaf.dtype) for name, leaf in ({"": actions} | rows).items()]
+        if form is None or form != self._forms.get(group):
+            actions = stacked(actions, rows, len(self._chunk.env_ids[columns]), self._action_layout)
+            self._make_room({"act": actions, "extras": rows})
+            self._forms[group] = form
+        assign(self._chunk.act, (t, columns), actions)
+        assign(self._chunk.extras, (t, columns), rows)
+        return actions
 
     def _make_room(self, acted: dict[str, Any]) -> None:
         """Allocates arrays for what the policy returns, in a data type that holds what it has returned so far too."""
-        self._acted = self._acted or empty_like(acted, self._chunk.rew.shape, self._empty)
-        expected = {name: array.shape[2:] for name, array in self._acted["extras"].items()}
+        room = {name: getattr(self._chunk, name) for name in acted}
+        if self._chunk.act is None:
+            room = empty_like(acted, self._chunk.rew.shape, self._empty)
+        expected = {name: array.shape[2:] for name, array in room["extras"].items()}
         found = {name: extra.shape[1:] for name, extra in acted["extras"].items()}
         check_extras(expected, found, "at the first step")
-        self._acted = tree_map(self._widened, self._acted, acted)
+        self._chunk = replace(self._chunk, **tree_map(self._widened, room, acted))
 
-    def _widened(self, array: NDArray[Any], rows: Any) -> NDArray[Any]:
+    def _widened(self, array: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
         """Returns `array`, in a data type that holds `rows` too."""
-        rows = np.asarray(rows)
         if rows.dtype == array.dtype:
             return array
         wide = self._empty(array.shape, np.promote_types(array.dtype, rows.dtype))
@@ -162,26 +166,21 @@ class ColumnRecorder:
             self._add_infos(t, batch)
 
     def _add_infos(self, t: int, batch: StepBatch) -> None:
-        infos, num_envs = dict(batch.info), self._chunk.num_envs
-        final_obs, final_info = infos.pop("final_obs", None), infos.pop("final_info", None)
-        for mask in ("_final_obs", "_final_info"):
-            infos.pop(mask, None)
+        final_obs, final_info = batch.info.get("final_obs"), batch.info.get("final_info")
+        infos = {key: values for key, values in batch.info.items() if key not in _FINAL}
+        num_envs = self._chunk.num_envs
         if infos:
             self._infos.append((t, False, infos))
         if final_obs is not None and t >= 0 and not self._next_step:
             rows = self.begun_in(t, batch)
-            if RESTARTED in infos:
-                rows = rows[~restarted_in(infos, num_envs)[rows]]
+            rows = rows[~restarted_in(infos, num_envs)[rows]]
             self._finals.append((t * num_envs + rows, final_obs[rows]))
             if final_info and isinstance(final_info, dict):
                 self._infos.append((t, True, final_info))
 
     def chunk(self, first_step: int, weights_version: int) -> Chunk:
         """Returns the chunk."""
-        names = "obs", "rew", "terminated", "truncated", "valid"
-        steps = {**self._acted, **{name: getattr(self._chunk, name) for name in names}}
-        cut = {name: tree_map(lambda leaf: leaf[: self.num_steps], tree) for name, tree in steps.items()}
-        chunk = replace(self._chunk, **cut, first_step=first_step, weights_version=weights_version)
+        chunk = map_steps(lambda leaf: leaf[: self.num_steps], self._chunk)
         infos = self._add_faults(chunk)
         if self._next_step:
             is_step = ~self._ended[: self.num_steps]  # not a reset: that is no transition, without an end of an episode
@@ -190,6 +189,7 @@ class ColumnRecorder:
             np.copyto(chunk.rew, 0.0, where=~is_step)
         final_index, final_obs = self._final_arrays(chunk)
         states = np.stack(self._states) if self._states else chunk.states
+        infos |= {"first_step": first_step, "weights_version": weights_version}
         return replace(chunk, final_index=final_index, final_obs=final_obs, states=states, **infos)
 
     def _add_faults(self, chunk: Chunk) -> dict[str, Any]:
@@ -257,13 +257,18 @@ class ColumnRecorder:
         return np.stack([t, n], 1), final_obs
 
 
-def check_rows(actions: Tree, extras: dict[str, NDArray[Any]], count: int, layout: ArrayLayout | None) -> None:
-    """Raises ``ConfigError`` unless a policy returned one action of the right shape for each environment."""
+def stacked(actions: Any, extras: dict[str, NDArray[Any]], count: int, layout: ArrayLayout) -> Tree:
+    """Returns a policy's actions as arrays; objects are in one array of them, ``object [k]``.
+
+    Raises:
+        ConfigError: They are not one action of the right shape, or an extra has not one row, for each environment.
+    """
     with suppress(ValueError):  # of another structure
-        leaves = [actions] if layout is None else layout.flatten(actions)
-        fits = [(count,)] if layout is None else [(count, *shape) for _, shape in layout.leaves]
-        if [*map(np.shape, leaves)] == fits and all(extra.shape[:1] == (count,) for extra in extras.values()):
-            return
+        given = objects(actions) if layout.objects and isinstance(actions, list | tuple) else actions
+        leaves = [np.asarray(leaf) for leaf in layout.flatten(given)]
+        fits = [leaf.shape for leaf in leaves] == [(count, *shape) for _, shape in layout.leaves]
+        if fits and all(extra.shape[:1] == (count,) for extra in extras.values()):
+            return layout.tree(leaves)
     beside = {name: extra.shape for name, extra in extras.items()}
     raise ConfigError(
         f"A policy has returned the actions {actions!r:.200} and extras of the shapes {beside} for {count} "

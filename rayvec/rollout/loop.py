@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from rayvec.data import Chunk, StepBatch, Tree, as_slice
 from rayvec.data.chunk import StopEarly, join_chunks
-from rayvec.data.trees import ArrayLayout, index_tree
+from rayvec.data.trees import index_tree
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.errors import ConfigError
 from rayvec.fleet.commands import Answer, Autoreset, Command, Note, Op
@@ -167,29 +166,27 @@ class PolicyHost:
 
     def __init__(self, target: Any, groups: Sequence[NDArray[np.int64]] | None = None) -> None:
         self._target, self._groups = target, groups or [np.arange(target.num_envs)]
-        self._action_layout = None if target.action_layout.objects else target.action_layout
         next_step = target.spaces.native_mode == Autoreset.NEXT_STEP
         self._autoreset = Autoreset.NEXT_STEP if next_step else Autoreset.SAME_STEP
         self.notes: list[Note] = []
-        self._policies: dict[int, ActingPolicy] = {}
-        self._versions: dict[int, int] = {}
+        self._policies: dict[int, tuple[ActingPolicy, int]] = {}  # by key, each with the version of its weights
         self._last_to_act: tuple[ActingPolicy | None, int] = None, 0  # and how often environments had been stepped then
 
     def load(self, key: int, policy: ActingPolicy | bytes) -> None:
         """Takes a policy of this process, or loads a pickled one."""
-        self._policies[key] = as_policy(pickle.loads(policy)) if isinstance(policy, bytes) else policy
-        self._versions[key] = 0
+        acting = as_policy(pickle.loads(policy)) if isinstance(policy, bytes) else policy
+        self._policies[key] = acting, 0
 
     def load_weights(self, key: int, weights: NDArray[np.float32], version: int) -> None:
         """Gives a policy the weights of a version, unless it has them."""
-        if version != self._versions[key]:
-            self._policies[key].load_weights(weights)
-            self._versions[key] = version
+        policy, held = self._policies[key]
+        if version != held:
+            policy.load_weights(weights)
+            self._policies[key] = policy, version
 
     def drop(self, key: int) -> None:
         """Removes a policy."""
         self._policies.pop(key, None)
-        self._versions.pop(key, None)
 
     def execute(self, op: int, rest: Any, where: str, take: Callable[[ChunkRequest], Rollout] | None = None) -> Answer:
         """Executes a command for policies. Returns its result or failure, and what was restarted.
@@ -232,7 +229,7 @@ class PolicyHost:
         Returns:
             The chunk, which shares no memory with the environments' arrays, and its times.
         """
-        policy, target = self._policies[request.key], self._target
+        (policy, _), target = self._policies[request.key], self._target
         if request.weights is not None:
             self.load_weights(request.key, request.weights, request.version)
         last_policy, num_stepped = self._last_to_act
@@ -269,8 +266,8 @@ class PolicyHost:
         )
         tickets = [target.post(Command(Op.BEGIN, ids)) for ids in groups]
         batches = [self._results(*each) for each in zip(tickets, groups, columns, strict=True)]
-        autoreset, next_step = self._autoreset, self._autoreset == Autoreset.NEXT_STEP
-        recorder = ColumnRecorder(num_steps, env_ids, columns, batches, self._action_layout, empty, next_step=next_step)
+        layout, next_step = target.action_layout, self._autoreset == Autoreset.NEXT_STEP
+        recorder = ColumnRecorder(num_steps, env_ids, columns, batches, layout, empty, next_step=next_step)
         if begin_episodes is not None:
             has_begun = restarted_in(batches[0].info, num_envs)
             begin_episodes(groups[0] if begun is None else np.flatnonzero(has_begun | begun))
@@ -294,11 +291,9 @@ class PolicyHost:
                     given = recorder.to_act_on(t, group, obs)
                     actions, extras = _pair(policy.act(given, noise[t, columns[group]]))
                     inference_s += now() - acts_s
-                    if type(actions) is not np.ndarray:
-                        actions = _stacked(actions, self._action_layout)
-                    recorder.add_actions(t, group, actions, extras)
+                    actions = recorder.add_actions(t, group, actions, extras)
                     steps_s = now()  # a slice of this process steps now
-                    tickets[group] = target.post(Command(Op.STEP, ids, actions, autoreset))
+                    tickets[group] = target.post(Command(Op.STEP, ids, actions, self._autoreset))
                     environment_s += now() - steps_s
             if t == recorder.num_steps:
                 break
@@ -337,12 +332,3 @@ def _pair(acted: Any) -> tuple[Tree, dict[str, NDArray[Any]]]:
         f"`act` of a policy has returned {type(acted).__name__}. It must return (actions, extras), where extras is a "
         "dict: return actions, {} if there is nothing to record."
     )
-
-
-def _stacked(actions: Any, layout: ArrayLayout | None) -> Tree:
-    """Returns a policy's actions as arrays. If they are objects, it returns an array of them, ``object [k]``."""
-    if layout is None:
-        return np.fromiter(actions, object, len(actions)) if isinstance(actions, (list, tuple)) else actions
-    with suppress(ValueError):  # of another structure, which the recorder says
-        return layout.tree([np.asarray(leaf) for leaf in layout.flatten(actions)])
-    return actions
