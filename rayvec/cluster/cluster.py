@@ -76,7 +76,7 @@ class Cluster(Fleet):
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays of the driver and of all nodes for these spaces."""
-        self.layout, self.action_layout = ArrayLayout.with_objects(observation), ArrayLayout.of_actions(action)
+        self.layout, self.action_layout = ArrayLayout.of(observation), ArrayLayout.of_actions(action)
         self.open(own_arrays(self.layout, self.num_envs), observation, action)
 
     def post(self, command: Command) -> Ticket:

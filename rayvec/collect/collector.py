@@ -98,8 +98,8 @@ class Collector:
         self._env, self._policy = env, as_policy(policy)
         self._recording = None if record is None else Recording(env, record)
         self._on_bad_obs = on_bad_obs
-        self._is_asynchronous = max_staleness is not None
-        self._goes_ahead = prefetch or self._is_asynchronous
+        self._max_staleness = max_staleness
+        self._goes_ahead = prefetch or max_staleness is not None
         self._store = env.publish(self._policy, inference=inference)
         noise_seed = secrets.randbits(63) if self._seed is None else self._seed
         self._chunks = ChunkScheduler(env, noise_seed, max_staleness=max_staleness)
@@ -180,10 +180,10 @@ class Collector:
         begin = time.monotonic()
         with self._taking_steps():
             if n_step is None:
-                played = self._play(n_episode or 0)
+                rollouts, episodes = zip(*self._play(n_episode or 0), strict=True)
                 if self._recording is None:  # which lacks the surplus steps: its next episodes begin with a reset
                     self._uses_seen = self._env.num_uses  # all their steps are in the batch
-                return self._batch(*played, begin)
+                return self._batch(rollouts, join_episodes(episodes), begin)
             num_steps = -(-n_step // self._env.num_envs)
             self._wait_for(num_steps, num_steps if ahead and self._goes_ahead else 0, cut)
             with uninterrupted():  # Ctrl-C loses no half of a batch
@@ -203,7 +203,7 @@ class Collector:
         """
         self._check_episodes(n_episode)
         with self._taking_steps():
-            _, episodes = self._play(n_episode, max_len, keeps_chunks=False)
+            episodes = join_episodes([each for _, each in self._play(n_episode, max_len)])
         self._counts.clear()
         return episodes
 
@@ -221,8 +221,8 @@ class Collector:
         """
         for dropped in self._chunks.drop():
             self._uses_seen = None
-            chunk = dropped.rollout.chunk
-            self._counts.update(steps=chunk.valid.size - dropped.rollout.num_padded, restarts=len(chunk.restarts))
+            rollout = dropped.rollout
+            self._counts.update(steps=rollout.num_taken, restarts=len(rollout.chunk.restarts))
 
     @contextmanager
     def _taking_steps(self) -> Iterator[None]:
@@ -265,15 +265,16 @@ class Collector:
                     "on_env_error='restart' to leave such episodes out."
                 )
 
-    def _play(
-        self, n_episode: int, max_len: int | None = None, *, keeps_chunks: bool = True
-    ) -> tuple[list[Rollout], EpisodeStats]:
-        """Takes chunks until every environment has ended its quota of episodes; `valid` says which steps belong."""
+    def _play(self, n_episode: int, max_len: int | None = None) -> Iterator[tuple[Rollout, EpisodeStats]]:
+        """Takes chunks until every environment has ended its quota of episodes; `valid` says which steps belong.
+
+        Yields:
+            Each chunk, and the episodes of the quotas that ended in it.
+        """
         if self._tracker.lens.any() or not self._chunks.is_idle:
             self.reset()  # the unfinished episodes are the long ones: counting them would bias the mean
         self._uses_seen = None  # an interrupt leaves steps that are in no batch
         left = episode_quotas(n_episode, self._env.num_envs)
-        rollouts, played = list[Rollout](), list[EpisodeStats]()
         while left.any():
             num_steps = EPISODE_CHUNK_STEPS
             if max_len is not None:
@@ -282,14 +283,12 @@ class Collector:
             [rollout] = [chunk.rollout for chunk in self._chunks.take()]
             stats, places = self._tracker.add(rollout.chunk)
             valid = within_quotas(rollout.chunk, left)
-            played.append(stats.where(valid[tuple(places.T)]))
+            episodes = stats.where(valid[tuple(places.T)])
             if max_len is not None:
                 is_long = (left > 0) & (self._tracker.lens >= max_len)
                 left -= is_long
-                played.append(self._cut(is_long, rollout.chunk.env_ids))
-            if keeps_chunks:
-                rollouts.append(rollout._replace(chunk=replace(rollout.chunk, valid=valid)))
-        return rollouts, join_episodes(played)
+                episodes = join_episodes([episodes, self._cut(is_long, rollout.chunk.env_ids)])
+            yield rollout._replace(chunk=replace(rollout.chunk, valid=valid)), episodes
 
     def _cut(self, is_long: NDArray[np.bool_], env_ids: NDArray[np.int64]) -> EpisodeStats:
         """Ends the episodes of some environments, ``bool [N]``, and begins others; returns them."""
@@ -300,7 +299,7 @@ class Collector:
     def _joined(self, finished: Sequence[ScheduledChunk], begin: float) -> Batch:
         """Makes a batch of steps."""
         rollouts = [chunk.rollout for chunk in finished]
-        if not self._is_asynchronous:
+        if self._max_staleness is None:
             return self._batch(rollouts, join_episodes([self._tracker.add(each.chunk)[0] for each in rollouts]), begin)
         chunk, episodes = join_lanes(finished, self._tracker)
         batch = self._batch(rollouts, episodes, begin)
@@ -308,7 +307,7 @@ class Collector:
         return Batch((chunk,), replace(batch.stats, staleness_counts=tuple(np.bincount(ages).tolist())))
 
     def _batch(self, rollouts: Sequence[Rollout], episodes: EpisodeStats, begin: float) -> Batch:
-        taken = sum(rollout.chunk.valid.size - rollout.num_padded for rollout in rollouts)
+        taken = sum(rollout.num_taken for rollout in rollouts)
         valid = sum(int(rollout.chunk.valid.sum()) for rollout in rollouts)
         versions = [rollout.chunk.weights_version for rollout in rollouts]
         counts, self._counts = self._counts, Counter()
@@ -321,7 +320,7 @@ class Collector:
             n_surplus_steps=taken - valid + counts["steps"],
             collect_time_s=elapsed_s,
             steps_per_s=taken / elapsed_s,
-            time_split_s=_time_split_s(rollouts, elapsed_s, side_by_side=self._is_asynchronous),
+            time_split_s=_time_split_s(rollouts, elapsed_s, side_by_side=self._max_staleness is not None),
             weights_versions=(min(versions), max(versions)),
             staleness=self._store.version - min(versions),
             n_restarts=counts["restarts"] + sum(len(rollout.chunk.restarts) for rollout in rollouts),
@@ -393,7 +392,7 @@ class Collector:
         except (KeyError, TypeError):
             raise ConfigError(f"The state is {repr(state)[:200]}. Pass what collector.state_dict() returned.") from None
         self.drop_pending()
-        self._chunks.noise_seed, self._chunks.first_step = noise_seed, first_step
+        self._chunks = ChunkScheduler(self._env, noise_seed, max_staleness=self._max_staleness, first_step=first_step)
         self._store.drop()
         self._store = self._env.publish(self._policy, version, inference=self._store.inference)
         if self._recording is not None:
@@ -429,7 +428,7 @@ def _time_split_s(rollouts: Sequence[Rollout], elapsed_s: float, *, side_by_side
     """
     split = dict.fromkeys(("environment", "inference", "waiting"), 0.0)
     for together in [rollouts] if side_by_side else [[rollout] for rollout in rollouts]:
-        whole_s, environment_s, inference_s = np.array([each for rollout in together for each in rollout.times]).T
+        whole_s, environment_s, inference_s, _ = np.array([each for rollout in together for each in rollout.times]).T
         waited_s = sum(rollout.waited_s for rollout in together)
         share = min(1.0, waited_s / whole_s.max())  # the rest was done before the call waited for it
         split["environment"] += share * float(environment_s.mean())

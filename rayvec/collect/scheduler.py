@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -57,7 +57,7 @@ class _Lane:
 
     part: int | None
     envs: range
-    first_step: int = 0
+    first_step: int
     pending: deque[ScheduledChunk] = field(default_factory=deque)
     is_prompt: bool = True
 
@@ -76,6 +76,7 @@ class ChunkScheduler:
         max_staleness: How many versions of the weights may be published between the request of a chunk and the batch
             that has it. A batch waits for a lane only if its chunk would become older. With 1, and weights that were
             published since the batch before, every batch has one chunk of each lane.
+        first_step: How many steps each environment could take before.
 
     Attributes:
         env: As given.
@@ -83,26 +84,24 @@ class ChunkScheduler:
         finished: The chunks that wait for a batch, in the order in which they finished.
     """
 
-    def __init__(self, env: ChunkAdapter, noise_seed: int, *, max_staleness: int | None = None) -> None:
+    def __init__(
+        self, env: ChunkAdapter, noise_seed: int, *, max_staleness: int | None = None, first_step: int = 0
+    ) -> None:
         self.env = env
         self.noise_seed = noise_seed
         self._max_staleness = math.inf if max_staleness is None else max_staleness
         parts = env.parts
         self._num_envs = sum(map(len, parts))
-        together = [_Lane(None, range(self._num_envs))]
-        self._lanes = together if max_staleness is None else [_Lane(*each) for each in enumerate(parts)]
+        together: Iterable[tuple[int | None, range]] = [(None, range(self._num_envs))]
+        lanes = together if max_staleness is None else enumerate(parts)
+        self._lanes = [_Lane(part, envs, first_step) for part, envs in lanes]
         self._num_requests = 0
         self.finished: list[ScheduledChunk] = []
 
     @property
     def first_step(self) -> int:
-        """The most steps that an environment could take in the chunks that have finished; may be set, for all."""
+        """The most steps that an environment could take in the chunks that have finished."""
         return max(lane.first_step for lane in self._lanes)
-
-    @first_step.setter
-    def first_step(self, first_step: int) -> None:
-        for lane in self._lanes:
-            lane.first_step = first_step
 
     @property
     def is_idle(self) -> bool:

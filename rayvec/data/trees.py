@@ -205,22 +205,16 @@ class ArrayLayout:
     leaves: tuple[Field, ...]
 
     @classmethod
-    def of(cls, space: Space[Any]) -> ArrayLayout | None:
-        """Returns the layout of `space`, or None if its elements are not arrays of a fixed shape."""
-        layout = cls.with_objects(space)
-        return None if layout.objects else layout
-
-    @classmethod
-    def with_objects(cls, space: Space[Any]) -> ArrayLayout:
-        """Returns the layout of any space; parts of it that are no arrays of a fixed shape are leaves of objects."""
+    def of(cls, space: Space[Any]) -> ArrayLayout:
+        """Returns the layout of `space`; parts of it that are no arrays of a fixed shape are leaves of objects."""
         form = _form(space)
         return cls(form, tuple((np.dtype(leaf.base), leaf.shape) for leaf in tree_leaves(form)))
 
     @classmethod
     def of_actions(cls, space: Space[Any]) -> ArrayLayout:
         """Returns the layout of actions: an array of objects, one for each environment, unless arrays hold them."""
-        objects = np.dtype(object)
-        return cls.of(space) or cls(objects, ((objects, ()),))
+        layout, objects = cls.of(space), np.dtype(object)
+        return cls(objects, ((objects, ()),)) if layout.objects else layout
 
     @property
     def objects(self) -> list[int]:

@@ -155,7 +155,7 @@ class Slice:
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays for these spaces in this process."""
-        self.layout = ArrayLayout.with_objects(observation)
+        self.layout = ArrayLayout.of(observation)
         self.open(own_arrays(self.layout, self.num_envs), ArrayLayout.of_actions(action))
 
     def open(self, arrays: dict[str, Any], action_layout: ArrayLayout) -> None:

@@ -44,7 +44,7 @@ def spaces_of(env: VectorEnv[Any, Any, Any]) -> PoolSpaces:
             "gymnasium.vector.AutoresetMode: it says when environments whose episode has ended are reset."
         ) from error
     for name, space in (("observation", observation), ("action", action)):
-        if ArrayLayout.of(space) is None:
+        if ArrayLayout.of(space).objects:
             raise ConfigError(
                 f"The {name}s of a {kind} are {space}. Native sub-batches need a Box, Discrete, MultiDiscrete or "
                 "MultiBinary space, or a Dict or Tuple of them: make it an ordinary environment, or convert it by a "

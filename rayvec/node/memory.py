@@ -105,7 +105,7 @@ class MachineBlock:
 
     def __init__(self, spec: BlockSpec, fd: int | None = None) -> None:
         self.spec = spec
-        self.layout = ArrayLayout.with_objects(spec.observation)
+        self.layout = ArrayLayout.of(spec.observation)
         self.action_layout = ArrayLayout.of_actions(spec.action)
         num_envs, num_workers = spec.bounds[-1], len(spec.bounds) - 1
         of_obs = self.layout.fields("obs", (num_envs,))

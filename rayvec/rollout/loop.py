@@ -48,17 +48,19 @@ class ChunkRequest(NamedTuple):
 
 
 class RolloutTimes(NamedTuple):
-    """Wall time of one rollout, in seconds.
+    """Wall time of one rollout in seconds, and its steps.
 
     Attributes:
         whole_s: From beginning to end.
         environment_s: The part of it spent waiting for environments.
         inference_s: The part of it spent in the policy.
+        num_steps: How many steps the environments have taken together.
     """
 
     whole_s: float
     environment_s: float
     inference_s: float
+    num_steps: int
 
 
 class Rollout(NamedTuple):
@@ -68,21 +70,22 @@ class Rollout(NamedTuple):
         chunk: The chunk.
         times: Times of each process that has taken a part of it.
         waited_s: How long the caller waited, in seconds.
-        num_padded: Number of places for steps that were not taken, because the chunk was cut; they are not `valid`.
     """
 
     chunk: Chunk
     times: tuple[RolloutTimes, ...]
     waited_s: float = 0.0
-    num_padded: int = 0
+
+    @property
+    def num_taken(self) -> int:
+        """How many steps were taken: fewer than the chunk has places, if it was cut."""
+        return sum(each.num_steps for each in self.times)
 
 
 def join_rollouts(rollouts: Sequence[Rollout], *, copy: bool = True) -> Rollout:
     """Joins what several processes have taken of a chunk; `copy` is that of :func:`join_chunks`."""
     chunk = join_chunks([each.chunk for each in rollouts], copy=copy)
-    times = tuple(times for each in rollouts for times in each.times)
-    num_taken = sum(each.chunk.valid.size - each.num_padded for each in rollouts)
-    return Rollout(chunk, times, num_padded=chunk.valid.size - num_taken)
+    return Rollout(chunk, tuple(times for each in rollouts for times in each.times))
 
 
 class ActingPolicy(Protocol):
@@ -298,7 +301,7 @@ class PolicyHost:
             if t == recorder.num_steps:
                 break
         chunk = recorder.chunk(request.first_step, request.version)
-        return Rollout(chunk, (RolloutTimes(now() - began_s, environment_s, inference_s),))
+        return Rollout(chunk, (RolloutTimes(now() - began_s, environment_s, inference_s, chunk.valid.size),))
 
     def _results(self, ticket: Any, env_ids: NDArray[np.int64], rows: Any) -> StepBatch:
         """Waits for a command, and returns its results as views of the arrays.

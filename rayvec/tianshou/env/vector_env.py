@@ -347,6 +347,7 @@ class RayVectorEnvType:
 def _joint_space(spaces: PoolSpaces) -> gymnasium.Space[Any]:
     """Returns a space whose arrays hold the observations of every environment, or a space of any objects."""
     every = spaces.observations
-    if every and not (all(map(ArrayLayout.of, every)) and spaces.misfit(spaces.observation) is None):
+    have_objects = any(ArrayLayout.of(each).objects for each in every)
+    if every and (have_objects or spaces.misfit(spaces.observation) is not None):
         return gymnasium.Space()
     return spaces.observation
