@@ -15,7 +15,7 @@ import psutil
 from gymnasium import spaces
 
 from rayvec.envs.failures import FAILURES
-from rayvec.wrappers.infos import MASK_KEY
+from rayvec.wrappers.action_mask import MASK_KEY
 
 _MAX_S = 0.3
 _ENOUGH_S, _ENOUGH_STEPS = 0.05, 20

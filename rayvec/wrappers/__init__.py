@@ -1,7 +1,8 @@
 """Wrappers of environments: Atari, starts at different times, action masks, infos that are read, states."""
 
+from rayvec.wrappers.action_mask import MASK_KEY, ActionMask, num_choices
 from rayvec.wrappers.atari_games import FireToServe, atari
-from rayvec.wrappers.infos import MASK_KEY, ActionMask, KeepInfos, num_choices
+from rayvec.wrappers.keep_infos import KeepInfos
 from rayvec.wrappers.save_state import SaveState
 from rayvec.wrappers.staggered_start import StaggeredStart
 
