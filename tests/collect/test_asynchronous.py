@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +15,7 @@ import pytest
 from conftest import MakeVec
 from helpers.chunks import assert_same_chunk
 from helpers.exact import TablePolicy
-from helpers.obedient_envs import GatedEnv
+from helpers.obedient_envs import GatedEnv, Opener, Uneven
 from helpers.testing import CountingEnv, assert_identical, counting_errors
 from helpers.waiting import alive, wait_until
 
@@ -109,17 +108,16 @@ def test_updates_do_not_wait_for_a_slow_worker(tmp_path: Path) -> None:
 
 
 def test_a_chunk_that_would_become_too_old_is_waited_for(tmp_path: Path) -> None:
-    """The gate opens when two batches have come: one that did not wait then would have chunks of the others."""
-    with gated(tmp_path / "gate") as env:
+    """The other worker opens the gate in its sixth chunk, which the third call requests: without a wait, the third
+    batch would have that and the fifth one alone, long before the slow worker has ended its chunk."""
+    slow = [partial(lambda gate: Uneven(GatedEnv(gate, 0), 0.01), tmp_path / "gate")] * 2
+    fast = [partial(Opener, tmp_path / "gate", 6 * 6)] * 2
+    with RayVecEnv([*slow, *fast], num_nodes=0, workers_per_node=2) as env:
         collector = Collector(env, TablePolicy(), seed=1, max_staleness=3)
-        batches = collect(collector, 2)
-        opens = threading.Timer(0.5, (tmp_path / "gate").touch)
-        opens.start()
-        batches += [*collect(collector, 4), *collect(collector, 1, ahead=False)]
-        opens.join()
+        batches = [*collect(collector, 6), *collect(collector, 1, ahead=False)]
         assert [set(columns_of([batch])) & set(SLOW) for batch in batches[:3]] == [set(), set(), set(SLOW)]
         assert all(batch.stats.staleness <= 3 for batch in batches)
-        assert_complete(batches, range(6))
+        assert_complete(batches, range(4))
 
 
 def test_a_worker_that_is_killed(tmp_path: Path) -> None:

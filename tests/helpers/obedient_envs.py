@@ -98,6 +98,20 @@ class GatedEnv(CountingEnv):
         return super().step(action)
 
 
+class Opener(CountingEnv):
+    """Makes a file in one of its steps."""
+
+    def __init__(self, gate: Path, at_step: int) -> None:
+        super().__init__()
+        self._gate, self._at_step = gate, at_step
+
+    def step(self, action: Any) -> Any:
+        result = super().step(action)
+        if self._total == self._at_step:
+            self._gate.touch()
+        return result
+
+
 class Uneven(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Environments that differ in speed: the later ones sleep for longer."""
 
