@@ -7,11 +7,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from helpers.testing import PlainEnv
 
 import rayvec.stable_baselines3
 import rayvec.tianshou
@@ -19,31 +19,26 @@ from rayvec.errors import EnvError
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 
-class Play(gymnasium.Env[Any, Any]):
+class Play(PlainEnv):
     """Shows which environment of its process it is, its episode, its step and its level; some resets raise, once."""
 
     observation_space = spaces.Box(-1, 99, (4,), np.float64)
-    action_space = spaces.Discrete(2)
-    level, made = 0, 0
+    length, level, made = 2, 0, 0
 
     def __init__(self, failed: Path | None = None) -> None:
         self._number, Play.made = Play.made, Play.made + 1
         self._episode, self._failed = 0, failed
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._episode, self._step = self._episode + 1, 0
+        self._episode += 1
+        obs, _ = super().reset(seed=seed)
         if self._failed and self._episode == 2 and not self._failed.exists():
             self._failed.touch()
             raise OSError("no reset")
-        return self._shown(), {"luck": self.np_random.random()}
+        return obs, {"luck": self.np_random.random()}
 
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._step += 1
-        return self._shown(), 1.0, self._step == 2, False, {}
-
-    def _shown(self) -> Any:
-        return np.array([self._number, self._episode, self._step, self.level], np.float64)
+    def observe(self) -> Any:
+        return np.array([self._number, self._episode, self.steps, self.level], np.float64)
 
 
 def played(env: Any, num_steps: int) -> list[list[Any]]:

@@ -32,10 +32,5 @@ def wait_for_parts(env: RayVecEnv, timeout_s: float = DEADLINE_S, chunk: int = 0
 
     Workers of the driver's own node that have ended meanwhile are restarted.
     """
-    if not parts_are_done(env, chunk, timeout_s):
+    if not env._envs.wait(env._chunks[chunk].ticket, timeout_s):
         raise TimeoutError("a node has not done its part")
-
-
-def parts_are_done(env: RayVecEnv, chunk: int = 0, timeout_s: float = 0.0) -> bool:
-    """Whether :func:`wait_for_parts` would not wait."""
-    return env._envs.wait(env._chunks[chunk].ticket, timeout_s)

@@ -118,10 +118,11 @@ class Host:
         return ["nsenter", "-t", self.space.pid, "-n", "-m", "-p", "-u"]
 
     def popen(self, *command: str, **options: Any) -> subprocess.Popen[str]:
-        """Starts a process on the host, as leader of its own group."""
+        """Starts a process on the host, as leader of its own group, without variables of another cluster."""
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         return subprocess.Popen(
             [*self.enter, *command],
-            env={**without_ray(), **self.environment},
+            env={**variables, **self.environment},
             text=True,
             start_new_session=True,
             **options,
@@ -220,11 +221,6 @@ def kill_group(process: subprocess.Popen[str]) -> None:
     process.wait(DEADLINE_S)
 
 
-def without_ray() -> dict[str, str]:
-    """Returns the environment of this process without Ray's variables, which are for another cluster."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-
-
 on_hosts = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
@@ -259,11 +255,6 @@ def others(cluster: Cluster) -> list[Host]:
     return cluster.network.hosts[1:]
 
 
-def await_end(cluster: Cluster, host: Host) -> None:
-    """Waits until Ray knows that a host is gone."""
-    python(cluster.head, AWAIT_END, host.address)
-
-
 def cut_off(cluster: Cluster, host: Host) -> None:
     """Ends a host like a machine without power: it sends nothing more, not even that it ends."""
     unplug(host)
@@ -274,7 +265,7 @@ def cut_off(cluster: Cluster, host: Host) -> None:
 def remove(cluster: Cluster, host: Host) -> None:
     """Cuts a host off, and waits until Ray knows it: else it would place something there."""
     cut_off(cluster, host)
-    await_end(cluster, host)
+    python(cluster.head, AWAIT_END, host.address)
 
 
 def unplug(host: Host) -> None:

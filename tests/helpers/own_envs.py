@@ -10,25 +10,22 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from helpers.testing import PlainEnv
 
-class Line(gymnasium.Env[Any, Any]):
+
+class Line(PlainEnv):
     """A walk on a line: an observation of two numbers, an episode of a few steps."""
 
     def __init__(self, length: int = 5, width: int = 2, high: float = 10) -> None:
         self.observation_space = spaces.Box(-high, high, (width,), np.float32)
         self.action_space = spaces.Discrete(3)
-        self._length, self._t = length, 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._t = 0
-        return self._obs(), {}
+        self.length = length
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._t += 1
-        return self._obs(), float(action == self._t % 3), self._t >= self._length, False, {}
+        obs, _, *rest = super().step(action)
+        return obs, float(action == self.steps % 3), *rest
 
-    def _obs(self) -> Any:
+    def observe(self) -> Any:
         return self.np_random.normal(size=self.observation_space.shape).astype(np.float32)
 
 
@@ -40,7 +37,7 @@ class FailsOnce(Line):
         self._mark, self._action = mark, action
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self._t == 2 and not self._mark.exists():
+        if self.steps == 2 and not self._mark.exists():
             self._mark.touch()
             if self._action == "raise":
                 raise OSError("the simulator has ended")
@@ -122,6 +119,14 @@ class Diary(gymnasium.Env[Any, Any]):
             raise RuntimeError("it broke")
         self._step += 1
         return self._shown(action), float(self._step), self._step == self._len, False, {}
+
+
+class Lock(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Holds what can't be saved."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.seen = {1, 2}
 
 
 def make_line(**kwargs: Any) -> Line:

@@ -46,22 +46,6 @@ def make_learner(
     return kind(*SPACES[spaces], config, module=in_double(module) if dtype == torch.float64 else module)
 
 
-def make_lonely() -> Any:
-    """Returns a learner that knows nothing of ranks."""
-
-    class Lonely:
-        def weights(self) -> np.ndarray[Any, Any]:
-            return np.ones(3, np.float32)
-
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: Any) -> None:
-            pass
-
-    return Lonely()
-
-
 def make_batches(count: int, num_envs: int = N, spaces: str = "discrete", **settings: Any) -> list[Batch]:
     """Batches of two chunks each, with episodes that end in both ways and steps that did not happen."""
     policy = Policy(make_learner("ppo", spaces, **settings).module)

@@ -49,6 +49,29 @@ def _demand(holds: bool, path: str, got: object, expected: object) -> None:
         raise AssertionError(f"{path}: {got}, expected {expected}")
 
 
+class PlainEnv(gymnasium.Env[Any, Any]):
+    """Observes zeros, with rewards of 1 and episodes of `length` steps, or without an end; tests change one thing."""
+
+    observation_space: Any = spaces.Box(-1, 1, (1,), np.float32)
+    action_space: Any = spaces.Discrete(2)
+    length = steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Start:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(), self.info()
+
+    def step(self, action: Any) -> Result:
+        self.steps += 1
+        return self.observe(), 1.0, self.steps == self.length, False, self.info()
+
+    def observe(self) -> Any:
+        return np.zeros(self.observation_space.shape, self.observation_space.dtype)
+
+    def info(self) -> dict[str, Any]:
+        return {}
+
+
 class CountingEnv(gymnasium.Env[NDArray[np.int64], Any]):
     """Counts in its observation: ``int64 [4]`` of its seed, its episode, the step within it, and all its steps.
 

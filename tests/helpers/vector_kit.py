@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-from conftest import MakeVec
-from gymnasium.vector import SyncVectorEnv
 
 from rayvec.vector.ray_vec_env import RayVecEnv
 
@@ -24,12 +19,3 @@ def pids_of(env: RayVecEnv) -> list[list[int]]:
 def assert_explained(error: BaseException) -> None:
     """Asserts that the error says in a sentence what happened, and in another what to do."""
     assert re.search(r"\. [A-Z]", str(error)), str(error)
-
-
-def beside_sync(make_vec: MakeVec, fns: Sequence[Callable[[], Any]]) -> Iterator[tuple[RayVecEnv, SyncVectorEnv]]:
-    """Yields these environments on two nodes and in ``SyncVectorEnv``, both reset with seed 0."""
-    env, sync = make_vec(fns, 2, 1), SyncVectorEnv(fns)
-    for each in (env, sync):
-        each.reset(seed=0)
-    yield env, sync
-    sync.close()

@@ -22,11 +22,6 @@ from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic
 
 BOX = spaces.Box(-1, 1, (3,), np.float32)
-ACTIONS = {
-    "discrete": spaces.Discrete(4),
-    "multi-discrete": spaces.MultiDiscrete([3, 2]),
-    "box": spaces.Box(-1, 1, (2,), np.float32),
-}
 
 
 def draw(space: spaces.Space[Any], count: int) -> Any:
@@ -117,7 +112,7 @@ def test_the_actor_computes_what_the_default_network_computes(
     """Observations are normalised where layers are apart."""
     module = ActorCritic(
         BOX,
-        ACTIONS["box"],
+        spaces.Box(-1, 1, (2,), np.float32),
         (16, 8),
         activation=activation,
         layer_norm=layer_norm,

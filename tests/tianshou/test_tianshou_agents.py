@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import tianshou_algorithms as kit
-from helpers.training_kit import HERE, tiny
+from helpers.training_kit import sac, tiny
 from tianshou.algorithm import PPO
 from tianshou.data import Batch, Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv
@@ -19,22 +19,19 @@ import rayvec
 from rayvec.errors import ConfigError
 from rayvec.tianshou import load_policy, save_policy
 
-SAC = {"num_envs": 4, "num_steps": 8, "learning_starts": 64, "batch_size": 16, "total_steps": 192, **HERE}
+SAC = {"num_steps": 8, "learning_starts": 64, "total_steps": 192}
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Discrete": (tiny, {"total_steps": 192, "normalize_obs": True}),
     "Box": (tiny, {"total_steps": 192, "env_id": "Pendulum-v1", "normalize_obs": True}),
-    "SAC": (lambda run_dir, **changes: rayvec.SACConfig(run_dir=run_dir, **SAC, **changes), {}),
-    "discrete SAC": (
-        lambda run_dir, **changes: rayvec.SACConfig(run_dir=run_dir, **SAC, **changes),
-        {"env_id": "CartPole-v1"},
-    ),
+    "SAC": (sac, {**SAC, "env_id": "Pendulum-v1"}),
+    "discrete SAC": (sac, SAC),
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_it_takes_the_same_actions_and_comes_back(tmp_path: Path, name: str) -> None:
     make_config, changes = RUNS[name]
-    rayvec.train(make_config(tmp_path / "a", eval_episodes=0, **changes))
+    rayvec.train(make_config(tmp_path / "a", **{"eval_episodes": 0, **changes}))
     agent, policy = rayvec.load(tmp_path / "a"), load_policy(tmp_path / "a")
     agent.observation_space.seed(1)
     obs = np.stack([agent.observation_space.sample() for _ in range(40)]).clip(-2, 2)

@@ -6,10 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
-from gymnasium import spaces
+from helpers.testing import PlainEnv
 from helpers.training_kit import HERE, StopsAt, tiny
 
 import rayvec
@@ -30,10 +29,10 @@ TOPOLOGIES = [
 ]
 
 
-class Levels(gymnasium.Env[Any, Any]):
+class Levels(PlainEnv):
     """Episodes of 8 steps that succeed where the level is at most 2, with a frame in each info."""
 
-    observation_space, action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(2)
+    length = 8
 
     def __init__(self, env_index: int = -1) -> None:
         self.level, self.index = 1, env_index
@@ -42,18 +41,13 @@ class Levels(gymnasium.Env[Any, Any]):
         self.level = level
         return self.index
 
-    def _info(self, **last: Any) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
+        last = {"is_success": self.level <= 2, "text": "no number"} if self.steps == 8 else {}
         return {"frame": np.zeros((4, 4), np.uint8), **last}
 
-    def reset(self, **options: Any) -> Any:
-        super().reset(seed=options.get("seed"))
-        self.steps = 0
-        return np.zeros(2, np.float32), self._info()
-
     def step(self, action: Any) -> Any:
-        self.steps += 1
-        last = {"is_success": self.level <= 2, "text": "no number"} if self.steps == 8 else {}
-        return np.zeros(2, np.float32), float(self.level), self.steps == 8, False, self._info(**last)
+        obs, _, *rest = super().step(action)
+        return obs, float(self.level), *rest
 
 
 class Curriculum:

@@ -9,26 +9,19 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers.own_envs import Masked
-from helpers.training_kit import HERE, SMALL, tiny
+from helpers.training_kit import HERE, SMALL, sac, tiny
 
 import rayvec
-from rayvec import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
+from rayvec import IMPALAConfig, PPOConfig, TrainConfig
 from rayvec.errors import ConfigError, EnvError
 from rayvec.learners.ppo import PPOLearner
 from rayvec.training.evaluation import evaluate_run
 from rayvec.wrappers import ActionMask
 
 WRAPPED = {"wrappers": ("rayvec.wrappers:ActionMask",)}
-IMPALA = {
-    "num_envs": 4,
-    "num_steps": 16,
-    "num_minibatches": 2,
-    "prefetch": False,
-    **HERE,
-    "total_steps": 256,
-    **WRAPPED,
-}
-PPO = {**SMALL, **HERE, "total_steps": 256, **WRAPPED}
+COMMON = {**HERE, **WRAPPED, "total_steps": 256}
+IMPALA = {**COMMON, "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "prefetch": False}
+PPO = {**COMMON, **SMALL}
 WHERE = pytest.mark.parametrize("where", ["info", "obs"])
 SLOW = pytest.mark.slow
 
@@ -63,16 +56,8 @@ def test_sac_takes_no_action_that_is_not_allowed(tmp_path: Path, where: str) -> 
     """Neither at random at first, nor as it learns; alone and on the way through a file."""
     import onnxruntime
 
-    settings = {
-        "num_envs": 4,
-        "learning_starts": 64,
-        "batch_size": 16,
-        "hidden_sizes": (8,),
-        "replay_size": 400,
-        **WRAPPED,
-    }
-    config = SACConfig(total_steps=128, eval_episodes=4, run_dir=tmp_path / "a", **HERE, **settings)  # type: ignore[arg-type]
-    rayvec.train(config, env=lambda: Masked(where))
+    settings = {**WRAPPED, "num_steps": 8, "learning_starts": 64, "replay_size": 400, "total_steps": 128}
+    rayvec.train(sac(tmp_path / "a", **settings, eval_episodes=4), env=lambda: Masked(where))
     evaluate_run(tmp_path / "a", num_episodes=4, env=lambda: Masked(where))
     agent, env = rayvec.load(tmp_path / "a"), ActionMask(Masked(where))
     session = onnxruntime.InferenceSession(agent.export(tmp_path / "policy.onnx"))

@@ -10,6 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from helpers.testing import PlainEnv
 from helpers.training_kit import HERE, StopsAt, tiny
 
 import rayvec
@@ -89,24 +90,15 @@ def test_an_evaluation_is_not_staggered() -> None:
     env.close()
 
 
-class Counts(gymnasium.Env[np.ndarray, int]):
+class Counts(PlainEnv):
     """Episodes of some steps, 0 for no end, each with the reward 1, or with that of the action."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self, length: int = 10, by_action: bool = False) -> None:
         self.length, self.by_action = length, by_action
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.steps = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        self.steps += 1
-        reward = float(action) if self.by_action else 1.0
-        return np.zeros(1, np.float32), reward, self.steps == self.length, False, {}
+    def step(self, action: int) -> Any:
+        obs, reward, *ends = super().step(action)
+        return obs, float(action) if self.by_action else reward, *ends
 
 
 def endless() -> Counts:

@@ -7,6 +7,7 @@ from typing import Any
 
 import gymnasium
 import pytest
+from helpers.own_envs import Lock
 from helpers.training_kit import StopsAt, assert_same, tiny
 
 import rayvec
@@ -51,16 +52,6 @@ def test_with_a_memory_a_resumed_run_begins_new_episodes(tmp_path: Path) -> None
     run_dir = rayvec.train(tiny(tmp_path / "a", **settings)).run_dir
     assert load_run(run_dir)[1]["collector"]["envs"] is None
     assert rayvec.resume(run_dir, total_steps=128).total_steps == 128
-
-
-class Lock(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Holds what can't be saved."""
-
-    seen = None
-
-    def reset(self, **kwargs: Any) -> Any:
-        self.seen = {1}
-        return self.env.reset(**kwargs)
 
 
 def test_without_a_state_that_can_be_saved_a_resumed_run_begins_new_episodes(tmp_path: Path) -> None:

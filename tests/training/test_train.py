@@ -18,6 +18,7 @@ from helpers.training_kit import HERE, StopsAt, assert_same, lengthen, lines_of,
 import rayvec
 from rayvec import PPOConfig, TrainConfig
 from rayvec.cli import main
+from rayvec.config import CONFIGS
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.evaluation import evaluate_run
 from rayvec.training.run_dir import load_run, read_metrics
@@ -110,7 +111,7 @@ def test_hybrid_actions_are_learned(tmp_path: Path, kind: str) -> None:
 SMALL_RUNS: dict[str, dict[str, Any]] = {
     "ppo": {"num_envs": 4, "num_steps": 16, "minibatch_size": 32},
     "impala": {"num_envs": 4, "num_steps": 16, "num_minibatches": 1},
-    "sac": {"num_envs": 2, "num_steps": 16, "learning_starts": 200, "batch_size": 32},
+    "sac": {"num_envs": 2, "num_steps": 16, "learning_starts": 64, "batch_size": 32},
 }
 
 
@@ -159,27 +160,21 @@ def test_the_life_of_a_run(algorithm: str, tmp_path: Path, capsys: pytest.Captur
 
 
 RANKS = {"learners": "decentralized", "num_learners": 2, "sync_fraction": 1.0}
-COMMON: dict[str, Any] = {"num_envs": 4, **HERE, "eval_episodes": 0}
-KINDS: list[tuple[Any, dict[str, Any]]] = [
-    (rayvec.PPOConfig, {"num_steps": 16, "minibatch_size": 32, "normalize_obs": True, "total_steps": 192}),
-    (rayvec.IMPALAConfig, {"num_steps": 16, "num_minibatches": 2, "total_steps": 192}),
-    (rayvec.SACConfig, {"num_steps": 8, "learning_starts": 64, "batch_size": 16, "total_steps": 192}),
-]
 
 
 @pytest.mark.parametrize("where", [{}, pytest.param(RANKS, marks=pytest.mark.slow)], ids=["one process", "ranks"])
-@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=lambda value: getattr(value, "algorithm", ""))
-def test_a_run_begins_with_the_weights_of_another(
-    tmp_path: Path, kind: Any, settings: dict[str, Any], where: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("algorithm", SMALL_RUNS)
+def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, algorithm: str, where: dict[str, Any]) -> None:
     """One that learns nothing still has them: its steps are too small, or too few for an update."""
-    first = rayvec.train(kind(run_dir=tmp_path / "a", **COMMON, **settings))
+    kind, settings = CONFIGS[algorithm], {**SMALL_RUNS[algorithm], **HERE, "eval_episodes": 0, "total_steps": 192}
+    settings |= {"normalize_obs": True} if algorithm == "ppo" else {}
+    first = rayvec.train(kind(run_dir=tmp_path / "a", **settings))
     changes = {"seed": 9, "init_from": first.run_dir, **where}
-    changes |= {"learning_rate": 1e-12} if kind is not rayvec.SACConfig else {}
-    run = rayvec.train(kind(run_dir=tmp_path / "b", **COMMON, **{**settings, **changes}), callbacks=[StopsAt(1)])
+    changes |= {"learning_rate": 1e-12} if algorithm != "sac" else {}
+    run = rayvec.train(kind(run_dir=tmp_path / "b", **{**settings, **changes}), callbacks=[StopsAt(1)])
     source, state = (load_run(each.run_dir)[1] for each in (first, run))
     assert state["progress"]["steps"] < source["progress"]["steps"]
-    for name in ("actor", "critic", "target") if kind is rayvec.SACConfig else ("parameters",):
+    for name in ("actor", "critic", "target") if algorithm == "sac" else ("parameters",):
         torch.testing.assert_close(state["learner"][name], source["learner"][name], atol=1e-7, rtol=0)
 
 

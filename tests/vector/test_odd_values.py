@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.kinds import MODES, in_lockstep
 from helpers.obedient_envs import OwnError, UnloadableInfo
 from helpers.odd_values import LOCK, ODD_VALUES, ReservedKeys, SometimesNone
-from helpers.testing import CountingEnv, FaultyEnv, assert_identical
+from helpers.testing import CountingEnv, FaultyEnv, PlainEnv, assert_identical
 
 from rayvec.errors import EnvError
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -37,19 +37,13 @@ def test_steps(fns: Any, workers: int, mode: AutoresetMode) -> None:
         assert in_lockstep(env, sync, 12) > 9
 
 
-class OtherByteOrder(gymnasium.Env[Any, Any]):
+class OtherByteOrder(PlainEnv):
     """Counts, in numbers whose bytes are in the other order."""
 
-    observation_space = gymnasium.spaces.Box(0, 100, (3,), np.dtype(">f4"))
-    action_space = gymnasium.spaces.Discrete(2)
+    observation_space, length = gymnasium.spaces.Box(0, 100, (3,), np.dtype(">f4")), 5
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.count = 0
-        return np.full(3, self.count, ">f4"), {}
-
-    def step(self, action: Any) -> Any:
-        self.count += 1
-        return np.full(3, self.count, ">f4"), 1.0, self.count == 5, False, {}
+    def observe(self) -> Any:
+        return np.full(3, self.steps, ">f4")
 
 
 @pytest.mark.parametrize("workers", WORKERS)

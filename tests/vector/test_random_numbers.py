@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from helpers.own_parts import TwoHeads
 from numpy.typing import NDArray
 
 import rayvec
@@ -93,17 +94,12 @@ def test_a_policy_that_samples_explores_differently_in_each_worker() -> None:
     np.testing.assert_array_equal(first, again)
 
 
-class Dropping(torch.nn.Module):
+class Dropping(TwoHeads):
     """A network whose weights and whose dropout are drawn from the global generator."""
 
     def __init__(self, observation_space: Any, action_space: Any, config: rayvec.PPOConfig) -> None:
-        super().__init__()
-        self._body = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 8), torch.nn.Dropout(0.5))
-        self._policy, self._value = torch.nn.Linear(8, 3), torch.nn.Linear(8, 1)
-
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        features = self._body(obs.float())
-        return self._policy(features), self._value(features).squeeze(-1)
+        super().__init__(observation_space, action_space)
+        self.body.append(torch.nn.Dropout(0.5))
 
 
 class NeverDies(gymnasium.ActionWrapper[NDArray[np.float64], np.int64, np.int64]):

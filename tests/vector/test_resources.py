@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
-from gymnasium import spaces
+from helpers.testing import PlainEnv
 
 import rayvec
 import rayvec.stable_baselines3
@@ -18,18 +16,12 @@ from rayvec.errors import ConfigError
 NAMES = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-class Shows(gymnasium.Env[Any, Any]):
+class Shows(PlainEnv):
     """Shows what its constructor has found."""
-
-    observation_space = spaces.Box(-1, 1, (1,))
-    action_space = spaces.Discrete(2)
 
     def __init__(self) -> None:
         self.variables = [os.environ.get(name) for name in NAMES]
         self.cores, self.pid = sorted(os.sched_getaffinity(0)), os.getpid()
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return np.zeros(1, np.float32), {}
 
 
 @pytest.fixture(autouse=True)

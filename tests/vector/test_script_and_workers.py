@@ -12,32 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from conftest import MakeVec
-from numpy.typing import NDArray
+from helpers.testing import PlainEnv
 
 import rayvec
 
-Obs = NDArray[np.float64]
 
-
-class Shows(gymnasium.Env[Obs, np.int64]):
+class Shows(PlainEnv):
     """Shows in its infos what a function returns on a worker."""
-
-    observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,), np.float64)
-    action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self, show: Callable[[], Any]) -> None:
         self._show = show
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Obs, dict[str, Any]]:
-        super().reset(seed=seed)
-        return np.zeros(1), {"shown": self._show()}
-
-    def step(self, action: np.int64) -> tuple[Obs, float, bool, bool, dict[str, Any]]:
-        return np.zeros(1), 0.0, False, False, {"shown": self._show()}
+    def info(self) -> dict[str, Any]:
+        return {"shown": self._show()}
 
 
 def shown(show: Callable[[], Any], **settings: Any) -> list[Any]:
@@ -91,22 +81,15 @@ def _variables(names: tuple[str, ...]) -> tuple[str | None, ...]:
 
 SPAWNED = """
 import multiprocessing
-import gymnasium
 import numpy as np
-import torch
+from helpers.own_parts import TwoHeads
+from helpers.testing import PlainEnv
 
-class Walk(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(-9, 9, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
+class Walk(PlainEnv):
+    length = 5
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return np.zeros(1, np.float32), {"mark": Mark()}
-
-    def step(self, action):
-        self.steps += 1
-        return np.ones(1, np.float32), 1.0, self.steps == 5, False, {}
+    def info(self):
+        return {"mark": Mark()}
 
 class Mark:
     pass
@@ -114,13 +97,9 @@ class Mark:
 class Broken(Exception):
     pass
 
-class Net(torch.nn.Module):
+class Net(TwoHeads):
     def __init__(self, observation_space, action_space, config):
-        super().__init__()
-        self.policy, self.value = torch.nn.Linear(1, 2), torch.nn.Linear(1, 1)
-
-    def forward(self, obs):
-        return self.policy(obs), self.value(obs).squeeze(-1)
+        super().__init__(observation_space, action_space)
 
 def policy(obs):
     return np.ones(len(obs), np.int64)

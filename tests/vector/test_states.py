@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import FrameStackObservation, NormalizeReward, RecordEpisodeStatistics
-from helpers.testing import assert_identical
+from helpers.own_envs import Lock
+from helpers.testing import PlainEnv, assert_identical
 
 from rayvec.errors import ConfigError
 from rayvec.vector.ray_vec_env import RayVecEnv
@@ -24,14 +25,10 @@ WHERE: dict[str, dict[str, Any]] = {
 }
 
 
-class Dice(gymnasium.Env[Any, Any]):
+class Dice(PlainEnv):
     """Throws a die until it is a six; its state is an object."""
 
-    observation_space, action_space = gymnasium.spaces.Box(0, 6, (1,)), gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        return np.zeros(1, np.float32), {}
+    observation_space = gymnasium.spaces.Box(0, 6, (1,))
 
     def step(self, action: Any) -> Any:
         thrown = int(self.np_random.integers(1, 7))
@@ -49,14 +46,6 @@ class Broken(Dice):
 
     def set_state(self, state: Any) -> None:
         raise OSError("no licence")
-
-
-class Lock(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Holds what can't be saved."""
-
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
-        self.seen = {1, 2}
 
 
 def cart_pole() -> Any:

@@ -295,19 +295,9 @@ class TestActions:
     @pytest.mark.parametrize(
         "actions",
         [
-            np.zeros((2, 2)),
-            np.zeros((4, 2)),
-            np.zeros((3, 1)),
-            np.zeros((3, 2, 1)),
-            np.zeros(3),
-            np.zeros(()),
-            0.0,
-            None,
-            [],
-            [[0.0, 0.0]] * 2,
-            [[0.0], [0.0, 0.0], [0.0]],
-            {"a": np.zeros((3, 2))},
-            (np.zeros((3, 2)), np.zeros((3, 2))),
+            *(np.zeros(shape) for shape in ((2, 2), (4, 2), (3, 1), (3, 2, 1), (3,), ())),
+            *(0.0, None, [], [[0.0, 0.0]] * 2, [[0.0], [0.0, 0.0], [0.0]]),
+            *({"a": np.zeros((3, 2))}, (np.zeros((3, 2)), np.zeros((3, 2)))),
         ],
         ids=lambda actions: repr(actions)[:30].replace("\n", ""),
     )

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import copy, deepcopy
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from gymnasium.wrappers import vector as vector_wrappers
 from helpers.kinds import ALL_SPACES, ARRAY_SPACES, env_fns
 from helpers.obedient_envs import DIE, GO, RAISE, EndlessEnv, GatedEnv
 from helpers.testing import CountingEnv, assert_identical
-from helpers.vector_kit import TOPOLOGIES, beside_sync, pids_of
+from helpers.vector_kit import TOPOLOGIES, pids_of
 from helpers.waiting import DEADLINE_S, alive, wait_until
 
 from rayvec.errors import ConfigError
@@ -177,7 +177,12 @@ class TestAttributes:
     @pytest.fixture(scope="class")
     @classmethod
     def pair(cls, make_class_vec: MakeVec) -> Any:
-        yield from beside_sync(make_class_vec, env_fns(4, ARRAY_SPACES["box32"], render_mode="rgb_array"))
+        fns = env_fns(4, ARRAY_SPACES["box32"], render_mode="rgb_array")
+        with closing(SyncVectorEnv(fns)) as sync:
+            pair = make_class_vec(fns, 2, 1), sync
+            for each in pair:
+                each.reset(seed=0)
+            yield pair
 
     def test_calls(self, pair: tuple[RayVecEnv, SyncVectorEnv]) -> None:
         env, sync = pair
@@ -218,9 +223,8 @@ class TestWrappers:
     @classmethod
     def pair(cls, make_class_vec: MakeVec) -> Any:
         fns = [partial(gymnasium.make, "MountainCarContinuous-v0", max_episode_steps=5)] * 3
-        sync = SyncVectorEnv(fns)
-        yield make_class_vec(fns, 1, 2), sync
-        sync.close()
+        with closing(SyncVectorEnv(fns)) as sync:
+            yield make_class_vec(fns, 1, 2), sync
 
 
 def play(env: Any) -> list[Any]:
