@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 import numpy as np
 
@@ -204,10 +204,9 @@ def _in_rounds(chunks: Sequence[ScheduledChunk]) -> list[list[ScheduledChunk]]:
     Args:
         chunks: The chunks, those of each lane in the order of time.
     """
-    by_lane: dict[range, list[ScheduledChunk]] = {}
-    for chunk in sorted(chunks, key=lambda chunk: chunk.envs.start):
-        by_lane.setdefault(chunk.envs, []).append(chunk)
-    return [[chunk for chunk in members if chunk is not None] for members in zip_longest(*by_lane.values())]
+    in_order = sorted(chunks, key=lambda chunk: chunk.envs.start)
+    by_lane = [[*members] for _, members in groupby(in_order, key=lambda chunk: chunk.envs.start)]
+    return [[chunk for chunk in members if chunk is not None] for members in zip_longest(*by_lane)]
 
 
 def join_lanes(finished: Sequence[ScheduledChunk], tracker: EpisodeTracker) -> tuple[Chunk, EpisodeStats]:

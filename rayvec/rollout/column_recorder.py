@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -25,12 +25,10 @@ Empty = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 _FINAL = ("final_obs", "_final_obs", "final_info", "_final_info")
 
 
-def restarted_in(columns: Any, num_envs: int) -> NDArray[np.bool_]:
+def restarted_in(columns: Columns, num_envs: int) -> NDArray[np.bool_]:
     """Returns which environments infos mark as restarted, ``bool [num_envs]``."""
-    if not isinstance(columns, Mapping) or RESTARTED not in columns:
-        return np.zeros(num_envs, bool)
-    restarted: NDArray[np.bool_] = np.asarray(columns[RESTARTED], bool) & mask_of(RESTARTED, dict(columns), num_envs)
-    return restarted
+    marked = columns.get(RESTARTED, np.zeros(num_envs, bool))
+    return np.asarray(marked, bool) & mask_of(RESTARTED, columns, num_envs)
 
 
 class ColumnRecorder:

@@ -126,8 +126,7 @@ class CallablePolicy:
 
     def act(self, obs: Tree, noise: NDArray[np.float64]) -> tuple[Tree, dict[str, NDArray[Any]]]:
         """Calls the function."""
-        actions = self._function(obs)
-        return (actions if isinstance(actions, (dict, tuple, list)) else np.asarray(actions)), {}
+        return self._function(obs), {}
 
     def load_weights(self, weights: NDArray[np.float32]) -> None:
         """Raises ``ConfigError``: a callable has no weights."""
