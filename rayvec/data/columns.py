@@ -74,7 +74,7 @@ def columns_of(infos: Iterable[tuple[int, dict[Any, Any]]], num_envs: int) -> Co
 
 def _kind(value: Any) -> Any:
     """Returns what the values of one column have in common."""
-    if type(value) is int and value.bit_length() > 63:
+    if isinstance(value, np.timedelta64) or (type(value) is int and value.bit_length() > 63):
         return object
     return (value.dtype, value.shape) if isinstance(value, np.ndarray) else type(value)
 
@@ -83,8 +83,9 @@ def _blank(value: Any, num_envs: int) -> NDArray[Any]:
     """Returns the column that Gymnasium makes when `value` is the first one under a key."""
     if isinstance(value, np.ndarray):
         return np.zeros((num_envs, *value.shape), value.dtype)
-    if _kind(value) in (int, float, bool) or isinstance(value, np.number):
-        return np.zeros(num_envs, type(value))
+    kind = _kind(value)
+    if kind in (int, float, bool) or (isinstance(value, np.number) and kind is not object):
+        return np.zeros(num_envs, kind)
     return np.empty(num_envs, object)  # of None
 
 

@@ -75,7 +75,7 @@ class ProcessHost:
         args = _own_gpu(placement.rank, device), placement, device, threads, timeout_s, theirs
         try:
             with theirs:
-                process = OwnedProcess(rank_main, args, f"rayvec {placement}", _PRELOAD, _START_S)
+                process = OwnedProcess(rank_main, args, str(placement), _PRELOAD, _START_S)
         except (EOFError, OSError) as error:
             pipe.close()
             raise lost(placement, f"its process could not start ({error}). {LIMITS_REMEDY}") from error

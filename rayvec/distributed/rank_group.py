@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import cloudpickle
 
 from rayvec.distributed.rank import RankPlacement, lost
-from rayvec.envs.pickled_parts import carrying_sys
+from rayvec.envs.pickled_parts import carrying_sys, pickle_by_value_what_cannot_be_imported
 from rayvec.errors import LearnerError, RankLostError, RemoteFailure
 from rayvec.learners.ranks import Ranks
 
@@ -96,6 +96,7 @@ class RankGroup(contextlib.AbstractContextManager["RankGroup"]):
                 self._ranks.append(host.start(placement, device, threads, timeout_s))
             prepared = self.gather(self.post("prepare"), self._answer_s)
             self.pids = tuple(pid for pid, _ in prepared)
+            pickle_by_value_what_cannot_be_imported()
             pickled = carrying_sys(cloudpickle.dumps(make))
             with host.rendezvous() as make_store:
                 self.run("join", [(make_store, prepared[0][1], pickled)] * self.num_ranks)

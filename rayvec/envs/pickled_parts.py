@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copyreg
 import mmap
 import os
 import pickle
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import pairwise
 from multiprocessing.process import current_process
+from types import FrameType
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -32,10 +35,6 @@ class Places(NamedTuple):
     spans: tuple[slice, ...]
     start: int
     stop: int
-
-
-if "__mp_main__" in sys.modules:  # the script of a process that multiprocessing has spawned: workers can't import it
-    cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
 
 
 class PickledParts:
@@ -86,6 +85,43 @@ def _pieces(fd: int, places: Places) -> list[memoryview]:
     return [content[span] for span in places.spans]
 
 
+def _reduced(attribute: cached_property[Any]) -> tuple[Any, ...]:
+    """Tells how to pickle a ``cached_property``, which before Python 3.12 holds a lock."""
+    return cached_property, (attribute.func,), {"attrname": attribute.attrname}
+
+
+copyreg.pickle(cached_property, _reduced)
+
+
+def modules_that_run() -> list[str]:
+    """Returns the names of the modules whose body this thread executes, the innermost first."""
+    frame: FrameType | None = sys._getframe()
+    names = []
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            names.append(frame.f_globals["__name__"])
+        frame = frame.f_back
+    return names
+
+
+def pickle_by_value_what_cannot_be_imported() -> None:
+    """Lets cloudpickle pickle functions and classes by value if no other process can import their module.
+
+    Such are modules that were loaded from a path, the script of a process that multiprocessing has spawned, and a
+    module that makes environments when it is imported: workers would make them too.
+    """
+    running = modules_that_run()
+    for name, module in list(sys.modules.items()):
+        is_library = "." in name or name in sys.stdlib_module_names
+        if name in running or not (is_library or any(finder.find_spec(name, None) for finder in sys.meta_path)):
+            cloudpickle.register_pickle_by_value(module)
+
+
+def names_what_cannot_be_imported(pickled: bytes) -> bool:
+    """Returns whether a pickle refers by name to a module that is to be pickled by value."""
+    return any(name.encode() in pickled for name in ("_main__", *cloudpickle.list_registry_pickle_by_value()))
+
+
 def pickled_for_workers(
     value: Any, what: str, remedy: str, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None
 ) -> bytes:
@@ -100,6 +136,7 @@ def pickled_for_workers(
     Raises:
         TypeError: It can't be pickled.
     """
+    pickle_by_value_what_cannot_be_imported()
     try:
         data: bytes = cloudpickle.dumps(value, 5, buffer_callback)
     except Exception as error:

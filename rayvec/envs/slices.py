@@ -239,11 +239,8 @@ class Slice:
             obs, reward, terminated, truncated, info = values_of("step", 5, result)  # which says what is wrong
         try:
             self._rew[row] = reward
-        except (TypeError, ValueError) as error:
-            raise EnvError(
-                f"The reward of a step is {reward!r:.80}. It must be one number: let step() return float(reward), or "
-                "combine several, for example with mo_gymnasium.wrappers.LinearReward."
-            ) from error
+        except (TypeError, ValueError):
+            self._convert_reward(row, reward)
         self._terminated[row], self._truncated[row] = terminated, truncated
         ends = terminated or truncated
         resets = ends and command.mode == Autoreset.SAME_STEP
@@ -258,6 +255,16 @@ class Slice:
             self._num_finished[row] += 1
             if resets:
                 self._reset_unit(row)
+
+    def _convert_reward(self, row: int, reward: Any) -> None:
+        """Stores a reward that is no number as NumPy converts it: None is NaN."""
+        try:
+            self.arrays["rew"][row] = reward
+        except (TypeError, ValueError) as error:
+            raise EnvError(
+                f"The reward of a step is {reward!r:.80}. It must be one number: let step() return float(reward), or "
+                "combine several, for example with mo_gymnasium.wrappers.LinearReward."
+            ) from error
 
     def _step_is_replaced(self, unit: int, mode: Autoreset) -> bool:
         """Ends a cut episode, or begins the next one. Returns False if neither is due: the episode begins to run."""

@@ -64,7 +64,7 @@ class LocalWorker:
         self._events.register(self._channel, select.POLLIN)
         self._stack_file = open(os.memfd_create("rayvec-stack", os.MFD_CLOEXEC), "rb+", 0)
         send_files(self._channel, factories, self._stack_file.fileno())
-        name, timeout_s = f"rayvec worker {index}", self._rules.start_timeout_s
+        name, timeout_s = f"worker {index}", self._rules.start_timeout_s
         try:
             with theirs:
                 self._process = OwnedProcess(worker_main, (spec, theirs), name, preload, timeout_s, spec.share)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import cloudpickle
 
 from rayvec.envs.failures import FAILURES, captured
+from rayvec.envs.pickled_parts import names_what_cannot_be_imported
 from rayvec.errors import RemoteFailure
 from rayvec.fleet.commands import Answer
 
@@ -35,8 +36,7 @@ def dumps(
 ) -> bytes:
     """Pickles an object for another process.
 
-    Functions and classes of the script (``__main__``, or ``__mp_main__`` in a process that multiprocessing has
-    spawned) are pickled by value, because the other process can't import them.
+    Functions and classes of the script, and of other modules that the other process can't import, are pickled by value.
 
     Args:
         value: The object to pickle.
@@ -45,7 +45,7 @@ def dumps(
     """
     try:
         data = pickle.dumps(value, 5, buffer_callback=buffer_callback)
-        if b"_main__" not in data:
+        if not names_what_cannot_be_imported(data):
             return data
     except Exception:  # such as a local function, which cloudpickle can handle
         pass

@@ -30,17 +30,20 @@ from contextlib import suppress
 from multiprocessing import Process, context, forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import wait
 from multiprocessing.popen_forkserver import Popen
-from multiprocessing.process import parent_process
+from multiprocessing.process import current_process, parent_process
 from pathlib import Path
 from typing import Any
 
 from rayvec.envs.owner_signals import LEFT_TO_OWNER, leave_to_owner, restore_in_children
+from rayvec.envs.pickled_parts import modules_that_run
 from rayvec.errors import ConfigError
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.node.worker_share import WorkerShare
 
 PRELOAD = "RAYVEC_PRELOAD"
 """The environment variable that names to a fork server what it imports."""
+_NAME = "rayvec "
+"""How the names of processes begin."""
 _SERVER_MODULE = "rayvec.node.server_imports"
 _END_S = 5.0
 _POLL_S = 0.01
@@ -104,6 +107,20 @@ def check_threads() -> None:
         )
 
 
+def check_not_importing() -> None:
+    """Checks, in a process of this module, that no module which it imports starts others: they would do the same.
+
+    Raises:
+        ConfigError: One does.
+    """
+    modules = [name for name in modules_that_run() if name != "__main__"]
+    if modules and current_process().name.startswith(_NAME):
+        raise ConfigError(
+            f"The module {modules[0]!r} makes environments when it is imported, and a worker imports it. Make them in "
+            'a function, or after `if __name__ == "__main__":`.'
+        )
+
+
 def _folder() -> str:
     """Returns the folder of the sockets of fork servers; "" in a process of multiprocessing, which has its parent's.
 
@@ -162,7 +179,7 @@ class OwnedProcess(Popen):
     Args:
         target: A function of a module. It runs with `args`.
         args: They are pickled; connections and sockets among them are handed over.
-        name: Of the process.
+        name: Of the process, after its beginning.
         preload: Modules that the fork server imports.
         timeout_s: How long the fork server may import.
         share: What it gets of the machine.
@@ -173,6 +190,7 @@ class OwnedProcess(Popen):
 
     Raises:
         EOFError, OSError: It can't be started.
+        ConfigError: A module starts it that another such process imports.
     """
 
     def __init__(
@@ -184,10 +202,11 @@ class OwnedProcess(Popen):
         timeout_s: float,
         share: WorkerShare = WorkerShare(),  # noqa: B008  # it is immutable
     ) -> None:
+        check_not_importing()
         self._timeout_s = timeout_s
         self._server, variables = _server(preload, share.threads)  # first: the process gets the folder of its socket
         own = variables | share.variables(), os.getpid(), target, args
-        process = Process(target=_main, args=own, name=name)
+        process = Process(target=_main, args=own, name=_NAME + name)
         deadline = time.monotonic() + _END_S
         while True:
             try:

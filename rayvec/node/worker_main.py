@@ -140,6 +140,7 @@ def _serve(spec: WorkerSpec, slice_: Slice, channel: socket.socket) -> None:
             answer = worker.execute(command)
         send(channel, NO_NEWS_MESSAGE if answer is NO_NEWS else packed_answer(answer, spec.name, dumps))
     slice_.close()
+    block.close()
 
 
 class _Worker:

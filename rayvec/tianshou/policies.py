@@ -21,6 +21,7 @@ from tianshou.data.collector import get_stddev_from_dist
 from torch.nn.parameter import is_lazy
 
 from rayvec.data import Tree
+from rayvec.envs.pickled_parts import names_what_cannot_be_imported
 from rayvec.errors import require
 from rayvec.policies.noise import NoiseSpec
 
@@ -148,11 +149,10 @@ def _pickled(value: Any, tensors: list[torch.Tensor]) -> bytes:
         pickler.dump(value)
         return file.getvalue()
 
-    if not cloudpickle.list_registry_pickle_by_value():
-        with suppress(Exception):  # such as a local class
-            data = pickled(pickle.Pickler)
-            if b"_main__" not in data:
-                return data
+    with suppress(Exception):  # such as a local class
+        data = pickled(pickle.Pickler)
+        if not names_what_cannot_be_imported(data):
+            return data
     return pickled(cloudpickle.Pickler)
 
 

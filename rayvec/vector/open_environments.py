@@ -15,6 +15,7 @@ from rayvec.errors import ConfigError, check_choice, check_count, check_names
 from rayvec.fleet.restarts import DEFAULT_RULES, EnvRules
 from rayvec.node.machine import Machine, MachineSpec
 from rayvec.node.probe import MAX_WAITING_WORKERS, probe_step
+from rayvec.node.processes import check_not_importing
 from rayvec.node.shared_memory import keep_freed_memory
 from rayvec.node.worker_share import check_here
 
@@ -63,6 +64,7 @@ def open_environments(
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.
     """
+    check_not_importing()
     check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
     resources = EnvResources.of(cores_per_env, gpus_per_env, resources_per_env)
     check_names("preload", preload)

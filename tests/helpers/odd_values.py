@@ -122,8 +122,8 @@ def changes_the_process(env: OddValues) -> Any:
     return {"draw": np.random.rand()}
 
 
-def number_as_reward(env: OddValues, value: float) -> Any:
-    return [float("nan"), float("-inf"), -0.0, 10**30][env.t]
+def unusual_reward(env: OddValues, value: float) -> Any:
+    return [None, float("-inf"), 10**30][env.t - 1]
 
 
 SometimesNone = partial(OddValues, none_or_a_number)
@@ -135,7 +135,7 @@ ODD_VALUES = [
     partial(OddValues, lambda numbers: [int(number * 9) for number in numbers]),
     partial(OddValues, strided),
     partial(OddValues, reward=lambda env, value: np.array(value, np.float32), flag=np.bool_),
-    partial(OddValues, reward=number_as_reward, flag=lambda value: 3 * int(value) or None),
+    partial(OddValues, reward=unusual_reward, flag=lambda value: 3 * int(value) or None),
     ReservedKeys,
     partial(OddValues, info=changing_infos),
     partial(OddValues, info=same_info),

@@ -14,7 +14,7 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from helpers.kinds import MODES, in_lockstep
 from helpers.obedient_envs import OwnError, UnloadableInfo
-from helpers.odd_values import LOCK, ODD_VALUES, ReservedKeys, SometimesNone
+from helpers.odd_values import LOCK, ODD_VALUES, OddValues, ReservedKeys, SometimesNone
 from helpers.testing import CountingEnv, FaultyEnv, PlainEnv, assert_identical
 
 from rayvec.errors import EnvError
@@ -51,6 +51,13 @@ def test_another_byte_order(workers: int) -> None:
     fns = [OtherByteOrder] * 3
     with here(fns, workers) as env, closing(SyncVectorEnv(fns)) as sync:
         assert in_lockstep(env, sync, 12) > 1
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_duration_in_an_info(workers: int) -> None:
+    """SyncVectorEnv refuses it."""
+    with here([partial(OddValues, info=lambda env: {"time": np.timedelta64(env.t, "s")})] * 2, workers) as env:
+        assert env.reset(seed=3)[1]["time"].tolist() == [np.timedelta64(0, "s")] * 2
 
 
 @pytest.mark.parametrize("inference", ["worker", "node", "driver"])

@@ -158,6 +158,41 @@ def test_what_the_script_defines_works_in_a_process_that_multiprocessing_has_spa
     assert done.returncode == 0, done.stderr
 
 
+MODULE = """
+import functools
+import numpy as np
+import rayvec
+from helpers.testing import CountingEnv
+
+class Mine(CountingEnv):
+    @functools.cached_property
+    def own(self):
+        return type(self) is Mine
+
+with rayvec.RayVecEnv({make}, 2, num_nodes=0, workers_per_node=2) as env:
+    env.reset(seed=0)
+    print(env.step(np.zeros(2, int))[1].tolist(), env.get_attr("own"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("run", "make", "words"),
+    [
+        (["-X", "dev", "-W", "error", "module.py"], "Mine", ""),
+        (["-c", "import module"], "Mine", ""),
+        (["-c", "import runpy; runpy.run_path('module.py')"], "Mine", ""),
+        (["-c", "import module"], "lambda: __import__('module').Mine()", "'module' makes environments when it is"),
+    ],
+)
+def test_a_module_that_makes_environments_when_it_runs(
+    run: list[str], make: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("module.py").write_text(MODULE.format(make=make))
+    done = subprocess.run([sys.executable, *run], capture_output=True, text=True, check=False)
+    assert words in done.stderr if words else (done.stdout, done.stderr) == ("[1.0, 1.0] (True, True)\n", "")
+
+
 class TestSharedObjects:
     def test_a_manager_reaches_the_environments_of_all_nodes(self, make_vec: MakeVec) -> None:
         with multiprocessing.get_context("spawn").Manager() as manager:
