@@ -281,9 +281,8 @@ class Collector:
                 num_steps = min(num_steps, max_len - int(self._tracker.lens[left > 0].max()))
             self._wait_for(num_steps)
             [rollout] = [chunk.rollout for chunk in self._chunks.take()]
-            stats, places = self._tracker.add(rollout.chunk)
             valid = within_quotas(rollout.chunk, left)
-            episodes = stats.where(valid[tuple(places.T)])
+            episodes = self._tracker.add(rollout.chunk, counted=valid)
             if max_len is not None:
                 is_long = (left > 0) & (self._tracker.lens >= max_len)
                 left -= is_long
@@ -300,7 +299,7 @@ class Collector:
         """Makes a batch of steps."""
         rollouts = [chunk.rollout for chunk in finished]
         if self._max_staleness is None:
-            return self._batch(rollouts, join_episodes([self._tracker.add(each.chunk)[0] for each in rollouts]), begin)
+            return self._batch(rollouts, join_episodes([self._tracker.add(each.chunk) for each in rollouts]), begin)
         chunk, episodes = join_lanes(finished, self._tracker)
         batch = self._batch(rollouts, episodes, begin)
         ages = [self._store.version - each.rollout.chunk.weights_version for each in finished for _ in each.envs]

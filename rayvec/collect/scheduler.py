@@ -224,6 +224,6 @@ def join_lanes(finished: Sequence[ScheduledChunk], tracker: EpisodeTracker) -> t
     episodes, start = [], 0
     for members in rounds:
         envs = np.concatenate([np.array(each.envs) for each in members])
-        episodes.append(tracker.add(joined.columns(start, start + len(envs)), envs)[0])
+        episodes.append(tracker.add(joined.columns(start, start + len(envs)), envs))
         start += len(envs)
     return joined, join_episodes(episodes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,13 +40,6 @@ class EpisodeStats:
     def return_std(self) -> float:
         """Standard deviation of the returns over episodes; NaN without episodes."""
         return float(self.returns.std()) if len(self.returns) else math.nan
-
-    def where(self, kept: NDArray[np.bool_]) -> EpisodeStats:
-        """Returns some of the episodes; `kept` is ``bool [F]``."""
-        metrics = {name: values[kept] for name, values in self.metrics.items()}
-        return replace(
-            self, env_ids=self.env_ids[kept], returns=self.returns[kept], lens=self.lens[kept], metrics=metrics
-        )
 
 
 @dataclass(frozen=True, slots=True)

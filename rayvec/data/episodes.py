@@ -71,26 +71,30 @@ class EpisodeTracker:
         self.lens = np.zeros(num_envs, np.int64)
 
     def add(
-        self, chunk: Chunk, envs: NDArray[np.int64] | slice = slice(None)
-    ) -> tuple[EpisodeStats, NDArray[np.int64]]:
+        self,
+        chunk: Chunk,
+        envs: NDArray[np.int64] | slice = slice(None),
+        counted: NDArray[np.bool_] | bool = True,
+    ) -> EpisodeStats:
         """Adds a chunk. An episode that a fault has cut is dropped from the sums: it did not end.
 
         Args:
             chunk: Steps of the environments.
             envs: Index of the environment in each column, ``int64 [N]``; by default it is the column's.
+            counted: Of which steps an end counts, ``bool [T, N]``; by default of all.
 
         Returns:
-            The episodes that ended in it and count, and the places ``(t, n)`` of their last steps, ``int64 [F, 2]``.
+            The episodes that ended in it and count.
         """
         sums, nums = self._returns[envs], self.lens[envs]
         cut_before = chunk.restarts[chunk.restarts[:, 0] <= 0, 1]
         sums[cut_before] = nums[cut_before] = 0
         returns, lens = add_rewards(chunk, sums, nums)
         self._returns[envs], self.lens[envs] = sums, nums
-        ends = counted_ends(chunk)
+        ends = counted_ends(chunk) & counted
         at = np.argwhere(ends)
         metrics = _numbers_at(chunk, at, self._metrics) if self._metrics else {}
-        return EpisodeStats(chunk.env_ids[at[:, 1]], returns[ends], lens[ends], metrics), at
+        return EpisodeStats(chunk.env_ids[at[:, 1]], returns[ends], lens[ends], metrics)
 
     def cut(self, envs: NDArray[np.int64], env_ids: NDArray[np.int64]) -> EpisodeStats:
         """Returns the unfinished episodes of some environments as if they had ended, and drops them from the sums.
