@@ -14,10 +14,9 @@ from gymnasium import Space
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import ArrayLayout
 from rayvec.envs.slices import own_arrays
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import NodeLostError, WorkerLostError
 from rayvec.fleet.commands import STEPPING, ChildLost, Command, Op, Ticket
-from rayvec.fleet.fleet import CLOSE_S, Fleet, is_here
+from rayvec.fleet.fleet import CLOSE_S, Fleet, is_here, started
 from rayvec.fleet.restarts import RESTARTS_OF_A_NODE
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,6 @@ class Cluster(Fleet):
         replay_calls: Names of calls and attributes that they get again there.
 
     Attributes:
-        spaces: The spaces and metadata of the environments.
         session: Closed once all nodes are.
 
     Raises:
@@ -58,12 +56,8 @@ class Cluster(Fleet):
     ) -> None:
         self._places, self._slices = places, list(topology.nodes)
         self._rehost, self.session = rehost, ExitStack()
-        nodes, bounds, self.spaces = self._started(self._slices)
-        super().__init__(nodes, bounds, self._replacement, restarts=RESTARTS_OF_A_NODE, replay_calls=replay_calls)
-
-    def _started(self, places: Sequence[NodeSlice]) -> tuple[list[Any], list[int], PoolSpaces]:
-        """Starts nodes. Returns them, the bounds of their environments, and the spaces of these."""
-        return PoolSpaces.of_children(self._starting(places), [len(place.env_range) for place in places])
+        starting = self._starting(self._slices)
+        super().__init__(starting, self._replacement, restarts=RESTARTS_OF_A_NODE, replay_calls=replay_calls)
 
     def _starting(self, places: Sequence[NodeSlice]) -> Iterator[Any]:
         """Yields nodes, and then starts them: the driver's own comes last, so that others start meanwhile."""
@@ -97,7 +91,7 @@ class Cluster(Fleet):
             return
         envs = f"environments {self.bounds[k]} to {self.bounds[k + 1] - 1}"
         try:
-            (node,), *_ = self._started([place])
+            (node,), _ = started(self._starting([place]))
         except Exception as error:
             self._places.distrust(place)
             logger.warning("%s can't move to node %s: %s", envs, place.name, error)
@@ -133,7 +127,7 @@ class Cluster(Fleet):
         note = self.notes[-1]
         self.notes[-1] = note._replace(text=f"{note.text} They resume on node {place.name}.")
         try:
-            return self._started([place])[0][0]
+            return started(self._starting([place]))[0][0]
         except (NodeLostError, WorkerLostError) as error:
             raise ChildLost(error) from error
 

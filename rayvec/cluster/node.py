@@ -12,9 +12,9 @@ from gymnasium import Space
 from rayvec.cluster.stream import Stream, memory_of_rows
 from rayvec.data.trees import as_slice, object_leaves, tree_leaves
 from rayvec.envs.failures import FAILURES, captured
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.fleet.commands import IN_ARRAYS, Answer, Command, Op, Ticket
 from rayvec.fleet.fleet import CLOSE_S
+from rayvec.fleet.spaces import PoolSpaces
 from rayvec.node.machine import Machine, MachineSpec
 from rayvec.rollout.loop import PolicyHost, join_rollouts
 

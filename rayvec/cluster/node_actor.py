@@ -16,8 +16,8 @@ from rayvec.cluster.node_facts import own_versions, restore_variables
 from rayvec.cluster.nodes import ClaimActor
 from rayvec.cluster.stream import Head, Stream, accept, bytes_of
 from rayvec.envs.failures import FAILURES, captured
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.fleet.commands import IN_ARRAYS, Answer, Command, Op
+from rayvec.fleet.spaces import PoolSpaces
 from rayvec.node.machine import MachineSpec
 from rayvec.node.messages import pack, packed_answer
 from rayvec.node.processes import remove_folder

@@ -16,11 +16,11 @@ from rayvec.data.trees import ArrayLayout, copied, fitted, index_tree, objects, 
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.failures import own_info, values_of
 from rayvec.envs.slices import CUT, ENDED, NEW, RUNNING, Slice
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.envs.vector_envs import has_single_envs, layer_with, spaces_of
 from rayvec.errors import ConfigError, EnvError
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RESTARTED, EnvRules, seed_of
+from rayvec.fleet.spaces import PoolSpaces
 
 
 def make_slice(factory: EnvFactory, first_id: int, where: str, rules: EnvRules) -> Slice:
@@ -41,10 +41,8 @@ class NativeSlice(Slice):
                     f"{name}={value} was passed with native sub-batches. Their environments can't be made again one by "
                     "one: leave it out, or make ordinary environments."
                 )
-        sizes = [env.num_envs for env in self._envs]
-        self.spaces = PoolSpaces.join(list(zip(sizes, map(spaces_of, self._envs), strict=True)))
-        self.native_mode, self.num_envs = self.spaces.native_mode, sum(sizes)
-        self.unit_bounds = np.cumsum([0, *sizes])
+        self.spaces = PoolSpaces.join([spaces_of(env) for env in self._envs])
+        self.unit_bounds, self.native_mode = self.spaces.unit_bounds, self.spaces.native_mode
 
     def open(self, arrays: dict[str, Any], action_layout: ArrayLayout) -> None:
         """Attaches the arrays. A replacement begins with cut episodes."""

@@ -23,7 +23,6 @@ from rayvec.data.topology import Topology
 from rayvec.data.trees import ArrayLayout, copied, index_tree, split_actions, tree_map, tree_writer
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.failures import FAILURES, captured, failures_ignored, is_ctrl_c, own_info, values_of
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.envs.spare import Spare
 from rayvec.envs.times import Times
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
@@ -41,6 +40,7 @@ from rayvec.fleet.restarts import (
     seed_of,
     store_seed,
 )
+from rayvec.fleet.spaces import PoolSpaces
 from rayvec.wrappers.save_state import set_state, state_of
 
 logger = logging.getLogger(__name__)
@@ -124,6 +124,7 @@ class Slice:
                 self._spare = Spare(partial(factory.make, 0))
             self._check_distinct()
             self._set_up()
+            self.num_envs = self.spaces.num_envs
             self.num_stepped, self.was_reset = 0, np.zeros(self.num_envs, bool)
         except FAILURES as error:
             unit = len(self._envs)
@@ -144,14 +145,13 @@ class Slice:
 
     def _set_up(self) -> None:
         """Reads the spaces and sizes of the units."""
-        self.num_envs = len(self._envs)
         self.spaces = PoolSpaces.join(
             [
-                (1, PoolSpaces(env.observation_space, env.action_space, dict(env.metadata), env.render_mode))
+                PoolSpaces(env.observation_space, env.action_space, dict(env.metadata), env.render_mode)
                 for env in self._envs
             ]
         )
-        self.unit_bounds = np.arange(self.num_envs + 1)
+        self.unit_bounds = np.arange(len(self._envs) + 1)
 
     def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
         """Allocates the arrays for these spaces in this process."""

@@ -8,8 +8,8 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gymnasium.vector.utils import batch_space
 
 from rayvec.data.trees import ArrayLayout
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError
+from rayvec.fleet.spaces import PoolSpaces
 
 
 def as_vector_env(env: Any) -> VectorEnv[Any, Any, Any]:
@@ -51,7 +51,7 @@ def spaces_of(env: VectorEnv[Any, Any, Any]) -> PoolSpaces:
                 "wrapper."
             )
     metadata["autoreset_mode"], render_mode = mode, getattr(env, "render_mode", None)
-    return PoolSpaces(observation, action, metadata, render_mode, sub_batches=(env.num_envs,))
+    return PoolSpaces(observation, action, metadata, render_mode, env.num_envs, sub_batches=(env.num_envs,))
 
 
 def has_single_envs(env: Any) -> bool:

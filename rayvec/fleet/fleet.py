@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -33,6 +33,7 @@ from rayvec.fleet.commands import (
 )
 from rayvec.fleet.deferred_signals import uninterrupted
 from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
+from rayvec.fleet.spaces import PoolSpaces
 
 logger = logging.getLogger(__name__)
 
@@ -51,41 +52,45 @@ class Fleet:
     """Divides commands among children by the environments that they own, and replaces children that are lost.
 
     Args:
-        children: What executes the commands: workers, or nodes. `open(arrays, first_id, *shared)` attaches a child to
+        starting: Yields what executes the commands, workers or nodes, each of which begins to start. `spaces()` waits
+            until its environments have been made. `open(arrays, first_id, *shared)` attaches a child to
             the arrays that hold the answers of its environments. `post(command)` starts a command; those to an
             environment are executed in their order. `wait(timeout_s)` returns the answer to a pending command, or None;
             it raises ``ChildLost`` if the child has died or takes longer than its limits allow. `kill()` ends it at
             once. `close(timeout_s)` asks it to end, and `join(timeout_s)` waits for that, and returns whether it has.
-        bounds: Child k owns the environments ``bounds[k]`` to ``bounds[k + 1] - 1``.
         start: Starts a child in place of child k; None, if lost children are not replaced.
         restarts: How often the environments of a replaced child count as restarted.
         first_id: Global index of the first environment.
         replay_calls: Names of calls and attributes that a replaced child gets again.
 
     Attributes:
+        spaces: The spaces and metadata of the environments.
+        bounds: Child k owns the environments ``bounds[k]`` to ``bounds[k + 1] - 1``.
         arrays: The last answer of every environment, and the state of its episode.
         notes: What was replaced, until the next answer is taken.
         parts: The environments of each child.
         num_stepped: How many commands have stepped environments; a reset is none.
         was_reset: Which environments were reset since a policy that acts in this process has seen them, ``bool [N]``.
         kind: What a child is, for notes.
+
+    Raises:
+        Exception: Why a child can't start.
     """
 
     kind = "worker"
 
     def __init__(
         self,
-        children: Sequence[Any],
-        bounds: Sequence[int],
+        starting: Iterable[Any],
         start: Callable[[int, ChildLost], Any] | None = None,
         *,
         restarts: int = 1,
         first_id: int = 0,
         replay_calls: Sequence[str] = (),
     ) -> None:
-        self.children = list(children)
-        self.bounds = np.array(bounds, np.int64)
-        self.num_envs = int(bounds[-1])
+        self.children, found = started(starting)
+        self.spaces = PoolSpaces.join(found)
+        self.num_envs, self.bounds = self.spaces.num_envs, np.cumsum([0, *(each.num_envs for each in found)])
         self.first_id = first_id
         self.num_stepped, self.was_reset = 0, np.zeros(self.num_envs, bool)
         self.notes: list[Note] = []
@@ -310,6 +315,26 @@ class Fleet:
             names = ", ".join(killed)
             logger.warning("killed after %s, since their environments had not closed: %s", duration(timeout_s), names)
         self.children = []
+
+
+def started(starting: Iterable[Any]) -> tuple[list[Any], list[PoolSpaces]]:
+    """Starts children. Returns them and their spaces, once all have started. If one can't, all are killed.
+
+    Raises:
+        Exception: Why it can't.
+    """
+    children: list[Any] = []
+    try:
+        for child in starting:
+            children.append(child)
+        return children, [child.spaces() for child in children]
+    except BaseException as error:
+        for child in children:
+            with contextlib.suppress(Exception):
+                child.kill()
+        if isinstance(error, ChildLost):
+            raise error.error from error
+        raise
 
 
 def is_here(child: Any) -> bool:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from rayvec.data.trees import as_slice, object_leaves
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import LIMITS_REMEDY, WorkerLostError
 from rayvec.fleet.commands import NO_NEWS, Answer, ChildLost, Command, Op, is_like
+from rayvec.fleet.spaces import PoolSpaces
 from rayvec.node.memory import ChunkColumns, MachineBlock, action_leaves
 from rayvec.node.messages import MAX_POSTED, NO_NEWS_MESSAGE, dumps, read_answer, receive, send, send_files
 from rayvec.node.processes import OwnedProcess

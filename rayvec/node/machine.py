@@ -16,7 +16,6 @@ from rayvec.data.resources import EnvResources
 from rayvec.data.topology import Topology
 from rayvec.data.trees import tree_map
 from rayvec.envs.pickled_parts import PickledParts
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.fleet.commands import ChildLost, Ticket
 from rayvec.fleet.fleet import Fleet
 from rayvec.fleet.restarts import DEFAULT_RULES, EnvRules, seed_of
@@ -57,9 +56,6 @@ class Machine(Fleet):
         spec: What it starts with.
         gpus: The GPUs that are claimed for all environments; None for those that this process sees.
 
-    Attributes:
-        spaces: The spaces and metadata of the environments.
-
     Raises:
         WorkerLostError: A worker died, or did not make its environments in time.
         Exception: The exception that the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
@@ -81,9 +77,8 @@ class Machine(Fleet):
             for k, (each, share) in enumerate(zip(places, shares, strict=True))
         ]
         starting = (LocalWorker(worker, k, spec.parts.fd, spec.preload) for k, worker in enumerate(self._workers))
-        workers, bounds, self.spaces = PoolSpaces.of_children(starting, np.diff(units).tolist())
         start = self._replacement if rules.restart else None
-        super().__init__(workers, bounds, start, first_id=spec.first_id, replay_calls=rules.replay_calls)
+        super().__init__(starting, start, first_id=spec.first_id, replay_calls=rules.replay_calls)
 
     def allocate(
         self,

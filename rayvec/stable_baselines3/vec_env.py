@@ -15,10 +15,10 @@ from stable_baselines3.common.vec_env import VecEnv
 from rayvec.data import objects, tree_map
 from rayvec.data.columns import infos_of, unwrapped
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, check_flag, require
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import RESTARTED, EnvRules
+from rayvec.fleet.spaces import PoolSpaces
 from rayvec.stable_baselines3.worker_env import WorkerEnv
 from rayvec.vector.adapter import Adapter
 from rayvec.vector.batching import check_number, check_spaces

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from rayvec.data import Tree, objects
 from rayvec.data.trees import ArrayLayout
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError
+from rayvec.fleet.spaces import PoolSpaces
 
 
 class ActionTypeError(ConfigError, TypeError):

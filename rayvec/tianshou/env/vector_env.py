@@ -16,10 +16,10 @@ from rayvec.data import objects, tree_map
 from rayvec.data.columns import infos_of
 from rayvec.data.trees import ArrayLayout, as_slice
 from rayvec.envs.factory import EnvFactory, check_env_fns, env_seeds
-from rayvec.envs.spaces import PoolSpaces
 from rayvec.errors import ConfigError, check_flag
 from rayvec.fleet.commands import Autoreset, Command, Op
 from rayvec.fleet.restarts import EnvRules
+from rayvec.fleet.spaces import PoolSpaces
 from rayvec.tianshou.env.pool_env import PoolEnv, StepResult, observations, step_result
 from rayvec.vector.chunks import ChunkAdapter
 

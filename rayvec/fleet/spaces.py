@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -15,18 +14,19 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from rayvec.errors import ConfigError
-from rayvec.fleet.commands import Autoreset, ChildLost
+from rayvec.fleet.commands import Autoreset
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpaces:
-    """The spaces and metadata that a pool reads from its environments.
+    """The spaces and metadata of some environments.
 
     Attributes:
         observation: Space of the first environment's observations.
         action: Space of the first environment's actions.
         metadata: Metadata of the first environment.
         render_mode: Render mode of the first environment.
+        num_envs: How many environments there are.
         observations: The observation space of each environment, in order. Empty if all are equal.
         actions_differ: Index and action space of the first environment whose action space differs from `action`.
         sub_batches: Number of environments of each native sub-batch, in order. Empty for ordinary environments.
@@ -36,14 +36,10 @@ class PoolSpaces:
     action: Space[Any]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     render_mode: str | None = None
+    num_envs: int = 1
     observations: tuple[Space[Any], ...] = ()
     actions_differ: tuple[int, Space[Any]] | None = None
     sub_batches: tuple[int, ...] = ()
-
-    @property
-    def num_envs(self) -> int | None:
-        """How many environments there are, if they are native."""
-        return sum(self.sub_batches) or None
 
     @property
     def unit_bounds(self) -> NDArray[np.int64] | None:
@@ -56,58 +52,30 @@ class PoolSpaces:
         return Autoreset[self.metadata["autoreset_mode"].name] if self.sub_batches else None
 
     @classmethod
-    def join(cls, parts: Sequence[tuple[int, PoolSpaces]]) -> PoolSpaces:
-        """Joins the spaces of consecutive slices, given as pairs (number of environments, their spaces)."""
-        first = parts[0][1]
-        for mode in (part.metadata.get("autoreset_mode") for _, part in parts if part.sub_batches):
+    def join(cls, parts: Sequence[PoolSpaces]) -> PoolSpaces:
+        """Joins the spaces of consecutive environments."""
+        first, sizes = parts[0], [part.num_envs for part in parts]
+        for mode in (part.metadata.get("autoreset_mode") for part in parts if part.sub_batches):
             if mode != first.metadata.get("autoreset_mode"):
                 raise ConfigError(
                     f"Native sub-batches have different autoreset modes: {first.metadata.get('autoreset_mode')} and "
                     f"{mode}. Make them with one autoreset_mode."
                 )
-        every = [space for count, part in parts for space in (part.observations or (part.observation,) * count)]
-        starts = accumulate((count for count, _ in parts[:-1]), initial=0)
-        others = [(0, part.action) if part.action != first.action else part.actions_differ for _, part in parts]
-        differ = next(((start + each[0], each[1]) for start, each in zip(starts, others, strict=True) if each), None)
-        same = all(part.observation == first.observation and not part.observations for _, part in parts)
+        others = [(0, part.action) if part.action != first.action else part.actions_differ for part in parts]
+        starts = accumulate(sizes, initial=0)
+        differ = next(((start + each[0], each[1]) for start, each in zip(starts, others, strict=False) if each), None)
+        same = all(part.observation == first.observation and not part.observations for part in parts)
+        every = [space for part in parts for space in (part.observations or (part.observation,) * part.num_envs)]
         return cls(
             first.observation,
             first.action,
             first.metadata,
             first.render_mode,
+            sum(sizes),
             () if same else tuple(every),
             differ,
-            tuple(size for _, part in parts for size in part.sub_batches),
+            tuple(size for part in parts for size in part.sub_batches),
         )
-
-    @classmethod
-    def of_children(cls, starting: Iterable[Any], sizes: Sequence[int]) -> tuple[list[Any], list[int], PoolSpaces]:
-        """Starts the children of a fleet, and waits for them. If one can't start, all are killed.
-
-        Args:
-            starting: Yields each child, which begins to start.
-            sizes: How many environments, or native sub-batches, each has.
-
-        Returns:
-            The children, the bounds of their environments, and the spaces of all.
-
-        Raises:
-            Exception: Why one can't start.
-        """
-        children: list[Any] = []
-        try:
-            for child in starting:
-                children.append(child)
-            found = [child.spaces() for child in children]
-        except BaseException as error:
-            for child in children:
-                with suppress(Exception):
-                    child.kill()
-            if isinstance(error, ChildLost):
-                raise error.error from error
-            raise
-        counts = [spaces.num_envs or size for spaces, size in zip(found, sizes, strict=True)]
-        return children, np.cumsum([0, *counts]).tolist(), cls.join(list(zip(counts, found, strict=True)))
 
     def check_native(self, num_envs: int | None, mode: AutoresetMode | None) -> None:
         """Checks what a caller demands of native sub-batches: their number of environments and autoreset mode.
