@@ -13,11 +13,10 @@ from gymnasium import Space
 
 from rayvec.data.topology import NodeSlice, Topology
 from rayvec.data.trees import ArrayLayout
-from rayvec.envs.slices import own_arrays
 from rayvec.errors import NodeLostError, WorkerLostError
 from rayvec.fleet.commands import STEPPING, ChildLost, Command, Op, Ticket
 from rayvec.fleet.fleet import CLOSE_S, Fleet, is_here, started
-from rayvec.fleet.restarts import RESTARTS_OF_A_NODE
+from rayvec.fleet.restarts import RESTARTS_OF_A_NODE, own_arrays
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.columns import Columns, as_columns, mask_of, merge, select
-from rayvec.data.trees import ArrayLayout, copied, fitted, index_tree, objects, tree_map, tree_writer
+from rayvec.data.trees import copied, fitted, index_tree, objects, tree_map, tree_writer
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.failures import own_info, values_of
 from rayvec.envs.slices import CUT, ENDED, NEW, RUNNING, Slice
@@ -35,18 +35,19 @@ class NativeSlice(Slice):
     _unit_kind = "native sub-batch"
 
     def _set_up(self) -> None:
-        for name, value in {"restart_env_every": self._max_episodes, "spare_envs": self._num_spares}.items():
+        rules = self._rules
+        for name, value in {"restart_env_every": rules.max_episodes, "spare_envs": rules.spare_envs}.items():
             if value:
                 raise ConfigError(
                     f"{name}={value} was passed with native sub-batches. Their environments can't be made again one by "
                     "one: leave it out, or make ordinary environments."
                 )
         self.spaces = PoolSpaces.join([spaces_of(env) for env in self._envs])
-        self.unit_bounds, self.native_mode = self.spaces.unit_bounds, self.spaces.native_mode
+        self.unit_bounds, self.native_mode = np.cumsum([0, *self.spaces.sub_batches]), self.spaces.native_mode
 
-    def open(self, arrays: dict[str, Any], action_layout: ArrayLayout) -> None:
+    def open(self, arrays: dict[str, Any]) -> None:
         """Attaches the arrays. A replacement begins with cut episodes."""
-        super().open(arrays, action_layout)
+        super().open(arrays)
         self._writers = [
             tree_writer(tree_map(lambda leaf, at=rows: leaf[None, at], self._obs)) for rows in self._unit_rows
         ]
@@ -94,7 +95,7 @@ class NativeSlice(Slice):
             final = {"final_obs": tree_map(itemgetter(rows), self._obs), "final_info": mark}
             self._add_infos(unit, {**final, "_final_obs": every, "_final_info": every})
 
-    def _reset_unit(self, unit: int, **kwargs: Any) -> None:
+    def _reset_unit(self, unit: int, seed: int | None = None, options: Any = None) -> None:
         self._reset_some(unit, np.ones(self._envs[unit].num_envs, bool))
 
     def _reset(self, unit: int, places: Any, command: Command) -> None:
@@ -126,13 +127,12 @@ class NativeSlice(Slice):
     ) -> NDArray[np.bool_]:
         """Resets some environments of a sub-batch, or all if it was restarted. Returns which, ``bool [num_envs]``."""
         env, rows = self._envs[unit], self._unit_rows[unit]
-        ids = range(rows.start, rows.stop)
         if self._episode[rows.start] in (CUT, ENDED):  # a restarted sub-batch has no episode to continue
             mask = np.ones(env.num_envs, bool)
-        if self._to_seed.issuperset(ids):
+        if self.arrays["to_seed"][rows].all():
             base = seed_of(self.arrays, rows.start, self.first_id + rows.start)
             seeds = () if base is None else range(base, base + env.num_envs)
-        self._to_seed.difference_update(ids)
+        self.arrays["to_seed"][rows] = False
         if not mask.all():
             options = {**(options or {}), "reset_mask": mask.copy()}
         kwargs = {} if options is None else {"options": dict(options)}

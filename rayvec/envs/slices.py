@@ -7,33 +7,29 @@ ENDED, and the same step of its row runs again: a cut episode then ends without 
 from __future__ import annotations
 
 import logging
-import math
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-from gymnasium import Space
 
 from rayvec.data.columns import Columns, columns_of
-from rayvec.data.topology import Topology
-from rayvec.data.trees import ArrayLayout, copied, index_tree, split_actions, tree_map, tree_writer
+from rayvec.data.trees import copied, index_tree, split_actions, tree_map, tree_writer
 from rayvec.envs.factory import EnvFactory
 from rayvec.envs.failures import FAILURES, captured, failures_ignored, is_ctrl_c, own_info, values_of
 from rayvec.envs.spare import Spare
 from rayvec.envs.times import Times
 from rayvec.errors import ConfigError, EnvError, RemoteFailure
-from rayvec.fleet.commands import NO_NEWS, STEPPING, Answer, Autoreset, Command, Note, Op
+from rayvec.fleet.commands import NO_NEWS, Answer, Autoreset, Command, Note, Op
 from rayvec.fleet.restarts import (
     DEFAULT_RULES,
-    ENV_ARRAYS,
     RESTARTED,
     EnvRules,
     EpisodeState,
     RestartBudget,
+    count_restarts,
     episode_of,
     restart_seed,
     restore_episode,
@@ -56,12 +52,6 @@ _NOTE_CHARS = 1000
 """How much of an exception's text is in the log line of a restart."""
 
 
-def own_arrays(layout: ArrayLayout, num_envs: int) -> dict[str, Any]:
-    """Allocates the arrays of a slice or a fleet in this process."""
-    arrays: dict[str, Any] = {name: np.zeros(num_envs, dtype) for name, dtype in ENV_ARRAYS.items()}
-    return {**arrays, "obs": layout.empty((num_envs,))}
-
-
 class Slice:
     """Executes commands for environments that step one after another.
 
@@ -79,16 +69,12 @@ class Slice:
         native_mode: The autoreset mode of native sub-batches; None for ordinary environments.
         unit_bounds: Bounds of the units, ``int64 [units + 1]``.
         progress: ``int64 [1]``, odd while a command is executed. It changes with each command.
-        num_stepped: How many commands have stepped environments; a reset is none.
-        was_reset: Which environments were reset since a policy has seen them, ``bool [num_envs]``.
 
     Raises:
         Exception: What the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
     """
 
     native_mode: Autoreset | None = None
-    transports = ("local",)
-    has_nodes = False
     _unit_kind = "environment"
 
     def __init__(
@@ -99,9 +85,7 @@ class Slice:
         env_rules: EnvRules = DEFAULT_RULES,
     ) -> None:
         self.first_id, self._where, self._factory = first_id, where, factory
-        self._restart, self._budget = env_rules.restart, RestartBudget()
-        self._max_episodes, self._num_finished = env_rules.max_episodes, [0] * factory.num_envs
-        self._replay_calls, self._num_spares = env_rules.replay_calls, env_rules.spare_envs
+        self._rules, self._budget, self._num_finished = env_rules, RestartBudget(), [0] * factory.num_envs
         self._spare: Spare | None = None
         self._calls: list[dict[Any, Callable[[], None]]] = [{} for _ in range(factory.num_envs)]  # to repeat, of a unit
         self._envs: list[Any] = []
@@ -120,12 +104,11 @@ class Slice:
         try:
             for unit in range(factory.num_envs):
                 self._envs.append(factory.make(unit))
-            if self._num_spares:
+            if env_rules.spare_envs:
                 self._spare = Spare(partial(factory.make, 0))
             self._check_distinct()
             self._set_up()
             self.num_envs = self.spaces.num_envs
-            self.num_stepped, self.was_reset = 0, np.zeros(self.num_envs, bool)
         except FAILURES as error:
             unit = len(self._envs)
             failure = captured(
@@ -153,33 +136,18 @@ class Slice:
         )
         self.unit_bounds = np.arange(len(self._envs) + 1)
 
-    def allocate(self, observation: Space[Any], action: Space[Any]) -> None:
-        """Allocates the arrays for these spaces in this process."""
-        self.layout = ArrayLayout.of(observation)
-        self.open(own_arrays(self.layout, self.num_envs), ArrayLayout.of_actions(action))
-
-    def open(self, arrays: dict[str, Any], action_layout: ArrayLayout) -> None:
+    def open(self, arrays: dict[str, Any]) -> None:
         """Attaches the arrays into which the slice writes: ``obs``, and those of `ENV_ARRAYS`.
 
         They outlive a worker. A replacement resumes from the seeds and the states of episodes that they hold.
         """
-        self.arrays, self.action_layout = arrays, action_layout
-        self._obs, self._write_obs = arrays["obs"], tree_writer(arrays["obs"])
-        results: list[Any] = [arrays[name].data for name in ("rew", "terminated", "truncated", "episode")]
-        self._rew, self._terminated, self._truncated, self._episode = results  # memoryviews are twice as fast
-        self._to_seed = set(np.flatnonzero(arrays["restarts"]).tolist())
+        self.arrays, self._obs, self._write_obs = arrays, arrays["obs"], tree_writer(arrays["obs"])
+        results: list[Any] = [arrays[name].data for name in ("rew", "terminated", "truncated", "episode", "to_seed")]
+        self._rew, self._terminated, self._truncated, self._episode, self._to_seed = results  # twice as fast as arrays
         self._unit_rows = [slice(*bounds) for bounds in pairwise(self.unit_bounds.tolist())]
 
-    def post(self, command: Command) -> Answer:
-        """Executes a command. All environments complete it, also if one raises.
-
-        Returns:
-            The answer, which serves as the ticket where a slice takes the place of a fleet.
-        """
-        if command.op == Op.RESET:
-            self.was_reset[command.rows] = True
-        elif command.op in STEPPING:
-            self.num_stepped += 1
+    def execute(self, command: Command) -> Answer:
+        """Executes a command. All environments complete it, also if one raises."""
         if command.op == Op.TIMES or self.progress[0] % _FOLD_EVERY == 0:
             times = [(*steps.fold(), *resets.fold()) for steps, resets in self._times]
             if command.op == Op.TIMES:
@@ -199,7 +167,7 @@ class Slice:
                 again = (lambda: None) if restores else partial(function, unit, argument, command)
                 self._recover(unit, error, again, command.op)
             else:
-                if is_call and command.rest[0] in self._replay_calls:
+                if is_call and command.rest[0] in self._rules.replay_calls:
                     self._calls[unit].pop(name := (command.op, command.rest[0]), None)
                     self._calls[unit][name] = partial(function, unit, argument, command)
         self.progress[0] += 1
@@ -224,7 +192,6 @@ class Slice:
         for row, seed in zip(rows, seeds, strict=True):
             if seed is not None:
                 store_seed(self.arrays, row, seed)
-                self._to_seed.discard(row)
 
     def _step(self, row: int, action: Any, command: Command) -> None:
         """Steps one environment, or does in place of the step what the state of its episode asks for."""
@@ -292,18 +259,17 @@ class Slice:
         if mode == Autoreset.SAME_STEP:
             self._infos.append((row, {"final_obs": copied(index_tree(self._obs, row)), "final_info": mark}))
 
-    def _reset_unit(self, unit: int, **kwargs: Any) -> None:
+    def _reset_unit(self, unit: int, seed: int | None = None, options: Any = None) -> None:
         """Resets one environment. The first reset after a restart has a seed of its own."""
-        if self._max_episodes and self._num_finished[unit] >= self._max_episodes:
+        if self._rules.max_episodes and self._num_finished[unit] >= self._rules.max_episodes:
             self._make_again(unit)
-            if kwargs.get("seed") is None:
-                self.arrays["restarts"][unit] += 1
-                self._to_seed.add(unit)
-        if unit in self._to_seed and (seed := seed_of(self.arrays, unit, self.first_id + unit)) is not None:
-            kwargs["seed"] = seed
-        self._to_seed.discard(unit)
+            if seed is None:
+                count_restarts(self.arrays, unit)
+        if self._to_seed[unit]:
+            seed = seed_of(self.arrays, unit, self.first_id + unit)
+            self._to_seed[unit] = False
         began_s = perf_counter()
-        result = self._reset_env(unit, **kwargs)
+        result = self._reset_env(unit, seed, options)
         self._times[unit][1].recent.append(perf_counter() - began_s)
         obs, info = values_of("reset", 2, result)
         self._write_obs(unit, obs)
@@ -311,7 +277,7 @@ class Slice:
         if info or type(info) is not dict:
             self._infos.append((unit, own_info(info)))
 
-    def _reset_env(self, unit: int, seed: int | None = None, options: Any = None) -> Any:
+    def _reset_env(self, unit: int, seed: int | None, options: Any) -> Any:
         """Resets an environment, or takes the spare one, which has been reset, in its place."""
         kwargs = {name: value for name, value in (("seed", seed), ("options", options)) if value is not None}
         if self._spare is None or kwargs:
@@ -362,7 +328,6 @@ class Slice:
                 "env": state,
                 "obs": copied(index_tree(self._obs, row)),
                 "episode": episode_of(self.arrays, row),
-                "is_to_seed": row in self._to_seed,
                 "num_finished": self._num_finished[row],
             }
 
@@ -371,7 +336,6 @@ class Slice:
         self._write_obs(row, state["obs"])
         self._clear(row)
         restore_episode(self.arrays, row, state["episode"])
-        (self._to_seed.add if state["is_to_seed"] else self._to_seed.discard)(row)
         self._num_finished[row] = state["num_finished"]
         set_state(self._envs[row], state["env"])
 
@@ -380,7 +344,7 @@ class Slice:
 
         If that raises too, it tries again until it succeeds or the restart budget is spent.
         """
-        is_restarted = (self._restart or op == Op.SET_STATE) and op not in _QUERIES
+        is_restarted = (self._rules.restart or op == Op.SET_STATE) and op not in _QUERIES
         is_restarted &= not isinstance(error, ConfigError)
         while True:
             failure = captured(error, f"{self._where}, {self._name(unit)}")
@@ -421,8 +385,7 @@ class Slice:
         text = " ".join(failure.text.split())[:_NOTE_CHARS]
         ids = range(self.first_id + rows.start, self.first_id + rows.stop)
         self._notes.append(Note(f"{failure.where} raised {failure.type_name}: {text}; restarted", ids))
-        self._to_seed.update(range(rows.start, rows.stop))
-        self.arrays["restarts"][rows] += 1
+        count_restarts(self.arrays, rows)
         episodes = self.arrays["episode"][rows]
         episodes[episodes == RUNNING] = CUT
 
@@ -436,33 +399,7 @@ class Slice:
     def _columns(self) -> Columns:
         return columns_of(self._infos, self.num_envs)
 
-    def wait(self, ticket: Answer, timeout_s: float = math.inf) -> bool:
-        """Returns True: the command is executed."""
-        return True
-
-    def wait_some(self, tickets: Sequence[Answer], count: int = 1, timeout_s: float = math.inf) -> list[int]:
-        """Returns the indices of all commands."""
-        return list(range(len(tickets)))
-
-    def take(self, ticket: Answer) -> Answer:
-        """Returns the answer."""
-        return ticket
-
-    @property
-    def parts(self) -> tuple[range, ...]:
-        """All environments."""
-        return (range(self.num_envs),)
-
-    @property
-    def topology(self) -> Topology:
-        """One node with one worker, this process."""
-        return Topology.of_this_node((0, self.num_envs))
-
-    def pids(self) -> dict[str, list[int]]:
-        """Returns the id of this process, by node name."""
-        return {node.name: [os.getpid()] for node in self.topology.nodes}
-
-    def close(self, timeout_s: float | None = None) -> None:
+    def close(self) -> None:
         """Closes all environments, and logs the last error if some raise. Further calls do nothing."""
         self._envs += [] if self._spare is None else [self._spare]
         self._spare = None

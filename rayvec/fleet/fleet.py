@@ -32,7 +32,7 @@ from rayvec.fleet.commands import (
     Ticket,
 )
 from rayvec.fleet.deferred_signals import uninterrupted
-from rayvec.fleet.restarts import EpisodeState, RestartBudget, seed_of
+from rayvec.fleet.restarts import EpisodeState, RestartBudget, count_restarts, seed_of
 from rayvec.fleet.spaces import PoolSpaces
 
 logger = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ class Fleet:
         episode[rows] = np.where(running, EpisodeState.CUT, self._last["episode"][rows])
         again = [*self._loaded[k].values()]
         if states is None:
-            self.arrays["restarts"][rows] += self._restarts
+            count_restarts(self.arrays, rows, self._restarts)
         else:
             again.append(Command(Op.SET_STATE, np.arange(len(states)), rest=(states, None)))
         self.children[k] = child

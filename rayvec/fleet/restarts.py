@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rayvec.data.trees import ArrayLayout
 from rayvec.errors import ConfigError, check_choice, check_count, check_names
 
 RESTARTED = "env_restarted"
@@ -26,6 +27,7 @@ ENV_ARRAYS = {
     "seed": np.uint64,
     "has_seed": np.bool_,
     "restarts": np.int64,
+    "to_seed": np.bool_,
     "episode": np.int8,
 }
 """The arrays with one value for each environment. The results come first. The others outlive the stepping process."""
@@ -96,9 +98,22 @@ class RestartBudget:
         return f"at most {_MOST_RESTARTS} restarts within {_WINDOW_S:.0f} s"
 
 
+def own_arrays(layout: ArrayLayout, num_envs: int) -> dict[str, Any]:
+    """Allocates ``obs`` and the arrays of `ENV_ARRAYS` in this process."""
+    arrays: dict[str, Any] = {name: np.zeros(num_envs, dtype) for name, dtype in ENV_ARRAYS.items()}
+    return {**arrays, "obs": layout.empty((num_envs,))}
+
+
 def store_seed(arrays: Mapping[str, NDArray[Any]], row: int, seed: int) -> None:
     """Stores the seed of a requested reset in arrays that outlive the process that steps the environment."""
-    arrays["seed"][row], arrays["has_seed"][row], arrays["restarts"][row] = seed % (1 << 64), True, 0
+    arrays["seed"][row], arrays["has_seed"][row] = seed % (1 << 64), True
+    arrays["restarts"][row], arrays["to_seed"][row] = 0, False
+
+
+def count_restarts(arrays: Mapping[str, NDArray[Any]], rows: Any, count: int = 1) -> None:
+    """Counts that environments were restarted: their next reset has a seed of its own, see :func:`seed_of`."""
+    arrays["restarts"][rows] += count
+    arrays["to_seed"][rows] = True
 
 
 def seed_of(arrays: Mapping[str, NDArray[Any]], row: int, env_id: int) -> int | None:

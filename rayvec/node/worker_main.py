@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rayvec.data.global_random import seed_globals
 from rayvec.data.trees import index_tree, object_leaves
 from rayvec.envs.failures import FAILURES, captured
+from rayvec.envs.in_process import InProcess
 from rayvec.envs.native_slices import make_slice
 from rayvec.envs.pickled_parts import Places, load_part
 from rayvec.envs.slices import Slice
@@ -156,21 +157,22 @@ class _Worker:
     _last_step: Command
 
     def __init__(self, spec: WorkerSpec, slice_: Slice, block: MachineBlock, attachment: Attachment) -> None:
-        self._spec, self._slice, self._block = spec, slice_, block
+        self._spec, self._block = spec, block
         index, slice_.first_id = attachment.index, attachment.first_id
         self._rows = slice(*block.spec.bounds[index : index + 2])
         arrays = {name: index_tree(array, self._rows) for name, array in block.arrays.items()}
         self._objects = object_leaves(arrays["obs"])
         for leaf, values in zip(self._objects, attachment.objects, strict=True):
             leaf[:] = values
-        slice_.open(arrays, block.action_layout)
+        self._envs = InProcess(slice_)
+        self._envs.open(arrays, block.action_layout)
         of_worker = {name: array[index : index + 1] for name, array in block.by_worker.items()}
         slice_.progress = of_worker["progress"].data
         slice_.progress[0] = 0  # a worker that this one replaces may have died within a command
         self._chunk_step, self._cut_chunk = of_worker["chunk_step"], of_worker["cut_chunk"]
         _seed(seed_of(arrays, 0, slice_.first_id), spec.first_id, 2)
         self._all_rows = np.arange(slice_.num_envs)
-        self._host = PolicyHost(slice_)
+        self._host = PolicyHost(self._envs)
         self._last_message = b""  # of a step of all environments whose actions lie in the block
 
     def read(self, message: bytes) -> Command:
@@ -195,7 +197,7 @@ class _Worker:
         if command.op == Op.RESET:
             seeds = dict(zip(command.rows.tolist(), command.rest[0], strict=True))
             _seed(seeds.get(0), self._spec.first_id, 2)
-        answer = self._slice.post(command)
+        answer = self._envs.post(command)
         if self._objects and command.op in IN_ARRAYS:
             answer = answer._replace(objects=[leaf[command.rows] for leaf in self._objects])
         return answer

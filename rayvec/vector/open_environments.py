@@ -9,8 +9,8 @@ from rayvec.data.cores import usable_cores
 from rayvec.data.resources import EnvResources
 from rayvec.data.topology import Topology, even_bounds
 from rayvec.envs.factory import EnvFactory
+from rayvec.envs.in_process import InProcess
 from rayvec.envs.native_slices import make_slice
-from rayvec.envs.slices import Slice
 from rayvec.errors import ConfigError, check_choice, check_count, check_names
 from rayvec.fleet.restarts import DEFAULT_RULES, EnvRules
 from rayvec.node.machine import Machine, MachineSpec
@@ -22,7 +22,7 @@ from rayvec.node.worker_share import check_here
 if TYPE_CHECKING:
     from rayvec.cluster.cluster import Cluster
 
-Environments: TypeAlias = "Slice | Machine | Cluster"
+Environments: TypeAlias = "InProcess | Machine | Cluster"
 """Where the environments are: in this process, in the workers of this machine, or on the nodes of a cluster."""
 
 
@@ -73,7 +73,7 @@ def open_environments(
     if num_nodes == 0 and num_nodes is not False:
         _check_local(address, workers_per_node, env_rules, resources)
         if workers_per_node == 0:
-            return make_slice(factory, first_id, Topology.this_process, env_rules)
+            return InProcess(make_slice(factory, first_id, Topology.this_process, env_rules))
         if resources is not None:
             check_here(resources, factory.num_envs)
         has_own = worker_per_env or (resources is not None and workers_per_node is None)
