@@ -106,7 +106,7 @@ class RayVecEnv(Adapter, VecEnv):
     def _set_up(self, found: PoolSpaces) -> None:
         """Checks the environments and allocates the arrays."""
         check_spaces(found, "different", found.observation)
-        self._allocate(found.observation, found.action)
+        self._envs.allocate(found.observation, found.action)
         require(
             not self._envs.layout.objects,
             f"The observation space is {found.observation}. Stable-Baselines3 accepts Box, Discrete, "

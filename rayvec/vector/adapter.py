@@ -16,7 +16,6 @@ from threading import RLock
 from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
-from gymnasium import Space
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from rayvec.data import Topology
@@ -57,7 +56,6 @@ class Adapter:
     interrupted_close_s: float | None = None
     close: Any  # a method of the library's own base class
     _envs: Environments
-    _pending = ""  # the call that was started and whose result has not been returned
     _closed_by: type[BaseException] | None = None  # the error of the call that closed them, if one did
 
     def _open(self, factory: EnvFactory, **settings: Any) -> None:
@@ -65,16 +63,12 @@ class Adapter:
         self._creator, self._lock = os.getpid(), RLock()
         self._replaced = Counter[str]()  # children of fleets, by kind
         self._restarts: dict[int, tuple[int, str]] = {}  # how often, and why the last time, by global index
-        self._posted: dict[int, Any] = {}  # the tickets of the pending call, by the group of environments
+        self._posted: dict[tuple[str, Any], Any] = {}  # tickets by the name of the call, and its group or chunk
         self._envs = open_environments(factory, **settings)
         # It also keeps the files of an adapter in a cycle from being collected before the adapter's `__del__`.
         self._at_exit = partial(_close_at_exit, self._envs, self._creator)
         atexit.register(self._at_exit)
         self.closed = False
-
-    def _allocate(self, observation: Space[Any], action: Space[Any]) -> None:
-        """Allocates the arrays for these spaces."""
-        self._envs.allocate(observation, action)
 
     @property
     def topology(self) -> Topology:
@@ -115,6 +109,13 @@ class Adapter:
 
     # Calls.
 
+    @property
+    def _pending(self) -> str:
+        """The name of the call whose result has not been returned; "" if there is none."""
+        for name, _ in self._posted:
+            return name
+        return ""
+
     def _post(self, command: Command) -> Any:
         """Starts a command. Returns its ticket."""
         self.num_uses += command.op in STEPPING
@@ -127,9 +128,9 @@ class Adapter:
     def _begin(self, name: str, command: Command, group: int) -> None:
         if not name == self._pending == "send":
             self._assert_idle(name if name == "send" else f"{name}_async")
-        elif group in self._posted:
+        elif (name, group) in self._posted:
             raise AlreadyPendingCallError(f"Calling `send` for group {group}, whose last step is pending.", name)
-        self._posted[group], self._pending = self._post(command), name
+        self._posted[name, group] = self._post(command)
 
     def _wait(self, name: str, timeout_s: float | None = None, group: int = 0) -> Answer:
         """Waits for the result of a call, which is not pending any more then, unless the wait timed out."""
@@ -137,11 +138,10 @@ class Adapter:
 
     def _finished(self, name: str, timeout_s: float | None, group: int) -> Answer:
         self._assert_pending(name, group)
-        ticket = self._posted[group]
+        ticket = self._posted[name, group]
         if not self._envs.wait(ticket, math.inf if timeout_s is None else timeout_s):
             raise NotReady("the environments have not answered in time")
-        del self._posted[group]
-        self._pending = name if self._posted else ""
+        del self._posted[name, group]
         return self._envs.take(ticket)
 
     def _run(self, command: Command) -> Answer:
@@ -235,7 +235,7 @@ class Adapter:
 
     def _assert_pending(self, name: str, group: int | None = None) -> None:
         self._assert_running()
-        if self._pending != name or (group is not None and group not in self._posted):
+        if self._pending != name or (group is not None and (name, group) not in self._posted):
             wait, start = ("recv", "send") if name == "send" else (f"{name}_wait", f"{name}_async")
             raise NoAsyncCallError(f"Calling `{wait}` without any prior call to `{start}`.", name)
 
@@ -253,7 +253,8 @@ class Adapter:
         return f" {self._closed_by.__name__} in an earlier call closed it: make the environment again."
 
     def _close_envs(self, timeout_s: float | None = None) -> None:
-        self.closed, self._pending = True, ""
+        self.closed = True
+        self._posted.clear()
         atexit.unregister(self._at_exit)
         if not self._is_forked:  # else what runs belongs to the parent
             if timeout_s is None and self._closed_by is not None and issubclass(self._closed_by, KeyboardInterrupt):
@@ -266,8 +267,8 @@ class Adapter:
 
     def _close_failed(self, error: BaseException | None = None) -> None:
         """Closes after a call that failed."""
-        self._pending = ""
         if not self.closed:
+            self._posted.clear()
             self._closed_by = None if error is None else type(error)
             self.close()
 

@@ -35,18 +35,16 @@ Inference = Literal["worker", "node", "driver"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A chunk that was requested and not received.
+    """A chunk that was requested and not received. It has a ticket, unless its policy acts in this process.
 
     Attributes:
         request: What was requested.
         inference: Where the policy acts.
-        ticket: Of the command; None where the policy acts in this process, as soon as the chunk is waited for.
         part: Which part takes it; None for all.
     """
 
     request: ChunkRequest
     inference: Inference
-    ticket: Any
     part: int | None
 
 
@@ -60,8 +58,8 @@ class ChunkAdapter(Adapter):
         self, observation: Space[Any], action: Space[Any], groups: Sequence[NDArray[np.int64]] | None = None
     ) -> None:
         """Allocates the arrays for these spaces; `groups` are those of a policy that acts in the driver."""
-        super()._allocate(observation, action)
         envs = self._envs
+        envs.allocate(observation, action)
         self._steps_here, halves = envs.transports == ("local",), None
         if not envs.has_nodes and not self._steps_here:
             units = envs.spaces.unit_bounds
@@ -70,7 +68,6 @@ class ChunkAdapter(Adapter):
         self._everyone = np.arange(envs.num_envs)
         self._everyone.setflags(write=False)
         self._done = np.zeros(envs.num_envs, bool)  # whose episode has ended, if the caller resets
-        self._chunks: list[_Pending] = []
         self._unused: list[tuple[int, Inference]] = []  # policies whose store is gone
         self._sizes = np.array([len(part) for part in envs.parts])
 
@@ -90,7 +87,7 @@ class ChunkAdapter(Adapter):
         if inference != "driver":
             remedy = "Make the object when the policy first acts, or let the policy act here: inference='driver'."
             acting = pickled_for_workers(acting, "a policy", remedy)
-        while self._unused and not self._chunks:
+        while self._unused and not self._posted:
             self._drop(*self._unused.pop())
         store = WeightStore(self, first_version, inference)
         if (host := self._host_here(inference)) is not None:
@@ -148,7 +145,7 @@ class ChunkAdapter(Adapter):
                 workers, or in the process that owns them.
         """
         self._assert_running()
-        in_order = all(chunk.inference == weights.inference for chunk in self._chunks)
+        in_order = all(chunk.inference == weights.inference for chunk in self._chunks_of(None))
         if self._pending != "rollout" or not in_order or len(self._chunks_of(part)) >= MAX_CHUNKS:
             self._assert_idle("rollout")
         check_count("num_steps", num_steps)
@@ -162,11 +159,11 @@ class ChunkAdapter(Adapter):
         is_here = self._host_here(inference) is not None
         ticket = None if is_here else self._post(Command(Op.ROLLOUT, rows, rest=request))
         self._done[rows] = False  # every environment whose episode has ended is reset first
-        self._chunks.append(_Pending(request, inference, ticket, part))
-        self._pending = "rollout"
+        self._posted["rollout", _Pending(request, inference, part)] = ticket
 
     def _chunks_of(self, part: int | None) -> list[_Pending]:
-        return [chunk for chunk in self._chunks if part is None or chunk.part in (part, None)]
+        chunks = [chunk for name, chunk in self._posted if name == "rollout"]
+        return [chunk for chunk in chunks if part is None or chunk.part in (part, None)]
 
     def rollout_wait(self, timeout: float | None = None, cut: StopEarly | None = None) -> Rollout:
         """Waits for the first :meth:`rollout_async` that has not been waited for, for up to `timeout` seconds.
@@ -218,31 +215,27 @@ class ChunkAdapter(Adapter):
     ) -> tuple[int, Rollout]:
         """Receives the first of some chunks that has been taken."""
         began_s, timeout_s = time.monotonic(), math.inf if timeout_s is None else timeout_s
-        index, deadline = 0, began_s + timeout_s
+        index, deadline, tickets = 0, began_s + timeout_s, [self._posted["rollout", chunk] for chunk in chunks]
         if len(chunks) > 1:
-            answered = self._envs.wait_some([chunk.ticket for chunk in chunks], timeout_s=timeout_s)
+            answered = self._envs.wait_some(tickets, timeout_s=timeout_s)
             index = answered[0] if answered else 0
-        chunk = chunks[index]
+        ticket = tickets[index]
         if cut is not None:
-            self._wait_or_cut(chunk, deadline, cut)
-        if not self._envs.wait(chunk.ticket, max(0.0, deadline - time.monotonic())):
+            self._wait_or_cut(ticket, deadline, cut)
+        if not self._envs.wait(ticket, max(0.0, deadline - time.monotonic())):
             raise NotReady("the chunk has not been taken in time")
-        rollout = join_rollouts(self._accepted(self._envs.take(chunk.ticket)).value)
+        rollout = join_rollouts(self._accepted(self._envs.take(ticket)).value)
         rollout = rollout._replace(waited_s=time.monotonic() - began_s)
         with uninterrupted():
-            self._remove(chunk)
+            del self._posted["rollout", chunks[index]]
             accept(index, rollout)
         return index, rollout
-
-    def _remove(self, chunk: _Pending) -> None:
-        self._chunks.remove(chunk)
-        self._pending = "rollout" if self._chunks else ""
 
     def _take_here(
         self, host: PolicyHost, chunk: _Pending, accept: Callable[[int, Rollout], None], cut: StopEarly | None
     ) -> tuple[int, Rollout]:
         """Takes a chunk for which a policy acts in this process."""
-        self._remove(chunk)  # now: the policy may call the environments
+        del self._posted["rollout", chunk]  # now: the policy may call the environments
         self.num_uses += 1
         self._done[:] = False
         try:
@@ -259,13 +252,13 @@ class ChunkAdapter(Adapter):
         accept(0, rollout)
         return 0, rollout
 
-    def _wait_or_cut(self, chunk: _Pending, deadline: float, cut: StopEarly) -> None:
+    def _wait_or_cut(self, ticket: Any, deadline: float, cut: StopEarly) -> None:
         """Waits until all parts have taken a chunk, or `cut` returns True: then each ends it after its present step."""
         machine = cast("Machine", self._envs)
-        while not machine.wait(chunk.ticket, _CUT_POLL_S) and time.monotonic() < deadline:
-            taken = machine.steps_in(chunk.ticket)
+        while not machine.wait(ticket, _CUT_POLL_S) and time.monotonic() < deadline:
+            taken = machine.steps_in(ticket)
             if cut(int(taken @ self._sizes)):
-                machine.cut(chunk.ticket)
+                machine.cut(ticket)
                 return
 
 

@@ -32,5 +32,5 @@ def wait_for_parts(env: RayVecEnv, timeout_s: float = DEADLINE_S, chunk: int = 0
 
     Workers of the driver's own node that have ended meanwhile are restarted.
     """
-    if not env._envs.wait(env._chunks[chunk].ticket, timeout_s):
+    if not env._envs.wait([*env._posted.values()][chunk], timeout_s):
         raise TimeoutError("a node has not done its part")
