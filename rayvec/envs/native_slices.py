@@ -58,8 +58,6 @@ class NativeSlice(Slice):
         """Returns the units of a command, each with the places of its environments among those of the command."""
         if command.op == Op.STEP and len(command.rows) == self.num_envs:
             return enumerate(self._unit_rows)
-        if command.op == Op.RESET:
-            self._note_seeds(command.rows.tolist(), command.rest[0])
         ends = np.searchsorted(command.rows, self.unit_bounds).tolist()  # callers name environments in ascending order
         return [(unit, np.arange(start, stop)) for unit, (start, stop) in enumerate(pairwise(ends)) if start < stop]
 

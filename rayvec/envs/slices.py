@@ -34,7 +34,7 @@ from rayvec.fleet.restarts import (
     restart_seed,
     restore_episode,
     seed_of,
-    store_seed,
+    store_seeds,
 )
 from rayvec.fleet.spaces import PoolSpaces
 from rayvec.wrappers.save_state import set_state, state_of
@@ -156,6 +156,8 @@ class Slice:
         self._infos: list[tuple[Any, Any]] = []
         self._values: dict[int, Any] = {}
         self._failure: RemoteFailure | None = None
+        if command.op == Op.RESET:
+            store_seeds(self.arrays, command.rows, command.rest[0])
         self.progress[0] += 1
         function, is_call = self._functions[command.op], command.op in (Op.CALL, Op.SET)
         has_values = is_call or command.op == Op.GET_STATE
@@ -182,16 +184,9 @@ class Slice:
         rows = command.rows.tolist()
         if command.op == Op.STEP:  # environments may keep a reference to their actions
             return zip(rows, split_actions(tree_map(copied, command.actions), len(rows)), strict=True)
-        if command.op == Op.RESET:
-            self._note_seeds(rows, command.rest[0])
         if command.op in (Op.RESET, Op.SET_STATE):
             return zip(rows, command.rest[0], strict=True)
         return zip(rows, command.rest[1] if command.op == Op.SET else rows, strict=True)
-
-    def _note_seeds(self, rows: list[int], seeds: list[int | None]) -> None:
-        for row, seed in zip(rows, seeds, strict=True):
-            if seed is not None:
-                store_seed(self.arrays, row, seed)
 
     def _step(self, row: int, action: Any, command: Command) -> None:
         """Steps one environment, or does in place of the step what the state of its episode asks for."""
@@ -305,7 +300,7 @@ class Slice:
         """Resets an environment that is between two episodes."""
         if self._episode[row] != RUNNING:
             if self._episode[row] == CUT:
-                self._infos.append((row, {RESTARTED: True}))
+                self._report_interrupted(row, command.mode)
             self._reset(row, None, command)
 
     def _call(self, row: int, _: Any, command: Command) -> None:

@@ -104,10 +104,12 @@ def own_arrays(layout: ArrayLayout, num_envs: int) -> dict[str, Any]:
     return {**arrays, "obs": layout.empty((num_envs,))}
 
 
-def store_seed(arrays: Mapping[str, NDArray[Any]], row: int, seed: int) -> None:
-    """Stores the seed of a requested reset in arrays that outlive the process that steps the environment."""
-    arrays["seed"][row], arrays["has_seed"][row] = seed % (1 << 64), True
-    arrays["restarts"][row], arrays["to_seed"][row] = 0, False
+def store_seeds(arrays: Mapping[str, NDArray[Any]], rows: NDArray[np.int64], seeds: Sequence[int | None]) -> None:
+    """Stores the seeds of a requested reset in arrays that outlive the process that steps the environments."""
+    for row, seed in zip(rows.tolist(), seeds, strict=True):
+        if seed is not None:
+            arrays["seed"][row], arrays["has_seed"][row] = seed % (1 << 64), True
+            arrays["restarts"][row], arrays["to_seed"][row] = 0, False
 
 
 def count_restarts(arrays: Mapping[str, NDArray[Any]], rows: Any, count: int = 1) -> None:
@@ -117,7 +119,7 @@ def count_restarts(arrays: Mapping[str, NDArray[Any]], rows: Any, count: int = 1
 
 
 def seed_of(arrays: Mapping[str, NDArray[Any]], row: int, env_id: int) -> int | None:
-    """Returns the last seed of an environment: that of its last restart after :func:`store_seed`, or the stored one.
+    """Returns the last seed of an environment: that of its last restart after :func:`store_seeds`, or the stored one.
 
     It is None for an environment that was never given a seed.
     """

@@ -97,9 +97,17 @@ class PoolSpaces:
                 "make_vec passes env_kwargs={'autoreset_mode': ...} to the vector entry point."
             )
 
-    def misfit(self, space: Space[Any]) -> int | None:
-        """Returns the index of the first environment whose observations don't fit arrays of `space`, or None."""
-        candidates = enumerate(self.observations or (self.observation,))
-        return next(
-            (i for i, each in candidates if each != space and not is_space_dtype_shape_equiv(each, space)), None
-        )
+    def misfit(self, space: Space[Any], *, same: bool = False) -> tuple[int, Space[Any]] | None:
+        """Returns the first environment whose observations don't fit arrays of `space`, or None if all do.
+
+        Args:
+            space: The space.
+            same: Whether they must have just this space.
+
+        Returns:
+            Its index and its observation space.
+        """
+        for index, each in enumerate(self.observations or (self.observation,)):
+            if each != space and (same or not is_space_dtype_shape_equiv(each, space)):
+                return index, each
+        return None

@@ -56,14 +56,10 @@ def batched_observations(found: PoolSpaces, mode: Any, num_envs: int) -> tuple[S
 
 def check_spaces(found: PoolSpaces, mode: Any, single: Space[Any]) -> None:
     """Raises ``SpacesError`` if action spaces differ, or observation spaces more than the mode allows."""
-    if mode == "same":
-        misfit = next((i for i, space in enumerate(found.observations) if space != single), None)
-    else:
-        misfit = found.misfit(single)
-    if misfit is not None:
-        other = found.observations[misfit] if found.observations else found.observation
+    if (misfit := found.misfit(single, same=mode == "same")) is not None:
+        index, other = misfit
         raise SpacesError(
-            f"Environment {misfit} has the observation space {other}, and {single} was expected: the sub-environments "
+            f"Environment {index} has the observation space {other}, and {single} was expected: the sub-environments "
             "observation spaces are not equivalent. Make them equal by a wrapper. If this is intentional, use "
             "`observation_mode='different'` instead, which allows other bounds."
         )
