@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -182,8 +183,10 @@ class EnvFactory:
 
     def in_parts(self, bounds: Sequence[int]) -> PickledParts:
         """Returns pickled factories for the environments between each two consecutive bounds."""
-        own = self.part(bounds[0], bounds[-1])
-        return PickledParts.of(own, *_PICKLED, [bound - bounds[0] for bound in bounds])
+        arrays = list[pickle.PickleBuffer]()
+        pickled = pickled_for_workers(self.part(bounds[0], bounds[-1]), *_PICKLED, arrays.append)
+        pieces: list[bytes | memoryview] = [carrying_sys(pickle.dumps(None)), pickled, *(each.raw() for each in arrays)]
+        return PickledParts(pieces, [bound - bounds[0] for bound in bounds])
 
     def part(self, start: int, stop: int) -> EnvFactory:
         """Returns a factory of some of the environments."""

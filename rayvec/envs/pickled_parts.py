@@ -62,13 +62,6 @@ class PickledParts:
         self._bounds = bounds
         self.places = [Places(tuple(spans), *pair) for pair in pairwise(bounds)]
 
-    @classmethod
-    def of(cls, factory: Any, what: str, remedy: str, bounds: Sequence[int]) -> PickledParts:
-        """Pickles a factory; arguments as of :func:`pickled_for_workers`."""
-        arrays = list[pickle.PickleBuffer]()
-        pickled = pickled_for_workers(factory, what, remedy, arrays.append)
-        return cls([carrying_sys(pickle.dumps(None)), pickled, *(each.raw() for each in arrays)], bounds)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return PickledParts, ([*map(bytes, _pieces(self.fd, self.places[0]))], self._bounds)
 
