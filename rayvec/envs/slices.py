@@ -66,7 +66,6 @@ class Slice:
     Attributes:
         spaces: The spaces and metadata of the environments.
         num_envs: How many environments there are.
-        native_mode: The autoreset mode of native sub-batches; None for ordinary environments.
         unit_bounds: Bounds of the units, ``int64 [units + 1]``.
         progress: ``int64 [1]``, odd while a command is executed. It changes with each command.
 
@@ -74,7 +73,6 @@ class Slice:
         Exception: What the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
     """
 
-    native_mode: Autoreset | None = None
     _unit_kind = "environment"
 
     def __init__(
