@@ -133,12 +133,13 @@ def _serve(spec: WorkerSpec, slice_: Slice, channel: socket.socket) -> None:
             message = receive(channel)
         except EOFError:
             break
+        where = f"{spec.name}, which unpickles what the driver has sent"
         try:
             command = worker.read(message)
-        except FAILURES as error:  # such as a class of a module that this process can't import
-            answer = Answer(failure=captured(error, f"{spec.name}, which unpickles what the driver has sent"))
-        else:
+            where = spec.name
             answer = worker.execute(command)
+        except FAILURES as error:  # a class of a module that this process can't import; an info that holds itself
+            answer = Answer(failure=captured(error, where))
         send(channel, NO_NEWS_MESSAGE if answer is NO_NEWS else packed_answer(answer, spec.name, dumps))
     slice_.close()
     block.close()

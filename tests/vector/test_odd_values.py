@@ -128,6 +128,13 @@ class TestErrors:
             with RayVecEnv(**{"env": CountingEnv, "num_envs": 1, **settings}, num_nodes=0, workers_per_node=1) as env:
                 env.rollout(lambda obs: LOCK and [0], 1)
 
+    @pytest.mark.parametrize("workers", WORKERS)
+    def test_an_info_that_holds_itself(self, workers: int) -> None:
+        info: dict[str, Any] = {}
+        info["self"] = info
+        with here([partial(OddValues, info=lambda env: info)] * 2, workers) as env, pytest.raises(RecursionError):
+            env.reset()
+
     def test_this_process_raises_the_exception_itself(self) -> None:
         """A debugger then finds the frame of the environment."""
         error = OwnError(3, "odd")
