@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import ray
 from helpers.testing import CountingEnv
-from helpers.waiting import wait_until
+from helpers.waiting import DEADLINE_S, wait_until
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -60,7 +60,7 @@ def test_other_nodes_close_while_that_of_the_driver_does(ray_cluster: object, tm
     """Also where the node of the driver, which has fewer free cores, is not the first."""
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     group = placement_group([{"CPU": 23}], bundle_label_selector=[here])
-    assert group.wait(20)
+    assert group.wait(DEADLINE_S)
     try:
         env = RayVecEnv([partial(Closes, tmp_path)] * 2, num_nodes=2, cores_per_env=1)
         assert env.transports == ("tcp", "shm")
@@ -81,7 +81,7 @@ def test_workers_use_the_bundles_of_a_placement_group(ray_cluster: object) -> No
             return sum(node.num_workers for node in env.topology.nodes), steps
 
     group = placement_group([{"CPU": 1}, *[{"CPU": 1}] * 2], strategy="PACK")
-    assert group.wait(20)
+    assert group.wait(DEADLINE_S)
     try:
         strategy: Any = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
         task: Any = ray.remote(num_cpus=1, scheduling_strategy=strategy)(trial)

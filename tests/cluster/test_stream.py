@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from helpers.waiting import DEADLINE_S
 
 from rayvec.cluster.stream import Head, Stream, accept, connect
 from rayvec.env_server import GREETING, Refused
@@ -33,7 +34,7 @@ class Listening:
         return connect("127.0.0.1", self.port, key)
 
     def stream(self) -> Stream:
-        self._thread.join(20.0)
+        self._thread.join(DEADLINE_S)
         return self._found[0]
 
 

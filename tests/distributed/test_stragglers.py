@@ -13,7 +13,7 @@ import torch
 from helpers.examples import examples
 from helpers.thread_ranks import ThreadRanks, on_ranks
 from helpers.training_kit import assert_same
-from helpers.waiting import wait_until
+from helpers.waiting import DEADLINE_S, wait_until
 from hypothesis import given, strategies as st
 
 from rayvec.config import IMPALAConfig, PPOConfig, SACConfig, TrainConfig
@@ -98,7 +98,7 @@ def test_ranks_that_are_cut_at_random_stay_equal(config: TrainConfig) -> None:
 
         def arrive(self, iteration: int) -> None:
             if iteration % 3 == 0:
-                together.wait(60)
+                together.wait(DEADLINE_S)
             super().arrive(iteration)
             self.is_there = iteration
 

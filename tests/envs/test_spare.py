@@ -12,6 +12,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from helpers.testing import PlainEnv
+from helpers.waiting import DEADLINE_S
 
 import rayvec.stable_baselines3
 import rayvec.tianshou
@@ -75,7 +76,7 @@ def test_steps_go_on_while_a_thread_resets_ahead() -> None:
             if threading.current_thread() is threading.main_thread():
                 resets_here.append(kwargs)
             else:
-                assert gate.wait(60)
+                assert gate.wait(DEADLINE_S)
             return super().reset(**kwargs)
 
     with RayVecEnv([Slow], spare_envs=1, num_nodes=0, workers_per_node=0) as env:

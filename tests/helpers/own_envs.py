@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from helpers.testing import PlainEnv
+from helpers.testing import CountingEnv, PlainEnv
 
 
 class Line(PlainEnv):
@@ -127,6 +127,48 @@ class Lock(gymnasium.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: Any) -> None:
         super().__init__(env)
         self.seen = {1, 2}
+
+
+class Levels(PlainEnv):
+    """Episodes of 8 steps that succeed where the level is at most 2, with a frame in each info."""
+
+    length = 8
+
+    def __init__(self, env_index: int = -1) -> None:
+        self.level, self.index = 1, env_index
+
+    def set_level(self, level: int) -> int:
+        self.level = level
+        return self.index
+
+    def info(self) -> dict[str, Any]:
+        last = {"is_success": self.level <= 2, "text": "no number"} if self.steps == 8 else {}
+        return {"frame": np.zeros((4, 4), np.uint8), **last}
+
+    def step(self, action: Any) -> Any:
+        obs, _, *rest = super().step(action)
+        return obs, float(self.level), *rest
+
+
+class Optional(CountingEnv):
+    """Remembers how it was made and reset."""
+
+    label = "plain"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options: Any = "never reset"
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.options = options
+        return super().reset(seed=seed)
+
+    def add(self, number: int, *, other: int = 0) -> int:
+        return self._total + number + other
+
+
+class Outer(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper without any effect."""
 
 
 def make_line(**kwargs: Any) -> Line:

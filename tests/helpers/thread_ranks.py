@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from helpers.waiting import DEADLINE_S
 from rayvec.data import Batch
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class ThreadRanks:
 def on_ranks(size: int, work: Callable[[ThreadRanks], T], kind: type[ThreadRanks] = ThreadRanks) -> list[T]:
     """Returns what `work` returns on each of `size` ranks."""
     shared: list[Tensor | None] = [None] * size
-    barrier = threading.Barrier(size, timeout=60)
+    barrier = threading.Barrier(size, timeout=DEADLINE_S)
 
     def guarded(rank: int) -> T:
         try:

@@ -188,7 +188,7 @@ print("the parent's environments live", flush=True)
 @pytest.mark.parametrize("end", ["env.close()", "del env", "pass"])
 def test_a_child_of_the_driver_leaves_its_environments_alone(end: str) -> None:
     command = [sys.executable, "-c", FORKED.format(end=end)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert done.stdout.split("\n")[:3] == ["refused", "child ended with 0", "the parent's environments live"]
 
 
@@ -293,7 +293,7 @@ with RayVecEnv([CountingEnv] * 16, num_nodes=0, workers_per_node=16) as env:
 
 def test_open_files() -> None:
     """Sixteen workers need 80 files: the soft limit is raised for them."""
-    done = subprocess.run([sys.executable, "-c", WITH_FEW_FILES], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", WITH_FEW_FILES], capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 

@@ -16,6 +16,7 @@ import pytest
 from gymnasium import spaces
 from helpers.kinds import ARRAY_SPACES, env_fns
 from helpers.odd_values import OddValues
+from helpers.own_envs import Optional, Outer
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
@@ -24,28 +25,6 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack,
 
 from rayvec.errors import ConfigError
 from rayvec.stable_baselines3 import RayVecEnv
-
-
-class Optional(CountingEnv):
-    """Remembers how it was made and reset."""
-
-    label = "plain"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.options: Any = "never reset"
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self.options = options
-        return super().reset(seed=seed)
-
-    def add(self, number: int, *, other: int = 0) -> int:
-        return self._total + number + other
-
-
-class Outer(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A wrapper without any effect."""
-
 
 COUNTING = [CountingEnv] * 5
 OWN_FINALS = [partial(OddValues, info=lambda env: {"final_info": env.t} if env.t else {})] * 3

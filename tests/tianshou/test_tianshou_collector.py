@@ -235,6 +235,7 @@ def test_step_hook_changes_what_is_stored(venvs: dict[str, RayVectorEnv]) -> Non
 
 def test_random_actions_come_from_the_space(venvs: dict[str, RayVectorEnv]) -> None:
     mine = Collector(box_policy(), venvs["pointed"], VectorReplayBuffer(500, 5))
+    venvs["pointed"].seed(1)
     mine.reset()
     stats = mine.collect(n_step=400, random=True)
     assert stats.n_collected_steps == 400 and len(mine.buffer) == 400

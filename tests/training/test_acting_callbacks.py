@@ -6,9 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from helpers.testing import PlainEnv
+from helpers.own_envs import Levels
 from helpers.training_kit import HERE, StopsAt, tiny
 
 import rayvec
@@ -27,27 +26,6 @@ TOPOLOGIES = [
     pytest.param(RANKS, id="ranks"),
     pytest.param({**RAY, "learners": "shared", "num_learners": 2}, id="by reference", marks=SLOW),
 ]
-
-
-class Levels(PlainEnv):
-    """Episodes of 8 steps that succeed where the level is at most 2, with a frame in each info."""
-
-    length = 8
-
-    def __init__(self, env_index: int = -1) -> None:
-        self.level, self.index = 1, env_index
-
-    def set_level(self, level: int) -> int:
-        self.level = level
-        return self.index
-
-    def info(self) -> dict[str, Any]:
-        last = {"is_success": self.level <= 2, "text": "no number"} if self.steps == 8 else {}
-        return {"frame": np.zeros((4, 4), np.uint8), **last}
-
-    def step(self, action: Any) -> Any:
-        obs, _, *rest = super().step(action)
-        return obs, float(self.level), *rest
 
 
 class Curriculum:

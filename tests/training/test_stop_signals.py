@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.processes import assert_nothing_left, running
+from helpers.processes import DEADLINE_S, assert_nothing_left, running
 from helpers.training_kit import SMALL, options
 
 import rayvec
@@ -46,7 +46,7 @@ def test_a_signal_saves_says_how_to_resume_and_leaves_nothing(tmp_path: Path, wh
         else:
             for pid in command.pids():  # schedulers such as Slurm reach every process of a job
                 os.kill(pid, signum)
-        assert command.process.wait(60) == 128 + signum
+        assert command.process.wait(DEADLINE_S) == 128 + signum
         assert_nothing_left(command)
     error = command.stderr.read_text()
     assert f"resume with: rayvec train ppo --resume {run_dir}" in error and "Traceback" not in error

@@ -15,6 +15,7 @@ import gymnasium
 import numpy as np
 import pytest
 from helpers.kinds import in_lockstep
+from helpers.waiting import DEADLINE_S
 from helpers.waiting_envs import Noted, make_noted, make_sleeping, make_subprocess_env
 
 import rayvec
@@ -154,7 +155,7 @@ def few_free_cores(ray_cluster: object) -> Iterator[None]:
         placement_group([{"CPU": cores - 2}], bundle_label_selector=[{"ray.io/node-id": node_id}])
         for node_id, cores in nodes.items()
     ]
-    assert all(group.wait(30) for group in groups)
+    assert all(group.wait(DEADLINE_S) for group in groups)
     yield
     for group in groups:
         remove_placement_group(group)

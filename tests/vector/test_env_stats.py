@@ -14,7 +14,7 @@ from helpers.testing import CountingEnv, FaultyEnv
 
 import rayvec
 
-SLOW_S = 0.02
+SLOW_S = 0.05
 
 
 @pytest.mark.parametrize(("nodes", "workers"), [(0, 0), (0, 2), (2, 1)])
