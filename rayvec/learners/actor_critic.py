@@ -19,6 +19,7 @@ from rayvec.learners.base import check_state, scheduled, torch_device
 from rayvec.learners.compiled_steps import CompiledSteps, pad, rounded_length
 from rayvec.learners.compiling import can_capture
 from rayvec.learners.gradient import Gradient, Loss
+from rayvec.learners.onednn import fast_products
 from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ObsMoments, Rewards
@@ -145,13 +146,14 @@ class ActorCriticLearner:
         Raises:
             LearnerError: A gradient is not finite. The weights are those before: no later minibatch has changed them.
         """
-        loop = self._compiled_steps
-        stats: list[Tensor] = []
-        if loop is not None and self.ranks.size == 1 and loop.accepts(minibatches):
-            stats = loop(fields, minibatches, self._learning_rate)
-        else:
-            for rows in minibatches:
-                stats.append(self._step(fields, *rows))
+        loop, num_rows = self._compiled_steps, max((len(weight) for weight, *_ in minibatches), default=0)
+        if self._recurrent is not None:
+            num_rows //= self._recurrent.sequence_length
+        with fast_products(num_rows, len(self._gradient.flat)):
+            if loop is not None and self.ranks.size == 1 and loop.accepts(minibatches):
+                stats = loop(fields, minibatches, self._learning_rate)
+            else:
+                stats = [self._step(fields, *rows) for rows in minibatches]
         if self._optimizer.failed.item():
             failed = next(each for each in stats if not math.isfinite(each[-1]))  # the same on all ranks
             raise LearnerError(

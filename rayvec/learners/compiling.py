@@ -92,10 +92,6 @@ class Compiled:
     def _first(self, state: Any, *args: Any) -> Any:
         on_cpu = next(tree_leaves(state)).device.type == "cpu"
         options = {"guard_filter_fn": _checked, **(self._cpu_options if on_cpu else {})}
-        from rayvec.learners import onednn  # which imports torch's compiler: seconds
-
-        if on_cpu and onednn.onednn_is_faster():
-            options["post_grad_custom_post_pass"] = onednn.ByOneDNN()
         with warnings.catch_warnings():  # torch's own, about how it is made
             warnings.simplefilter("ignore", DeprecationWarning)
             graph: Any = torch.compile(_with_own_code(self._function), fullgraph=True, dynamic=False, options=options)

@@ -25,6 +25,7 @@ from rayvec.data import Batch
 from rayvec.errors import LearnerError
 from rayvec.learners.base import check_state, scheduled, torch_device
 from rayvec.learners.gradient import Gradient, flat_parameters
+from rayvec.learners.onednn import fast_products
 from rayvec.learners.optimizer import Adam
 from rayvec.learners.ranks import ALONE, Ranks, global_range
 from rayvec.learners.replay import ReplayBuffer
@@ -168,9 +169,10 @@ class SACLearner:
         self._rates = {name: scheduled(config, name, progress) if manual is None else manual for name in names}
         owed = math.floor(self._rate * self._num_credited) - first if self._sizes.any() else 0
         stats: list[Tensor] = []
-        while len(stats) < owed:
-            count = min(owed - len(stats), max(1, _ROWS_AHEAD // config.batch_size))
-            stats += [self._step(*each) for each in self._minibatches(count)]
+        with fast_products(config.batch_size // self.ranks.size, len(self._policy_gradient.flat)):
+            while len(stats) < owed:
+                count = min(owed - len(stats), max(1, _ROWS_AHEAD // config.batch_size))
+                stats += [self._step(*each) for each in self._minibatches(count)]
         return self._metrics(first, stats) if stats else {}
 
     def set_learning_rate(self, value: float | None) -> None:
