@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,17 +14,15 @@ from torch import Tensor, nn
 
 from rayvec.data import Batch, Tree
 from rayvec.errors import ConfigError, LearnerError
-from rayvec.learners.base import check_state, scheduled, torch_device
+from rayvec.learners.base import TorchLearner, scheduled
 from rayvec.learners.compiled_steps import CompiledSteps, pad, rounded_length
 from rayvec.learners.compiling import can_capture
 from rayvec.learners.gradient import Gradient, Loss
 from rayvec.learners.onednn import fast_products
 from rayvec.learners.optimizer import Adam
-from rayvec.learners.ranks import ALONE, Ranks
 from rayvec.learners.running_stats import ObsMoments, Rewards
 from rayvec.learners.sequences import OverSequences
-from rayvec.node.shared_memory import keep_freed_memory
-from rayvec.policies.networks import ActorCriticModule, flat_weights
+from rayvec.policies.networks import ActorCriticModule, to_device
 from rayvec.policies.own_network import make_module
 from rayvec.policies.precision import in_precision
 from rayvec.policies.recurrent import RecurrentActorCritic
@@ -35,7 +32,7 @@ _CHEAP_TANH: dict[str, Any] = {"cpp.use_decompose_tanh": True}
 of 64."""
 
 
-class ActorCriticLearner:
+class ActorCriticLearner(TorchLearner):
     """Holds an actor-critic and everything that its updates depend on.
 
     A subclass has `update`, `_select`, `_loss` and `_metrics`.
@@ -47,17 +44,11 @@ class ActorCriticLearner:
         module: What to train, in place of a network built from the settings; the learner then owns it.
         device: Where to train, in place of ``config.learner_device``.
 
-    Attributes:
-        config: The settings.
-        module: The actor-critic in training.
-        ranks: The ranks that compute each update together. Each rank gets the chunks of its own environments, and all
-            together compute what one does with the whole batch.
-
     Raises:
         ConfigError: There is no network for these spaces, or no such device.
     """
 
-    reads_infos: ClassVar[bool] = False
+    _counters = ("num_updates", "num_steps")
     _minibatches_have_equal_size: ClassVar[bool] = False
     """Whether minibatches differ little in size, so that one compiled call takes the steps of several."""
     _may_change: ClassVar[tuple[str, ...]] = ("entropy_coef",)
@@ -81,9 +72,7 @@ class ActorCriticLearner:
         module: ActorCriticModule | None = None,
         device: str | None = None,
     ) -> None:
-        keep_freed_memory(512 << 20)
-        self.config = config
-        self.ranks: Ranks = ALONE
+        super().__init__(config, device)
         self.module = module or make_module(observation_space, action_space, config)
         self._recurrent = self.module if isinstance(self.module, RecurrentActorCritic) else None
         if (self._recurrent is None) != (config.recurrent is None):
@@ -91,7 +80,6 @@ class ActorCriticLearner:
                 f"The module is a {type(self.module).__name__}, which does not fit "
                 f"recurrent={config.recurrent!r}. Change the setting, or pass another module."
             )
-        self._device = torch_device(device or config.learner_device)
         self.module.to(self._device)
         self._obs_moments = ObsMoments(self.module)
         self._rewards = Rewards(config)
@@ -102,7 +90,6 @@ class ActorCriticLearner:
         self._gradient = Gradient(network, self._loss, self._is_compiled, varies=True, **_CHEAP_TANH)
         self._optimizer = Adam(self._gradient.flat, eps=1e-5)
         self._learning_rate = 0.0
-        self._manual_learning_rate: float | None = None
         can_loop = self._minibatches_have_equal_size and self._recurrent is None and self._device.type == "cpu"
         parts = self._gradient, self._select, self._optimizer, config.max_grad_norm
         self._compiled_steps = CompiledSteps(*parts, **_CHEAP_TANH) if self._is_compiled and can_loop else None
@@ -131,6 +118,16 @@ class ActorCriticLearner:
                 self._coefficients[name] = value
         manual = self._manual_learning_rate
         self._learning_rate = scheduled(self.config, "learning_rate", progress) if manual is None else manual
+
+    def _uploaded(self, minibatches: Sequence[tuple[NDArray[Any], ...]]) -> list[tuple[Tensor, ...]]:
+        """Returns vectors of each minibatch as tensors on the learner's device, in one upload for all minibatches."""
+        columns = []
+        for column in zip(*minibatches, strict=True):
+            whole = to_device(np.concatenate(column), self._device)
+            if whole.is_floating_point():
+                whole = whole.to(self._gradient.flat.dtype)
+            columns.append(torch.split(whole, [len(part) for part in column]))
+        return list(zip(*columns, strict=True))
 
     def _learn(self, fields: Tree, minibatches: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
         """Takes a step along the gradient of the loss of each minibatch.
@@ -175,55 +172,20 @@ class ActorCriticLearner:
         self._optimizer.step(gradient, norm, self._learning_rate)
         return torch.cat([stats, norm.reshape(1).to(stats)])
 
-    def set_learning_rate(self, value: float | None) -> None:
-        """Sets the learning rate of the next updates, in place of its schedule; None returns to the schedule."""
-        self._manual_learning_rate = value
-
-    def measure(self, batch: Batch) -> None:
-        """Adds the observations of a batch to the moments that normalise later ones; :meth:`update` does so too.
-
-        Before the first update it lets the policy begin with normalised observations.
-        """
-        self._obs_moments.add(batch, self.ranks)
-
-    def weights(self) -> NDArray[np.float32]:
-        """Returns a copy of all parameters and what normalises observations, flat, as ``Policy.load_weights`` takes."""
-        return flat_weights(self.module)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns a copy of what the next update depends on: tensors and plain values only.
-
-        There is no random state: minibatches depend on (seed, number of the update).
-        """
-        return copy.deepcopy(
-            {
-                "parameters": self._gradient.flat,
-                "buffers": dict(self.module.named_buffers()),
-                "optimizer": self._optimizer.state_dict(),
-                "num_updates": self._num_updates,
-                "num_steps": self._num_steps,
-                "obs_moments": self._obs_moments.state_dict(),
-                "return_scale": self._rewards.state_dict(),
-            }
-        )
+    def _state(self) -> dict[str, Any]:
+        return {
+            **super()._state(),
+            "parameters": self._gradient.flat,
+            "buffers": dict(self.module.named_buffers()),
+            "optimizer": self._optimizer.state_dict(),
+            "return_scale": self._rewards.state_dict(),
+        }
 
     @staticmethod
     def with_network(own: dict[str, Any], other: Mapping[str, Any], config: Any) -> dict[str, Any]:
         """Returns the state `own` with the network of the state `other`, statistics of observations included."""
         return {**own, **{name: other[name] for name in ("parameters", "buffers", "obs_moments")}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues exactly where the learner was when `state` was taken.
-
-        Raises:
-            CheckpointError: `state` is of another kind of learner, or of another network.
-        """
-        check_state(self.state_dict(), state)
-        self._gradient.flat.copy_(state["parameters"])
-        for name, buffer in self.module.named_buffers():
-            buffer.copy_(state["buffers"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._num_updates = int(state["num_updates"])
-        self._num_steps = int(state["num_steps"])
-        self._obs_moments.load_state_dict(state["obs_moments"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
+        super().load_state_dict(state)
         self._rewards.load_state_dict(state["return_scale"])

@@ -1,10 +1,11 @@
-"""The interface of a learner, and what learners check."""
+"""The interface of a learner, what those of rayvec share, and what they check."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,6 +14,10 @@ from torch import Tensor, nn
 
 from rayvec.data import Batch
 from rayvec.errors import CheckpointError, ConfigError, first_line
+from rayvec.learners.ranks import ALONE, Ranks
+from rayvec.learners.running_stats import ObsMoments
+from rayvec.node.shared_memory import keep_freed_memory
+from rayvec.policies.networks import ActorCriticModule, flat_weights
 
 
 class Learner(Protocol):
@@ -66,6 +71,88 @@ class KeepsRankLocalState(Protocol):
 
     def rank_local_state(self) -> dict[str, Any]:
         """Returns a copy of the part that belongs to this rank, under the names that it has in ``state_dict()``."""
+
+
+class TorchLearner:
+    """What PPO, IMPALA and SAC share: settings, ranks, statistics of observations, and how their state is kept.
+
+    A subclass sets `module` and `_obs_moments`, and has `update` and `_state`.
+
+    Args:
+        config: The settings.
+        device: Where to train, in place of ``config.learner_device``.
+
+    Attributes:
+        config: The settings.
+        module: The network that acts.
+        ranks: The ranks that compute each update together. Each rank gets the chunks of its own environments, and all
+            together compute what one does with the whole batch.
+    """
+
+    reads_infos: ClassVar[bool] = False
+    _counters: ClassVar[tuple[str, ...]] = ()
+    """Names in the state of attributes that count; each has an underscore in front."""
+    module: ActorCriticModule
+    _obs_moments: ObsMoments
+
+    def __init__(self, config: Any, device: str | None) -> None:
+        keep_freed_memory(512 << 20)
+        self.config = config
+        self.ranks: Ranks = ALONE
+        self._device = torch_device(device or config.learner_device)
+        self._manual_learning_rate: float | None = None
+
+    def set_learning_rate(self, value: float | None) -> None:
+        """Sets the learning rate of the next updates, in place of its schedule; None returns to the schedule.
+
+        With SAC it is that of actor, critics and temperature.
+        """
+        self._manual_learning_rate = value
+
+    def measure(self, batch: Batch) -> None:
+        """Adds the observations of a batch to the moments that normalise later ones; ``update`` does so too.
+
+        Before the first update it lets the policy begin with normalised observations.
+        """
+        self._obs_moments.add(batch, self.ranks)
+
+    def weights(self) -> NDArray[np.float32]:
+        """Returns a copy of all parameters and what normalises observations, flat, as ``Policy.load_weights`` takes."""
+        return flat_weights(self.module)
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what the next update depends on: tensors themselves, and plain values.
+
+        There is no random state: random numbers depend on (seed, number of the update).
+        """
+        counts = {name: getattr(self, f"_{name}") for name in self._counters}
+        return {**counts, "obs_moments": self._obs_moments.state_dict()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of what the next update depends on: tensors and plain values only."""
+        return copy.deepcopy(self._state())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues exactly where the learner was when `state` was taken.
+
+        Raises:
+            CheckpointError: `state` is of another kind of learner, or of another network.
+        """
+        own = self._state()
+        check_state(own, state)
+        copy_into(own, state)
+        for name in self._counters:
+            setattr(self, f"_{name}", int(state[name]))
+        self._obs_moments.load_state_dict(state["obs_moments"])
+
+
+def copy_into(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Copies the tensors of a state into those of `own` that have their names and shapes."""
+    for name, part in own.items():
+        if isinstance(part, Mapping):
+            copy_into(part, state[name])
+        elif isinstance(part, Tensor) and part.shape == state[name].shape:
+            part.copy_(state[name])
 
 
 def set_learning_rate(learner: Any, value: float | None) -> None:

@@ -67,7 +67,7 @@ class IMPALALearner(ActorCriticLearner):
             fields, next_row = self._fields(chunk)
             shared = zip(shares, counts, strict=True)
             minibatches = [self._rows(chunk, next_row, share, count) for share, count in shared if count]
-            stats += self._learn(fields, minibatches)
+            stats += self._learn(fields, self._uploaded(minibatches))
             self._num_steps += sum(counts)
             self._num_updates += 1
         self._obs_moments.add(batch, self.ranks)
@@ -107,7 +107,7 @@ class IMPALALearner(ActorCriticLearner):
 
     def _rows(
         self, chunk: Chunk, next_row: NDArray[np.int64], environments: NDArray[np.int64], size: int
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[NDArray[Any], ...]:
         """Returns which rows a minibatch has, of `size` steps on all ranks, these environments of this rank.
 
         Returns:
@@ -124,15 +124,14 @@ class IMPALALearner(ActorCriticLearner):
         is_other = place[following] < 0
         others = following[is_other]
         place[others] = -1 - np.arange(len(others))
-        weight = self._gradient.flat.new_full((len(steps),), 1 / size)
-        arrays = [steps, place[following], others]
+        arrays: list[NDArray[Any]] = [np.full(len(steps), 1 / size), steps, place[following], others]
         if self._recurrent is not None:
             length = self._recurrent.sequence_length
             count = -(-chunk.num_steps // length)
             numbers = (environments[:, None] * count + np.arange(count)).ravel()
             slots = np.flatnonzero(happened_by_sequence([chunk.valid[:, environments]], length))
             arrays += [numbers, slots, slots[is_other]]
-        return weight, *(torch.from_numpy(each).to(self._device) for each in arrays)
+        return tuple(arrays)
 
     def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
         """Returns what the network reads of a minibatch, the places of the values after its steps, and these steps."""

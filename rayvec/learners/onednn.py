@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+_mkldnn: Any = torch.backends.mkldnn
 _LEAST = 1 << 22
 """The number of multiply-adds in a pass through a network from which on oneDNN is faster: 400 rows, two nets of 64."""
 
@@ -30,7 +31,7 @@ def fast_products(num_rows: int, num_parameters: int) -> Iterator[None]:
     if num_rows * num_parameters < _LEAST or not onednn_is_faster():
         yield
         return
-    matmul: Any = torch.backends.mkldnn.matmul
+    matmul = _mkldnn.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
         yield
@@ -44,5 +45,5 @@ def onednn_is_faster() -> bool:
     cpu = Path("/proc/cpuinfo")
     text = cpu.read_text() if cpu.exists() else ""
     family = re.search(r"AuthenticAMD\s+cpu family\s*:\s*(\d+)", text)
-    has_switch = torch.backends.mkldnn.is_available() and hasattr(torch.backends.mkldnn, "matmul")
+    has_switch = _mkldnn.is_available() and hasattr(_mkldnn, "matmul")
     return has_switch and family is not None and int(family[1]) >= 26 and "avx512f" in text and "amx" not in text

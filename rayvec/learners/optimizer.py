@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,11 +84,5 @@ class Adam:
         return tuple(torch.where(is_healthy, new, old) for new, old in pairs), 1 - is_healthy.to(failed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the next step depends on besides vector, gradient and settings; not a copy."""
+        """Returns what the next step depends on besides vector, gradient and settings: the tensors themselves."""
         return dict(zip(("exp_avg", "exp_avg_sq", "step"), self.tensors[1:], strict=True))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where the optimizer was when `state` was taken."""
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
-        self.failed.zero_()

@@ -167,26 +167,23 @@ class PPOLearner(ActorCriticLearner):
         epoch_ends = [0]
         for _ in range(config.num_epochs):
             if self._recurrent is None:
-                for indices in stratified_shuffle(total, count, generator):
-                    drawn.append((own_part(indices, local), len(indices)))
+                for shuffled in stratified_shuffle(total, count, generator):
+                    drawn.append((len(shuffled), own_part(shuffled, local)))
             else:
                 happened = happened_by_sequence([c.valid for c in chunks], self._recurrent.sequence_length)
                 drawn += draw_sequences(ranks, happened, count, generator)
             epoch_ends.append(len(drawn))
-        local_indices, counts, *sequences = zip(*drawn, strict=True)
-        lengths = [*map(len, local_indices)]
-        index = pad_sequence([*map(torch.from_numpy, local_indices)], batch_first=True).to(self._device)
-        advantages = samples.advantage[index]
+        sizes, *numbers = zip(*drawn, strict=True)
+        uploaded = self._uploaded(list(zip(*numbers, strict=True)))
+        indices = [index for index, *_ in uploaded]
+        advantages = samples.advantage[pad_sequence(indices, batch_first=True)]
         if config.normalize_advantage:
-            mean, variance = global_moments(ranks, advantages, lengths)
+            mean, variance = global_moments(ranks, advantages, [*map(len, indices)])
             advantages = ((advantages - mean[:, None]) / (variance[:, None].sqrt() + 1e-8)).to(advantages)
-        uploaded = [torch.from_numpy(np.concatenate(each)).to(self._device) for each in sequences]
-        split = [torch.split(whole, [*map(len, each)]) for whole, each in zip(uploaded, sequences, strict=True)]
-        parts = zip(lengths, counts, index, advantages, *split, strict=True)
         minibatches: list[tuple[Tensor, ...]] = []
-        for length, count, at, advantage, *numbers in parts:
-            weight = advantage.new_full((length,), 1 / count)
-            minibatches.append((weight, at[:length], advantage[:length], *numbers))
+        for size, padded, (index, *sequences) in zip(sizes, advantages, uploaded, strict=True):
+            advantage = padded[: len(index)]
+            minibatches.append((torch.full_like(advantage, 1 / size), index, advantage, *sequences))
         for first, last in pairwise(epoch_ends if config.target_kl is not None else [0, len(minibatches)]):
             yield minibatches[first:last]
 

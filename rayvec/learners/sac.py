@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,17 +23,16 @@ from torch.nn.utils import vector_to_parameters
 
 from rayvec.data import Batch
 from rayvec.errors import LearnerError
-from rayvec.learners.base import check_state, scheduled, torch_device
+from rayvec.learners.base import TorchLearner, scheduled
 from rayvec.learners.gradient import Gradient, flat_parameters
 from rayvec.learners.onednn import fast_products
 from rayvec.learners.optimizer import Adam
-from rayvec.learners.ranks import ALONE, Ranks, global_range
+from rayvec.learners.ranks import global_range
 from rayvec.learners.replay import ReplayBuffer
 from rayvec.learners.running_stats import ObsMoments
-from rayvec.learners.sac_networks import make_networks
-from rayvec.node.shared_memory import keep_freed_memory
+from rayvec.learners.sac_networks import SACActor, make_networks
 from rayvec.policies.distributions import Categorical
-from rayvec.policies.networks import flat_weights, to_device
+from rayvec.policies.networks import to_device
 from rayvec.policies.precision import in_precision
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ _METRICS = ("critic_loss", "q_mean", "critic_grad_norm", "actor_loss", "entropy"
 _ROWS_AHEAD = 8192  # minibatches that are drawn together have at most so many rows
 _ENTROPY_SHARE = 0.5
 """Target entropy of Discrete actions by default, as a share of the largest possible entropy."""
-_COUNTERS = ("num_updates", "num_filled", "num_credited")
 _OPTIONS: dict[str, Any] = {"unroll_reductions_threshold": 1}
 """Unrolled, a sum over the components of an action would be one loop over rows without vector instructions, with the
 exponentials and logarithms of all components in it."""
@@ -69,8 +67,8 @@ class _Policy(nn.Module):
         return self.actor.action_parameters(rows), self.log_alpha[0].exp()  # type: ignore[operator]
 
 
-class SACLearner:
-    """Improves an actor and an ensemble of critics by soft actor-critic, from a replay of all steps.
+class SACLearner(TorchLearner):
+    """Improves an actor, its `module`, and an ensemble of critics by soft actor-critic, from a replay of all steps.
 
     A Box is acted on by a squashed normal distribution, a Discrete by its own variant of the algorithm. Each call of
     `update` stores the steps of a batch and then makes as many gradient updates as are owed: over the whole run
@@ -91,15 +89,12 @@ class SACLearner:
         dtype: Of parameters and their arithmetic.
         device: Where to train, in place of ``config.learner_device``.
 
-    Attributes:
-        module: The actor.
-        ranks: The ranks that compute each update together; each rank gets the chunks of its own environments.
-
     Raises:
         ConfigError: There is no soft actor-critic for these spaces, or no GPU that torch can use.
     """
 
-    reads_infos: ClassVar[bool] = False
+    module: SACActor
+    _counters = ("num_updates", "num_filled", "num_credited")
 
     def __init__(
         self,
@@ -110,10 +105,8 @@ class SACLearner:
         dtype: torch.dtype = torch.float32,
         device: str | None = None,
     ) -> None:
-        keep_freed_memory(512 << 20)
-        self.config = config
-        self.ranks: Ranks = ALONE
-        self._dtype, self._device = dtype, torch_device(device or config.learner_device)
+        super().__init__(config, device)
+        self._dtype = dtype
         self.module, critics = make_networks(observation_space, action_space, config)
         self._distribution: Any = self.module.distribution
         self._is_discrete = isinstance(self._distribution, Categorical)
@@ -147,7 +140,6 @@ class SACLearner:
         self._replay = self._empty_replay()
         self._rate = Fraction(str(config.update_to_data))
         self._num_updates = self._num_filled = self._num_credited = 0
-        self._manual_learning_rate: float | None = None
         self._local_envs, self._sizes = range(0), np.zeros(0, np.int64)
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -174,10 +166,6 @@ class SACLearner:
                 count = min(owed - len(stats), max(1, _ROWS_AHEAD // config.batch_size))
                 stats += [self._step(*each) for each in self._minibatches(count)]
         return self._metrics(first, stats) if stats else {}
-
-    def set_learning_rate(self, value: float | None) -> None:
-        """Sets both step sizes of the next updates, in place of their schedules; None returns to the schedules."""
-        self._manual_learning_rate = value
 
     def _step(self, minibatch: Minibatch, noise: Tensor) -> Tensor:
         """Takes a step of the critics, and at every k-th update k of the actor.
@@ -300,10 +288,6 @@ class SACLearner:
         sizes[self._local_envs.start : self._local_envs.stop] = torch.from_numpy(self._replay.sizes)
         self._sizes = self.ranks.all_reduce_(sizes).cpu().numpy()
 
-    def measure(self, batch: Batch) -> None:
-        """Adds the observations of a batch to the moments that normalise all observations; `update` does so too."""
-        self._obs_moments.add(batch, self.ranks)
-
     def _minibatches(self, count: int) -> list[tuple[Minibatch, Tensor]]:
         """Draws this rank's part of the next minibatches, and the noise of each.
 
@@ -359,38 +343,27 @@ class SACLearner:
         means = {name: metrics[name] for name in (_METRICS if num_steps else _METRICS[:3])}
         return {**means, "num_updates": self._num_updates, "replay_steps": int(self._sizes.sum())}
 
-    def weights(self) -> NDArray[np.float32]:
-        """Returns a copy of the actor's parameters, flat: what ``Policy.load_weights`` takes."""
-        return flat_weights(self.module)
-
-    @property
-    def _flat(self) -> dict[str, Tensor]:
-        """What updates change in place: all critics, their targets, and the actor with the temperature last."""
+    def _state(self) -> dict[str, Any]:
+        """Returns what is the same on all ranks: everything but the replay."""
         return {
+            **super()._state(),
             "critic": self._critic_gradient.flat,
             "target": self._target_flat,
-            "actor": self._policy_gradient.flat,
+            "actor": self._policy_gradient.flat,  # the temperature last
+            "optimizers": {name: adam.state_dict() for name, adam in self._adam.items()},
+            "buffers": dict(self._with_buffers.named_buffers()),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a copy of what the next update depends on: tensors and plain values only.
 
-        There is no random state: random numbers are drawn from (seed, number of the update). The replay, which is
-        this rank's, is part of it unless ``config.checkpoint_replay`` is off.
+        The replay, which is this rank's, is part of it unless ``config.checkpoint_replay`` is off.
         """
         return {**self.shared_state(), **self.rank_local_state()}
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what is the same on all ranks: everything but the replay."""
-        return copy.deepcopy(
-            {
-                **self._flat,
-                "optimizers": {name: adam.state_dict() for name, adam in self._adam.items()},
-                "buffers": dict(self._with_buffers.named_buffers()),
-                "obs_moments": self._obs_moments.state_dict(),
-                **{name: getattr(self, f"_{name}") for name in _COUNTERS},
-            }
-        )
+        return super().state_dict()
 
     def rank_local_state(self) -> dict[str, Any]:
         """Returns this rank's replay, or None in its place if ``config.checkpoint_replay`` is off."""
@@ -413,16 +386,7 @@ class SACLearner:
         Raises:
             CheckpointError: `state` is not that of a SAC learner, or of other networks.
         """
-        check_state(self.shared_state(), state)
-        for name, tensor in self._flat.items():
-            tensor.copy_(state[name])
-        for name, adam in self._adam.items():
-            adam.load_state_dict(state["optimizers"][name])
-        for name, buffer in self._with_buffers.named_buffers():
-            buffer.copy_(state["buffers"][name])
-        self._obs_moments.load_state_dict(state["obs_moments"])
-        for name in _COUNTERS:
-            setattr(self, f"_{name}", int(state[name]))
+        super().load_state_dict(state)
         self._replay = self._empty_replay()
         if state.get("replay") is not None:
             self._replay.load_state_dict(state["replay"])

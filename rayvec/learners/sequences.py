@@ -201,7 +201,7 @@ def unrolled(
 
 def draw_sequences(
     ranks: Ranks, happened: NDArray[np.bool_], num_minibatches: int, generator: np.random.Generator
-) -> list[tuple[NDArray[np.int64], int, NDArray[np.int64], NDArray[np.int64]]]:
+) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
     """Shuffles the sequences of all ranks into minibatches.
 
     Args:
@@ -211,8 +211,8 @@ def draw_sequences(
         generator: In the same state on every rank.
 
     Returns:
-        For each minibatch that has a step: the numbers of this rank's steps in it, among all that happened; how many
-        steps it has on all ranks; the numbers of this rank's sequences in it, and which steps of these happened, the
+        For each minibatch that has a step: how many steps it has on all ranks; the numbers of this rank's steps in it,
+        among all that happened; the numbers of this rank's sequences in it, and which steps of these happened, the
         `slots` of :class:`OverSequences`.
     """
     own, total = global_range(ranks, len(happened))
@@ -222,7 +222,7 @@ def draw_sequences(
     places = np.zeros(happened.shape, np.int64)
     places[happened] = np.arange(happened.sum())
     return [
-        (places[numbers][happened[numbers]], count, numbers, np.flatnonzero(happened[numbers]))
+        (count, places[numbers][happened[numbers]], numbers, np.flatnonzero(happened[numbers]))
         for numbers, count in zip(drawn, counts, strict=True)
         if count
     ]
