@@ -5,7 +5,8 @@ decides whether a small network gains anything from a second rank.
 
 The block is an anonymous file: it has no name that could be left behind, and ends with the last process that maps it.
 Each rank has a *mark* in it, a counter of the steps that it has reached. A rank that waits for another reads its mark.
-Beside it are the rank's process and the sizes of its latest two tensors.
+Beside it are the sizes of the rank's latest two tensors. And each rank locks a byte of the file: a rank whose lock is
+free has left, or its process has ended, however that happened.
 
 Every rank writes its numbers into a slot of its own. When all marks are at the next step, each rank adds up all slots,
 in the order of ranks, so that all get the same bits. Two sets of slots alternate, so that a fast rank never overwrites
@@ -17,11 +18,12 @@ x86 processors promise that another core sees a mark only after what was written
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import platform
 import time
-from multiprocessing.connection import wait
 
 import torch
 from torch import Tensor
@@ -31,7 +33,6 @@ from rayvec.node.shared_memory import anonymous_file
 
 _LINE_BYTES = 64
 _SLOT_BYTES = 16 * 1024 * 1024
-_LEFT = 1 << 62
 _NUM_READS = 400
 _MOVE_AFTER_S = 0.0002
 _SHORTEST_SLEEP_S = 1e-6
@@ -75,7 +76,8 @@ class SharedMemoryRanks:
         self.path = f"/proc/{os.getpid()}/fd/{fd}" if path is None else path
         self._fd: int | None = fd
         self._map(fd)
-        self._lines[rank * 8] = os.getpid()
+        fcntl.lockf(fd, fcntl.LOCK_EX, 1, rank)
+        self._lines[rank * 8] = 1  # from now on, a free lock says that this rank is gone
 
     def _open(self, path: str | None) -> int:
         if path is None:
@@ -143,13 +145,11 @@ class SharedMemoryRanks:
             else:
                 began_s = began_s or time.monotonic()
                 self._wait_for(other, began_s)
-            if marks[place] >= _LEFT:
-                self._wait_for(other, time.monotonic())
             if lines[place + word] != num_bytes:
                 raise _of_another_length(self.rank, num_bytes, other, lines[place + word])
 
     def _wait_for(self, other: int, began_s: float) -> None:
-        """Waits for one rank: yields the core at first, then sleeps, and checks that the rank's process lives.
+        """Waits for one rank: yields the core at first, then sleeps, and checks that the rank is still there.
 
         Two ranks that only yield to each other can share a core for good while another core is idle: Linux looks for
         an idle core when a process wakes up. So there is one short sleep early in the wait.
@@ -160,7 +160,7 @@ class SharedMemoryRanks:
         """
         place = other * 8
         checked_s, has_slept = 0.0, False
-        while (mark := self._marks[place]) < self._num_steps:
+        while self._marks[place] < self._num_steps:
             waited_s = time.monotonic() - began_s
             if waited_s > _MOVE_AFTER_S and not has_slept:
                 has_slept = True
@@ -175,36 +175,24 @@ class SharedMemoryRanks:
                 raise _lost(other, late)
             if waited_s - checked_s > _CHECK_AFTER_S:
                 checked_s = waited_s
-                self._check_process(other)
+                self._check(other)
             time.sleep(_SLEEP_S)
-        if mark >= _LEFT and mark - _LEFT < self._num_steps:
-            raise _lost(other, "has left the group")
 
-    def _check_process(self, other: int) -> None:
-        """Raises if the process of a rank that has mapped the block has ended."""
-        pid = self._lines[other * 8]
-        if pid and _has_ended(pid) and self._marks[other * 8] < self._num_steps:
-            raise _lost(other, f"has ended (process {pid})")
+    def _check(self, other: int) -> None:
+        """Raises if a rank that was here is gone before this step."""
+        if self._fd is None or not self._lines[other * 8]:
+            return
+        with contextlib.suppress(BlockingIOError, PermissionError):  # it holds its lock
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, other)
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, other)
+            if self._marks[other * 8] < self._num_steps:
+                raise _lost(other, "has left, or its process has ended")
 
     def close(self) -> None:
         """Leaves: a rank that waits for this one, now or later, raises. May be called again."""
-        if self._fd is None:
-            return
-        self._marks[self.rank * 8] = _LEFT + self._num_steps
-        os.close(self._fd)
-        self._fd = None
-
-
-def _has_ended(pid: int) -> bool:
-    """Returns whether a process of this machine has ended."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(wait([fd], 0))  # unlike select, it takes more than 1,024 files
-    finally:
-        os.close(fd)
+        if self._fd is not None:
+            os.close(self._fd)  # which frees the lock
+            self._fd = None
 
 
 def _of_another_length(rank: int, num_bytes: int, other: int, other_bytes: int) -> LearnerError:
