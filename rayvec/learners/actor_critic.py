@@ -27,10 +27,6 @@ from rayvec.policies.own_network import make_module
 from rayvec.policies.precision import in_precision
 from rayvec.policies.recurrent import RecurrentActorCritic
 
-_CHEAP_TANH: dict[str, Any] = {"cpp.use_decompose_tanh": True}
-"""Compiled for a CPU, tanh is ``2 / (1 + exp(-2 x)) - 1``, right to 1e-7: a tenth to a sixth less time with two layers
-of 64."""
-
 
 class ActorCriticLearner(TorchLearner):
     """Holds an actor-critic and everything that its updates depend on.
@@ -87,12 +83,12 @@ class ActorCriticLearner(TorchLearner):
         self._is_compiled = config.compile is True
         called: nn.Module = self.module if self._recurrent is None else OverSequences(self._recurrent)
         network = in_precision(called, config.precision, self._device)
-        self._gradient = Gradient(network, self._loss, self._is_compiled, varies=True, **_CHEAP_TANH)
+        self._gradient = Gradient(network, self._loss, self._is_compiled, varies=True)
         self._optimizer = Adam(self._gradient.flat, eps=1e-5)
         self._learning_rate = 0.0
         can_loop = self._minibatches_have_equal_size and self._recurrent is None and self._device.type == "cpu"
         parts = self._gradient, self._select, self._optimizer, config.max_grad_norm
-        self._compiled_steps = CompiledSteps(*parts, **_CHEAP_TANH) if self._is_compiled and can_loop else None
+        self._compiled_steps = CompiledSteps(*parts) if self._is_compiled and can_loop else None
         self._num_updates = 0
         self._num_steps = 0
 

@@ -31,15 +31,12 @@ class CompiledSteps:
             the loss.
         optimizer: Of ``gradient.flat``.
         max_grad_norm: Largest norm of a gradient.
-        options: Further arguments of :class:`~rayvec.learners.compiling.Compiled`.
     """
 
-    def __init__(
-        self, gradient: Gradient, select: Callable[..., Tree], optimizer: Adam, max_grad_norm: float, **options: Any
-    ) -> None:
+    def __init__(self, gradient: Gradient, select: Callable[..., Tree], optimizer: Adam, max_grad_norm: float) -> None:
         self._gradient, self._select, self._optimizer = gradient, select, optimizer
         self._max_grad_norm = max_grad_norm
-        self._compiled = Compiled(self._compute, **options, **_CACHED_SCAN)
+        self._compiled = Compiled(self._compute, **_CACHED_SCAN)
 
     def accepts(self, minibatches: Sequence[tuple[Tensor, ...]]) -> bool:
         """Whether these are several minibatches of about the same length."""
