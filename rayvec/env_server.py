@@ -39,14 +39,11 @@ LENGTHS = struct.Struct("!IQ")
 """A message begins with the lengths of its text and of its arrays."""
 _NONCE = 32
 _RETRY_S = (0.1, 0.2, 0.5)
+_SILENT_S = 30
 
 
 class Refused(Exception):
     """The other side speaks another version, or has another key."""
-
-
-class EndOfService(Exception):
-    """rayvec has told this server to end."""
 
 
 # Messages: a JSON text, and the bytes of arrays, whose types and shapes the text has.
@@ -231,7 +228,7 @@ def prove(connection: socket.socket, key: bytes, *, dials: bool, timeout_s: floa
     connection.sendall(signature(key, own, both))
     if not hmac.compare_digest(_receive_exactly(connection, 32, deadline), signature(key, other, both)):
         raise Refused("it has another key")
-    watch_silence(connection)
+    watch_silence(connection, _SILENT_S, _SILENT_S)
 
 
 def signature(key: bytes, side: bytes, nonces: bytes) -> bytes:
@@ -239,11 +236,18 @@ def signature(key: bytes, side: bytes, nonces: bytes) -> bytes:
     return hmac.new(key, side + nonces, hashlib.sha256).digest()
 
 
-def watch_silence(connection: socket.socket) -> None:
-    """Lets waits last for ever, and ends the connection when the other machine is silent for about half a minute."""
+def watch_silence(connection: socket.socket, silent_s: int, unanswered_s: int) -> None:
+    """Lets waits last for ever, and ends the connection when the other machine is gone.
+
+    Args:
+        connection: The connection.
+        silent_s: About how long the other machine may be silent.
+        unanswered_s: How long it may acknowledge nothing; 0 for the system's time.
+    """
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30000)):
+    silence = {"TCP_KEEPIDLE": silent_s // 3, "TCP_KEEPINTVL": silent_s // 5, "TCP_KEEPCNT": 3}
+    for name, value in {**silence, "TCP_USER_TIMEOUT": 1000 * unanswered_s}.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -353,16 +357,15 @@ class Served:
 
 
 def serve(connection: socket.socket, served: Served) -> None:
-    """Answers requests until the connection ends.
+    """Answers requests until rayvec asks this server to end.
 
     Raises:
-        EndOfService: rayvec asks this server to end.
         OSError: The connection has ended.
     """
     while True:
         request = receive(connection)
         if request["op"] == "end":
-            raise EndOfService
+            return
         try:
             answer = pack(getattr(served, request["op"])(request))
         except Exception as error:
@@ -418,7 +421,6 @@ def _run(address: tuple[str, int], key: bytes, served: Served, once: bool) -> in
         failures = 0
         try:
             serve(connection, served)
-        except EndOfService:
             return 0
         except OSError:
             if once:

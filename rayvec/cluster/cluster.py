@@ -105,13 +105,12 @@ class Cluster(Fleet):
     def _states_of(self, k: int) -> list[Any] | None:
         """Returns the states of the environments of node k; None if one of them offers none, or raises."""
         ticket = super().post(Command(Op.GET_STATE, np.array(self.parts[k])))
-        while k not in ticket.answers:
-            self._receive(k, _POLL_S)
-        states, failure = ticket.answers[k].value, ticket.answers[k].failure
-        self.notes += ticket.answers[k].notes
-        if failure is not None:
+        self.wait(ticket)
+        answer = self.take(ticket)
+        self.notes = [*answer.notes]
+        if (failure := answer.failure) is not None:
             logger.warning("the episodes of %s are cut: %s: %s", failure.where, failure.type_name, failure.text)
-        return None if states is None or any(state is None for state in states) else states
+        return None if answer.value is None or any(state is None for state in answer.value) else answer.value
 
     def _replacement(self, k: int, lost: ChildLost) -> Any:
         """Starts a node in place of one that is lost.

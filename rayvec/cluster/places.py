@@ -177,8 +177,7 @@ class ElasticPlaces(RayPlaces):
         self._bounds = even_bounds(demand.num_envs, num_parts(self._high, demand.num_envs))
         self._rooms: dict[str, int] = {}  # of each node, when it got its first part
         self._silent = self._leaving = frozenset[str]()
-        self._wanted: dict[int, NodeSlice] = {}
-        self._next_poll_s = 0.0
+        self._next_look_s = {True: 0.0, False: 0.0}
 
     def plan(self, *, takes_busy: bool = True) -> Topology | None:
         """Places all parts on the nodes that are there, if these are enough."""
@@ -187,24 +186,24 @@ class ElasticPlaces(RayPlaces):
         return None if places is None else Topology(tuple(places.values()))
 
     def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
-        """Returns which parts move now, and where to. It reads the nodes once a second.
+        """Returns which parts move now, and where to. It reads the nodes once a second, for either `leaving_only`.
 
         Nothing moves while there are too few nodes, or a node that holds parts does not answer.
         """
-        if time.monotonic() >= self._next_poll_s:
-            wanted = self._assigned([each.node_id for each in slices])
-            self._wanted = {} if wanted is None or self._silent else wanted
-            self._next_poll_s = time.monotonic() + _LOOK_S
-        due = [k for k in self._wanted if self.leaves(slices[k]) or not leaving_only]
-        places = {k: self._wanted.pop(k) for k in due}
-        return {k: place for k, place in places.items() if place.node_id not in self.distrusted()}
+        if time.monotonic() < self._next_look_s[leaving_only]:
+            return {}
+        wanted = self._assigned([each.node_id for each in slices])
+        self._next_look_s[leaving_only] = time.monotonic() + _LOOK_S
+        if wanted is None or self._silent:
+            return {}
+        due = {k: place for k, place in wanted.items() if self.leaves(slices[k]) or not leaving_only}
+        return {k: place for k, place in due.items() if place.node_id not in self.distrusted()}
 
     def leaves(self, place: NodeSlice) -> bool:
         """Whether a node has announced that it leaves."""
         return place.node_id in self._leaving
 
     def _elsewhere(self, k: int, slices: Sequence[NodeSlice]) -> NodeSlice | None:
-        self._wanted = {}
         distrusted = self.distrusted()
         current = [None if i == k or at.node_id in distrusted else at.node_id for i, at in enumerate(slices)]
         places = self._assigned(current)

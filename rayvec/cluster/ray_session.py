@@ -22,7 +22,6 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -238,31 +237,3 @@ def check_connected(cause: Exception | None = None) -> None:
             "Ray is not initialised: ray.shutdown() was called before close(). Make the environments or ranks again, "
             "and close them before ray.shutdown()."
         ) from cause
-
-
-@contextlib.contextmanager
-def room_for(what: str) -> Iterator[None]:
-    """Puts something into the object store, or gets it from there, in the block; `what` names it.
-
-    Raises:
-        ConfigError: The store is full, and so is the disk to which it moves what has no room.
-    """
-    try:
-        yield
-    except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
-        raise ConfigError(
-            f"Ray's object store, and the disk of its temporary directory, have no room for {what}. Free that disk, "
-            "start Ray with a larger --object-store-memory, or lower num_steps or num_envs."
-        ) from error
-
-
-def put(value: Any, what: str) -> Any:
-    """Puts a value into the object store and returns its reference; `what` names it in errors.
-
-    Raises:
-        NodeLostError: Ray is not initialised.
-        ConfigError: The store is full.
-    """
-    check_connected()
-    with room_for(what):
-        return ray.put(value)

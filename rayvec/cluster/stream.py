@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayvec.data.trees import as_slice
-from rayvec.env_server import dial
+from rayvec.env_server import dial, watch_silence
 from rayvec.fleet.commands import ByRows
 from rayvec.node.messages import Message
 from rayvec.servers.env_servers import dialled
@@ -35,10 +35,8 @@ _MAX_PARTS = 512
 """How many buffers one system call takes; the system allows 1,024."""
 _MAX_ROWS = 4
 """For how many sets of rows their memory is remembered. It is a copy where the rows are not consecutive."""
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 3, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
-"""A machine that is gone is found after about ten seconds without traffic."""
-_UNANSWERED_MS = 10_000
-"""A machine that acknowledges nothing for so long is gone. For the driver's end only: nodes always read."""
+_SILENT_S = 10
+"""How long the other machine may be silent, or for the driver acknowledge nothing: nodes always read."""
 
 
 class Head(NamedTuple):
@@ -63,12 +61,11 @@ class Stream:
     Args:
         sock: The connected socket.
         key: The key that both ends have proved to hold.
-        unanswered_ms: After how long without an acknowledgement the connection ends; 0 for the system's time.
+        unanswered_s: After how long without an acknowledgement the connection ends; 0 for the system's time.
     """
 
-    def __init__(self, sock: socket.socket, key: bytes, unanswered_ms: int = 0) -> None:
-        for option, value in {**_KEEPALIVE, socket.TCP_USER_TIMEOUT: unanswered_ms}.items():
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    def __init__(self, sock: socket.socket, key: bytes, unanswered_s: int = 0) -> None:
+        watch_silence(sock, _SILENT_S, unanswered_s)
         self._sock, self._key = sock, hmac.digest(key, b"stream", "sha256")
         self._buffered = bytearray()
 
@@ -135,15 +132,12 @@ class Stream:
 
     def read_into(self, views: Sequence[memoryview]) -> None:
         """Fills memory with what arrives."""
-        for number, view in enumerate(views):
+        for view in views:
             count = min(len(view), len(self._buffered))
             view[:count] = self._buffered[:count]
             del self._buffered[:count]
-            if count < len(view):
-                parts = [view[count:], *views[number + 1 :]]
-                while parts:
-                    parts = _unfinished(parts, _some(self._sock.recvmsg_into(parts[:_MAX_PARTS])[0]))
-                return
+            while count < len(view):
+                count += _some(self._sock.recv_into(view[count:]))
 
     def read_message(self, head: Head) -> Message:
         """Reads the pickled value of a frame, and checks that it is from the other end.
@@ -244,7 +238,7 @@ def connect(address: str, port: int, key: bytes) -> Stream:
         Refused: The other end does not hold the key.
         OSError: Nothing accepts connections there, or it does not answer in time.
     """
-    return Stream(dial((address, port), key), key, _UNANSWERED_MS)
+    return Stream(dial((address, port), key), key, _SILENT_S)
 
 
 def accept(listener: socket.socket, key: bytes) -> Stream:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayvec.cluster.ray_session import check_connected, put, ray_session, room_for
+from rayvec.cluster.ray_session import check_connected, ray_session
 from rayvec.distributed.rank import MakeStore, Rank, RankPlacement, lost
 from rayvec.distributed.rank_placement import ResourceRequest, find_placements
 from rayvec.distributed.rendezvous import RayArrivals, RayStore, delete_rendezvous
 from rayvec.distributed.stragglers import Arrivals
-from rayvec.errors import RemoteFailure, first_line
+from rayvec.errors import ConfigError, RemoteFailure, first_line
 
 
 class _Actor(NamedTuple):
@@ -74,12 +74,14 @@ class RayHost:
     def call(self, actor: _Actor, name: str, *args: Any) -> _Call:
         """Calls a method of a rank's object, after the calls before. A reference among `args` stands for its value."""
         check_connected()
-        with room_for("arguments of a rank"):
+        with _room_for("arguments of a rank"):
             return _Call(actor.placement, actor.handle.call.remote(name, *args))
 
     def put(self, value: Any) -> Any:
         """Puts a value into the object store."""
-        return put(value, "arguments of ranks")
+        check_connected()
+        with _room_for("arguments of ranks"):
+            return ray.put(value)
 
     def wait(self, calls: Sequence[_Call], timeout_s: float) -> list[_Call]:
         """Waits until one of these calls has ended, or its rank has; returns all that have."""
@@ -98,7 +100,7 @@ class RayHost:
         """
         check_connected()
         try:
-            with room_for("the result of a rank"):
+            with _room_for("the result of a rank"):
                 return ray.get(call.ref)
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None)
@@ -132,3 +134,19 @@ class RayHost:
     def _forget(self) -> None:
         if ray.is_initialized():
             delete_rendezvous(self._name)
+
+
+@contextlib.contextmanager
+def _room_for(what: str) -> Iterator[None]:
+    """Puts something into the object store, or gets it from there, in the block; `what` names it.
+
+    Raises:
+        ConfigError: The store is full, and so is the disk to which it moves what has no room.
+    """
+    try:
+        yield
+    except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
+        raise ConfigError(
+            f"Ray's object store, and the disk of its temporary directory, have no room for {what}. Free that disk, "
+            "start Ray with a larger --object-store-memory, or lower num_steps or num_envs."
+        ) from error

@@ -67,7 +67,7 @@ class Slice:
         spaces: The spaces and metadata of the environments.
         num_envs: How many environments there are.
         unit_bounds: Bounds of the units, ``int64 [units + 1]``.
-        progress: ``int64 [1]``, odd while a command is executed. It changes with each command.
+        progress: ``int64 [1]``, odd while a command is executed; negative while it makes an environment again.
 
     Raises:
         Exception: What the constructor of an environment raised. Its ``__cause__`` is an ``EnvError``.
@@ -359,7 +359,11 @@ class Slice:
         """Closes a unit and makes another in its place."""
         with failures_ignored():
             self._envs[unit].close()
-        self._envs[unit] = self._factory.make(unit)
+        self.progress[0] *= -1
+        try:
+            self._envs[unit] = self._factory.make(unit)
+        finally:
+            self.progress[0] *= -1
         self._num_finished[unit] = 0
         self._check_distinct()
         self._repeat_calls(unit)

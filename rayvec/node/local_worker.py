@@ -201,10 +201,11 @@ class LocalWorker:
     def _limit(self) -> tuple[str, float | None, int]:
         """Returns the name and the seconds of the present limit, and how many such limits may pass.
 
-        While a policy acts, these are as many as its chunk has steps: its first call may compile it.
+        The limit is that of a start also while a step makes an environment again. While a policy acts, as many may pass
+        as its chunk has steps: its first call may compile it.
         """
         command, policy_acts = self._pending[0][0], self._progress % 2 == 0
-        if command.op == Op.LOAD:
+        if command.op == Op.LOAD or self._progress < 0:
             return "start_timeout_s", self._rules.start_timeout_s, 1
         steps = command.rest.num_steps if command.op == Op.ROLLOUT and policy_acts else 1
         return "step_timeout_s", self._rules.step_timeout_s, steps

@@ -109,12 +109,11 @@ def _made(spec: WorkerSpec, channel: socket.socket, factories: int) -> Slice | N
         slice_ = make_slice(factory, spec.first_id, spec.name, spec.env_rules)
         seed = None if spec.seed is None else spec.seed % (1 << 64)
         seed_globals(seed, spec.first_id, 4)  # again, since the environments may have imported torch
-        made = dumps(tuple(Answer(value=slice_.spaces)))
+        send(channel, dumps(tuple(Answer(value=slice_.spaces))))
+        return slice_
     except FAILURES as error:
         send(channel, dumps(tuple(Answer(failure=captured(error, spec.name)))))
         return None
-    send(channel, made)
-    return slice_
 
 
 def _seed(seed: int | None, *key: int) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from logging.handlers import MemoryHandler
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,6 @@ from rayvec.errors import counted
 from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import decided
 from rayvec.learners.ranks import Ranks
-from rayvec.node.log_lines import LogLines
 from rayvec.training.checkpoint import check_kept_spaces, restore, warn_of_wide_ranges
 from rayvec.training.runs import LEARNERS, choose_engine, make_env, open_env, open_learner, wait_limit_s
 from rayvec.training.trainer import Iteration, Progress, Trainer, initial_state
@@ -66,7 +66,9 @@ class RankTrainer(Trainer):
         steps: int,
         ranks: Ranks,
     ) -> None:
-        self._log, self._ranks = LogLines(), ranks
+        self._ranks, self._log = ranks, MemoryHandler(sys.maxsize)  # the driver logs what it holds
+        self._log.setLevel(logging.WARNING)
+        logging.getLogger("rayvec").addHandler(self._log)
         seed_globals(config.seed, ranks.rank, 3, steps)
         register_specs(specs)
         self._first_id, stop = even_bounds(config.num_envs, ranks.size)[ranks.rank : ranks.rank + 2]
@@ -114,7 +116,8 @@ class RankTrainer(Trainer):
     def iterate(self, *, ahead: bool = False, keep: bool = False) -> Iteration:
         """Makes an iteration together with the other ranks."""
         iteration = super().iterate(ahead=ahead, keep=keep)
-        iteration.notes = self._log.take()
+        records, self._log.buffer = self._log.buffer, []
+        iteration.notes = [record.getMessage() for record in records]
         return iteration
 
     def parts(self) -> Any:
@@ -126,7 +129,7 @@ class RankTrainer(Trainer):
 
     def close(self) -> None:
         """Closes the environments."""
-        self._log.close()
+        logging.getLogger("rayvec").removeHandler(self._log)  # this process shows later lines itself
         self._env.close()
 
 

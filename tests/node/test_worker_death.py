@@ -122,6 +122,29 @@ def test_a_step_that_hangs_shows_where(action: int, shown: str) -> None:
             within(DEADLINE_S, partial(env.step, np.array([action])))
 
 
+class MadeSlowly(CountingEnv):
+    """Raises in its first step, and takes longer to be made again than a step may take."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__()
+        self._is_first = not marker.exists()
+        time.sleep(0.0 if self._is_first else 2.0)
+        marker.touch()
+
+    def step(self, action: Any) -> Any:
+        if self._is_first:
+            raise RuntimeError("a simulator that crashes")
+        return super().step(action)
+
+
+def test_an_environment_that_is_made_again_has_the_time_of_a_start(tmp_path: Path) -> None:
+    made = partial(MadeSlowly, tmp_path / "marker")
+    with closing(make(made, step_timeout_s=0.5, on_env_error="restart")) as env:
+        pids = worker_pids(env)
+        env.reset(seed=0)
+        assert env.step(np.array([0]))[4]["env_restarted"].all() and worker_pids(env) == pids
+
+
 class Starts(CountingEnv):
     """Starts subprocesses, one in a session of its own, and a thread that never ends."""
 
