@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import statistics
@@ -41,10 +40,9 @@ def run(given: Scaling) -> int:
         check_memory(max(settings.nodes), settings.cores_per_node)
     env, factory = _environment(settings)
     results = Results("scaling", settings)
-    results.write()
-    with results.shown(_show), contextlib.ExitStack() as stack:
-        place = simulated_nodes() if settings.address is None else cluster_at(settings.address)
-        address, grow = stack.enter_context(place)
+    place = simulated_nodes() if settings.address is None else cluster_at(settings.address)
+    with place as (address, grow), results.shown(_show):
+        results.write()
         where = f"the cluster at {address}" if settings.address else "simulated nodes of this machine, reached by TCP"
         results.notes.append(f"Measured on {where}, {counted(settings.cores_per_node, 'core')} of each node.")
         print(results.notes[0], flush=True)

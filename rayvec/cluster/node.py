@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -133,7 +132,8 @@ class Node:
 
     def worker_pids(self) -> list[int]:
         """Returns the process ids of this process and of the workers."""
-        return [os.getpid(), *self.machine.worker_pids()]
+        (pids,) = self.machine.pids().values()
+        return pids
 
     def kill(self) -> None:
         """Ends the workers at once."""

@@ -29,10 +29,11 @@ _CLOSE_S = 1e6
 class NodeActor(ClaimActor):
     """The process of a node. A thread serves the driver until that sends no more.
 
-    The first frame of the driver holds what the node starts with, and the second what its arrays follow from: each is
-    answered before the next one comes. All others hold a command, or only the actions of a step that is else like the
-    last one. Every command that has arrived is started before an answer is awaited, so that groups of environments step
-    independently. Commands may be answered in any order.
+    The first frame of the driver holds what the node starts with; the answer has the spaces of the environments. The
+    second holds what its arrays follow from; only a failure is answered, in place of the first command. All others hold
+    a command, or only the actions of a step that is else like the last one. Every command that has arrived is started
+    before an answer is awaited, so that groups of environments step independently. Commands may be answered in any
+    order.
     """
 
     _node: Node
@@ -58,8 +59,8 @@ class NodeActor(ClaimActor):
         self._stream = accept(listener, key)
         try:
             with suppress(EOFError, OSError):
-                self._reply(self._start)
-                self._reply(self._node.allocate)
+                self._call(self._start)
+                self._call(self._node.allocate)
                 while True:
                     pending = self._node.pending[:]
                     if not pending or self._node.wait_for_news(self._stream):
@@ -72,14 +73,15 @@ class NodeActor(ClaimActor):
             remove_folder()  # here, because the driver kills this process when the stream has ended
             self._stream.close()
 
-    def _reply(self, function: Callable[..., Any]) -> None:
-        """Calls a function with the arguments in the next frame, and sends its result, or what it has raised."""
+    def _call(self, function: Callable[..., Any]) -> None:
+        """Calls a function with the arguments in the next frame, and sends what it returns, or raises."""
         message = self._stream.read_message(self._stream.read_head())
         try:
             answer = Answer(value=function(*message.load()))
         except FAILURES as error:
             answer = Answer(failure=captured(error, "a node"))
-        self._send(answer)
+        if answer.is_news:
+            self._send(answer)
         if answer.failure is not None:
             raise EOFError("the driver gives this node up")
 

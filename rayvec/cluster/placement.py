@@ -109,7 +109,7 @@ class Demand:
         return NodeSlice(node.node_id, node.address, bounds, round(claimed, 4) if self.claim_cpus else 0)
 
 
-def plan_topology(nodes: Sequence[FreeNode], demand: Demand, *, takes_busy: bool = True) -> Topology:
+def plan_topology(nodes: Sequence[FreeNode], demand: Demand, *, takes_busy: bool = True) -> Topology | None:
     """Divides environments among nodes in proportion to their room, and on each node evenly.
 
     A node claims one core for each worker of `workers_per_node`, or all its cores where it has fewer. By default it
@@ -120,8 +120,8 @@ def plan_topology(nodes: Sequence[FreeNode], demand: Demand, *, takes_busy: bool
         demand: What the environments need.
         takes_busy: Whether nodes without a free core may be used by default, and left out where others have some.
 
-    Raises:
-        ConfigError: The cluster does not have the requested nodes, cores or resources.
+    Returns:
+        None where they lack the requested nodes, cores or resources.
 
     >>> node = FreeNode("a", "10.0.0.1", {"CPU": 4}, {"CPU": 4})
     >>> plan_topology([node], Demand(num_envs=7, workers_per_node=3)).nodes[0].worker_bounds
@@ -140,7 +140,7 @@ def plan_topology(nodes: Sequence[FreeNode], demand: Demand, *, takes_busy: bool
     are_all_busy = not any(rooms[node.node_id] for node in chosen)
     weights = [rooms[node.node_id] or (node.all_cpus if are_all_busy else 1) for node in chosen]
     if len(chosen) < count or (demand.resources is not None and sum(weights) < num_envs):
-        raise demand.too_much_for(nodes)
+        return None
     while sum(weights) > num_envs:  # every worker has an environment
         weights[weights.index(max(weights))] -= 1
     ends = np.cumsum([0, *weights])

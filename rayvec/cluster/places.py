@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,9 +85,7 @@ class RayPlaces:
 
     def plan(self, *, takes_busy: bool = True) -> Topology | None:
         """Returns where all environments would begin now; the arguments are those of :func:`plan_topology`."""
-        with suppress(ConfigError):
-            return plan_topology(self.free_nodes(), self.demand, takes_busy=takes_busy)
-        return None
+        return plan_topology(self.free_nodes(), self.demand, takes_busy=takes_busy)
 
     def open(self, place: NodeSlice) -> Node | RemoteNode:
         """Returns a node, which begins to start."""

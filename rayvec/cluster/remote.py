@@ -6,7 +6,6 @@ import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -84,9 +83,6 @@ class RemoteNode:
             ChildLost: The node is lost.
             Exception: The exception that the constructor of an environment raised.
         """
-        return self._reply()
-
-    def _reply(self) -> Any:
         answer = self._read()
         if answer.failure is not None:
             raise answer.failure.rebuild()
@@ -112,11 +108,12 @@ class RemoteNode:
         return ChildLost(NodeLostError(f"{self.name} is lost ({why}). Its log may say what ended it."))
 
     def open(self, arrays: dict[str, Any], first_id: int, *spaces: Space[Any]) -> None:
-        """Attaches the arrays that hold the answers of its environments, and sends how these begin."""
+        """Attaches the arrays that hold the answers of its environments, and sends how these begin.
+
+        If the node can't allocate its own, the first command is answered by that failure.
+        """
         self._memory_of, self._objects = memory_of_rows(tree_leaves(arrays)), object_leaves(arrays["obs"])
         self._send(pack((arrays, first_id, *spaces)))
-        with suppress(ChildLost):  # wait() says it
-            self._reply()
 
     def post(self, command: Command) -> None:
         """Starts a command."""

@@ -137,13 +137,9 @@ class Machine(Fleet):
         worker = self._workers[k] if seed is None else replace(self._workers[k], seed=seed)
         return LocalWorker(worker, k, self._spec.parts.fd, self._spec.preload)
 
-    def worker_pids(self) -> list[int]:
-        """Returns the process ids of the workers."""
-        return [worker.pid for worker in self.children]
-
     def pids(self) -> dict[str, list[int]]:
         """Returns the id of this process and those of the workers, by the name of the node."""
-        return {self.topology.nodes[0].name: [os.getpid(), *self.worker_pids()]}
+        return {self._spec.name: [os.getpid(), *(worker.pid for worker in self.children)]}
 
     @property
     def topology(self) -> Topology:

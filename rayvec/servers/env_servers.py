@@ -228,10 +228,9 @@ class StartedServer:
                 process.wait()
                 raise
 
-    def _silent(self, returncode: int | None) -> ConfigError:
-        why = f"start_timeout_s={self.start_timeout_s:g} has passed"
-        if returncode is not None:
-            why = f"it has ended with exit code {returncode}"
+    def _silent(self, code: int | None) -> ConfigError:
+        passed = f"start_timeout_s={self.start_timeout_s:g} has passed"
+        why = passed if code is None else f"it has ended with exit code {code}"
         return ConfigError(
             f"The environment server has not dialled in: {why}. Run `{shlex.join(self.command)} --help`."
         )

@@ -118,7 +118,5 @@ def space_of(message: dict[str, Any]) -> spaces.Space[Any]:
         given["dtype"] = np.dtype(given["dtype"]).type
     if kind == "Discrete" and given.get("dtype") is np.int64:  # older versions of Gymnasium take none
         del given["dtype"]
-    if kind == "Box":
-        given["shape"] = tuple(given["shape"])
     made: spaces.Space[Any] = getattr(spaces, kind)(**given)
     return made

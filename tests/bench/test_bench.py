@@ -90,7 +90,8 @@ def test_what_cannot_work(arguments: str, words: list[str], assert_refused: Asse
 
 
 def test_an_address_where_nothing_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "scaling", "--address", "127.0.0.1:1", "--out", str(tmp_path)]) == 2
+    assert main(["bench", "scaling", "--address", "127.0.0.1:1", "--out", str(tmp_path / "runs")]) == 2
+    assert not [*tmp_path.iterdir()]
     assert "127.0.0.1:1" in capsys.readouterr().err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,10 +16,20 @@ from pathlib import Path
 from helpers.waiting import DEADLINE_S, wait_until
 
 RAYVEC = [sys.executable, "-m", "rayvec"]
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def end_with_parent() -> None:
+    """Lets the kernel kill this new process when the thread that has started it ends, however that ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Command:
-    """A running ``rayvec ...``, or another program, leader of its own session, with output in files in `directory`."""
+    """A running ``rayvec ...``, or another program, leader of its own session, with output in files in `directory`.
+
+    It ends with this process.
+    """
 
     def __init__(
         self, arguments: list[str], directory: Path, program: Sequence[str] = RAYVEC, **variables: str
@@ -36,6 +47,7 @@ class Command:
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
 
     def kill(self, number: signal.Signals) -> int:
