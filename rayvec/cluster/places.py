@@ -42,6 +42,7 @@ class RayPlaces:
         demand: What environments ask of the cluster.
     """
 
+    _leaving = frozenset[str]()
     _missing = "No other node has a free core, or what else they need, for its environments."
 
     def __init__(self, factory: EnvFactory, preload: Sequence[str], env_rules: EnvRules, demand: Demand) -> None:
@@ -104,6 +105,10 @@ class RayPlaces:
     def moves(self, slices: Sequence[NodeSlice], leaving_only: bool) -> dict[int, NodeSlice]:
         """Returns which environments move now, and where to. With a fixed number of nodes, none do."""
         return {}
+
+    def leaves(self, place: NodeSlice) -> bool:
+        """Whether a node has announced that it leaves. With a fixed number of nodes, these are not read."""
+        return place.node_id in self._leaving
 
     def another(self, k: int, slices: Sequence[NodeSlice], error: Exception) -> NodeSlice:
         """Returns where the environments of node k resume, which is lost. It waits at most 8 s until there is room.
@@ -173,7 +178,7 @@ class ElasticPlaces(RayPlaces):
         self._wait_s = self.env_rules.start_timeout_s
         self._bounds = even_bounds(demand.num_envs, num_parts(self._high, demand.num_envs))
         self._rooms: dict[str, int] = {}  # of each node, when it got its first part
-        self._silent = self._leaving = frozenset[str]()
+        self._silent = frozenset[str]()
         self._next_look_s = {True: 0.0, False: 0.0}
 
     def plan(self, *, takes_busy: bool = True) -> Topology | None:
@@ -195,10 +200,6 @@ class ElasticPlaces(RayPlaces):
             return {}
         due = {k: place for k, place in wanted.items() if self.leaves(slices[k]) or not leaving_only}
         return {k: place for k, place in due.items() if place.node_id not in self.distrusted()}
-
-    def leaves(self, place: NodeSlice) -> bool:
-        """Whether a node has announced that it leaves."""
-        return place.node_id in self._leaving
 
     def _elsewhere(self, k: int, slices: Sequence[NodeSlice]) -> NodeSlice | None:
         distrusted = self.distrusted()

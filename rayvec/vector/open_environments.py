@@ -87,7 +87,7 @@ def open_environments(
     if first_id:
         raise ConfigError(f"first_id={first_id} was passed with environments on Ray. It requires num_nodes=0.")
     # Programs without Ray do not import it: that takes a third of a second.
-    from rayvec.cluster.open_cluster import open_cluster
+    from rayvec.cluster.cluster import open_cluster
 
     return open_cluster(
         factory,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from rayvec.cluster.cluster import open_cluster
 from rayvec.cluster.nodes import FreeNode
-from rayvec.cluster.open_cluster import open_cluster
 from rayvec.cluster.placement import Demand, plan_topology
 from rayvec.data.resources import EnvResources
 from rayvec.envs.factory import EnvFactory
