@@ -132,12 +132,14 @@ class Stream:
 
     def read_into(self, views: Sequence[memoryview]) -> None:
         """Fills memory with what arrives."""
-        for view in views:
-            count = min(len(view), len(self._buffered))
-            view[:count] = self._buffered[:count]
+        left = [view for view in views if len(view)]
+        while left and self._buffered:
+            count = min(len(left[0]), len(self._buffered))
+            left[0][:count] = self._buffered[:count]
             del self._buffered[:count]
-            while count < len(view):
-                count += _some(self._sock.recv_into(view[count:]))
+            left = _unfinished(left, count)
+        while left:
+            left = _unfinished(left, _some(self._sock.recvmsg_into(left[:_MAX_PARTS])[0]))
 
     def read_message(self, head: Head) -> Message:
         """Reads the pickled value of a frame, and checks that it is from the other end.
