@@ -211,11 +211,10 @@ class LocalWorker:
         return "step_timeout_s", self._rules.step_timeout_s, steps
 
     def _died(self) -> ChildLost:
-        self._process.wait(_END_S)
-        error = WorkerLostError(
-            f"{self.name} died ({self._process.described_end()}).{self._held} The system's log may say what killed it."
-        )
-        return ChildLost(error)
+        code = self._process.wait(_END_S) or 0
+        how = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+        text = f"{self.name} died ({how}).{self._held} The system's log may say what killed it."
+        return ChildLost(WorkerLostError(text))
 
     def _hangs(self, limit: str, limit_s: float, waited_s: float) -> ChildLost:
         error = WorkerLostError(

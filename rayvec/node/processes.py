@@ -141,17 +141,12 @@ def remove_folder() -> None:
     shutil.rmtree(_folder(), ignore_errors=True)
 
 
-def _environment(threads: int) -> dict[str, str]:
-    """Returns the environment variables of a worker that starts now."""
-    variables = dict.fromkeys(_THREADS, os.environ.get("OMP_NUM_THREADS", str(threads))) | os.environ
-    return {name: text for name, text in variables.items() if name not in _SECRETS}
-
-
 def _server(preload: Sequence[str], threads: int) -> tuple[Any, dict[str, str]]:
     """Returns the fork server for some modules, which runs, and the environment variables of its next worker."""
     with _lock, uninterrupted():  # this process has the server's variables while it starts one
         resource_tracker.ensure_running()  # here: it unblocks the signals
-        variables = _environment(threads)
+        unset = dict.fromkeys(_THREADS, os.environ.get("OMP_NUM_THREADS", str(threads)))
+        variables = {name: text for name, text in (unset | os.environ).items() if name not in _SECRETS}
         key = os.getpid(), tuple(variables[name] for name in _THREADS), tuple(preload)  # libraries read them once
         server = _servers.setdefault(key, forkserver.ForkServer())
         server.set_forkserver_preload([_SERVER_MODULE])
@@ -239,11 +234,6 @@ class OwnedProcess(Popen):
             os.kill(self._server._forkserver_pid, signal.SIGKILL)  # so that later processes get another one
             raise TimeoutError(f"the fork server has not imported its modules within {self._timeout_s:g} s")
         self.pid = forkserver.read_signed(self.sentinel)
-
-    def described_end(self) -> str:
-        """Returns how the process has ended."""
-        code = self.poll() or 0
-        return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
 
     def kill(self) -> None:
         """Kills the process and what it has started, and waits until it has ended."""
