@@ -170,7 +170,7 @@ class Slice:
                 if is_call and command.rest[0] in self._rules.replay_calls:
                     self._calls[unit].pop(name := (command.op, command.rest[0]), None)
                     self._calls[unit][name] = partial(function, unit, argument, command)
-        self.progress[0] += 1
+        self.progress[0] = abs(self.progress[0]) + 1
         value = [self._values.get(row) for row in command.rows.tolist()] if has_values else None
         if not (self._infos or self._failure or self._notes or value is not None):
             return NO_NEWS
@@ -359,11 +359,9 @@ class Slice:
         """Closes a unit and makes another in its place."""
         with failures_ignored():
             self._envs[unit].close()
-        self.progress[0] *= -1
-        try:
-            self._envs[unit] = self._factory.make(unit)
-        finally:
-            self.progress[0] *= -1
+        self.progress[0] = -abs(self.progress[0])  # if it can't be made, until the command has failed
+        self._envs[unit] = self._factory.make(unit)
+        self.progress[0] = abs(self.progress[0])
         self._num_finished[unit] = 0
         self._check_distinct()
         self._repeat_calls(unit)
