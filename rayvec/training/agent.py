@@ -26,8 +26,9 @@ from rayvec.policies.policy import Policy
 from rayvec.policies.recurrent import RecurrentActorCritic
 from rayvec.training.atomic_files import local_path, written_whole
 from rayvec.training.checkpoint import spaces_from_bytes
+from rayvec.training.environments import make_one_env
 from rayvec.training.run_dir import load_checkpoint, load_config
-from rayvec.training.runs import make_one_env, network_of, with_own_parts
+from rayvec.training.runs import network_of, with_own_parts
 
 
 def load(

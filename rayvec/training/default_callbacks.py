@@ -23,10 +23,11 @@ from rayvec.errors import ConfigError
 from rayvec.training import checkpoint
 from rayvec.training.atomic_files import written_whole
 from rayvec.training.callbacks import BestModel, RunContext
+from rayvec.training.environments import eval_settings, make_eval_env
 from rayvec.training.evaluation import eval_metrics, evaluate
 from rayvec.training.plots import draw_learning_curve
 from rayvec.training.run_dir import read_metrics
-from rayvec.training.runs import eval_settings, make_eval_env, network_of
+from rayvec.training.runs import network_of
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 __all__ = [

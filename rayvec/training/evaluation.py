@@ -20,8 +20,9 @@ from rayvec.policies.policy import Policy
 from rayvec.training.agent import load
 from rayvec.training.atomic_files import local_path
 from rayvec.training.checkpoint import check_kept_spaces
+from rayvec.training.environments import eval_settings, make_one_env, open_env, served
 from rayvec.training.run_dir import load_checkpoint, load_config
-from rayvec.training.runs import eval_settings, make_one_env, network_of, open_env, served, with_own_parts
+from rayvec.training.runs import network_of, with_own_parts
 from rayvec.vector.ray_vec_env import RayVecEnv
 
 _EVAL_STEPS, _EVAL_EPISODE_STEPS = 50_000, 10_000

@@ -24,6 +24,13 @@ from rayvec.learners.base import torch_device
 from rayvec.training.atomic_files import local_path
 from rayvec.training.callbacks import MetricsLine, RunContext, TrainResult, call, checked_callbacks, has_hooks
 from rayvec.training.default_callbacks import default_callbacks
+from rayvec.training.environments import (
+    environment_of,
+    eval_settings,
+    make_eval_env,
+    served,
+    wrapper_statistics,
+)
 from rayvec.training.evaluation import evaluate
 from rayvec.training.rank_trainer import open_trainer
 from rayvec.training.run_dir import (
@@ -38,15 +45,7 @@ from rayvec.training.run_dir import (
     save_config,
     save_result,
 )
-from rayvec.training.runs import (
-    environment_of,
-    eval_settings,
-    make_eval_env,
-    network_of,
-    served,
-    with_own_parts,
-    wrapper_statistics,
-)
+from rayvec.training.runs import network_of, with_own_parts
 from rayvec.training.stop_signals import Interrupts
 from rayvec.training.trainer import Iteration, Progress
 

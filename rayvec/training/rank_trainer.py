@@ -37,7 +37,8 @@ from rayvec.learners.base import Learner
 from rayvec.learners.compile_decision import decided
 from rayvec.learners.ranks import Ranks
 from rayvec.training.checkpoint import check_kept_spaces, restore, warn_of_wide_ranges
-from rayvec.training.runs import LEARNERS, choose_engine, make_env, open_env, open_learner, wait_limit_s
+from rayvec.training.environments import choose_engine, make_env, open_env
+from rayvec.training.runs import LEARNERS, open_learner, wait_limit_s
 from rayvec.training.trainer import Iteration, Progress, Trainer, initial_state
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,10 @@ from rayvec.config.references import refer
 from rayvec.errors import CheckpointError, ConfigError
 from rayvec.training.agent import Agent
 from rayvec.training.checkpoint import spaces_from_bytes, spaces_to_bytes
+from rayvec.training.environments import make_env
 from rayvec.training.evaluation import greedy_policy
 from rayvec.training.run_dir import load_run
-from rayvec.training.runs import LEARNERS, make_env, network_of
+from rayvec.training.runs import LEARNERS, network_of
 
 HAS_DTYPE = "dtype" in inspect.signature(spaces.Discrete).parameters  # newer versions of Gymnasium
 VECTOR = spaces.Box(-3, 3, (5,))

@@ -84,7 +84,7 @@ def test_resuming_a_finished_run_only_evaluates(tmp_path: Path, capsys: pytest.C
 DECISIONS = """
 import os, sys
 from rayvec import PPOConfig
-from rayvec.training.runs import choose_engine
+from rayvec.training.environments import choose_engine
 def chosen(**settings):
     return choose_engine(PPOConfig(**settings)).num_nodes
 assert chosen() == 0
