@@ -158,8 +158,8 @@ _FILES = {
 
 _NO_MEMORY = r"DefaultCPUAllocator|CUDA.{0,16} out of memory|CUBLAS_STATUS_ALLOC_FAILED"
 """What torch says if there is too little memory."""
-_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
-"""What the system answers if a disk is full, or a file must not be written."""
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""What the system answers if a disk is full, or a file must not or can't be written."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

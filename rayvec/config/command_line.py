@@ -13,7 +13,7 @@ from rayvec.config.base import TrainConfig
 from rayvec.config.presets import starting_values
 from rayvec.config.schema import docs_of, field_names, fields_of, suggested
 from rayvec.config.settings_yaml import read_yaml
-from rayvec.errors import ConfigError, require
+from rayvec.errors import ConfigError, counted, require
 
 _GROUPS = {
     "run": "total_steps seed preset config resume run_dir init_from learner_device",
@@ -110,7 +110,9 @@ def _pairs(name: str, words: Sequence[str]) -> Any:
     if len(words) == 1 and words[0].startswith("{"):
         return read_yaml(words[0])
     option = name.replace("_", "-")
-    require(len(words) % 2 == 0, f"--{option} has {len(words)} words. Pass NAME VALUE pairs, or {{name: value}}.")
+    require(
+        len(words) % 2 == 0, f"--{option} has {counted(len(words), 'word')}. Pass NAME VALUE pairs, or {{name: value}}."
+    )
     return {key: read_yaml(value) for key, value in zip(words[::2], words[1::2], strict=True)}
 
 

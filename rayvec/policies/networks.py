@@ -326,10 +326,10 @@ def flat_weights(module: nn.Module) -> NDArray[np.float32]:
     """
     parts = []
     for _, part, shape in _parts(module):
-        rest = part.detach().reshape(-1)
-        for _ in range(1 + (len(shape) > part.ndim)):
-            parts.append(rest.float())
-            rest = rest - parts[-1]
+        whole = part.detach().reshape(-1)
+        parts.append(whole.float())
+        if len(shape) > part.ndim:
+            parts.append((whole - parts[-1]).float())
     return torch.cat(parts).cpu().numpy()
 
 

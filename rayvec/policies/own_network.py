@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rayvec.config.references import resolve
 from rayvec.data import Tree, tree_map
-from rayvec.errors import ConfigError
+from rayvec.errors import ConfigError, require
 from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, at, float_encoder, leaf_spaces, replaced
 from rayvec.policies.masks import has_mask, seen, without_mask
@@ -135,13 +135,19 @@ def build_network(
         config: The settings.
 
     Raises:
-        ConfigError: The function returns no module.
+        ConfigError: The function returns no module, or one without trainable parameters of float32.
     """
     net = function(observation_space, action_space, config)
     if not isinstance(net, nn.Module):
         raise ConfigError(
             f"The function that makes the network returned {type(net).__name__}. It must return a torch.nn.Module."
         )
+    found = sorted({str(each.dtype) for each in net.parameters() if each.requires_grad})
+    require(
+        found == ["torch.float32"],
+        f"The network has trainable parameters of the types {found}. It needs at least one parameter with "
+        "requires_grad=True, and all of torch.float32: call module.float().",
+    )
     return net
 
 

@@ -117,7 +117,7 @@ class Agent:
             with memory returns a pair: this, and the state for the next call.
 
         Raises:
-            ConfigError: The shape fits neither, or a state does not fit.
+            ConfigError: The shape fits neither, or a number is not finite or no choice of a discrete space.
         """
         batch, is_single = self._batched(obs)
         count = len(next(iter(tree_leaves(batch))))
@@ -212,7 +212,14 @@ def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
             return {key: _arrays(obs[key], part) for key, part in space.spaces.items()}
         case spaces.Tuple():
             return tuple(_arrays(obs[i], part) for i, part in enumerate(space.spaces))
-    return np.asarray(obs, space.dtype)
+    array = np.asarray(obs, space.dtype)
+    fits = np.isfinite(array)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        size = space.nvec if isinstance(space, spaces.MultiDiscrete) else space.n
+        fits = (array >= space.start) & (array - space.start < size)
+    if not np.all(fits):
+        raise ValueError("a number that no observation has")
+    return array
 
 
 class GreedyModule(nn.Module):

@@ -26,7 +26,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         path: The file to replace, or to make.
 
     Raises:
-        ConfigError: `path` is a directory, a pipe or a device.
+        ConfigError: `path` is a directory, a pipe or a device, or has no directory.
         OSError: No file can be made there, or the disk is full. It names the file.
     """
     path = local_path(path)
@@ -34,6 +34,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         path.is_file() or not path.exists(),
         f"{path} can't be written: it is no file. Pass the path of a file.",
     )
+    require(path.parent.is_dir(), f"{path} can't be written: there is no directory {path.parent}. Make it first.")
     partial = path.with_name(path.name + ".tmp")
     try:
         with partial.open("wb") as file:

@@ -8,6 +8,7 @@ see :func:`rayvec.training.default_callbacks.default_callbacks`.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -158,8 +159,13 @@ class RunContext:
         It is a part of checkpoints. Where iterations are made ahead, as by decentralized ranks, it acts one later.
 
         Raises:
-            ConfigError: The learner has no method ``set_learning_rate``.
+            ConfigError: The number is negative or not finite, or the learner has no method ``set_learning_rate``.
         """
+        value = None if value is None else float(value)  # a checkpoint holds no number of NumPy
+        require(
+            value is None or 0 <= value < math.inf,
+            f"context.set_learning_rate was called with {value}. Pass a finite number from 0 on, or None.",
+        )
         self._running("set_learning_rate").set_learning_rate(value)
         self.progress.learning_rate = value
 

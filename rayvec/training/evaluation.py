@@ -189,6 +189,10 @@ def _writer(video: Path | None, metadata: dict[str, Any]) -> contextlib.Abstract
     """Returns the writer of a video as a context; without a video, a context of None."""
     if video is None:
         return contextlib.nullcontext()
+    require(
+        video.suffix == ".mp4" and video.parent.is_dir(),
+        f"{video} is no .mp4 file in a directory that exists. Pass a path such as out.mp4.",
+    )
     import imageio.v2 as imageio
 
     writer: contextlib.AbstractContextManager[Any] = imageio.get_writer(

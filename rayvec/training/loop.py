@@ -45,7 +45,7 @@ from rayvec.training.run_dir import (
     save_config,
     save_result,
 )
-from rayvec.training.runs import network_of, with_own_parts
+from rayvec.training.runs import network_of, own_torch_modes, with_own_parts
 from rayvec.training.stop_signals import Interrupts
 from rayvec.training.trainer import Iteration, Progress
 
@@ -145,6 +145,7 @@ def resume(
             return _run(config, run_dir, state, callbacks)
 
 
+@own_torch_modes()
 def _run(config: TrainConfig, run_dir: Path, state: dict[str, Any] | None, callbacks: Any) -> TrainResult:
     """Trains until the run is done. Where ranks are lost, or their nodes change, it starts again at a checkpoint."""
     if config.learner_mode == "driver":
@@ -278,8 +279,8 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
         if "steps" in context.line.sums:
             context.metrics |= context.logged
             context.logged.clear()
+            context.line = MetricsLine()  # also if a callback raises: the line is not written again at the end
             self.call("on_log")
-            context.line = MetricsLine()
 
     def save(self, state: dict[str, Any]) -> None:
         """Makes a checkpoint."""

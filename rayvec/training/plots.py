@@ -76,6 +76,13 @@ def read_runs(run_dirs: Iterable[Path | str]) -> list[Curves]:
             runs.append(run)
         except ConfigError as error:
             print(f"rayvec: left out {run_dir}: {error}", file=sys.stderr)
+        except (
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:  # of files that another program has changed
+            print(f"rayvec: left out {run_dir}: its metrics or result are damaged ({error!r})", file=sys.stderr)
     require(bool(runs), "There is no run to plot. Pass directories of runs, such as runs/*.")
     groups: dict[tuple[str, str], list[_Run]] = {}
     for run in runs:

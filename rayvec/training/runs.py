@@ -62,6 +62,19 @@ def register(config_class: type[TrainConfig], learner: Callable[..., Learner]) -
     LEARNERS[config_class] = learner
 
 
+@contextlib.contextmanager
+def own_torch_modes() -> Iterator[None]:
+    """Lets torch compute gradients, and make tensors of float32, whatever the script has set."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@own_torch_modes()
 def network_of(
     config: TrainConfig, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]
 ) -> torch.nn.Module:

@@ -24,6 +24,7 @@ def with_buffers(observation_space: Any, action_space: Any, config: Any) -> nn.M
     if config.algorithm == "ppo":
         net: Any = own_parts.TwoHeads(observation_space, action_space)
         net.register_buffer("noise", torch.rand(3))
+        net.register_buffer("is_on", torch.rand(3) > 0.5)
         return net  # type: ignore[no-any-return]
     net = own_parts.ActorAndCritics(observation_space, action_space)
     for part in (net.actor, *net.critics):
@@ -41,7 +42,7 @@ def test_buffers_are_a_part_of_the_state_and_of_an_initial_network(kind: str) ->
 
     first, second, third = map(make, (1, 2, 3))
     buffers = first.state_dict()["buffers"]
-    assert len(buffers) == (1 if kind == "ppo" else 5)  # targets have their own
+    assert len(buffers) == (2 if kind == "ppo" else 5)  # targets have their own
     second.load_state_dict(first.with_network(second.state_dict(), first.state_dict(), second.config))
     third.load_state_dict(second.state_dict())  # a run that is resumed
     for learner in (second, third):

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.own_envs import Levels
 from helpers.training_kit import HERE, StopsAt, tiny
@@ -76,7 +77,9 @@ class SetsRate:
     def on_iteration(self, context: rayvec.RunContext) -> None:
         self.learners.append(context.learner)
         if context.progress.iterations == 2:
-            context.set_learning_rate(1e-5)
+            context.set_learning_rate(np.float64(1e-5))
+            with pytest.raises(ConfigError, match="finite number"):
+                context.set_learning_rate(-1e-5)
         if context.progress.iterations == 6:
             context.set_learning_rate(None)
 

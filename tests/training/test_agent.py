@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -183,6 +184,15 @@ def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
     for wrong in (np.zeros(3), np.zeros((2, 3)), np.zeros((2, 2, 4)), "left", ["a"] * 4, None, {"obs": np.zeros(4)}):
         with pytest.raises(ConfigError, match="one more dimension"):
             agent.predict(wrong)
+    chooser = make_agent(rayvec.PPOConfig, spaces.Tuple((FEW, VECTOR)), FEW, {})
+    for actor, numbers in (
+        (agent, [0, 0, 0, math.nan]),
+        (agent, np.full((2, 4), np.inf)),
+        (chooser, (FEW.start + FEW.n, np.zeros(VECTOR.shape))),
+        (chooser, (FEW.start - 1, np.zeros(VECTOR.shape))),
+    ):
+        with pytest.raises(ConfigError, match="a number that no observation has"):
+            actor.predict(numbers)
     with pytest.raises(ConfigError, match=r"\.onnx"):
         agent.export(tmp_path / "policy.h5")
 

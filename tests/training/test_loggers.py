@@ -70,6 +70,7 @@ def test_resuming_leaves_no_step_twice_and_none_out(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         rayvec.train(tiny(tmp_path / "a", **settings), callbacks=[SimpleNamespace(on_log=fail)])
     assert matplotlib.image.imread(tmp_path / "a" / "learning_curve.png").std() > 0.01
+    assert [line["steps"] for line in lines_of(tmp_path / "a")] == [64, 128, 192]
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
         file.write('{"steps": 256, "retu')  # what a kill in the middle of a write leaves
     rayvec.resume(tmp_path / "a")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from gymnasium.wrappers import ReshapeObservation
 from helpers import own_envs, own_parts
 from helpers.own_envs import Line, make_line
 from helpers.own_parts import TwoHeads, two_heads
-from helpers.training_kit import HERE, SMALL, tiny
+from helpers.training_kit import HERE, SMALL, sac, tiny
 
 import rayvec
 from rayvec import IMPALAConfig, PPOConfig, TrainConfig
@@ -96,12 +98,34 @@ def test_it_is_trained_alike_wherever_it_runs(tmp_path: Path, kind: type[TrainCo
 
 
 @pytest.mark.parametrize(
-    ("network", "text"), [(own_parts.too_many_outputs, "shape"), ("two_heads", "function or class")]
+    ("network", "text"),
+    [
+        (own_parts.too_many_outputs, "shape"),
+        ("two_heads", "function or class"),
+        (lambda *args: two_heads(*args).double(), "torch.float64"),
+        (lambda *args: two_heads(*args).requires_grad_(False), "at least one parameter"),
+    ],
 )
 def test_a_network_that_cannot_work_is_refused_before_the_run_begins(tmp_path: Path, network: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         rayvec.train(tiny(tmp_path / "a"), env=Line, network=network)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("config", [tiny(Path()), sac(Path(), learning_starts=512)], ids=["ppo", "sac"])
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "float64"])
+def test_modes_of_torch_in_the_script_change_nothing(tmp_path: Path, config: Any, mode: str) -> None:
+    dtype, context = torch.get_default_dtype(), contextlib.nullcontext if mode == "float64" else getattr(torch, mode)
+    config = replace(config, total_steps=1024, eval_episodes=1)
+    rayvec.train(replace(config, run_dir=tmp_path / "usual"))
+    try:
+        torch.set_default_dtype(torch.float64 if mode == "float64" else dtype)
+        with context():
+            rayvec.train(replace(config, run_dir=tmp_path / "a"))
+            rayvec.load(tmp_path / "a").predict(np.zeros(4))
+    finally:
+        torch.set_default_dtype(dtype)
+    assert torch.equal(weights_of(tmp_path / "a"), weights_of(tmp_path / "usual"))
 
 
 @dataclass(frozen=True, kw_only=True)

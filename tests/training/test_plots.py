@@ -14,6 +14,7 @@ from helpers.training_kit import tiny
 
 import rayvec
 from rayvec.cli import main
+from rayvec.errors import ConfigError
 from rayvec.training.plots import plot_runs, read_runs
 from rayvec.training.run_dir import load_config
 
@@ -82,8 +83,18 @@ def test_what_tells_groups_apart(runs: Path, tmp_path: Path, changes: dict[str, 
 def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: AssertRefused) -> None:
     assert_refused(["plot", str(runs / "a1" / "config.yaml")], "There is no run to plot")
     assert_refused(["plot", str(runs / "a1"), "--out", str(tmp_path / "a.doc")], "a.doc is no picture", "pdf")
+    assert_refused(["plot", str(runs / "a1"), "--out", str(tmp_path / "b" / "a.png")], "there is no directory")
     (tmp_path / "config.yaml").write_text((runs / "a1" / "config.yaml").read_text())
     metrics = (runs / "a1" / "metrics.jsonl").read_bytes()
     for damaged in (b"\xff\xfe\n", b"null\n", b'{"x": 1}\n'):
         (tmp_path / "metrics.jsonl").write_bytes(metrics + damaged)
         read_runs([tmp_path])
+    for name, data in (
+        ("metrics.jsonl", b'{"steps": 9, "episodes": 1}\n'),
+        ("result.json", b"{"),
+        ("result.json", b"[]"),
+    ):
+        (tmp_path / "metrics.jsonl").write_bytes(metrics)
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ConfigError, match="There is no run to plot"):
+            read_runs([tmp_path])
