@@ -14,6 +14,7 @@ import contextlib
 import errno
 import gc
 import importlib
+import io
 import math
 import os
 import re
@@ -171,6 +172,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: The arguments, without the program's name; unset: those of this process.
     """
     is_program, args = args is None, sys.argv[1:] if args is None else args
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack a character, as that of stderr may
     try:
         with Interrupts() as interrupts:  # ``train`` takes SIGTERM itself, to finish the iteration first
             with contextlib.nullcontext() if "train" in args else interrupts.taking_sigterm():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,11 @@ def test_what_tells_groups_apart(runs: Path, tmp_path: Path, changes: dict[str, 
     run_dir = copied(runs, tmp_path / "a", changes)
     groups = read_runs([runs / "a1", run_dir])
     assert [group.label for group in groups] == labels
+
+
+def test_an_encoding_without_every_character(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert main(["plot", str(runs / "a1"), "--out", str(tmp_path / "a.png")]) == 0
 
 
 def test_what_cannot_be_plotted(runs: Path, tmp_path: Path, assert_refused: AssertRefused) -> None:
