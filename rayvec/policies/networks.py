@@ -32,7 +32,7 @@ class Tanh(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the tanh of each number."""
-        return x.tanh() if x.is_cuda else 2 * torch.sigmoid(2 * x) - 1
+        return x.tanh() if x.is_cuda else torch.sigmoid_(2 * x).mul(2).sub_(1)  # in place saves memory to write
 
 
 Activation = Literal["tanh", "relu", "elu", "gelu"]
