@@ -9,10 +9,11 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
 from multiprocessing.process import current_process
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -92,7 +93,7 @@ def modules_that_run() -> list[str]:
     names = []
     while frame is not None:
         if frame.f_code.co_name == "<module>":
-            names.append(frame.f_globals["__name__"])
+            names.append(frame.f_globals.get("__name__", "__main__"))  # exec() gives none
         frame = frame.f_back
     return names
 
@@ -105,9 +106,18 @@ def pickle_by_value_what_cannot_be_imported() -> None:
     """
     running = modules_that_run()
     for name, module in list(sys.modules.items()):
-        is_library = "." in name or name in sys.stdlib_module_names
-        if name in running or not (is_library or any(finder.find_spec(name, None) for finder in sys.meta_path)):
-            cloudpickle.register_pickle_by_value(module)
+        if isinstance(module, ModuleType) and module.__name__ == name:  # else it stands in for a module
+            if name in running or not _can_be_imported(name):
+                cloudpickle.register_pickle_by_value(module)
+
+
+def _can_be_imported(name: str) -> bool:
+    """Returns whether a finder finds a module that is loaded."""
+    if "." in name or name in sys.stdlib_module_names:
+        return True
+    with suppress(Exception):  # a finder may refuse the name
+        return any(finder.find_spec(name, None) for finder in sys.meta_path)
+    return True
 
 
 def names_what_cannot_be_imported(pickled: bytes) -> bool:

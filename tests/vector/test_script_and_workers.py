@@ -181,6 +181,8 @@ with rayvec.RayVecEnv({make}, 2, num_nodes=0, workers_per_node=2) as env:
         (["-X", "dev", "-W", "error", "module.py"], "Mine", ""),
         (["-c", "import module"], "Mine", ""),
         (["-c", "import runpy; runpy.run_path('module.py')"], "Mine", ""),
+        (["-c", "import sys; sys.modules['odd'] = sys; exec(open('module.py').read(), {})"], "Mine", ""),
+        (["-c", "import sys; sys.modules['odd'] = object(); import module"], "Mine", ""),
         (["-c", "import module"], "lambda: __import__('module').Mine()", "'module' makes environments when it is"),
     ],
 )
