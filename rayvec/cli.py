@@ -5,6 +5,8 @@ code 2. A run that fails after it has begun ends with code 1 and a line that say
 
 Ctrl-C ends a command with code 130. Before and after `main` (while Python starts, imports this module or exits), the
 signal itself ends the process, which a shell shows as 130 too. What a command has printed by then is complete.
+
+A command ends quietly with code 141 when what reads its output has ended, as ``head`` does.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import io
 import math
 import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -166,7 +169,7 @@ _REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, 1 for a failure, 2 for input that can't work, 130 after Ctrl-C.
 
-    It is 143 after SIGTERM.
+    It is 143 after SIGTERM, and 141 where the reader of the output has ended.
 
     Args:
         args: The arguments, without the program's name; unset: those of this process.
@@ -175,9 +178,33 @@ def main(args: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack a character, as that of stderr may
     try:
-        with Interrupts() as interrupts:  # ``train`` takes SIGTERM itself, to finish the iteration first
-            with contextlib.nullcontext() if "train" in args else interrupts.taking_sigterm():
+        return _exit_code(args)
+    except BrokenPipeError:
+        if not (unread := [each for each in (1, 2) if _is_unread(each)]):
+            raise
+        for descriptor in unread:  # Python writes what is left there when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        return 128 + signal.SIGPIPE
+    finally:
+        if is_program:
+            atexit.register(_prepare_exit)
+
+
+def _exit_code(args: Sequence[str]) -> int:
+    """Runs a command, prints its error, and returns its exit code once all its output is written.
+
+    Raises:
+        BrokenPipeError: The reader of the output has ended.
+    """
+    try:
+        with (
+            Interrupts() as interrupts,  # ``train`` takes SIGTERM itself, to finish the iteration first
+            contextlib.nullcontext() if "train" in args else interrupts.taking_sigterm(),
+        ):
+            try:
                 return _run(args) or 0
+            finally:
+                print(end="", flush=True)
     except KeyboardInterrupt as interrupt:
         _print_error(str(interrupt) or "interrupted", interrupt)
         return 128 + (signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT)
@@ -186,9 +213,13 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         _print_error(text, error)
         return 1 if _is_failure(error) else 2
-    finally:
-        if is_program:
-            atexit.register(_prepare_exit)
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Whether a descriptor is a pipe whose reader has ended."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _prepare_exit() -> None:
@@ -288,10 +319,12 @@ def _read(config: Path, algorithm: str) -> TrainConfig:
     """Returns the settings of a file, which options change."""
     try:
         settings = read_yaml(config.expanduser().read_text(encoding="utf-8"))
+        settings = {"algorithm": algorithm, **settings} if isinstance(settings, dict) and algorithm else settings
+        found = TrainConfig.from_plain(settings)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{config} can't be read: {error}. Pass a file as config.yaml of a run is.") from None
-    settings = {"algorithm": algorithm, **settings} if isinstance(settings, dict) and algorithm else settings
-    found = TrainConfig.from_plain(settings)
+    except ConfigError as error:
+        raise ConfigError(f"{config}: {error}") from None
     require(
         algorithm in ("", found.algorithm),
         f"{config} has the settings of {found.algorithm}, and {algorithm} was passed. Leave the algorithm out.",

@@ -17,6 +17,7 @@ to the driver in the same way, and checkpoints hold spaces and states of environ
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import hmac
 import importlib
@@ -268,29 +269,35 @@ def read_key(path: str) -> bytes:
 # The environment.
 
 
-def make_env(name: str, kwargs: dict[str, Any]) -> Any:
-    """Makes an environment of an id ("CartPole-v1"), or of a class or function ("module:Class")."""
+def env_maker(name: str) -> Any:
+    """Returns what makes an environment: of an id ("CartPole-v1"), or a class or function ("module:Class").
+
+    Raises:
+        ImportError: There is no such module.
+        AttributeError: The module lacks the class.
+        ValueError: The name has no module.
+    """
     if re.search(r"-v\d+$", name):
         try:
             library = importlib.import_module("gymnasium")
         except ImportError:
             library = importlib.import_module("gym")
-        return library.make(name, **kwargs)
+        return functools.partial(library.make, name)
     module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)(**kwargs)
+    return getattr(importlib.import_module(module), attribute)
 
 
 class Served:
     """An environment behind the operations that rayvec sends, each a method that takes its request."""
 
-    def __init__(self, name: str, kwargs: dict[str, Any]) -> None:
-        self.name, self.kwargs = name, kwargs
+    def __init__(self, maker: Any, kwargs: dict[str, Any]) -> None:
+        self.maker, self.kwargs = maker, kwargs
         self.env: Any = None
 
     def open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Makes the environment, after it has closed the one before."""
         self.close({})
-        self.env = make_env(self.name, self.kwargs)
+        self.env = self.maker(**self.kwargs)
         return {
             "observation_space": space_message(self.env.observation_space),
             "action_space": space_message(self.env.action_space),
@@ -392,11 +399,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the environment, as JSON")
     args = parser.parse_args(arguments)
     host, _, port = args.connect.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         parser.error(f"--connect is {args.connect!r}. It must be HOST:PORT, for example trainer:9000.")
     sys.path.insert(0, os.getcwd())
     try:
-        return _run((host, int(port)), read_key(args.key_file), Served(args.env, args.kwargs), args.once)
+        try:
+            served = Served(env_maker(args.env), args.kwargs)
+            key = read_key(args.key_file)
+        except (ImportError, AttributeError, ValueError, OSError) as error:
+            parser.error(str(error))
+        return _run((host, int(port)), key, served, args.once)
     except KeyboardInterrupt:
         return 130
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import AssertRefused
-from helpers.processes import DEADLINE_S, running
+from helpers.processes import DEADLINE_S, RAYVEC, running
 from helpers.testing import CountingEnv
 from helpers.training_kit import HERE, SMALL, lengthen, options
 
@@ -238,6 +238,24 @@ def test_sigterm_lets_a_command_clean_up() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned\n", "rayvec: interrupted\n")
 
 
+def test_a_command_whose_output_has_no_reader_ends_quietly(tmp_path: Path) -> None:
+    """A training that writes progress there makes a checkpoint first."""
+    run_dir = tmp_path / "a"
+    train = ["train", "ppo", *TINY, f"--total-steps={10**8}", "--checkpoint-interval-s=1000", f"--run-dir={run_dir}"]
+    for arguments, errors, first in (
+        (["--version"], subprocess.PIPE, ""),
+        (["train", "ppo", "--help-all"], subprocess.PIPE, ""),
+        (train, subprocess.STDOUT, "taking the first"),
+    ):
+        with subprocess.Popen([*RAYVEC, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True) as command:
+            assert command.stdout
+            while first and first not in command.stdout.readline():
+                pass
+            command.stdout.close()
+            assert command.wait(DEADLINE_S) == 141 and not (command.stderr and command.stderr.read())
+    assert load_run(run_dir)[1]["progress"]["steps"] > 0
+
+
 def test_train_resume_and_eval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], assert_refused: AssertRefused
 ) -> None:
@@ -258,6 +276,12 @@ def test_train_resume_and_eval(
     another = ["train", "ppo", "--resume", str(run_dir), *"--gamma 0.98 --seed 3".split()]
     another += ["--learning-rate-schedule", "cosine"]
     assert_refused(another, "learning_rate_schedule is 'cosine', but 'linear' in the run")
+    shorter = ["train", "--resume", str(run_dir), "--total-steps=100"]
+    assert_refused(shorter, "total_steps is 100, and the run has taken 128 steps. Pass at least")
+    assert load_config(run_dir).total_steps == 128
+    for text in ("algorithm: ppo\nwings: 2\n", "algorithm: fly\n", "a: b: c\n"):
+        (tmp_path / "run.yaml").write_text(text)
+        assert_refused(["train", "--config=run.yaml"], "rayvec: run.yaml: ")
 
 
 @pytest.mark.usefixtures("ray_cluster")

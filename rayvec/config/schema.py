@@ -97,7 +97,7 @@ def _refusal(cls: type, given: Mapping[str, Any], error: ValidationError) -> Exc
     errors, known = error.errors(include_url=False), fields_of(cls)
     if unknown := sorted(str(name) for name in given if name not in known):
         near = [f"{each} for {name}" for name in unknown if (each := suggested(name, known))]
-        advice = f"Did you mean {' and '.join(near)}?" if near else f"Its settings are {', '.join(known)}."
+        advice = f"Did you mean {' and '.join(near)}?" if near else "Correct it, or leave it out."
         return ConfigError(f"{cls.__name__} has no setting {', '.join(unknown)}. {advice}")
     raised = errors[0].get("ctx", {}).get("error")
     if isinstance(raised, ConfigError):

@@ -212,6 +212,8 @@ def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
             return {key: _arrays(obs[key], part) for key, part in space.spaces.items()}
         case spaces.Tuple():
             return tuple(_arrays(obs[i], part) for i, part in enumerate(space.spaces))
+    if not np.can_cast(np.asarray(obs).dtype, np.result_type(space.dtype, np.int8), "same_kind"):
+        raise ValueError(f"not of a kind that {space.dtype} holds")
     array = np.asarray(obs, space.dtype)
     fits = np.isfinite(array)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):

@@ -140,7 +140,10 @@ class ShowProgress:
 
     def on_iteration(self, context: RunContext) -> None:
         """Shows the latest iteration."""
-        self._show(context.progress.steps, progress_text(context))
+        try:
+            self._show(context.progress.steps, progress_text(context))
+        except BrokenPipeError:  # the rest of the run would print there, too
+            context.stop("standard error is a pipe without a reader")
 
     def _show(self, steps: int, text: str) -> None:
         if steps >= self._total or time.monotonic() - self._printed_s >= _LINE_INTERVAL_S:

@@ -19,7 +19,7 @@ from rayvec.config import TrainConfig
 from rayvec.config.presets import describe_preset
 from rayvec.data import EpisodeStats
 from rayvec.data.global_random import global_seed
-from rayvec.errors import LearnerError, RankLostError, counted
+from rayvec.errors import LearnerError, RankLostError, counted, require
 from rayvec.learners.base import torch_device
 from rayvec.training.atomic_files import local_path
 from rayvec.training.callbacks import MetricsLine, RunContext, TrainResult, call, checked_callbacks, has_hooks
@@ -127,8 +127,8 @@ def resume(
             of a run with so many steps from the beginning.
 
     Raises:
-        ConfigError: `run_dir` is not the directory of a run, another process trains in it, or a change is of
-            what is learned.
+        ConfigError: `run_dir` is not the directory of a run, another process trains in it, a change is of what is
+            learned, or the run has taken more than `total_steps`.
         CheckpointError: Its checkpoint is missing or damaged.
         KeyboardInterrupt: Training was interrupted; the message, or a note, says how to resume.
     """
@@ -138,6 +138,11 @@ def resume(
         before, state = load_run(run_dir)
         state["progress"]["best_return"] = best_return(run_dir)  # of an evaluation after the checkpoint, too
         config = before.adjusted(**changes)
+        require(
+            config.total_steps == before.total_steps or config.total_steps >= state["progress"]["steps"],
+            f"total_steps is {config.total_steps}, and the run has taken {state['progress']['steps']} steps. Pass at "
+            "least as many, or leave it out.",
+        )
         with served(config, env, begun=True) as env:
             config = with_own_parts(config, env, network, eval_env, begun=True)
             if config.total_steps != before.total_steps:

@@ -92,7 +92,7 @@ def test_every_setting_is_described() -> None:
         (SACConfig, {"preset": "atari"}, "sac has the presets none, classic, box2d, mujoco"),
         (PPOConfig, {"lr": 1, "total_timesteps": 2}, "Did you mean learning_rate for lr and total_steps for total_"),
         (SACConfig, {"buffer_size": 3, "lr": 1}, "Did you mean replay_size for buffer_size and policy_lr for lr?"),
-        (IMPALAConfig, {"clip_range": 1}, "no setting clip_range. Its settings are"),
+        (IMPALAConfig, {"clip_range": 1}, "no setting clip_range. Correct it, or leave it out."),
         (PPOConfig, {"num_envs": 4, "num_steps": 8, "minibatch_size": 33}, "at most num_envs * num_steps = 32"),
         (PPOConfig, {"minibatch_size": 1}, "minibatches of one step"),
         (PPOConfig, {"num_envs": 1, "num_steps": 7, "minibatch_size": 2}, "minibatches of one step"),

@@ -267,6 +267,25 @@ def test_strangers_and_other_keys_and_versions_are_refused(
     assert "it has another key\n" in errors and "another version: both sides need the same" in errors
 
 
+@pytest.mark.parametrize(
+    ("env", "options", "error"),
+    [
+        ("helpers.served:Plnat", {}, "has no attribute 'Plnat'"),
+        ("no_such_module:Plant", {}, "No module named 'no_such_module'"),
+        ("CartPole-v1", {"--connect": "127.0.0.1:99999"}, "--connect is '127.0.0.1:99999'"),
+        ("CartPole-v1", {"--key-file": "nowhere"}, "No such file or directory: 'nowhere'"),
+        ("CartPole-v1", {"--key-file": os.devnull}, "has 0 bytes"),
+    ],
+)
+def test_a_server_refuses_arguments_before_it_connects(
+    env: str, options: dict[str, str], error: str, key_file: Path
+) -> None:
+    options = {"--connect": "127.0.0.1:1", "--key-file": str(key_file), **options}
+    words = [*command(env), "--once", *(word for pair in options.items() for word in pair)]
+    server = subprocess.run(words, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    assert server.returncode == 2 and error in server.stderr.splitlines()[-1] and "Traceback" not in server.stderr
+
+
 STRANGER = """
 import os, socket, sys
 host, port = sys.argv[sys.argv.index("--connect") + 1].split(":")

@@ -193,6 +193,10 @@ def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match="a number that no observation has"):
             actor.predict(numbers)
+    counter = make_agent(rayvec.PPOConfig, FEW, FEW, {})
+    for actor, kind in ((counter, 3.7), (counter, "3"), (agent, ["1"] * 4), (counter, 2**70)):
+        with pytest.raises(ConfigError, match="not of a kind"):
+            actor.predict(kind)
     with pytest.raises(ConfigError, match=r"\.onnx"):
         agent.export(tmp_path / "policy.h5")
 
