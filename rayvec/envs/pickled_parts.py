@@ -92,8 +92,10 @@ def modules_that_run() -> list[str]:
     frame: FrameType | None = sys._getframe()
     names = []
     while frame is not None:
-        if frame.f_code.co_name == "<module>":
-            names.append(frame.f_globals.get("__name__", "__main__"))  # exec() gives none
+        name = frame.f_globals.get("__name__", "")
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if (frame.f_code.co_name, frame.f_code.co_filename) == ("<module>", file):  # else of eval() or exec()
+            names.append(name)
         frame = frame.f_back
     return names
 
@@ -107,16 +109,17 @@ def pickle_by_value_what_cannot_be_imported() -> None:
     running = modules_that_run()
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and module.__name__ == name:  # else it stands in for a module
-            if name in running or not _can_be_imported(name):
+            if name in running or not _can_be_imported(module):
                 cloudpickle.register_pickle_by_value(module)
 
 
-def _can_be_imported(name: str) -> bool:
-    """Returns whether a finder finds a module that is loaded."""
-    if "." in name or name in sys.stdlib_module_names:
+def _can_be_imported(module: ModuleType) -> bool:
+    """Returns whether a finder finds a module that is loaded. A folder of its name without code is another module."""
+    if "." in module.__name__ or module.__name__ in sys.stdlib_module_names:
         return True
     with suppress(Exception):  # a finder may refuse the name
-        return any(finder.find_spec(name, None) for finder in sys.meta_path)
+        specs = filter(None, (finder.find_spec(module.__name__, None) for finder in sys.meta_path))
+        return any(spec.origin or getattr(module, "__file__", None) is None for spec in specs)
     return True
 
 

@@ -37,6 +37,7 @@ def dumps(
     """Pickles an object for another process.
 
     Functions and classes of the script, and of other modules that the other process can't import, are pickled by value.
+    A worker finds out by importing them that they can't be.
 
     Args:
         value: The object to pickle.

@@ -64,7 +64,6 @@ def open_environments(
     Raises:
         ConfigError: Settings that can't work, or a cluster without the cores for them.
     """
-    check_not_importing()
     check_choice("on_node_loss", on_node_loss, ("rehost", "raise"))
     resources = EnvResources.of(cores_per_env, gpus_per_env, resources_per_env)
     check_names("preload", preload)
@@ -84,6 +83,7 @@ def open_environments(
         parts = factory.in_parts(even_bounds(factory.num_envs, min(num_workers, factory.num_envs)))
         name = Topology.of_this_node().nodes[0].name
         return Machine(MachineSpec(parts, first_id, factory.seed, name, tuple(preload), env_rules, resources))
+    check_not_importing()
     if first_id:
         raise ConfigError(f"first_id={first_id} was passed with environments on Ray. It requires num_nodes=0.")
     # Programs without Ray do not import it: that takes a third of a second.

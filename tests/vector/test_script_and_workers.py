@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import MakeVec
 from helpers.testing import PlainEnv
+from helpers.waiting import DEADLINE_S
 
 import rayvec
 
@@ -164,6 +165,8 @@ import numpy as np
 import rayvec
 from helpers.testing import CountingEnv
 
+spaces = rayvec.make_vec(CountingEnv, 1, num_nodes=0, workers_per_node=0)  # starts no process
+
 class Mine(CountingEnv):
     @functools.cached_property
     def own(self):
@@ -174,6 +177,13 @@ with rayvec.RayVecEnv({make}, 2, num_nodes=0, workers_per_node=2) as env:
     print(env.step(np.zeros(2, int))[1].tolist(), env.get_attr("own"))
 """
 
+LOADED = """
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("folder", "module.py")
+sys.modules["folder"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["folder"])
+"""
+
 
 @pytest.mark.parametrize(
     ("run", "make", "words"),
@@ -182,7 +192,7 @@ with rayvec.RayVecEnv({make}, 2, num_nodes=0, workers_per_node=2) as env:
         (["-c", "import module"], "Mine", ""),
         (["-c", "import runpy; runpy.run_path('module.py')"], "Mine", ""),
         (["-c", "import sys; sys.modules['odd'] = sys; exec(open('module.py').read(), {})"], "Mine", ""),
-        (["-c", "import sys; sys.modules['odd'] = object(); import module"], "Mine", ""),
+        (["-c", "import os, sys; sys.modules['odd'] = object(); os.mkdir('folder'); " + LOADED], "Mine", ""),
         (["-c", "import module"], "lambda: __import__('module').Mine()", "'module' makes environments when it is"),
     ],
 )
@@ -191,7 +201,7 @@ def test_a_module_that_makes_environments_when_it_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("module.py").write_text(MODULE.format(make=make))
-    done = subprocess.run([sys.executable, *run], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *run], capture_output=True, text=True, check=False, timeout=DEADLINE_S)
     assert words in done.stderr if words else (done.stdout, done.stderr) == ("[1.0, 1.0] (True, True)\n", "")
 
 
