@@ -105,9 +105,11 @@ class Cluster(Fleet):
         leaves = " (it leaves)" if self._places.leaves(before) else ""
         logger.warning("%s moved from node %s%s to node %s", envs, before.name, leaves, place.name)
         self._slices[k] = place
-        self.resume(k, node, states)
-        old.close(CLOSE_S)
-        old.join(CLOSE_S)
+        try:
+            self.resume(k, node, states)
+        finally:
+            old.close(CLOSE_S)
+            old.join(CLOSE_S)
 
     def _states_of(self, k: int) -> list[Any] | None:
         """Returns the states of the environments of node k; None if one of them offers none, or raises."""

@@ -91,6 +91,9 @@ class RemoteNode:
             ChildLost: The node is lost.
             Exception: The exception that the constructor of an environment raised.
         """
+        return self._value()
+
+    def _value(self) -> Any:
         answer = self._read()
         if answer.failure is not None:
             raise answer.failure.rebuild()
@@ -116,12 +119,15 @@ class RemoteNode:
         return ChildLost(NodeLostError(f"{self.name} is lost ({why}). Its log may say what ended it."))
 
     def open(self, arrays: dict[str, Any], first_id: int, *spaces: Space[Any]) -> None:
-        """Attaches the arrays that hold the answers of its environments, and sends how these begin.
+        """Attaches the arrays that hold the answers of its environments, and waits until the node has its own.
 
-        If the node can't allocate its own, the first command is answered by that failure.
+        Raises:
+            ChildLost: The node is lost.
+            Exception: Why the node can't allocate its own.
         """
         self._memory_of, self._objects = memory_of_rows(tree_leaves(arrays)), object_leaves(arrays["obs"])
         self._send(pack((arrays, first_id, *spaces)))
+        self._value()
 
     def post(self, command: Command) -> None:
         """Starts a command."""
@@ -176,8 +182,8 @@ class NodeActor(ClaimActor):
     """The process of a node. A thread serves the driver until that sends no more.
 
     The first frame of the driver holds what the node starts with; the answer has the spaces of the environments. The
-    second holds what its arrays follow from; only a failure is answered, in place of the first command. All others hold
-    a command, or only the actions of a step that is else like the last one. Every command that has arrived is started
+    second holds what its arrays follow from. All others hold a command, or only the actions of a step that is else like
+    the last one. Every command that has arrived is started
     before an answer is awaited, so that groups of environments step independently. Commands may be answered in any
     order.
     """
@@ -226,8 +232,7 @@ class NodeActor(ClaimActor):
             answer = Answer(value=function(*message.load()))
         except FAILURES as error:
             answer = Answer(failure=captured(error, "a node"))
-        if answer.is_news:
-            self._send(answer)
+        self._send(answer)
         if answer.failure is not None:
             raise EOFError("the driver gives this node up")
 

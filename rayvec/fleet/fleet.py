@@ -53,11 +53,12 @@ class Fleet:
 
     Args:
         starting: Yields what executes the commands, workers or nodes, each of which begins to start. `spaces()` waits
-            until its environments have been made. `open(arrays, first_id, *shared)` attaches a child to
-            the arrays that hold the answers of its environments. `post(command)` starts a command; those to an
-            environment are executed in their order. `wait(timeout_s)` returns the answer to a pending command, or None;
-            it raises ``ChildLost`` if the child has died or takes longer than its limits allow. `kill()` ends it at
-            once. `close(timeout_s)` asks it to end, and `join(timeout_s)` waits for that, and returns whether it has.
+            until its environments have been made. `open(arrays, first_id, *shared)` attaches a child to the arrays that
+            hold the answers of its environments, or raises why it can't, ``ChildLost`` if the child has died.
+            `post(command)` starts a command; those to an environment are executed in their order. `wait(timeout_s)`
+            returns the answer to a pending command, or None; it raises ``ChildLost`` if the child has died or takes
+            longer than its limits allow. `kill()` ends it at once. `close(timeout_s)` asks it to end, and
+            `join(timeout_s)` waits for that, and returns whether it has.
         start: Starts a child in place of child k; None, if lost children are not replaced.
         restarts: How often the environments of a replaced child count as restarted.
         first_id: Global index of the first environment.
@@ -108,12 +109,16 @@ class Fleet:
         shown = {name: arrays[name] for name in ("obs", "episode")} if self._start is not None else {}
         self._last: dict[str, Any] = tree_map(np.copy, shown)
         self._kept = list(zip(tree_leaves(self._last), tree_leaves(shown), strict=True))
-        for k, child in enumerate(self.children):
-            self._open(k, child)
+        for k in range(len(self.children)):
+            self._open(k)
 
-    def _open(self, k: int, child: Any) -> None:
+    def _open(self, k: int) -> None:
+        """Attaches child k to the arrays. If it is lost meanwhile, it is replaced."""
         arrays = {name: index_tree(array, self._rows[k]) for name, array in self.arrays.items()}
-        child.open(arrays, self.first_id + int(self.bounds[k]), *self._shared)
+        try:
+            self.children[k].open(arrays, self.first_id + int(self.bounds[k]), *self._shared)
+        except ChildLost as lost:
+            self.replace(k, lost)
 
     def post(self, command: Command) -> Ticket:
         """Starts a command."""
@@ -258,11 +263,11 @@ class Fleet:
         ids = range(self.first_id + self._rows[k].start, self.first_id + self._rows[k].stop)
         self.notes.append(Note(f"restarted {child.name} ({self._described(ids)}: {lost.error}", ids, self.kind))
         try:
-            started = self._start(k, lost)
+            replacement = self._start(k, lost)
         except ChildLost as again:  # the replacement was lost while it started
             self.replace(k, again)
         else:
-            self.resume(k, started)
+            self.resume(k, replacement)
 
     def _note_repeated(self, k: int, answer: Answer) -> None:
         """Notes what went wrong in a command that was repeated in a replacement, or in one that restored states."""
@@ -289,7 +294,9 @@ class Fleet:
         else:
             again.append(Command(Op.SET_STATE, np.arange(len(states)), rest=(states, None)))
         self.children[k] = child
-        self._open(k, child)
+        self._open(k)
+        if self.children[k] is not child:  # it was lost, and its own replacement has resumed them
+            return
         asked = [ticket for ticket in self._pending[k] if ticket.shares[k].places is not _ALL]
         self._pending[k].clear()
         self._pending[k].extend(Ticket(each, {k: Share(_ALL, each.rows, rows)}) for each in again)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from helpers.obedient_envs import (
 )
 from helpers.testing import CountingEnv, FaultyEnv, assert_identical
 from helpers.waiting import DEADLINE_S, wait_until
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from rayvec.collect.collector import Collector
 from rayvec.data.chunk import counted_ends
@@ -318,3 +320,38 @@ def test_another_node_finds_the_module_of_a_policy(
     os.kill(env.worker_pids()[env.topology.nodes[1].name][1], signal.SIGKILL)
     chunk = env.rollout(act, 3)
     assert chunk.restarts[:, 1].tolist() == [1]
+
+
+class Limits(gymnasium.Env[Any, Any]):
+    """Lets the actor that owns its worker make no file of more than 1 MB, as where memory is short, if it may begin."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1 << 19,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, driver: int, begins: Path) -> None:
+        fork_server = Path(f"/proc/{os.getppid()}/stat").read_text()
+        owner = int(fork_server.rpartition(")")[2].split()[1])
+        if owner != driver and begins.exists():
+            resource.prlimit(owner, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(1 << 19, np.float32), {}
+
+
+@pytest.mark.usefixtures("extra")
+def test_a_replacement_that_can_not_allocate_its_arrays_says_why(make_vec: Any, tmp_path: Path) -> None:
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    group = placement_group([{"CPU": 23}], bundle_label_selector=[here])  # the driver's own node has no core for it
+    assert group.wait(DEADLINE_S)
+    try:
+        makes = [partial(Limits, os.getpid(), tmp_path / "begins")] * 2
+        env = make_vec(makes, nodes=2, workers=1, replay_calls=["reset"])
+        env.call("reset")  # a replacement gets it again
+        (tmp_path / "begins").touch()
+        kill(env)
+        with pytest.raises(OSError, match="File too large"):
+            for _ in range(1000):
+                env.call("reset")
+    finally:
+        remove_placement_group(group)
+    assert env.closed
