@@ -142,7 +142,7 @@ class ActorCriticLearner(TorchLearner):
         loop, num_rows = self._compiled_steps, max((len(weight) for weight, *_ in minibatches), default=0)
         if self._recurrent is not None:
             num_rows //= self._recurrent.sequence_length
-        with fast_products(num_rows, len(self._gradient.flat)):
+        with fast_products(num_rows, len(self._gradient.flat), self.config.network is not None):
             if loop is not None and self.ranks.size == 1 and loop.accepts(minibatches):
                 stats = loop(fields, minibatches, self._learning_rate)
             else:

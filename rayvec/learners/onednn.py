@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,37 +14,65 @@ import torch
 
 _mkldnn: Any = torch.backends.mkldnn
 _LEAST = 1 << 22
-"""The number of multiply-adds in a pass through a network from which on oneDNN is faster: 400 rows, two nets of 64."""
+"""Rows times parameters: from here on oneDNN is faster. 400 rows reach it with an actor and a critic of 64x64."""
+_lock = threading.Lock()
+_found: list[str] = []
+"""How the blocks that are being executed have found torch's switch; the last one to end restores it."""
 
 
 @contextlib.contextmanager
-def fast_products(num_rows: int, num_parameters: int) -> Iterator[None]:
-    """Lets oneDNN multiply float32 matrices within the block, where it is faster than MKL and computes the same.
+def fast_products(num_rows: int, num_parameters: int, own_network: bool) -> Iterator[None]:
+    """Lets oneDNN multiply float32 matrices within the block, where it is faster than MKL.
 
     MKL computes 256 bits at a time on AMD's processors. Zen 5 can compute 512, and oneDNN does so. torch's switch that
-    gives oneDNN these products says that it may round to bfloat16 too, which it does only with instructions (AMX) that
-    Zen 5 lacks. The choice depends on the processor and on the sizes alone, so that a run can be repeated.
+    gives oneDNN these products permits it to round to bfloat16 too, which it does only with instructions (AMX) that
+    Zen 5 lacks. The switch is one of the process: learners in other threads get it too.
 
     Args:
         num_rows: How many rows a product has.
         num_parameters: Of the network.
+        own_network: Whether the network is the user's. It stays as it is: it may read the switch, which torch refuses.
     """
-    if num_rows * num_parameters < _LEAST or not onednn_is_faster():
+    if own_network or num_rows * num_parameters < _LEAST or not onednn_is_faster(_cpu()):
         yield
         return
+    with _switched():
+        yield
+
+
+@contextlib.contextmanager
+def _switched() -> Iterator[None]:
     matmul = _mkldnn.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    with _lock:
+        is_inherited = matmul.fp32_precision == _mkldnn.fp32_precision
+        _found.append("none" if is_inherited else matmul.fp32_precision)
+        matmul.fp32_precision = "bf16"
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        with _lock:
+            if len(_found) == 1:
+                matmul.fp32_precision = _found[0]
+            del _found[-1]
 
 
 @functools.cache
-def onednn_is_faster() -> bool:
-    """Says whether oneDNN multiplies large float32 matrices faster than MKL: on AMD's Zen 5 or newer, without AMX."""
-    cpu = Path("/proc/cpuinfo")
-    text = cpu.read_text() if cpu.exists() else ""
-    family = re.search(r"AuthenticAMD\s+cpu family\s*:\s*(\d+)", text)
-    has_switch = _mkldnn.is_available() and hasattr(_mkldnn, "matmul")
-    return has_switch and family is not None and int(family[1]) >= 26 and "avx512f" in text and "amx" not in text
+def _cpu() -> str:
+    path = Path("/proc/cpuinfo")
+    return path.read_text() if path.exists() else ""
+
+
+@functools.cache
+def onednn_is_faster(cpu: str) -> bool:
+    """Says whether oneDNN multiplies large float32 matrices faster than MKL, and as exactly.
+
+    Args:
+        cpu: What Linux says of the processor. AMD's Zen 5 or newer is meant, without AMX.
+    """
+    family = re.search(r"AuthenticAMD\s+cpu family\s*:\s*(\d+)", cpu)
+    is_zen_5 = family is not None and int(family[1]) >= 26 and "avx512f" in cpu and "amx" not in cpu
+    if not (is_zen_5 and _mkldnn.is_available() and hasattr(_mkldnn, "matmul")):
+        return False
+    above_1 = torch.full((256, 256), 1 + 2**-12)  # 1 in bfloat16
+    with _switched():
+        return bool((above_1 @ above_1).min() > 256.1)

@@ -161,7 +161,8 @@ class SACLearner(TorchLearner):
         self._rates = {name: scheduled(config, name, progress) if manual is None else manual for name in names}
         owed = math.floor(self._rate * self._num_credited) - first if self._sizes.any() else 0
         stats: list[Tensor] = []
-        with fast_products(config.batch_size // self.ranks.size, len(self._policy_gradient.flat)):
+        num_rows, num_parameters = config.batch_size // self.ranks.size, len(self._policy_gradient.flat)
+        with fast_products(num_rows, num_parameters, config.network is not None):
             while len(stats) < owed:
                 count = min(owed - len(stats), max(1, _ROWS_AHEAD // config.batch_size))
                 stats += [self._step(*each) for each in self._minibatches(count)]

@@ -27,12 +27,19 @@ _IMAGES_AT_ONCE = 2048
 """How many images are evaluated in one call without a gradient; the first layer outputs 50 kB for each."""
 
 
+_LEAST_FOR_SIGMOID = 1 << 14
+"""How many numbers a tanh must have to be quicker by the sigmoid: 256 rows of 64."""
+
+
 class Tanh(nn.Module):
-    """tanh; on a CPU as ``2 / (1 + exp(-2 x)) - 1``, right to 2e-7, in half the time for 500 rows or more."""
+    """tanh; of many float32 numbers on a CPU as ``2 / (1 + exp(-2 x)) - 1``, which is right to 2e-7."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the tanh of each number."""
-        return x.tanh() if x.is_cuda else torch.sigmoid_(2 * x).mul(2).sub_(1)  # in place saves memory to write
+        is_small = not torch.compiler.is_compiling() and x.numel() < _LEAST_FOR_SIGMOID
+        if is_small or x.is_cuda or x.dtype != torch.float32:
+            return x.tanh()
+        return torch.sigmoid_(2 * x).mul(2).sub_(1)  # in place saves memory to write
 
 
 Activation = Literal["tanh", "relu", "elu", "gelu"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,12 +83,31 @@ def test_without_a_compiler_it_says_what_to_install() -> None:
     assert [each.category for each in warned].count(RuntimeWarning) == 1
 
 
-@pytest.mark.skipif(not onednn_is_faster(), reason="this processor multiplies as fast by MKL")
-def test_products_by_onednn_are_those_of_float32() -> None:
+ZEN_5 = "vendor_id : AuthenticAMD\ncpu family : 26\nflags : avx512f"
+
+
+@pytest.mark.parametrize(
+    "cpu", ["", ZEN_5.replace("26", "25"), ZEN_5 + " amx_bf16", ZEN_5.replace("AuthenticAMD", "I")]
+)
+def test_onednn_multiplies_where_it_is_known_to_be_faster(cpu: str) -> None:
+    assert not onednn_is_faster(cpu)
+
+
+@pytest.mark.skipif(not onednn_is_faster(Path("/proc/cpuinfo").read_text()), reason="MKL multiplies as fast here")
+@pytest.mark.parametrize("of_all", ["none", "ieee"])
+def test_products_by_onednn_are_those_of_float32(of_all: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, switch = torch.randn(256, 128), torch.randn(128, 128), torch.backends.mkldnn.matmul
-    before = switch.fp32_precision
-    for num_rows, expected in ((256, "bf16"), (255, before)):
-        with fast_products(num_rows, b.numel()):
+    monkeypatch.setattr(torch.backends.mkldnn, "fp32_precision", of_all)
+    for num_rows, own, expected in ((256, False, "bf16"), (255, False, of_all), (256, True, of_all)):
+        with fast_products(num_rows, b.numel(), own):
             assert switch.fp32_precision == expected
             torch.testing.assert_close(a @ b, (a.double() @ b.double()).float(), rtol=1e-5, atol=1e-4)
-        assert switch.fp32_precision == before
+        assert switch.fp32_precision == of_all
+    entered = fast_products(1 << 22, 1, False)
+    with pytest.raises(ValueError, match="a learner's"), fast_products(1 << 22, 1, False):
+        entered.__enter__()  # of another thread, which ends later
+        raise ValueError("a learner's")
+    assert switch.fp32_precision == "bf16"
+    entered.__exit__(None, None, None)
+    monkeypatch.undo()
+    assert switch.fp32_precision == "none"  # inherited as before
