@@ -285,7 +285,9 @@ class _Run(contextlib.AbstractContextManager["_Run"]):
             context.metrics |= context.logged
             context.logged.clear()
             context.line = MetricsLine()  # also if a callback raises: the line is not written again at the end
-            self.call("on_log")
+            with contextlib.ExitStack() as stack:  # if one raises, the others still write the line
+                for callback in reversed(self._callbacks):
+                    stack.callback(call, [callback], "on_log", context)
 
     def save(self, state: dict[str, Any]) -> None:
         """Makes a checkpoint."""

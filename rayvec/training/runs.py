@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,9 @@ LEARNERS: dict[type[TrainConfig], Callable[..., Learner]] = {
 _WAIT_S, _COMPILING_S = 60.0, 300.0
 """How long ranks wait for each other; a rank that compiles for another shape takes half a minute and more."""
 
+_LOCK, _DTYPES = threading.Lock(), list[torch.dtype]()
+"""Torch's default dtype belongs to the process: of trainings that overlap, the last one to end restores the first."""
+
 
 def register(config_class: type[TrainConfig], learner: Callable[..., Learner]) -> None:
     """Adds an algorithm: from now on :func:`rayvec.train` takes settings of this class.
@@ -64,14 +68,19 @@ def register(config_class: type[TrainConfig], learner: Callable[..., Learner]) -
 
 @contextlib.contextmanager
 def own_torch_modes() -> Iterator[None]:
-    """Lets torch compute gradients, and make tensors of float32, whatever the script has set."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
+    """Lets torch compute gradients, and make and keep tensors of float32, whatever the script has set."""
+    with _LOCK:
+        _DTYPES.append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
     try:
         with torch.inference_mode(False), torch.enable_grad():
-            yield
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                yield
     finally:
-        torch.set_default_dtype(before)
+        with _LOCK:
+            before = _DTYPES.pop()
+            if not _DTYPES:
+                torch.set_default_dtype(before)
 
 
 @own_torch_modes()

@@ -123,7 +123,7 @@ def changes_the_process(env: OddValues) -> Any:
 
 
 def unusual_reward(env: OddValues, value: float) -> Any:
-    return [None, float("-inf"), 10**30][env.t - 1]
+    return [None, float("-inf"), 10**30, -0.0][env.np_random.integers(4)]
 
 
 SometimesNone = partial(OddValues, none_or_a_number)

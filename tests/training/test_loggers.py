@@ -59,7 +59,9 @@ def test_a_line_is_about_all_iterations_since_the_line_before(tmp_path: Path) ->
         assert [line[name] for line in two[:2]] == pytest.approx([line[name] for line in one[:2]])
 
 
-def test_resuming_leaves_no_step_twice_and_none_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("hook", ["on_iteration", "on_log"])
+def test_resuming_leaves_no_step_twice_and_none_out(tmp_path: Path, hook: str, is_first: bool) -> None:
     """A run that fails draws its learning curve, too."""
 
     def fail(context: rayvec.RunContext) -> None:
@@ -68,7 +70,8 @@ def test_resuming_leaves_no_step_twice_and_none_out(tmp_path: Path) -> None:
 
     settings = {**SHORT, "checkpoint_interval_s": 1e9}
     with pytest.raises(RuntimeError):
-        rayvec.train(tiny(tmp_path / "a", **settings), callbacks=[SimpleNamespace(on_log=fail)])
+        mine = [SimpleNamespace(**{hook: fail})]
+        rayvec.train(tiny(tmp_path / "a", **settings), callbacks=lambda rest: mine + rest if is_first else rest + mine)
     assert matplotlib.image.imread(tmp_path / "a" / "learning_curve.png").std() > 0.01
     assert [line["steps"] for line in lines_of(tmp_path / "a")] == [64, 128, 192]
     with (tmp_path / "a" / "metrics.jsonl").open("a") as file:

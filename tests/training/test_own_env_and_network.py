@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -112,20 +116,54 @@ def test_a_network_that_cannot_work_is_refused_before_the_run_begins(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+in_bfloat16 = partial(torch.autocast, "cpu", torch.bfloat16)
+
+
 @pytest.mark.parametrize("config", [tiny(Path()), sac(Path(), learning_starts=512)], ids=["ppo", "sac"])
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "float64"])
-def test_modes_of_torch_in_the_script_change_nothing(tmp_path: Path, config: Any, mode: str) -> None:
-    dtype, context = torch.get_default_dtype(), contextlib.nullcontext if mode == "float64" else getattr(torch, mode)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, in_bfloat16, in_float64])
+def test_modes_of_torch_in_the_script_change_nothing(tmp_path: Path, config: Any, mode: Any) -> None:
     config = replace(config, total_steps=1024, eval_episodes=1)
     rayvec.train(replace(config, run_dir=tmp_path / "usual"))
-    try:
-        torch.set_default_dtype(torch.float64 if mode == "float64" else dtype)
-        with context():
-            rayvec.train(replace(config, run_dir=tmp_path / "a"))
-            rayvec.load(tmp_path / "a").predict(np.zeros(4))
-    finally:
-        torch.set_default_dtype(dtype)
+    with mode():
+        dtype = torch.get_default_dtype()
+        rayvec.train(replace(config, run_dir=tmp_path / "a"))
+        rayvec.load(tmp_path / "a").predict(np.zeros(4))
+        assert torch.get_default_dtype() == dtype
     assert torch.equal(weights_of(tmp_path / "a"), weights_of(tmp_path / "usual"))
+
+
+def test_of_trainings_that_overlap_the_last_one_restores_the_default_dtype(tmp_path: Path) -> None:
+    """The first one ends, by an error, while the other one trains."""
+    began, goes_on, dtypes = threading.Event(), threading.Event(), []
+
+    def waits(context: rayvec.RunContext) -> None:
+        began.set()
+        goes_on.wait(60)
+        dtypes.append(torch.get_default_dtype())
+
+    def fails(context: rayvec.RunContext) -> None:
+        other.start()
+        began.wait(60)
+        raise RuntimeError
+
+    run = partial(rayvec.train, tiny(tmp_path / "other"), callbacks=[SimpleNamespace(on_start=waits)])
+    other = threading.Thread(target=run)
+    with in_float64():
+        with pytest.raises(RuntimeError):
+            rayvec.train(tiny(tmp_path / "a"), callbacks=[SimpleNamespace(on_start=fails)])
+        goes_on.set()
+        other.join()
+        assert [*dtypes, torch.get_default_dtype()] == [torch.float32, torch.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
