@@ -115,7 +115,7 @@ class ActorCriticLearner(TorchLearner):
         manual = self._manual_learning_rate
         self._learning_rate = scheduled(self.config, "learning_rate", progress) if manual is None else manual
 
-    def _uploaded(self, minibatches: Sequence[tuple[NDArray[Any], ...]]) -> list[tuple[Tensor, ...]]:
+    def _uploaded(self, minibatches: Sequence[Sequence[NDArray[Any]]]) -> list[tuple[Tensor, ...]]:
         """Returns vectors of each minibatch as tensors on the learner's device, in one upload for all minibatches."""
         columns = []
         for column in zip(*minibatches, strict=True):
@@ -161,7 +161,8 @@ class ActorCriticLearner(TorchLearner):
         if self._is_compiled and len(rows[0]):
             lengths = [rounded_length(len(each)) if can_capture(self._device) else 2 for each in rows]
             rows = tuple(pad(each, length, k == 0) for k, (each, length) in enumerate(zip(rows, lengths, strict=True)))
-        stats = self._gradient(rows[0], *self._select(fields, *rows))
+        weight, *numbers = rows
+        stats = self._gradient(weight, *self._select(fields, *numbers))
         gradient = self.ranks.all_reduce_(self._gradient.grad)
         norm = torch.linalg.vector_norm(gradient)
         gradient.mul_((self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))

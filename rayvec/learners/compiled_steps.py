@@ -72,7 +72,7 @@ class CompiledSteps:
 
         def step(changed: Any, rows: Any) -> tuple[Any, Tensor]:
             *tensors, failed = changed
-            gradient, stats = self._gradient.compute(tensors[0], rows[0], *self._select(fields, *rows))
+            gradient, stats = self._gradient.compute(tensors[0], rows[0], *self._select(fields, *rows[1:]))
             norm = (gradient * gradient).sum().sqrt().reshape(1)
             clipped = gradient * (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             tensors, failed = self._optimizer.stepped(tuple(tensors), failed, clipped, norm, lr)

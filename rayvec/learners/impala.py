@@ -133,7 +133,7 @@ class IMPALALearner(ActorCriticLearner):
             arrays += [numbers, slots, slots[is_other]]
         return tuple(arrays)
 
-    def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
+    def _select(self, fields: Any, *rows: Tensor) -> Tree:
         """Returns what the network reads of a minibatch, the places of the values after its steps, and these steps."""
         obs, steps, recorded = fields
         at, after, others, *sequences = rows
@@ -144,7 +144,7 @@ class IMPALALearner(ActorCriticLearner):
         else:
             seen = torch.cat([at, others])
             inputs = (tree_map(lambda leaf: leaf.index_select(0, seen), obs),)
-        place = torch.where(after < 0, len(weight) - 1 - after, after)
+        place = torch.where(after < 0, len(at) - 1 - after, after)
         return inputs, place, *(each.index_select(0, at) for each in steps)
 
     def _loss(

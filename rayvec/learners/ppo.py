@@ -84,9 +84,10 @@ class PPOLearner(ActorCriticLearner):
         fields = samples.obs, samples.sample, torch.stack([samples.logp, samples.value, samples.target], 1)
         local, total = global_range(self.ranks, len(samples.logp))
         stats: list[Tensor] = []
-        for rows in self._passes(samples, batch.chunks, local, total):
-            stats += self._learn(fields, rows)
-            if config.target_kl is not None and self._metrics(stats[-len(rows) :])["approx_kl"] > config.target_kl:
+        for minibatches in self._passes(samples, batch.chunks, local, total):
+            stats += self._learn(fields, minibatches)
+            of_epoch = stats[-len(minibatches) :]
+            if config.target_kl is not None and self._metrics(of_epoch)["approx_kl"] > config.target_kl:
                 break
         self._num_updates += 1
         self._num_steps += total
@@ -173,21 +174,21 @@ class PPOLearner(ActorCriticLearner):
                 happened = happened_by_sequence([c.valid for c in chunks], self._recurrent.sequence_length)
                 drawn += draw_sequences(ranks, happened, count, generator)
             epoch_ends.append(len(drawn))
-        sizes, *numbers = zip(*drawn, strict=True)
-        uploaded = self._uploaded(list(zip(*numbers, strict=True)))
+        uploaded = self._uploaded([vectors for _, *vectors in drawn])
         indices = [index for index, *_ in uploaded]
-        advantages = samples.advantage[pad_sequence(indices, batch_first=True)]
+        advantages = samples.advantage[pad_sequence(indices, batch_first=True)]  # its end is padding
         if config.normalize_advantage:
             mean, variance = global_moments(ranks, advantages, [*map(len, indices)])
             advantages = ((advantages - mean[:, None]) / (variance[:, None].sqrt() + 1e-8)).to(advantages)
         minibatches: list[tuple[Tensor, ...]] = []
-        for size, padded, (index, *sequences) in zip(sizes, advantages, uploaded, strict=True):
+        for (size, *_), padded, (index, *sequences) in zip(drawn, advantages, uploaded, strict=True):
             advantage = padded[: len(index)]
-            minibatches.append((torch.full_like(advantage, 1 / size), index, advantage, *sequences))
+            weight = torch.full_like(advantage, 1 / size)  # over all ranks the weights sum to 1
+            minibatches.append((weight, index, advantage, *sequences))
         for first, last in pairwise(epoch_ends if config.target_kl is not None else [0, len(minibatches)]):
             yield minibatches[first:last]
 
-    def _select(self, fields: Any, weight: Tensor, *rows: Tensor) -> Tree:
+    def _select(self, fields: Any, *rows: Tensor) -> Tree:
         """Returns the arguments of `_loss` for a minibatch, from `inputs` on."""
         obs, sample, logp_value_target = fields
         index, advantage, *sequences = rows
