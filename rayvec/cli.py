@@ -175,14 +175,14 @@ def main(args: Sequence[str] | None = None) -> int:
         args: The arguments, without the program's name; unset: those of this process.
     """
     is_program, args = args is None, sys.argv[1:] if args is None else args
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if is_program and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # its encoding may lack a character, as that of stderr may
     try:
         return _exit_code(args)
     except BrokenPipeError:
         if not (unread := [each for each in (1, 2) if _is_unread(each)]):
             raise
-        for descriptor in unread:  # Python writes what is left there when it exits
+        for descriptor in unread if is_program else ():  # Python writes what is left there when it exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         return 128 + signal.SIGPIPE
     finally:

@@ -238,16 +238,35 @@ def test_sigterm_lets_a_command_clean_up() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned\n", "rayvec: interrupted\n")
 
 
+CALLED = """
+import os, sys
+from rayvec import cli
+
+before = sys.stdout.errors, os.fstat(1)
+code = cli.main(["--version"])
+os._exit(code if before == (sys.stdout.errors, os.fstat(1)) else 1)
+"""
+
+
 def test_a_command_whose_output_has_no_reader_ends_quietly(tmp_path: Path) -> None:
-    """A training that writes progress there makes a checkpoint first."""
+    """A training that writes progress there makes a checkpoint first. A program that calls it keeps its own output."""
     run_dir = tmp_path / "a"
-    train = ["train", "ppo", *TINY, f"--total-steps={10**8}", "--checkpoint-interval-s=1000", f"--run-dir={run_dir}"]
+    train = [
+        *RAYVEC,
+        "train",
+        "ppo",
+        *TINY,
+        f"--total-steps={10**8}",
+        "--checkpoint-interval-s=1000",
+        f"--run-dir={run_dir}",
+    ]
     for arguments, errors, first in (
-        (["--version"], subprocess.PIPE, ""),
-        (["train", "ppo", "--help-all"], subprocess.PIPE, ""),
+        ([*RAYVEC, "--version"], subprocess.PIPE, ""),
+        ([sys.executable, "-c", CALLED], subprocess.PIPE, ""),
+        ([*RAYVEC, "train", "ppo", "--help-all"], subprocess.PIPE, ""),
         (train, subprocess.STDOUT, "taking the first"),
     ):
-        with subprocess.Popen([*RAYVEC, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True) as command:
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=errors, text=True) as command:
             assert command.stdout
             while first and first not in command.stdout.readline():
                 pass

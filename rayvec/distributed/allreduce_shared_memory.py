@@ -52,6 +52,9 @@ class SharedMemoryRanks:
     Rank 0 is made first; the other ranks are made with its `path`. Tensors of any dtype and size may be summed. Those
     of another device are copied to memory and back.
 
+    A process is one rank, and opens the block once: locks of ``fcntl`` belong to the process, and closing any other
+    descriptor of the block would free them.
+
     Args:
         rank: Number of this rank.
         size: Number of ranks.

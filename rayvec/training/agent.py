@@ -117,7 +117,8 @@ class Agent:
             with memory returns a pair: this, and the state for the next call.
 
         Raises:
-            ConfigError: The shape fits neither, or a number is not finite or no choice of a discrete space.
+            ConfigError: The shape fits neither, or a number is not finite, or outside a discrete space or the
+                dtype of a Box.
         """
         batch, is_single = self._batched(obs)
         count = len(next(iter(tree_leaves(batch))))
@@ -188,6 +189,8 @@ class Agent:
             arrays = _arrays(obs, space)
             leaves = zip(tree_leaves(arrays), leaf_spaces(space), strict=True)
             (lengths,) = {_leading(array.shape, leaf.shape or ()) for array, (_, leaf) in leaves}
+        except ConfigError:
+            raise
         except (TypeError, KeyError, IndexError, ValueError, RuntimeError) as error:  # tensors raise the last
             raise ConfigError(
                 f"The agent was given {repr(obs)[:200]} ({error}). It acts on one observation of {space}, or on a "
@@ -212,16 +215,29 @@ def _arrays(obs: Any, space: spaces.Space[Any]) -> Any:
             return {key: _arrays(obs[key], part) for key, part in space.spaces.items()}
         case spaces.Tuple():
             return tuple(_arrays(obs[i], part) for i, part in enumerate(space.spaces))
-    if not np.can_cast(np.asarray(obs).dtype, np.result_type(space.dtype, np.int8), "same_kind"):
+    given = np.asarray(obs)
+    if not np.can_cast(given.dtype, np.result_type(space.dtype, np.int8), "same_kind"):
         raise ValueError(f"not of a kind that {space.dtype} holds")
-    array = np.asarray(obs, space.dtype)
-    fits = np.isfinite(array)
-    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        size = space.nvec if isinstance(space, spaces.MultiDiscrete) else space.n
-        fits = (array >= space.start) & (array - space.start < size)
-    if not np.all(fits):
-        raise ValueError("a number that no observation has")
-    return array
+    low, high = _limits(space)
+    require(
+        np.all((given >= low) & (given <= high)),
+        f"The agent was given {repr(obs)[:200]}, with a number that no observation has. Pass numbers of {space}, "
+        f"from {low} to {high}.",
+    )
+    return given.astype(space.dtype)
+
+
+def _limits(space: Any) -> tuple[Any, Any]:
+    """Returns the least and the largest number that a space has; in a Box, all that its dtype holds are taken."""
+    match space:
+        case spaces.Discrete():
+            return space.start, space.start + space.n - 1
+        case spaces.MultiDiscrete():
+            return space.start, space.start + space.nvec - 1
+        case spaces.Box() if space.dtype != np.bool_:
+            info = np.finfo(space.dtype) if space.dtype.kind == "f" else np.iinfo(space.dtype)
+            return info.min, info.max
+    return 0, 1
 
 
 class GreedyModule(nn.Module):

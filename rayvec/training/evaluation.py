@@ -190,7 +190,7 @@ def _writer(video: Path | None, metadata: dict[str, Any]) -> contextlib.Abstract
     if video is None:
         return contextlib.nullcontext()
     require(
-        video.suffix == ".mp4" and video.parent.is_dir(),
+        video.suffix.lower() == ".mp4" and video.parent.is_dir(),
         f"{video} is no .mp4 file in a directory that exists. Pass a path such as out.mp4.",
     )
     import imageio.v2 as imageio

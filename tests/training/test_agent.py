@@ -185,13 +185,18 @@ def test_what_cannot_be_loaded_or_acted_on(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="one more dimension"):
             agent.predict(wrong)
     chooser = make_agent(rayvec.PPOConfig, spaces.Tuple((FEW, VECTOR)), FEW, {})
+    small = make_agent(rayvec.PPOConfig, spaces.Box(0, 255, (2,), np.uint8), FEW, {})
+    bits = make_agent(rayvec.PPOConfig, spaces.MultiBinary(2), FEW, {})
     for actor, numbers in (
         (agent, [0, 0, 0, math.nan]),
         (agent, np.full((2, 4), np.inf)),
         (chooser, (FEW.start + FEW.n, np.zeros(VECTOR.shape))),
         (chooser, (FEW.start - 1, np.zeros(VECTOR.shape))),
+        (small, [300, 0]),
+        (small, np.array([255, -1])),
+        (bits, [0, 2]),
     ):
-        with pytest.raises(ConfigError, match="a number that no observation has"):
+        with pytest.raises(ConfigError, match=r"a number that no observation has\. Pass numbers of .* from .* to"):
             actor.predict(numbers)
     counter = make_agent(rayvec.PPOConfig, FEW, FEW, {})
     for actor, kind in ((counter, 3.7), (counter, "3"), (agent, ["1"] * 4), (counter, 2**70)):

@@ -197,7 +197,7 @@ def test_a_video_shows_the_first_episode_of_the_evaluation(
     settings = {"wrappers": ALLOWED[:1], **changes, "total_steps": 64, "eval_episodes": 1}
     rayvec.train(tiny(tmp_path / "a", **settings))
     (episode_return,) = json.loads((tmp_path / "a" / "result.json").read_text())["eval_returns"]
-    path = tmp_path / "out.mp4"
+    path = tmp_path / "out.MP4"
     for wrong in (tmp_path / "none" / "out.mp4", tmp_path / "out.avi"):
         assert main(["eval", str(tmp_path / "a"), "--episodes", "1", "--video", str(wrong)]) == 2
     assert main(["eval", str(tmp_path / "a"), "--episodes", "1", "--video", str(path)]) == 0
