@@ -22,7 +22,7 @@ from rayvec.fleet.commands import ChildLost
 
 _LOOK_AGAIN_S = 0.25
 _ANSWER_S = 2.0
-_SILENT_S = 0.1
+_ANSWER_AGAIN_S = 0.1
 """How long a node gets to answer that did not the last time: Ray may list it for a minute, and each poll asks it."""
 _MAX_THREADS = 64
 _CLAIM_S = 10.0
@@ -74,7 +74,7 @@ def reserved_bundles() -> tuple[Any, dict[str, list[tuple[int, dict[str, float]]
 
 def unreachable(addresses: Mapping[str, tuple[str, int]]) -> set[str]:
     """Returns the ids of the nodes that do not accept a connection within 2 s, or 0.1 s if they did not before."""
-    timeouts_s = [_SILENT_S if node_id in _silent else _ANSWER_S for node_id in addresses]
+    timeouts_s = [_ANSWER_AGAIN_S if node_id in _silent else _ANSWER_S for node_id in addresses]
     with ThreadPoolExecutor(_MAX_THREADS) as threads:
         accepted = threads.map(_accepts, addresses.values(), timeouts_s)
         found = {node_id for node_id, accepts in zip(addresses, accepted, strict=True) if not accepts}

@@ -18,6 +18,7 @@ from gymnasium import Space
 from rayvec.cluster.node import Node
 from rayvec.cluster.node_facts import check_versions, own_versions, restore_variables
 from rayvec.cluster.nodes import ClaimActor, start_actor
+from rayvec.cluster.ray_session import check_connected
 from rayvec.cluster.stream import Head, Stream, accept, bytes_of, connect, memory_of_rows
 from rayvec.data import NodeSlice
 from rayvec.data.trees import object_leaves, tree_leaves
@@ -25,6 +26,7 @@ from rayvec.env_server import Refused
 from rayvec.envs.failures import FAILURES, captured
 from rayvec.errors import NodeLostError, first_line
 from rayvec.fleet.commands import IN_ARRAYS, NO_NEWS, Answer, ChildLost, Command, Op, is_like
+from rayvec.fleet.fleet import CLOSE_S
 from rayvec.fleet.spaces import PoolSpaces
 from rayvec.node.machine import MachineSpec
 from rayvec.node.messages import Message, pack, packed_answer, read_answer
@@ -32,8 +34,8 @@ from rayvec.node.processes import remove_folder
 
 _START_S = 30.0
 """How long Ray may take to start the actor of a node, on a machine that is busy."""
-_CLOSE_S = 1e6
-"""How long environments may take to close: the driver ends what hangs, and Ray does when the driver has ended."""
+_UNLIMITED_S = 1e6
+"""How long environments may take to close where the driver, or Ray once the driver has ended, ends what hangs."""
 
 
 class RemoteNode:
@@ -153,8 +155,9 @@ class RemoteNode:
         """Returns the process ids of the owner of the workers, and of these.
 
         Raises:
-            NodeLostError: The node is lost.
+            NodeLostError: The node is lost, or Ray is not initialised.
         """
+        check_connected()
         try:
             return ray.get(self._actor.worker_pids.remote(), timeout=_START_S)
         except ray.exceptions.RayError as error:
@@ -209,8 +212,9 @@ class NodeActor(ClaimActor):
 
     def _serve(self, listener: socket.socket, key: bytes) -> None:
         self._stream = accept(listener, key)
+        close_s = CLOSE_S
         try:
-            with suppress(EOFError, OSError):
+            with suppress(OSError):  # the connection broke, of which an idle driver does not know
                 self._call(self._start)
                 self._call(self._node.allocate)
                 while True:
@@ -219,10 +223,12 @@ class NodeActor(ClaimActor):
                         self._post()
                     elif answer := self._node.wait(0.0):
                         self._send(answer, pending[answer.place][0])
+        except EOFError:
+            close_s = _UNLIMITED_S
         finally:
+            remove_folder()  # first: the driver kills this process when it has waited long enough
             if hasattr(self, "_node"):
-                self._node.close(_CLOSE_S)
-            remove_folder()  # here, because the driver kills this process when the stream has ended
+                self._node.close(close_s)
             self._stream.close()
 
     def _call(self, function: Callable[..., Any]) -> None:
@@ -249,15 +255,14 @@ class NodeActor(ClaimActor):
         if head.has_rows:
             actions = np.empty_like(self._last_step.actions)
             self._stream.read_into([bytes_of(actions)])
-            self._node.post(self._last_step._replace(actions=actions))
-            return
-        message = self._stream.read_message(head)
+        else:
+            message = self._stream.read_message(head)
         try:
-            command = Command(*message.load())
+            command = self._last_step._replace(actions=actions) if head.has_rows else Command(*message.load())
             if command.op == Op.STEP:
                 self._last_step = command
             self._node.post(command)
-        except FAILURES as error:  # such as a class that this process can't import
+        except FAILURES as error:  # such as a class that this process can't import, or a worker that is not replaced
             self._send(Answer(failure=captured(error, self._node.name), place=len(self._node.pending)))
 
     def _send(self, answer: Answer, command: Command | None = None) -> None:

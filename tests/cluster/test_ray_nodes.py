@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -15,30 +16,18 @@ import numpy as np
 import pytest
 import ray
 from helpers.testing import CountingEnv
-from helpers.waiting import DEADLINE_S, wait_until
+from helpers.waiting import DEADLINE_S, alive, wait_until
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import rayvec
-from rayvec.cluster import remote
+from rayvec.cluster import remote, stream
 from rayvec.cluster.node_facts import check_versions, own_versions
 from rayvec.cluster.nodes import unreachable
 from rayvec.cluster.stream import connect
+from rayvec.env_server import dial
 from rayvec.errors import ConfigError, NodeLostError
 from rayvec.vector.ray_vec_env import RayVecEnv
-
-
-class Folder(CountingEnv):
-    def folder(self) -> str:
-        """Returns the folder of the fork servers of the node, which workers know too."""
-        return get_temp_dir()
-
-
-def test_a_node_that_is_closed_leaves_no_folder(ray_cluster: object) -> None:
-    with RayVecEnv([Folder] * 2, num_nodes=2, workers_per_node=1) as env:
-        here, there = env.call("folder")
-        assert here == get_temp_dir() and Path(there).exists()
-    assert Path(here).exists() and not Path(there).exists()
 
 
 class Closes(CountingEnv):
@@ -53,6 +42,39 @@ class Closes(CountingEnv):
     def close(self) -> None:
         time.sleep(600 if self.hangs else 1)
         (self._folder / "closed").touch()
+
+    def folder(self) -> str:
+        """Returns the folder of the fork servers of the node, which workers know too."""
+        return get_temp_dir()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_node_that_is_closed_leaves_no_folder(ray_cluster: object, tmp_path: Path, hangs: bool) -> None:
+    with RayVecEnv([partial(Closes, tmp_path)] * 2, num_nodes=2, workers_per_node=1) as env:
+        here, there = env.call("folder")
+        assert here == get_temp_dir() and Path(there).exists()
+        env.set_attr("hangs", [False, hangs])
+        env.close(timeout=3.0 if hangs else DEADLINE_S)
+    assert Path(here).exists() and not Path(there).exists()
+
+
+@pytest.mark.slow
+def test_what_hangs_is_killed_where_a_stream_breaks_of_an_idle_driver(
+    ray_cluster: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled: list[socket.socket] = []
+
+    def noted(address: tuple[str, int], key: bytes) -> socket.socket:
+        dialled.append(dial(address, key))
+        return dialled[-1]
+
+    monkeypatch.setattr(stream, "dial", noted)
+    with RayVecEnv([partial(Closes, tmp_path)] * 2, num_nodes=2, workers_per_node=1) as env:
+        env.set_attr("hangs", [False, True])
+        _, worker = env.worker_pids()[env.topology.nodes[1].name]
+        dialled[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        dialled[0].close()  # by a reset
+        wait_until(lambda: not alive(worker), "the worker is killed")
 
 
 @pytest.mark.slow
