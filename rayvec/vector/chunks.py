@@ -145,9 +145,6 @@ class ChunkAdapter(Adapter):
                 workers, or in the process that owns them.
         """
         self._assert_running()
-        in_order = all(chunk.inference == weights.inference for chunk in self._chunks_of(None))
-        if self._pending != "rollout" or not in_order or len(self._chunks_of(part)) >= MAX_CHUNKS:
-            self._assert_idle("rollout")
         check_count("num_steps", num_steps)
         request = ChunkRequest(weights.key, num_steps, first_step, noise_seed, weights.version, weights.weights)
         rows = self._everyone if part is None else np.array(self.parts[part])
@@ -156,6 +153,9 @@ class ChunkAdapter(Adapter):
     def _begin_chunk(
         self, request: ChunkRequest, rows: NDArray[np.int64], inference: Inference, part: int | None
     ) -> None:
+        in_order = all(chunk.inference == inference for chunk in self._chunks_of(None))
+        if self._pending != "rollout" or not in_order or len(self._chunks_of(part)) >= MAX_CHUNKS:
+            self._assert_idle("rollout")
         is_here = self._host_here(inference) is not None
         ticket = None if is_here else self._post(Command(Op.ROLLOUT, rows, rest=request))
         self._done[rows] = False  # every environment whose episode has ended is reset first
@@ -164,6 +164,10 @@ class ChunkAdapter(Adapter):
     def _chunks_of(self, part: int | None) -> list[_Pending]:
         chunks = [chunk for name, chunk in self._posted if name == "rollout"]
         return [chunk for chunk in chunks if part is None or chunk.part in (part, None)]
+
+    def _oldest_of(self, parts: Sequence[int | None]) -> list[_Pending]:
+        self._assert_pending("rollout")
+        return [self._chunks_of(part)[0] for part in parts]
 
     def rollout_wait(self, timeout: float | None = None, cut: StopEarly | None = None) -> Rollout:
         """Waits for the first :meth:`rollout_async` that has not been waited for, for up to `timeout` seconds.
@@ -198,10 +202,9 @@ class ChunkAdapter(Adapter):
         Returns:
             The index of the part, and its chunk.
         """
-        self._assert_pending("rollout")
+        chunks = self._guarded(self._oldest_of, parts, stays_open=(Exception,))
         if cut is not None and self._envs.has_nodes:
             raise ConfigError("`cut` was passed with environments on Ray. Leave it out, or pass num_nodes=0.")
-        chunks = [self._chunks_of(part)[0] for part in parts]
         if (host := self._host_here(chunks[0].inference)) is not None:
             return self._guarded(self._take_here, host, chunks[0], accept, cut)
         return self._guarded(self._received, chunks, accept, timeout_s, cut, stays_open=(KeyboardInterrupt,))

@@ -185,6 +185,21 @@ def test_close_by_another_thread_ends_a_wait(num_nodes: int, ray_cluster: object
     assert not any(map(alive, pids))
 
 
+@pytest.mark.filterwarnings("ignore:.*Calling `close`")
+def test_close_by_another_thread_while_a_pending_chunk_is_looked_up() -> None:
+    class Closes(list[Any]):
+        def __iter__(self) -> Any:
+            closer = threading.Thread(target=env.close)
+            closer.start()
+            closer.join()
+            return super().__iter__()
+
+    env = RayVecEnv([CountingEnv] * 2, num_nodes=0, workers_per_node=2)
+    env.rollout_async(env.publish(lambda obs: np.zeros(len(obs), int)), 3, 0, 0)
+    with pytest.raises(ClosedEnvironmentError, match="by another thread"):
+        env.receive(Closes([None]))
+
+
 FORKED = """
 import os, sys
 import numpy as np
