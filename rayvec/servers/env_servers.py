@@ -25,7 +25,7 @@ from rayvec.servers.server_env import ServerEnv
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-_SILENT_S = 1.0
+_PROOF_S = 1.0
 """How long the proof of the key may take; no other connection is accepted meanwhile."""
 _NOTICE_S = 10.0
 """After this time an environment says that it waits for a server."""
@@ -140,15 +140,18 @@ def dialled(
     """
     listener.settimeout(_POLL_S)
     deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline and not has_ended():
+    while time.monotonic() < deadline:
+        is_last = has_ended()  # asked first: what has dialled in before is accepted
         with suppress(TimeoutError):
             connection, (address, port) = listener.accept()
             try:
-                prove(connection, key, dials=False, timeout_s=_SILENT_S)
+                prove(connection, key, dials=False, timeout_s=_PROOF_S)
                 return connection, f"environment server {address}:{port}"
             except (Refused, OSError) as error:
                 logger.warning("refused a connection of %s:%d: %s", address, port, error)
                 connection.close()
+        if is_last:
+            break
     return None
 
 

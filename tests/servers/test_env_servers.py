@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import select
 import shlex
 import socket
 import subprocess
@@ -28,7 +29,9 @@ from helpers.waiting import DEADLINE_S, alive, wait_until
 import rayvec
 from rayvec.cli import main
 from rayvec.data.cores import usable_cores
+from rayvec.env_server import dial
 from rayvec.errors import ConfigError
+from rayvec.servers.env_servers import dialled
 
 SERVER = Path(rayvec.__file__).parent / "env_server.py"
 KEY = "0123456789abcdef"
@@ -284,6 +287,17 @@ def test_a_server_refuses_arguments_before_it_connects(
     words = [*command(env), "--once", *(word for pair in options.items() for word in pair)]
     server = subprocess.run(words, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
     assert server.returncode == 2 and error in server.stderr.splitlines()[-1] and "Traceback" not in server.stderr
+
+
+def test_a_server_that_has_dialled_in_is_accepted_although_its_launcher_has_ended() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = Thread(target=lambda: dial(listener.getsockname(), KEY.encode()).close())
+        server.start()
+        select.select([listener], [], [], DEADLINE_S)
+        found = dialled(listener, KEY.encode(), DEADLINE_S, has_ended=lambda: True)
+        assert found is not None
+        found[0].close()
+        server.join()
 
 
 STRANGER = """
