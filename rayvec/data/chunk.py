@@ -22,7 +22,7 @@ from rayvec.errors import ConfigError
 StopEarly = Callable[[int], bool]
 """Whether to end a chunk early, given the number of steps that its environments have taken together so far."""
 
-_STEPS = {"axes": "T, N"}  # tree of arrays [T, N, ...], or with fewer rows
+_STEPS = {"axes": "T, N"}  # tree of arrays [T, N, ...], or with K rows in place of T
 _ENVS = {"axes": "N"}  # tree of arrays [N, ...]
 _PLACES = {"axes": "(t, n)"}  # steps of environments, in this order, [k, 2]
 _ENDS = {"axes": "F"}  # tree of arrays [F, ...], a row for each place in final_index
@@ -220,7 +220,7 @@ AXES: dict[str, str] = {field.name: field.metadata["axes"] for field in fields(C
 
 
 def map_steps(function: Callable[[NDArray[Any]], Any], chunk: Chunk) -> Chunk:
-    """Returns a chunk with a function applied to each array of its steps, ``[T, N, ...]``."""
+    """Returns a chunk with a function applied to each array of its steps, ``[T, N, ...]`` or ``[K, N, ...]``."""
     trees = {name: getattr(chunk, name) for name, axes in AXES.items() if axes == "T, N"}
     return replace(chunk, **tree_map(function, trees))
 
