@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rayvec.config.references import resolve
 from rayvec.data import Tree, tree_map
-from rayvec.errors import ConfigError, require
+from rayvec.errors import ConfigError, counted, require
 from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, at, float_encoder, leaf_spaces, replaced
 from rayvec.policies.masks import has_mask, seen, without_mask
@@ -135,18 +135,20 @@ def build_network(
         config: The settings.
 
     Raises:
-        ConfigError: The function returns no module, or one without trainable parameters of float32.
+        ConfigError: The function returns no module, one without trainable parameters, or one with parameters of another
+            dtype than float32.
     """
     net = function(observation_space, action_space, config)
     if not isinstance(net, nn.Module):
         raise ConfigError(
             f"The function that makes the network returned {type(net).__name__}. It must return a torch.nn.Module."
         )
-    found = sorted({str(each.dtype) for each in net.parameters() if each.requires_grad})
+    found = sorted({str(each.dtype) for each in net.parameters()})
+    num_trained = sum(each.requires_grad for each in net.parameters())
     require(
-        found == ["torch.float32"],
-        f"The network has trainable parameters of the types {found}. It needs at least one parameter with "
-        "requires_grad=True, and all of torch.float32: call module.float().",
+        num_trained and found == ["torch.float32"],
+        f"The network has {counted(num_trained, 'trainable parameter')}, and the dtypes of all parameters are {found}. "
+        "It needs at least one parameter with requires_grad=True, and all must be torch.float32: call module.float().",
     )
     return net
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 
 class TwoHeads(nn.Module):
@@ -31,6 +32,18 @@ def two_heads(observation_space: Any, action_space: Any, config: Any) -> nn.Modu
 
 def too_many_outputs(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
     return TwoHeads(observation_space, spaces.Discrete(7))
+
+
+def frozen_in_float16(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    net = TwoHeads(observation_space, action_space)
+    net.body.half().requires_grad_(False)
+    return net
+
+
+def with_spectral_norm(observation_space: Any, action_space: Any, config: Any) -> nn.Module:
+    net = TwoHeads(observation_space, action_space)
+    spectral_norm(net.body[0])
+    return net
 
 
 class ActorAndCritics(nn.Module):
