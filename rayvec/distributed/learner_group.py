@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
-import cloudpickle
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
@@ -23,7 +22,8 @@ from rayvec.data.topology import even_bounds
 from rayvec.distributed.rank import pack, unpack
 from rayvec.distributed.rank_group import RankGroup, open_host
 from rayvec.distributed.rank_state import give_ranks, join_state, rank_local_state, shared_state, split_state
-from rayvec.errors import ConfigError, LearnerError, check_count
+from rayvec.envs.pickled_parts import pickled_for_workers
+from rayvec.errors import LearnerError, check_count
 from rayvec.learners.base import Learner, set_learning_rate
 from rayvec.learners.ranks import Ranks
 from rayvec.policies.networks import copy_to_cpu
@@ -138,7 +138,7 @@ class LearnerGroup(contextlib.AbstractContextManager["LearnerGroup"]):
         """A copy of what learns, with the present weights.
 
         Raises:
-            ConfigError: It can't be pickled.
+            TypeError: It can't be pickled.
         """
         module: nn.Module = pickle.loads(self.group.ask("module")[0])
         return module
@@ -252,14 +252,11 @@ class _RankLearner:
     def module(self) -> bytes:
         """Returns a copy of the module by cloudpickle, on rank 0."""
         module = copy_to_cpu(self._learner.module) if self._is_first else None
-        try:
-            data: bytes = cloudpickle.dumps(module)
-        except Exception as error:
-            raise ConfigError(
-                f"A rank sends its network to the driver by pickling, which failed: {type(error).__name__}: {error}. "
-                'Compute updates in the driver, learners="driver", or let ranks act, learners="decentralized".'
-            ) from error
-        return data
+        return pickled_for_workers(
+            module,
+            "a rank's network",
+            'Compute updates in the driver, learners="driver", or let ranks act, learners="decentralized".',
+        )
 
     def parts(self) -> tuple[Any, Any]:
         """Returns what all ranks share of the state, on rank 0, and what is rank-local, packed."""

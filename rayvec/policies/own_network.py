@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rayvec.config.references import resolve
 from rayvec.data import Tree, tree_map
-from rayvec.errors import ConfigError, counted, require
+from rayvec.errors import ConfigError, require
 from rayvec.policies.distributions import Distribution, make_distribution
 from rayvec.policies.encoders import Encoder, at, float_encoder, leaf_spaces, replaced
 from rayvec.policies.masks import has_mask, seen, without_mask
@@ -144,11 +144,10 @@ def build_network(
             f"The function that makes the network returned {type(net).__name__}. It must return a torch.nn.Module."
         )
     found = sorted({str(each.dtype) for each in net.parameters()})
-    num_trained = sum(each.requires_grad for each in net.parameters())
     require(
-        num_trained and found == ["torch.float32"],
-        f"The network has {counted(num_trained, 'trainable parameter')}, and the dtypes of all parameters are {found}. "
-        "It needs at least one parameter with requires_grad=True, and all must be torch.float32: call module.float().",
+        found == ["torch.float32"] and any(each.requires_grad for each in net.parameters()),
+        f"The network has parameters of the dtypes {found}, or none to train. All must be torch.float32: call "
+        "module.float(); and at least one parameter must have requires_grad=True.",
     )
     return net
 

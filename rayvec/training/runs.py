@@ -73,9 +73,13 @@ def own_torch_modes() -> Iterator[None]:
         _DTYPES.append(torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
     try:
-        with torch.inference_mode(False), torch.enable_grad():
-            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-                yield
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.autocast("cuda", enabled=False),
+        ):
+            yield
     finally:
         with _LOCK:
             before = _DTYPES.pop()
