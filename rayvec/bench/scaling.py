@@ -40,6 +40,8 @@ def run(given: Scaling) -> int:
         check_memory(max(settings.nodes), settings.cores_per_node)
     env, factory = _environment(settings)
     results = Results("scaling", settings)
+    if settings.address is None:
+        results.write()  # what can't be written is refused before nodes start
     place = simulated_nodes() if settings.address is None else cluster_at(settings.address)
     with place as (address, grow), results.shown(_show):
         results.write()
