@@ -85,10 +85,7 @@ def test_a_cluster_and_an_environment_of_its_own(
         ("model --fit-nodes 0", ["fit_nodes", "equal to 1"]),
     ],
 )
-def test_what_cannot_work(
-    arguments: str, words: list[str], assert_refused: AssertRefused, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_TMPDIR", "/proc/nowhere")  # before a Ray starts
+def test_what_cannot_work(arguments: str, words: list[str], assert_refused: AssertRefused) -> None:
     assert_refused(["bench", *arguments.split()], *words)
 
 
