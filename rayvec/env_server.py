@@ -407,6 +407,9 @@ def main(arguments: list[str] | None = None) -> int:
             served = Served(env_maker(args.env), args.kwargs)
             key = read_key(args.key_file)
         except (ImportError, AttributeError, ValueError, OSError) as error:
+            raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+            if raised_in != __file__ and not raised_in.startswith("<"):  # in the module that the name is of
+                traceback.print_exc()
             parser.error(str(error))
         return _run((host, int(port)), key, served, args.once)
     except KeyboardInterrupt:

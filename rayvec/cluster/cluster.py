@@ -88,7 +88,7 @@ class Cluster(Fleet):
         return super().post(command)
 
     def _move(self, k: int, place: NodeSlice) -> None:
-        """Moves the environments of node k, once it has answered. If they can't start there, they stay."""
+        """Moves the environments of node k, once it has answered. If no actor starts there, they stay."""
         old, before = self.children[k], self._slices[k]
         while self._pending[k]:
             self._receive(k, _POLL_S)

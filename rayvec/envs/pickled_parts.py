@@ -92,10 +92,9 @@ def modules_that_run() -> list[str]:
     frame: FrameType | None = sys._getframe()
     names = []
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if (frame.f_code.co_name, frame.f_code.co_filename) == ("<module>", file):  # else of eval() or exec()
-            names.append(name)
+        is_of_a_file = not frame.f_code.co_filename.startswith("<")  # else of eval() or exec()
+        if frame.f_code.co_name == "<module>" and is_of_a_file:
+            names.append(frame.f_globals.get("__name__", "__main__"))
         frame = frame.f_back
     return names
 

@@ -142,16 +142,18 @@ def dialled(
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         is_last = has_ended()  # asked first: what has dialled in before is accepted
-        with suppress(TimeoutError):
+        try:
             connection, (address, port) = listener.accept()
-            try:
-                prove(connection, key, dials=False, timeout_s=_PROOF_S)
-                return connection, f"environment server {address}:{port}"
-            except (Refused, OSError) as error:
-                logger.warning("refused a connection of %s:%d: %s", address, port, error)
-                connection.close()
-        if is_last:
-            break
+        except TimeoutError:
+            if is_last:
+                break
+            continue
+        try:
+            prove(connection, key, dials=False, timeout_s=_PROOF_S)
+            return connection, f"environment server {address}:{port}"
+        except (Refused, OSError) as error:
+            logger.warning("refused a connection of %s:%d: %s", address, port, error)
+            connection.close()
     return None
 
 

@@ -202,7 +202,7 @@ class ChunkAdapter(Adapter):
         Returns:
             The index of the part, and its chunk.
         """
-        chunks = self._guarded(self._oldest_of, parts, stays_open=(Exception,))
+        chunks = self._guarded(self._oldest_of, parts, stays_open=(BaseException,))
         if cut is not None and self._envs.has_nodes:
             raise ConfigError("`cut` was passed with environments on Ray. Leave it out, or pass num_nodes=0.")
         if (host := self._host_here(chunks[0].inference)) is not None:

@@ -289,8 +289,16 @@ def test_a_server_refuses_arguments_before_it_connects(
     assert server.returncode == 2 and error in server.stderr.splitlines()[-1] and "Traceback" not in server.stderr
 
 
+def test_what_a_module_raises_has_its_traceback(key_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("{}.plant")
+    words = [*command("fails:Plant"), "--connect", "127.0.0.1:1", "--key-file", str(key_file), "--once"]
+    server = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    assert server.returncode == 2 and 'fails.py", line 1' in server.stderr
+
+
 def test_a_server_that_has_dialled_in_is_accepted_although_its_launcher_has_ended() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        socket.create_connection(listener.getsockname()).close()  # of a stranger
         server = Thread(target=lambda: dial(listener.getsockname(), KEY.encode()).close())
         server.start()
         select.select([listener], [], [], DEADLINE_S)
