@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from multiprocessing.process import current_process
 from types import FrameType, ModuleType
@@ -112,6 +112,7 @@ def pickle_by_value_what_cannot_be_imported() -> None:
                 cloudpickle.register_pickle_by_value(module)
 
 
+@cache
 def _can_be_imported(module: ModuleType) -> bool:
     """Returns whether a finder finds a module that is loaded. A folder of its name without code is another module."""
     if "." in module.__name__ or module.__name__ in sys.stdlib_module_names:
