@@ -17,7 +17,7 @@ _LEAST = 1 << 22
 """Rows times parameters: from here on oneDNN is faster. 400 rows reach it with an actor and a critic of 64x64."""
 _lock = threading.Lock()
 _found: list[str] = []
-"""How the blocks that are being executed have found torch's switch; the last one to end restores it."""
+"""torch's switch as each running block has found it. The last block to end restores the first of these."""
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def fast_products(num_rows: int, num_parameters: int, own_network: bool) -> Iter
 
     MKL computes 256 bits at a time on AMD's processors. Zen 5 can compute 512, and oneDNN does so. torch's switch that
     gives oneDNN these products permits it to round to bfloat16 too, which it does only with instructions (AMX) that
-    Zen 5 lacks. The switch is one of the process: learners in other threads get it too.
+    Zen 5 lacks. The switch belongs to the process: learners in other threads multiply by oneDNN meanwhile.
 
     Args:
         num_rows: How many rows a product has.
